@@ -27,20 +27,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m adaptive_batch", description="The batch size, known instead of guessed."
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("check", help="look at versions and devices; print what is wrong and the command that mends it")
-    configs = commands.add_parser("configs", help="list the shipped configurations, or copy one to edit it")
-    configs.add_argument("name", nargs="?", metavar="NAME", help="the configuration to copy")
-    configs.add_argument("destination", nargs="?", metavar="DEST", help="a folder, or the new file; never overwritten")
-    keys = commands.add_parser("keys", help="print the configuration keys as tables, or rewrite those of a page")
-    keys.add_argument("page", nargs="?", metavar="PAGE", help="docs/configuration.md, whose tables are rewritten")
-    audit = commands.add_parser(
-        "audit", help="prove from a run's log that each row was used exactly once an epoch, across all restarts"
+    commands.add_parser(
+        "check",
+        help="look at versions and devices; print what is wrong and the command that mends it",
     )
-    report = commands.add_parser("report", help="draw a run: one HTML page to look at, and the same as a PNG")
+    configs = commands.add_parser(
+        "configs", help="list the shipped configurations, or copy one to edit it"
+    )
+    configs.add_argument("name", nargs="?", metavar="NAME", help="the configuration to copy")
+    configs.add_argument(
+        "destination",
+        nargs="?",
+        metavar="DEST",
+        help="a folder, or the new file; never overwritten",
+    )
+    keys = commands.add_parser(
+        "keys", help="print the configuration keys as tables, or rewrite those of a page"
+    )
+    keys.add_argument(
+        "page", nargs="?", metavar="PAGE", help="docs/configuration.md, whose tables are rewritten"
+    )
+    audit = commands.add_parser(
+        "audit",
+        help="prove from a run's log that each row was used exactly once an epoch, across all restarts",
+    )
+    report = commands.add_parser(
+        "report", help="draw a run: one HTML page to look at, and the same as a PNG"
+    )
     for command in (audit, report):
         command.add_argument("output_dir", metavar="OUTPUT_DIR", help="the output_dir of the run")
-    report.add_argument("--output", metavar="FILE", help="the page, if not OUTPUT_DIR/adaptive_batch/report.html")
-    for stream in (sys.stdout, sys.stderr):  # a folder's name may be anything, and a terminal may know ASCII alone
+    report.add_argument(
+        "--output", metavar="FILE", help="the page, if not OUTPUT_DIR/adaptive_batch/report.html"
+    )
+    for stream in (
+        sys.stdout,
+        sys.stderr,
+    ):  # a folder's name may be anything, and a terminal may know ASCII alone
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     given = parser.parse_args(arguments)
@@ -90,5 +112,7 @@ def _run(given: argparse.Namespace) -> int:
 
 if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # as other tools end where nobody reads on, such as `| head`
+        signal.signal(
+            signal.SIGPIPE, signal.SIG_DFL
+        )  # as other tools end where nobody reads on, such as `| head`
     sys.exit(main())

@@ -58,4 +58,6 @@ try:
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._pytree import tree_leaves, tree_map_only
 except ImportError as error:
-    raise unsupported(re.sub(r"cannot import name '(\w+)' from '(.*?)'.*", r"has no \2.\1", str(error))) from None
+    raise unsupported(
+        re.sub(r"cannot import name '(\w+)' from '(.*?)'.*", r"has no \2.\1", str(error))
+    ) from None

@@ -29,7 +29,11 @@ LARGEST_NUMBER = 10**12
 
 
 def check_whole(
-    key: str, value: object, *, remedy: str = "give a whole number, 1 or more", most: int = LARGEST_NUMBER
+    key: str,
+    value: object,
+    *,
+    remedy: str = "give a whole number, 1 or more",
+    most: int = LARGEST_NUMBER,
 ) -> int:
     """Refuse what is not a whole number, 1 to `most`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -54,13 +58,21 @@ def check_choice(key: str, value: str, options: Sequence[str]) -> None:
 
 def check_share(key: str, value: object) -> None:
     """Refuse what is not a share in [0, 1)."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not 0 <= value < 1
+    ):
         raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
 
 
 def without_nan(values: Mapping[str, object]) -> dict[str, object]:
     """Return values with text, such as ``nan``, for the numbers that JSON does not have."""
-    return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
+    return {
+        key: str(v) if isinstance(v, float) and not math.isfinite(v) else v
+        for key, v in values.items()
+    }
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -103,8 +115,16 @@ class ProgressBar:
         shown: False shows nothing.
     """
 
-    def __init__(self, total: int, unit: str, what: str = "", *, done: int = 0, shown: bool = True) -> None:
-        self._total, self._unit, self._what, self._done, self._shown = total, unit, what, done, shown
+    def __init__(
+        self, total: int, unit: str, what: str = "", *, done: int = 0, shown: bool = True
+    ) -> None:
+        self._total, self._unit, self._what, self._done, self._shown = (
+            total,
+            unit,
+            what,
+            done,
+            shown,
+        )
         self._last_line = time.monotonic()
         self._bar = None
         if shown and sys.stderr.isatty():
@@ -175,7 +195,9 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def move_into_place(folder: Path, target: Path, *, then: Callable[[], object] = lambda: None) -> None:
+def move_into_place(
+    folder: Path, target: Path, *, then: Callable[[], object] = lambda: None
+) -> None:
     """Rename a folder to `target`, and call `then`; one that was there is ``.replaced-NAME`` until that is done, and removed."""
     replaced = target.with_name(f".replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)

@@ -52,7 +52,9 @@ def copy_config(name: str, destination: str | Path) -> Path:
     source = config_path(name)
     if source is None:
         names = [known for known, _ in shipped_configs()]
-        raise SettingError("NAME", name, f"no such configuration is shipped; {nearest(name.lower(), names)}")
+        raise SettingError(
+            "NAME", name, f"no such configuration is shipped; {nearest(name.lower(), names)}"
+        )
     target = Path(destination)
     if target.is_dir():
         target = target / source.name
@@ -61,7 +63,11 @@ def copy_config(name: str, destination: str | Path) -> Path:
         with source.open("rb") as original, target.open("xb") as copy:
             shutil.copyfileobj(original, copy)
     except FileExistsError:
-        raise SettingError("DEST", str(target), "is there already, and is not overwritten; give another name") from None
+        raise SettingError(
+            "DEST", str(target), "is there already, and is not overwritten; give another name"
+        ) from None
     except (FileNotFoundError, NotADirectoryError):
-        raise SettingError("DEST", str(target), f"there is no folder {target.parent}; make it first") from None
+        raise SettingError(
+            "DEST", str(target), f"there is no folder {target.parent}; make it first"
+        ) from None
     return target

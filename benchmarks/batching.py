@@ -48,7 +48,9 @@ def lognormal(num_rows: int) -> torch.Tensor:
     """Lengths of mean 385 tokens, 8 to 2048. Sigma is that with which 16 random rows waste 72.3% as padding."""
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(num_rows, dtype=torch.int64)
-    for piece in lengths.split(1_000_000):  # a peak of memory made here would hide some of the planner's
+    for piece in lengths.split(
+        1_000_000
+    ):  # a peak of memory made here would hide some of the planner's
         normal = torch.randn(len(piece), generator=generator, dtype=torch.float64)
         piece.copy_((5.53 + 0.97 * normal).exp().clamp(8, 2048).round())
     return lengths
@@ -95,7 +97,11 @@ def fixed(batch_size: int) -> Plan:
 
     def plan(lengths: torch.Tensor, max_tokens: int) -> Batches:
         generator = torch.Generator().manual_seed(0)
-        return list(BatchSampler(RandomSampler(lengths.tolist(), generator=generator), batch_size, drop_last=False))
+        return list(
+            BatchSampler(
+                RandomSampler(lengths.tolist(), generator=generator), batch_size, drop_last=False
+            )
+        )
 
     return plan
 
@@ -122,8 +128,17 @@ def deepspeed_function(file: Path | None) -> Callable[..., Any] | None:
             return None
         file = Path(package.origin).parents[1] / DEEPSPEED_FILE
     tree = ast.parse(file.read_text())
-    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "batch_by_seqlens")
-    names: dict[str, Any] = {"logger": logging.getLogger("deepspeed"), "random": random, "np": np, "torch": torch}
+    function = next(
+        node
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name == "batch_by_seqlens"
+    )
+    names: dict[str, Any] = {
+        "logger": logging.getLogger("deepspeed"),
+        "random": random,
+        "np": np,
+        "torch": torch,
+    }
     exec(compile(ast.Module([function], []), str(file), "exec"), names)
     return names["batch_by_seqlens"]
 
@@ -139,12 +154,17 @@ def deepspeed(batch_by_seqlens: Callable[..., Any], order: str) -> Plan:
 def ways_without_deepspeed() -> dict[str, Plan]:
     return {
         "ours: data order": ours(),
-        **{f"ours: seqlen, window {window}": ours(order="seqlen", window=window) for window in WINDOWS},
+        **{
+            f"ours: seqlen, window {window}": ours(order="seqlen", window=window)
+            for window in WINDOWS
+        },
         "ours: seqlen": ours(order="seqlen"),
         "ours: seqlen, real tokens": ours(order="seqlen", count="real"),
         f"ours: inside steps of {STEP_ROWS} rows": ours_inside_steps,
         **{f"torchtune: {rows} rows": fixed(rows) for rows in (8, 16, 32)},
-        **{f"Hugging Face group_by_length: {rows} rows": hugging_face(rows) for rows in (8, 16, 32)},
+        **{
+            f"Hugging Face group_by_length: {rows} rows": hugging_face(rows) for rows in (8, 16, 32)
+        },
     }
 
 
@@ -254,8 +274,12 @@ def print_planning(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="at most 10^6 rows, and DeepSpeed on 1,000")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="at most 10^6 rows, and DeepSpeed on 1,000"
+    )
     parser.add_argument("--deepspeed", type=Path, metavar="FILE", help="where it is not installed")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "ROWS"), help=argparse.SUPPRESS)
@@ -266,7 +290,10 @@ def main() -> None:
         return
 
     if arguments.deepspeed:  # a record names no folder of this machine
-        sys.argv = [argument.replace(str(arguments.deepspeed), arguments.deepspeed.name) for argument in sys.argv]
+        sys.argv = [
+            argument.replace(str(arguments.deepspeed), arguments.deepspeed.name)
+            for argument in sys.argv
+        ]
     function = deepspeed_function(arguments.deepspeed)
     peer = (
         {}
@@ -284,8 +311,14 @@ def main() -> None:
         ("demo", demo, demo_budget, repeats, {**common, **peer}),
     ]
     if peer:
-        beside = {name: plan for name, plan in common.items() if name in ("ours: data order", "ours: seqlen")}
-        sets.append(("lognormal, as many as DeepSpeed is given", few, MAX_TOKENS, 1, {**beside, **peer}))
+        beside = {
+            name: plan
+            for name, plan in common.items()
+            if name in ("ours: data order", "ours: seqlen")
+        }
+        sets.append(
+            ("lognormal, as many as DeepSpeed is given", few, MAX_TOKENS, 1, {**beside, **peer})
+        )
     ways = {}
     for name, lengths, max_tokens, times, which in sets:
         ways[name] = measure_ways(which, lengths, max_tokens=max_tokens, repeats=times)
@@ -319,5 +352,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # on a busy machine, waiting for a second thread takes longer than planning
+    torch.set_num_threads(
+        1
+    )  # on a busy machine, waiting for a second thread takes longer than planning
     main()

@@ -60,10 +60,20 @@ SEED = 0
 
 def with_adapters(*sizes: int, **options: bool) -> nn.Module:
     """A Qwen2 whose adapters alone are trained."""
-    names = ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim", "max_seq_len")
+    names = (
+        "vocab_size",
+        "num_layers",
+        "num_heads",
+        "num_kv_heads",
+        "embed_dim",
+        "intermediate_dim",
+        "max_seq_len",
+    )
     attention = ["q_proj", "v_proj", "output_proj"]
     shape = dict(zip(names, sizes, strict=True))
-    model = lora_qwen2(attention, apply_lora_to_mlp=True, lora_rank=8, lora_alpha=16, **shape, **options)
+    model = lora_qwen2(
+        attention, apply_lora_to_mlp=True, lora_rank=8, lora_alpha=16, **shape, **options
+    )
     for module in model.modules():
         if hasattr(module, "initialize_dora_magnitude"):
             module.initialize_dora_magnitude()
@@ -110,7 +120,12 @@ class Combination:
         return max(MAXIMUM, 2 * self.about)
 
     def __str__(self) -> str:
-        marks = [self.model, str(self.length), self.optimizer + (" in backward" if self.in_backward else ""), self.loss]
+        marks = [
+            self.model,
+            str(self.length),
+            self.optimizer + (" in backward" if self.in_backward else ""),
+            self.loss,
+        ]
         marks += ["checkpointing"] * self.checkpointing + ["bf16"] * (self.dtype == "bfloat16")
         return ", ".join(marks + ["accumulating"] * self.accumulates)
 
@@ -125,13 +140,19 @@ ON_CPU = [
     Combination("wide", 64, "SGD", about=1),
     Combination("wide", 64, "SGD momentum", checkpointing=True, accumulates=True, about=48),
     Combination("wide", 32, "AdamW8bit", about=12),
-    Combination("wide", 64, "AdamW8bit", checkpointing=True, loss="chunked", dtype="bfloat16", about=30),
+    Combination(
+        "wide", 64, "AdamW8bit", checkpointing=True, loss="chunked", dtype="bfloat16", about=30
+    ),
     Combination("wide", 32, "AdamW", in_backward=True, about=9),
     Combination("deep", 32, "AdamW fused", in_backward=True, checkpointing=True, about=31),
-    Combination("deep", 64, "AdamW8bit", in_backward=True, checkpointing=True, loss="chunked", about=16),
+    Combination(
+        "deep", 64, "AdamW8bit", in_backward=True, checkpointing=True, loss="chunked", about=16
+    ),
     Combination("deep", 32, "SGD", in_backward=True, loss="chunked", about=3),
     Combination("deep", 32, "AdamW", accumulates=True, about=19),
-    Combination("vocabulary", 32, "AdamW", checkpointing=True, loss="chunked", dtype="bfloat16", about=60),
+    Combination(
+        "vocabulary", 32, "AdamW", checkpointing=True, loss="chunked", dtype="bfloat16", about=60
+    ),
     Combination("vocabulary", 16, "AdamW fused", in_backward=True, checkpointing=True, about=40),
     Combination("vocabulary", 64, "SGD momentum", loss="chunked", about=5),
 ]
@@ -143,15 +164,21 @@ WITH_ADAPTERS = [
     Combination("LoRA", 32, "AdamW", in_backward=True, checkpointing=True, about=9),
     Combination("LoRA", 32, "AdamW", about=300),
     Combination("DoRA", 32, "SGD momentum", about=19),
-    Combination("DoRA", 64, "AdamW fused", checkpointing=True, loss="chunked", accumulates=True, about=48),
+    Combination(
+        "DoRA", 64, "AdamW fused", checkpointing=True, loss="chunked", accumulates=True, about=48
+    ),
     Combination("DoRA", 128, "AdamW", dtype="bfloat16", about=2),
     Combination("DoRA", 32, "AdamW fused", checkpointing=True, about=220),
     Combination("QLoRA", 32, "AdamW", dtype="bfloat16", about=31),
-    Combination("QLoRA", 64, "AdamW8bit", checkpointing=True, loss="chunked", dtype="bfloat16", about=12),
+    Combination(
+        "QLoRA", 64, "AdamW8bit", checkpointing=True, loss="chunked", dtype="bfloat16", about=12
+    ),
     Combination("QLoRA", 128, "SGD", accumulates=True, dtype="bfloat16", about=1),
 ]
 ON_CUDA = [
-    Combination(model, length, "AdamW fused", checkpointing=checkpointing, loss="chunked", dtype="bfloat16")
+    Combination(
+        model, length, "AdamW fused", checkpointing=checkpointing, loss="chunked", dtype="bfloat16"
+    )
     for model in ("qwen2_5_0_5b", "llama3_2_1b")
     for length in (512, 2048)
     for checkpointing in (False, True)
@@ -169,10 +196,15 @@ class Bench:
         if combination.checkpointing:
             layer = {modules.TransformerSelfAttentionLayer}
             training.set_activation_checkpointing(self.model, auto_wrap_policy=layer)
-        self._chunked = CEWithChunkedOutputLoss(ignore_index=IGNORED) if combination.loss == "chunked" else None
+        self._chunked = (
+            CEWithChunkedOutputLoss(ignore_index=IGNORED) if combination.loss == "chunked" else None
+        )
         if self._chunked:
             self.model.set_num_output_chunks(self._chunked.num_output_chunks)
-        make, trained = OPTIMIZERS[combination.optimizer], [p for p in self.model.parameters() if p.requires_grad]
+        make, trained = (
+            OPTIMIZERS[combination.optimizer],
+            [p for p in self.model.parameters() if p.requires_grad],
+        )
         self._optimizer: torch.optim.Optimizer | OptimizerInBackward
         if combination.in_backward:
             self._optimizer = OptimizerInBackward({p: make([p]) for p in trained})
@@ -195,7 +227,9 @@ class Bench:
         labels = torch.hstack((labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)))
         if self._chunked:
             return self._chunked(logits, labels)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED
+        )
 
     def _step(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -220,9 +254,15 @@ class Bench:
         with self.rehearsal(budget_bytes) as rehearsal:
             search: Search
             if name == "predict":
-                search = Predictive(budget_bytes=budget_bytes, maximum=maximum, resident_bytes=rehearsal.resident_bytes)
+                search = Predictive(
+                    budget_bytes=budget_bytes,
+                    maximum=maximum,
+                    resident_bytes=rehearsal.resident_bytes,
+                )
             else:
-                search = BinarySearch(maximum=maximum) if name == "binary" else Halving(start=maximum)
+                search = (
+                    BinarySearch(maximum=maximum) if name == "binary" else Halving(start=maximum)
+                )
             result = run_search(rehearsal, search=search, resident_bytes=rehearsal.resident_bytes)
         return result, time.perf_counter() - start
 
@@ -276,7 +316,9 @@ def replay(peaks: dict[int, int], resident_bytes: int) -> dict[str, Any]:
             if above <= budget:
                 continue
             cases += 1
-            search = Predictive(budget_bytes=budget, maximum=max(peaks), resident_bytes=resident_bytes)
+            search = Predictive(
+                budget_bytes=budget, maximum=max(peaks), resident_bytes=resident_bytes
+            )
             tried: list[tuple[int, bool]] = []
             while (rows := search.candidate) is not None:
                 fits = peaks[rows] <= budget
@@ -284,7 +326,14 @@ def replay(peaks: dict[int, int], resident_bytes: int) -> dict[str, Any]:
                 search.record(Trial(rows, fits, peaks[rows] if fits else None))
             trials.append(len(tried))
             if search.best != true_maximum or not all(fits for _, fits in tried):
-                misses.append({"true": true_maximum, "budget_bytes": budget, "found": search.best, "tried": tried})
+                misses.append(
+                    {
+                        "true": true_maximum,
+                        "budget_bytes": budget,
+                        "found": search.best,
+                        "tried": tried,
+                    }
+                )
     return {
         "cases": cases,
         "equal": cases - sum(miss["found"] != miss["true"] for miss in misses),
@@ -299,7 +348,9 @@ def measure_on_cpu(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
     rows = []
     print(
         f"{'combination':<78} {'MiB':>6} {'true':>4}  "
-        + "".join(f"{name + ': found trials OOMs s':>32}" for name in ("predict", "binary", "halve"))
+        + "".join(
+            f"{name + ': found trials OOMs s':>32}" for name in ("predict", "binary", "halve")
+        )
         + f"{'brute s':>9}"
     )
     for combination in combinations:
@@ -325,9 +376,13 @@ def measure_on_cpu(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
             }
         )
         cells = "".join(
-            f"{s['found']:>17}{s['trials']:>5}{s['ooms']:>5}{s['seconds']:>5.1f}" for s in searches.values()
+            f"{s['found']:>17}{s['trials']:>5}{s['ooms']:>5}{s['seconds']:>5.1f}"
+            for s in searches.values()
         )
-        print(f"{combination!s:<78} {budget / MIB:>6.1f} {true_maximum:>4}  {cells}{seconds:>9.1f}", flush=True)
+        print(
+            f"{combination!s:<78} {budget / MIB:>6.1f} {true_maximum:>4}  {cells}{seconds:>9.1f}",
+            flush=True,
+        )
     return rows
 
 
@@ -401,7 +456,9 @@ def measure_on_cuda(
     for combination in combinations:
         with bench_on(combination, device) as bench:
             available = bench.memory.available_bytes(())
-            allowed = parse_size(memory, total_bytes=bench.memory.total_bytes()) if memory else available
+            allowed = (
+                parse_size(memory, total_bytes=bench.memory.total_bytes()) if memory else available
+            )
             budget = int(min(allowed, available) * 0.95)
             try:
                 result, seconds = bench.search("predict", budget_bytes=budget, maximum=4096)
@@ -434,15 +491,23 @@ def measure_on_cuda(
         )
     done = [row for row in rows if "share" in row]
     if done:
-        print(f"\nsmallest share {min(r['share'] for r in done):.1%}, {sum(r['predict']['ooms'] for r in done)} OOMs")
+        print(
+            f"\nsmallest share {min(r['share'] for r in done):.1%}, {sum(r['predict']['ooms'] for r in done)} OOMs"
+        )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--memory", help="on CUDA: what may be used, such as 24GiB; default all that is free")
-    parser.add_argument("--quick", action="store_true", help="fewer combinations, smaller all_reduce_max")
+    parser.add_argument(
+        "--memory", help="on CUDA: what may be used, such as 24GiB; default all that is free"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer combinations, smaller all_reduce_max"
+    )
     parser.add_argument("--adapters", action="store_true", help="on a frozen base, on a CPU")
     parser.add_argument("--threads", type=int, help="threads of PyTorch on the CPU")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
@@ -453,7 +518,11 @@ def main() -> None:
     if arguments.device == "cuda":
         combinations = ON_CUDA[:2] if arguments.quick else ON_CUDA
         device = torch.device("cuda", torch.cuda.current_device())
-        records.write("bound-cuda", arguments.output, bound=measure_on_cuda(combinations, device, arguments.memory))
+        records.write(
+            "bound-cuda",
+            arguments.output,
+            bound=measure_on_cuda(combinations, device, arguments.memory),
+        )
         return
     combinations = WITH_ADAPTERS if arguments.adapters else ON_CPU
     if arguments.quick:

@@ -74,7 +74,11 @@ class Result:
 
 
 def cases() -> Iterator[Case]:
-    kinds: dict[str, tuple[str, ...]] = {"fp32": (), "bf16": ("dtype=bf16",), "fp32, dropout 0.1": (DROPOUT,)}
+    kinds: dict[str, tuple[str, ...]] = {
+        "fp32": (),
+        "bf16": ("dtype=bf16",),
+        "fp32, dropout 0.1": (DROPOUT,),
+    }
     for kind, overrides in kinds.items():
         for micro_batches in MICRO_BATCHES:
             what = f"{micro_batches} micro-batch{'es' if micro_batches > 1 else ''}"
@@ -85,7 +89,9 @@ def cases() -> Iterator[Case]:
             yield Case(kind, "1, rows in another order", overrides, reversed_rows=True)
 
 
-def built(folder: Path, case: Case, *, steps: int, overrides: list[str]) -> AdaptiveFullFinetuneRecipe:
+def built(
+    folder: Path, case: Case, *, steps: int, overrides: list[str]
+) -> AdaptiveFullFinetuneRecipe:
     """The recipe of a case, set up."""
     path = config_path("demo_cpu")
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
@@ -129,16 +135,26 @@ def train(folder: Path, case: Case, *, steps: int, overrides: list[str]) -> Resu
     torch.manual_seed(case.seed)
     recipe.train()
     recipe.cleanup()
-    lines = map(json.loads, (Path(recipe.cfg.output_dir) / "adaptive_batch" / "run.jsonl").read_text().splitlines())
+    lines = map(
+        json.loads,
+        (Path(recipe.cfg.output_dir) / "adaptive_batch" / "run.jsonl").read_text().splitlines(),
+    )
     logged = [line for line in lines if "micro_batches" in line]
     assert {line["micro_batches"] for line in logged} == {case.micro_batches}
-    return Result(gradient, start, joined(recipe.trainer.model.parameters()), [line["loss"] for line in logged])
+    return Result(
+        gradient,
+        start,
+        joined(recipe.trainer.model.parameters()),
+        [line["loss"] for line in logged],
+    )
 
 
 def gradient_in_fp32(folder: Path, case: Case, *, overrides: list[str]) -> torch.Tensor:
     """Of the first step in fp32 and one micro-batch, with the weights that the case begins with."""
     in_own_dtype = built(folder, case, steps=1, overrides=overrides)
-    without_dtype = tuple(override for override in case.overrides if not override.startswith("dtype="))
+    without_dtype = tuple(
+        override for override in case.overrides if not override.startswith("dtype=")
+    )
     single = Case(case.kind, "reference", without_dtype)
     recipe = built(folder, single, steps=1, overrides=overrides)
     recipe.trainer.model.load_state_dict(in_own_dtype.trainer.model.state_dict())
@@ -155,7 +171,9 @@ def relative(one: torch.Tensor, other: torch.Tensor, of: torch.Tensor | None = N
 
 
 def compared(result: Result, single: Result, in_fp32: torch.Tensor) -> dict[str, float]:
-    differences = [abs(one - other) for one, other in zip(result.losses, single.losses, strict=True)]
+    differences = [
+        abs(one - other) for one, other in zip(result.losses, single.losses, strict=True)
+    ]
     return {
         "gradient_over_single": relative(result.gradient, single.gradient),
         "gradient_over_fp32": relative(result.gradient, in_fp32),
@@ -182,11 +200,15 @@ def print_table(rows: list[dict[str, Any]], steps: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="3 steps")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the demo's configuration")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="over the demo's configuration"
+    )
     arguments = parser.parse_args()
     steps = 3 if arguments.quick else arguments.steps
 
@@ -203,7 +225,9 @@ def main() -> None:
                     in_fp32 = gradient_in_fp32(folder, case, overrides=arguments.overrides)
                     singles[case.kind] = result, in_fp32
                 measured = compared(result, *singles[case.kind])
-                rows.append({"kind": case.kind, "what": case.what, **measured, "losses": result.losses})
+                rows.append(
+                    {"kind": case.kind, "what": case.what, **measured, "losses": result.losses}
+                )
     print(f"{steps} steps of {STEP_ROWS} rows")
     print_table(rows, steps)
 

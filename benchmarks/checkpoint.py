@@ -47,15 +47,23 @@ def compare(folder: Path, texts: list[str], *, aside: Path) -> dict[str, float |
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--directory", type=Path, default=Path(demo.DIRECTORY))
     parser.add_argument("--output", type=Path, default=records.RESULTS)
     arguments = parser.parse_args()
     lines = (arguments.directory / "data" / "held_out.jsonl").read_text().splitlines()
     texts = [f"{row['signature']}\n{row['docstring']}" for row in map(json.loads, lines)]
-    folder = max((arguments.directory / "tuned").glob("epoch_*"), key=lambda path: int(path.name.split("_")[1]))
+    folder = max(
+        (arguments.directory / "tuned").glob("epoch_*"),
+        key=lambda path: int(path.name.split("_")[1]),
+    )
     found = compare(folder, texts, aside=arguments.directory / "compared")
-    print(f"{folder}: logits differ by {found['largest_difference']:.2e} at most (target 1e-4), ", end="")
+    print(
+        f"{folder}: logits differ by {found['largest_difference']:.2e} at most (target 1e-4), ",
+        end="",
+    )
     print(f"{found['same_choices']} of {found['positions']} next-token choices are the same")
     records.write("checkpoint", arguments.output, checkpoint=folder.name, texts=len(texts), **found)
 

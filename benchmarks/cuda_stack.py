@@ -73,7 +73,9 @@ PARAMETERS = {  # in billions
     "phi4_14b": 14.7,
 }
 HEADROOMS = (0.0, 0.05)  # of a search; the second is the recipe's own
-COPIES = 5  # of the weights, that a step of AdamW holds: with gradients, two moments and a temporary
+COPIES = (
+    5  # of the weights, that a step of AdamW holds: with gradients, two moments and a temporary
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ class Case:
     rows: int | str
 
     def __str__(self) -> str:
-        return f"{self.combination}, {self.device}, {self.rows} rows".replace("bound rows", "the bound")
+        return f"{self.combination}, {self.device}, {self.rows} rows".replace(
+            "bound rows", "the bound"
+        )
 
     @property
     def found(self) -> EstimatedDevice:
@@ -137,7 +141,9 @@ class Estimated:
             self._logs[rows] = self._step._step.log(rows, [self._run] * STEPS)
         return self._logs[rows]
 
-    def replayed(self, rows: int, conf: str, *, budget_bytes: int | None = None) -> CachingAllocator:
+    def replayed(
+        self, rows: int, conf: str, *, budget_bytes: int | None = None
+    ) -> CachingAllocator:
         """Return the allocator after the steps, or as it was when it ran out of memory."""
         settings = AllocatorSettings(expandable_segments=bool(conf))
         capacity = self.budget_bytes if budget_bytes is None else budget_bytes
@@ -153,8 +159,13 @@ class Estimated:
         short = step.forward_backward(lambda rows: [made_up_row(shorter, packed=False)] * rows)
 
         def of_steps(rows: int) -> list[Run | Between]:
-            padded = map(max, StackRun.varying(self._combination, rows, steps=STEPS_OF_BOUNDS).steps)
-            return [Between(short, run, Fraction(one - shorter, self._length - shorter)) for one in padded]
+            padded = map(
+                max, StackRun.varying(self._combination, rows, steps=STEPS_OF_BOUNDS).steps
+            )
+            return [
+                Between(short, run, Fraction(one - shorter, self._length - shorter))
+                for one in padded
+            ]
 
         if kind == "varying":
             traces_alike(self._step._step, short)
@@ -215,7 +226,9 @@ def measure_cases(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]
                     rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
                     rows = max(1, rows)
                     run = StackRun.fixed(case.combination, rows, steps=STEPS)
-                    real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+                    real = runs(
+                        run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes
+                    )
                     entry[name] = compared(estimated.replayed(rows, conf), real) | {"rows": rows}
         except Exception as error:
             entry["failed"] = f"{type(error).__name__}: {error}"
@@ -248,12 +261,17 @@ def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
     return {
         "estimate": estimate,
         "counted": counted,
-        "errors": {name: estimate[name] / counted[name] - 1 for name in ("requested", "allocated", "reserved")},
-        "segments_equal": of_segments(described(allocator.segments())) == of_segments(real.segments),
+        "errors": {
+            name: estimate[name] / counted[name] - 1
+            for name in ("requested", "allocated", "reserved")
+        },
+        "segments_equal": of_segments(described(allocator.segments()))
+        == of_segments(real.segments),
         "blocks_equal": of_blocks(described(allocator.segments())) == of_blocks(real.segments),
         "large_segments_equal": of_blocks(described(allocator.segments()), "large")
         == of_blocks(real.segments, "large"),
-        "same_end": (real.retries, bool(real.ooms)) == (allocator.num_retries, bool(allocator.num_ooms)),
+        "same_end": (real.retries, bool(real.ooms))
+        == (allocator.num_retries, bool(allocator.num_ooms)),
     }
 
 
@@ -264,7 +282,11 @@ def of_segments(segments: Sequence[Any]) -> list[Any]:
 
 def of_blocks(segments: Sequence[Any], pool: str = "") -> list[Any]:
     """Segments with their blocks, the newest last, without where they are; of one pool, or of both."""
-    return [[one[1], one[6], [block[:2] for block in one[-1]]] for one in segments if pool in ("", one[6])]
+    return [
+        [one[1], one[6], [block[:2] for block in one[-1]]]
+        for one in segments
+        if pool in ("", one[6])
+    ]
 
 
 def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -277,7 +299,9 @@ def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
             within = {"requested": 1e-4, "allocated": 1e-3, "reserved": 5e-3}[kind]
             share = sum(error <= within for error in errors) / len(errors)
             worst, middle = max(errors), median(errors)
-            summary[f"{kind}, {name}"] = f"within {within:.2%} in {share:.1%}, median {middle:.4%}, worst {worst:.3%}"
+            summary[f"{kind}, {name}"] = (
+                f"within {within:.2%} in {share:.1%}, median {middle:.4%}, worst {worst:.3%}"
+            )
         equal = sum(case[name]["segments_equal"] for case in done) / len(done)
         blocks = sum(case[name]["blocks_equal"] for case in done) / len(done)
         large = sum(case[name]["large_segments_equal"] for case in done) / len(done)
@@ -291,7 +315,9 @@ def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
 # --- bounds -----------------------------------------------------------------------------------------------------------
 
 
-def run_of_bounds(runs: StackRuns, case: Case, conf: str, rows: int, kind: str = "fixed") -> Outcome:
+def run_of_bounds(
+    runs: StackRuns, case: Case, conf: str, rows: int, kind: str = "fixed"
+) -> Outcome:
     run = getattr(StackRun, kind)(case.combination, rows, steps=STEPS_OF_BOUNDS)
     return runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
 
@@ -299,7 +325,9 @@ def run_of_bounds(runs: StackRuns, case: Case, conf: str, rows: int, kind: str =
 def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
     """Bounds that are estimated, beside the most rows that run without a retry, and what the estimate's rows do."""
     table = []
-    print(f"{'case':<78} {'settings':<10} {'lengths':<7} {'planned':>7} {'true':>5}  at the planned rows")
+    print(
+        f"{'case':<78} {'settings':<10} {'lengths':<7} {'planned':>7} {'true':>5}  at the planned rows"
+    )
     for case in cases:
         for (name, conf), kind in product(CONFS.items(), ("fixed", "varying")):
             entry: dict[str, Any] = {**asdict(case), "settings": name, "lengths": kind}
@@ -312,17 +340,24 @@ def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any
                 entry |= {"planned": planned, "true": true, "at_planned": "no row"}
                 if planned:
                     real = outcome(planned)
-                    entry["at_planned"] = "OOM" if real.ooms else "retries" if real.retries else "clean"
+                    entry["at_planned"] = (
+                        "OOM" if real.ooms else "retries" if real.retries else "clean"
+                    )
             except Exception as error:
                 entry["failed"] = f"{type(error).__name__}: {error}"
-            said = entry.get("failed") or f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
+            said = (
+                entry.get("failed")
+                or f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
+            )
             print(f"{case!s:<78} {name:<10} {kind:<7} {said}", flush=True)
     done = [entry for entry in table if "failed" not in entry]
     for name, kind in product(CONFS, ("fixed", "varying")):
         these = [entry for entry in done if (entry["settings"], entry["lengths"]) == (name, kind)]
         equal = sum(entry["planned"] == entry["true"] for entry in these)
         bad = sum(entry["at_planned"] in ("OOM", "retries") for entry in these)
-        print(f"{name}, {kind}: equal in {equal} of {len(these)}; OOM or retries at the planned rows in {bad}")
+        print(
+            f"{name}, {kind}: equal in {equal} of {len(these)}; OOM or retries at the planned rows in {bad}"
+        )
     return table
 
 
@@ -337,7 +372,10 @@ WIDE = {
 ROOMS = (3 * 2**28, 2**30, 2**31)
 OF_ONE_LENGTH = (
     "dataset._component_=support.components.OfLengths",
-    *(f"~dataset.{key}" for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")),
+    *(
+        f"~dataset.{key}"
+        for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
+    ),
     "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
     "on_out_of_memory=raise",
     "save_last_epoch_only=True",
@@ -349,7 +387,9 @@ OF_ONE_LENGTH = (
 def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str, Any]]:
     """Bounds that are estimated for each of two ranks that have so many bytes, beside the most rows that run without a retry."""
     setup, table = make_setup(folder, **WIDE), []
-    print(f"{'GiB':>5} {'settings':<10} {'planned':>7} {'true':>5} {'fits':>5}  at the planned rows")
+    print(
+        f"{'GiB':>5} {'settings':<10} {'planned':>7} {'true':>5} {'fits':>5}  at the planned rows"
+    )
     length = WIDE["max_seq_len"]
     for room, (name, conf) in product(rooms, CONFS.items()):
         capacity = CONTEXT_BYTES + room
@@ -367,7 +407,12 @@ def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str
             lengths = f"dataset.lengths={[length] * (2 * STEPS_OF_BOUNDS * rows)}"
             try:
                 output = setup.run(
-                    OURS, *OF_ONE_LENGTH, lengths, f"batch_size={rows}", f"micro_batch_size={rows}", ranks=2
+                    OURS,
+                    *OF_ONE_LENGTH,
+                    lengths,
+                    f"batch_size={rows}",
+                    f"micro_batch_size={rows}",
+                    ranks=2,
                 ).output_dir
             except AssertionError as error:
                 if "out of memory" not in str(error):
@@ -382,9 +427,16 @@ def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str
             f"estimate.sequence_lengths=[{length}]",
         )
         output = setup.run("adaptive_estimate", *asked, "estimate.changes=False").output_dir
-        fit = json.loads((output / "adaptive_batch" / "estimate.json").read_text())["devices"][0]["lengths"][0]
+        fit = json.loads((output / "adaptive_batch" / "estimate.json").read_text())["devices"][0][
+            "lengths"
+        ][0]
         planned = fit["max_batch_size"]
-        entry = {"room": room, "settings": name, "planned": planned, "reserved": fit["reserved_bytes"]}
+        entry = {
+            "room": room,
+            "settings": name,
+            "planned": planned,
+            "reserved": fit["reserved_bytes"],
+        }
         entry["true"] = largest(lambda rows: ended(rows) == "clean", start=planned)
         entry["fits"] = largest(lambda rows: ended(rows) != "OOM", start=planned)
         entry["at_planned"] = ended(planned) if planned else "no row"
@@ -411,7 +463,9 @@ def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]
                 real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
                 outcome = partial(run_of_bounds, runs, case, conf)
                 if not headroom:
-                    entry["true"] = largest(lambda rows, outcome=outcome: outcome(rows).is_clean, start=real.bound)
+                    entry["true"] = largest(
+                        lambda rows, outcome=outcome: outcome(rows).is_clean, start=real.bound
+                    )
             except RuntimeError as error:
                 entry["failed"] = str(error)
                 print(f"{case!s:<78} {name:<10} {headroom:>8} {error}", flush=True)
@@ -434,7 +488,10 @@ SKEWED = (
     "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
     "dataset.number=40000",
     "dataset.longest=512",
-    *(f"~dataset.{key}" for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")),
+    *(
+        f"~dataset.{key}"
+        for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
+    ),
     "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
     "max_steps_per_epoch=200",
     "epochs=1",
@@ -468,22 +525,31 @@ def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict
     )
     for room, share in runs:
         taking = [f"metric_logger.{key}={value}" for key, value in TAKEN.items()] if share else []
-        output, limits = trained(setup, room, *taking, *([f"metric_logger.share={share}"] if share else []))
+        output, limits = trained(
+            setup, room, *taking, *([f"metric_logger.share={share}"] if share else [])
+        )
         probe = json.loads((output / "adaptive_batch" / "probe.json").read_text())
-        retries, ooms = ([int(float(number)) for number in losses(output, name=name)] for name in ("retries", "ooms"))
+        retries, ooms = (
+            [int(float(number)) for number in losses(output, name=name)]
+            for name in ("retries", "ooms")
+        )
         bound, after = probe["max_batch_size"], limits[TAKEN["last"] :]
         entry = {
             "room": room,
             "taken": share,
             "bound": bound,
             "trials": len(probe["trials"]),
-            "ooms_of_probe": sum(not (trial["fits"] or trial["retried"]) for trial in probe["trials"]),
+            "ooms_of_probe": sum(
+                not (trial["fits"] or trial["retried"]) for trial in probe["trials"]
+            ),
             "steps": len(limits),
             "retries": retries[-1] - retries[0],
             "ooms": ooms[-1] - ooms[0],
             "problems": list(audit(output).problems),
             "limits": limits,
-            "steps_until_nine_tenths": next((n for n, rows in enumerate(after) if rows >= 0.9 * bound), None),
+            "steps_until_nine_tenths": next(
+                (n for n, rows in enumerate(after) if rows >= 0.9 * bound), None
+            ),
             "steps_until_all": next((n for n, rows in enumerate(after) if rows == bound), None),
         }
         table.append(entry)
@@ -500,7 +566,9 @@ PARTS = ("cases", "bounds", "probe", "recipe", "ranks")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=PARTS, help="one of the parts")
     parser.add_argument("--quick", action="store_true", help="a tenth of the cases")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
@@ -529,7 +597,9 @@ def main() -> None:
                 parts["recipe"] = measure_recipe(Path(folder), pairs)
         if arguments.only in (None, "ranks"):
             with tempfile.TemporaryDirectory() as folder:
-                parts["ranks"] = measure_bounds_on_ranks(Path(folder), ROOMS[:1] if arguments.quick else ROOMS)
+                parts["ranks"] = measure_bounds_on_ranks(
+                    Path(folder), ROOMS[:1] if arguments.quick else ROOMS
+                )
     finally:
         runs.close()
     name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"

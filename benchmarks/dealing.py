@@ -57,7 +57,9 @@ class Case:
     shapes: MicroBatchLayout = field(default_factory=MicroBatchLayout)
 
 
-def in_turn(lengths: list[int], ranks: int, capacity: MicroBatchLimit, shapes: MicroBatchLayout) -> list[list[int]]:
+def in_turn(
+    lengths: list[int], ranks: int, capacity: MicroBatchLimit, shapes: MicroBatchLayout
+) -> list[list[int]]:
     return [list(rows) for rows in balance_by_rows(len(lengths), ranks)]
 
 
@@ -67,14 +69,19 @@ WAYS: dict[str, Deal] = {"in turn": in_turn, "by tokens": balance_by_tokens}
 def cases(lengths: torch.Tensor) -> list[Case]:
     def steps_by_tokens(each: int, *, divisible: bool = False, **order: Any) -> list[list[int]]:
         rows = row_order(len(lengths), lengths=lengths, **order)[:]
-        return plan_batches(lengths, RANKS * each, order=rows, count="real", divisible=divisible).tolist()
+        return plan_batches(
+            lengths, RANKS * each, order=rows, count="real", divisible=divisible
+        ).tolist()
 
     def tokens(amount: int) -> MicroBatchLimit:
         return MicroBatchLimit(amount, "tokens")
 
     large, small = steps_by_tokens(16_384), steps_by_tokens(4_096)
     by_length = steps_by_tokens(16_384, order="seqlen", window=WINDOW)
-    by_rows = [list(range(start, min(start + STEP_ROWS, len(lengths)))) for start in range(0, len(lengths), STEP_ROWS)]
+    by_rows = [
+        list(range(start, min(start + STEP_ROWS, len(lengths))))
+        for start in range(0, len(lengths), STEP_ROWS)
+    ]
     divisible = steps_by_tokens(16_384, divisible=True)
     return [
         Case("16,384 real tokens a rank", large, tokens(16_384)),
@@ -86,7 +93,9 @@ def cases(lengths: torch.Tensor) -> list[Case]:
         Case(f"{STEP_ROWS} rows", by_rows, tokens(16_384)),
         Case(f"{STEP_ROWS} rows", by_rows, MicroBatchLimit(STEP_ROWS)),
         Case(f"{STEP_ROWS} rows", by_rows, MicroBatchLimit(4)),
-        Case("16,384, divisible, uniform rows", divisible, tokens(16_384), MicroBatchLayout("rows")),
+        Case(
+            "16,384, divisible, uniform rows", divisible, tokens(16_384), MicroBatchLayout("rows")
+        ),
         Case("16,384 a rank, uniform lengths", large, tokens(16_384), MicroBatchLayout("lengths")),
     ]
 
@@ -101,12 +110,17 @@ def measure(case: Case, way: str, lengths: list[int]) -> dict[str, Any]:
         of_step = [lengths[row] for row in step]
         dealt = WAYS[way](of_step, RANKS, case.capacity, case.shapes)
         assert sorted(row for rows in dealt for row in rows) == list(range(len(step)))
-        pieces = [micro_batches([of_step[row] for row in rows], case.capacity, case.shapes) for rows in dealt]
+        pieces = [
+            micro_batches([of_step[row] for row in rows], case.capacity, case.shapes)
+            for rows in dealt
+        ]
         tokens = [[piece.padded_tokens for piece in of_rank] for of_rank in pieces]
         totals = list(map(sum, tokens))
         imbalances.append(max(totals) * RANKS / sum(totals) - 1)
         counts.append(max(map(len, tokens)))
-        beyond_fewest += counts[-1] > -(-len(micro_batches(of_step, case.capacity, case.shapes)) // RANKS)
+        beyond_fewest += counts[-1] > -(
+            -len(micro_batches(of_step, case.capacity, case.shapes)) // RANKS
+        )
         real += sum(of_step)
         padded += sum(totals)
         waited_for += RANKS * sum(map(max, zip_longest(*tokens, fillvalue=0)))
@@ -127,7 +141,9 @@ def measure(case: Case, way: str, lengths: list[int]) -> dict[str, Any]:
 
 
 def print_measured(rows: list[dict[str, Any]]) -> None:
-    print(f"\n(a) {RANKS} ranks; time is padded tokens, and 1.00 is a step without padding and without waiting")
+    print(
+        f"\n(a) {RANKS} ranks; time is padded tokens, and 1.00 is a step without padding and without waiting"
+    )
     print(
         f"{'steps':<32} {'at once':<21} {'dealt':<10} {'micro-batches':>14} {'imbalance':>10} {'largest':>8} "
         f"{'waiting':>8} {'padding':>8} {'time':>6}"
@@ -151,7 +167,9 @@ def measure_seconds(ranks: int, rows: int, max_tokens: int, repeats: int) -> dic
         start = time.perf_counter()
         dealt = balance_by_tokens(lengths, ranks, capacity)
         taken.append(time.perf_counter() - start)
-    counts = [len(micro_batches([lengths[row] for row in positions], capacity)) for positions in dealt]
+    counts = [
+        len(micro_batches([lengths[row] for row in positions], capacity)) for positions in dealt
+    ]
     return {
         "ranks": ranks,
         "rows": ranks * rows,
@@ -172,8 +190,12 @@ def print_seconds(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="4,000 rows, and dealing timed fewer times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="4,000 rows, and dealing timed fewer times"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
 
@@ -184,7 +206,14 @@ def main() -> None:
     repeats = 3 if arguments.quick else 20
     seconds = [measure_seconds(*size, repeats) for size in SIZES]
     print_seconds(seconds)
-    records.write("dealing", arguments.output, ranks=RANKS, rows=len(lengths), dealing=measured, planning=seconds)
+    records.write(
+        "dealing",
+        arguments.output,
+        ranks=RANKS,
+        rows=len(lengths),
+        dealing=measured,
+        planning=seconds,
+    )
 
 
 if __name__ == "__main__":

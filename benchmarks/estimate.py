@@ -49,7 +49,9 @@ STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 SIZES = (*range(1, 25), 32, 48, 64)
 QUICK_SIZES = (1, 2, 3, 4, 7, 8, 16)
 PROBED = (1, 2, 3, 7, 16)  # true all_reduce_max that the recipes' own search is asked for
-REPEATS = 4  # on ranks: a thread of gloo's may hold a buffer a little longer than the collective takes
+REPEATS = (
+    4  # on ranks: a thread of gloo's may hold a buffer a little longer than the collective takes
+)
 
 PEAKS = (
     Combination("llama2", 32, "AdamW"),
@@ -69,7 +71,9 @@ PEAKS = (
     Combination("qwen2, tied", 64, "AdamW fused", "chunked", "checkpointing", accumulation=2),
     Combination("qwen2, tied", 48, "SGD momentum", in_backward=True),
     Combination("qwen2, deep", 32, "AdamW8bit", "chunked", "checkpointing", in_backward=True),
-    Combination("qwen2, deep", 64, "AdamW foreach", "plain", "every 2nd layer", accumulation=2, clips=True),
+    Combination(
+        "qwen2, deep", 64, "AdamW foreach", "plain", "every 2nd layer", accumulation=2, clips=True
+    ),
     Combination("qwen2, deep", 64, "SGD", "chunked", "checkpointing", "bf16", packed=True),
     Combination("gemma", 32, "AdamW fused", "plain"),
     Combination("gemma2", 32, "AdamW fused", "plain"),
@@ -102,7 +106,15 @@ RANKS = (
     Combination("qwen2, deep", 48, accumulation=2, ranks=4),
     Combination("qwen2, deep", 48, accumulation=2, ranks=4, syncs=False),
     Combination("llama3_2", 64, "AdamW", "chunked", "checkpointing", ranks=4),
-    Combination("llama3", 64, "AdamW", "chunked", apart=("tok_embeddings", "output"), ranks=4, reshards=False),
+    Combination(
+        "llama3",
+        64,
+        "AdamW",
+        "chunked",
+        apart=("tok_embeddings", "output"),
+        ranks=4,
+        reshards=False,
+    ),
 )
 RANK_SIZES = (1, 2, 3, 7, 16)
 
@@ -111,7 +123,9 @@ def on_cuda(quick: bool) -> list[Combination]:
     """What is compared on CUDA."""
     return [
         Combination(model, length, optimizer, "chunked", checkpointing, "bf16", device="cuda")
-        for model in (("qwen2_5_0_5b",) if quick else ("qwen2_5_0_5b", "llama3_2_1b", "llama3_2_3b"))
+        for model in (
+            ("qwen2_5_0_5b",) if quick else ("qwen2_5_0_5b", "llama3_2_1b", "llama3_2_3b")
+        )
         for length in ((512,) if quick else (512, 2048))
         for checkpointing in ("", "checkpointing")
         for optimizer in (("AdamW fused",) if quick else ("AdamW fused", "AdamW8bit"))
@@ -140,7 +154,9 @@ def bound_of(plan: LengthEstimate, budget_bytes: int, maximum: int) -> int:
 # --- one device -------------------------------------------------------------------------------------------------------
 
 
-def measure_peaks(combinations: Sequence[Combination], sizes: Sequence[int]) -> list[dict[str, Any]]:
+def measure_peaks(
+    combinations: Sequence[Combination], sizes: Sequence[int]
+) -> list[dict[str, Any]]:
     """Each combination's estimates beside what its trials count, and its bounds beside those of brute force and of the probe."""
     rows = []
     print(
@@ -157,12 +173,19 @@ def measure_peaks(combinations: Sequence[Combination], sizes: Sequence[int]) -> 
         of_step = real.trials[0].optimizer_peak_bytes
         errors = {size: relative(peak, said(plan, size)) for size, peak in peaks.items()}
         budgets = [
-            {"budget_bytes": budget, "true": true, "planned": bound_of(plan, budget, max(peaks)), "is_edge": is_edge}
+            {
+                "budget_bytes": budget,
+                "true": true,
+                "planned": bound_of(plan, budget, max(peaks)),
+                "is_edge": is_edge,
+            }
             for budget, true, is_edge in budgets_between(peaks, of_step or 0)
         ]
         edges = [entry for entry in budgets if entry["is_edge"]]
         halfway = [entry for entry in budgets if not entry["is_edge"]]
-        asked = {entry["true"]: entry["budget_bytes"] for entry in halfway if entry["true"] in PROBED}
+        asked = {
+            entry["true"]: entry["budget_bytes"] for entry in halfway if entry["true"] in PROBED
+        }
         probes = [probed(combination, budget, plan) for budget in asked.values()]
         seconds = time.perf_counter() - start
         row = {
@@ -200,7 +223,9 @@ def measure_peaks(combinations: Sequence[Combination], sizes: Sequence[int]) -> 
     return rows
 
 
-def budgets_between(peaks: dict[int, int], optimizer_peak_bytes: int) -> list[tuple[int, int, bool]]:
+def budgets_between(
+    peaks: dict[int, int], optimizer_peak_bytes: int
+) -> list[tuple[int, int, bool]]:
     """Budgets, each with the most rows that fit by brute force, and whether it is at a peak to the byte rather than half-way."""
     every = range(1, next(size for size in range(1, max(peaks) + 2) if size not in peaks))
     budgets = []
@@ -208,7 +233,9 @@ def budgets_between(peaks: dict[int, int], optimizer_peak_bytes: int) -> list[tu
         here, above = peaks[rows], peaks[rows + 1]
         for budget, is_edge in ((here - 1, True), (here, True), ((here + above) // 2, False)):
             fit = [size for size in every if peaks[size] <= budget]
-            true = max(fit, default=0) if optimizer_peak_bytes <= budget and peaks[1] <= budget else 0
+            true = (
+                max(fit, default=0) if optimizer_peak_bytes <= budget and peaks[1] <= budget else 0
+            )
             budgets.append((budget, true, is_edge))
     return budgets
 
@@ -222,7 +249,9 @@ def probed(combination: Combination, budget_bytes: int, plan: LengthEstimate) ->
     """What the recipes' own search finds within a budget, beside the plan."""
     maximum = 64
     result = found(RealRun(combination, device_memory=budget_bytes, maximum=maximum))
-    assert result.budget_bytes == budget_bytes, f"{result.budget_bytes} may be used, not {budget_bytes}"
+    assert result.budget_bytes == budget_bytes, (
+        f"{result.budget_bytes} may be used, not {budget_bytes}"
+    )
     return {
         "budget_bytes": budget_bytes,
         "true": result.max_batch_size,
@@ -242,7 +271,9 @@ def measure_ranks(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
     )
     for ranks in sorted({combination.ranks for combination in combinations}):
         chosen = [combination for combination in combinations if combination.ranks == ranks]
-        counted = run_on_ranks(partial(peaks_on_ranks, repeats=REPEATS), ranks, chosen, RANK_SIZES, timeout=1800.0)[0]
+        counted = run_on_ranks(
+            partial(peaks_on_ranks, repeats=REPEATS), ranks, chosen, RANK_SIZES, timeout=1800.0
+        )[0]
         for combination, (peaks, result) in zip(chosen, counted, strict=True):
             plan = combination.planned()
             errors = [relative(peak, said(plan, size)) for size, peak in peaks.items()]
@@ -252,7 +283,9 @@ def measure_ranks(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
                 "estimates": {size: said(plan, size) for size in peaks},
                 "worst": max(errors, key=abs),
                 "worst_resident": relative(result.resident_bytes, plan.resident.total),
-                "worst_optimizer": relative(result.trials[0].optimizer_peak_bytes, plan.optimizer_peak_bytes),
+                "worst_optimizer": relative(
+                    result.trials[0].optimizer_peak_bytes, plan.optimizer_peak_bytes
+                ),
             }
             rows.append(row)
             largest = RANK_SIZES[-1]
@@ -292,7 +325,9 @@ def measure_time(plannings: Sequence[Planning], *, repeats: int) -> list[dict[st
     """Seconds and most memory of planning three lengths, without single changes and with them."""
     rows = []
     print(f"load of this machine: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
-    print(f"{'config':<44} {'changes':>7} {'plan s':>7} {'command s':>9} {'user s':>7} {'peak GiB':>9} {'target s':>8}")
+    print(
+        f"{'config':<44} {'changes':>7} {'plan s':>7} {'command s':>9} {'user s':>7} {'peak GiB':>9} {'target s':>8}"
+    )
     for planning in plannings:
         for changes in planning.changes:
             runs = [run_planning(planning, changes=changes) for _ in range(repeats)]
@@ -318,8 +353,18 @@ def measure_time(plannings: Sequence[Planning], *, repeats: int) -> list[dict[st
 def run_planning(planning: Planning, *, changes: bool) -> dict[str, Any]:
     """One command: what its plan says it took, what the whole process took, and what it held."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(Path(sys.executable).parent / "tune"), "run", "adaptive_estimate", "--config", planning.config]
-        command += ["estimate.devices=[80GiB]", "estimate.sequence_lengths=[512,1024,2048]", f"output_dir={folder}"]
+        command = [
+            str(Path(sys.executable).parent / "tune"),
+            "run",
+            "adaptive_estimate",
+            "--config",
+            planning.config,
+        ]
+        command += [
+            "estimate.devices=[80GiB]",
+            "estimate.sequence_lengths=[512,1024,2048]",
+            f"output_dir={folder}",
+        ]
         command += [f"estimate.changes={changes}", *planning.overrides]
         load, start = os.getloadavg()[0], time.perf_counter()
         with (Path(folder) / "said.txt").open("wb") as said_by_it:
@@ -328,7 +373,9 @@ def run_planning(planning: Planning, *, changes: bool) -> dict[str, Any]:
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - start
         if process.returncode:
-            raise RuntimeError(f"{' '.join(command)}:\n{(Path(folder) / 'said.txt').read_text()[-4000:]}")
+            raise RuntimeError(
+                f"{' '.join(command)}:\n{(Path(folder) / 'said.txt').read_text()[-4000:]}"
+            )
         planned = json.loads((Path(folder) / "adaptive_batch" / "estimate.json").read_text())
     return {
         "plan": planned["seconds"],
@@ -350,9 +397,16 @@ def measure_configs(names: Sequence[str]) -> list[dict[str, Any]]:
     for name in names:
         path = config_path(name) or STOCK / name
         cfg, several = OmegaConf.load(path), "--nproc_per_node" in path.read_text()
-        cfg = OmegaConf.merge(cfg, {"estimate": {"devices": ["80GiB"], "sequence_lengths": [512], "changes": False}})
+        cfg = OmegaConf.merge(
+            cfg, {"estimate": {"devices": ["80GiB"], "sequence_lengths": [512], "changes": False}}
+        )
         cfg.estimate.world_size = 8 if several else 1
-        row: dict[str, Any] = {"config": name, "ranks": cfg.estimate.world_size, "rows": None, "refused": ""}
+        row: dict[str, Any] = {
+            "config": name,
+            "ranks": cfg.estimate.world_size,
+            "rows": None,
+            "refused": "",
+        }
         start = time.perf_counter()
         try:
             plan = estimate_devices(cfg, show=lambda text: None)
@@ -363,7 +417,10 @@ def measure_configs(names: Sequence[str]) -> list[dict[str, Any]]:
         row["seconds"] = round(time.perf_counter() - start, 1)
         rows.append(row)
         fits = "-" if row["rows"] is None else row["rows"]
-        print(f"{name:<48} {row['ranks']:>5} {fits:>5} {row['seconds']:>8.1f}  {row['refused']}", flush=True)
+        print(
+            f"{name:<48} {row['ranks']:>5} {fits:>5} {row['seconds']:>8.1f}  {row['refused']}",
+            flush=True,
+        )
     return rows
 
 
@@ -445,7 +502,9 @@ def device_here() -> str:
     return name
 
 
-def measure_on_device(combinations: Sequence[Combination], memory: str | None, *, maximum: int) -> list[dict[str, Any]]:
+def measure_on_device(
+    combinations: Sequence[Combination], memory: str | None, *, maximum: int
+) -> list[dict[str, Any]]:
     """Each combination's estimates beside what the allocator gave out, and its bound beside the true one and the probe's."""
     rows = []
     on_cuda = torch.cuda.is_available()
@@ -470,10 +529,14 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
                 probe = found(run)
         except DoesNotFitError as error:
             row["refused"] = str(error)
-            print(f"{combination!s:<68} {budget / GIB:>6.2f} {row['planned']:>7} {error}", flush=True)
+            print(
+                f"{combination!s:<68} {budget / GIB:>6.2f} {row['planned']:>7} {error}", flush=True
+            )
             continue
         if not on_cuda:
-            allocated = {trial.batch_size: trial.peak_bytes or 0 for trial in result.trials if trial.fits}
+            allocated = {
+                trial.batch_size: trial.peak_bytes or 0 for trial in result.trials if trial.fits
+            }
         reserved = {trial.batch_size: trial.peak_bytes for trial in result.trials if trial.fits}
         estimates = {size: said(plan, size) for size in reserved}
         errors = {
@@ -491,7 +554,9 @@ def measure_on_device(combinations: Sequence[Combination], memory: str | None, *
             "optimizer_reserved": result.trials[0].optimizer_peak_bytes,
             "planned_optimizer": plan.optimizer_peak_bytes,
             "worst": max(errors.values(), key=abs, default=0.0),
-            "at_bound": relative(allocated[result.max_batch_size], estimates[result.max_batch_size]),
+            "at_bound": relative(
+                allocated[result.max_batch_size], estimates[result.max_batch_size]
+            ),
             "seconds": round(seconds, 1),
         }
         print(
@@ -512,19 +577,29 @@ def budget_here(combination: Combination, memory: str | None) -> int:
     """What trials may use: what was asked for, or 95% of what is free."""
     own = device_memory(torch.device(combination.device))
     available = own.available_bytes(())
-    return min(parse_size(memory, total_bytes=own.total_bytes()), available) if memory else int(0.95 * available)
+    return (
+        min(parse_size(memory, total_bytes=own.total_bytes()), available)
+        if memory
+        else int(0.95 * available)
+    )
 
 
 MEASURES = ("peaks", "ranks", "time", "configs")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--memory", help="on CUDA: what may be used, such as 24GiB; default 95%% of what is free")
+    parser.add_argument(
+        "--memory", help="on CUDA: what may be used, such as 24GiB; default 95%% of what is free"
+    )
     parser.add_argument("--only", choices=MEASURES, help="one of the parts on a CPU")
     parser.add_argument("--repeats", type=int, default=3, help="of each timing")
-    parser.add_argument("--quick", action="store_true", help="fewer combinations and sizes, one timing")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer combinations and sizes, one timing"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     set_up_terminal()
@@ -540,13 +615,17 @@ def main() -> None:
     parts: dict[str, Any] = {}
     if arguments.only in (None, "peaks"):
         torch.set_num_threads(1)
-        parts["peaks"] = measure_peaks(PEAKS[::10] if quick else PEAKS, QUICK_SIZES if quick else SIZES)
+        parts["peaks"] = measure_peaks(
+            PEAKS[::10] if quick else PEAKS, QUICK_SIZES if quick else SIZES
+        )
         print()
     if arguments.only in (None, "ranks"):
         parts["ranks"] = measure_ranks(RANKS[:2] if quick else RANKS)
         print()
     if arguments.only in (None, "time"):
-        parts["time"] = measure_time(TIMED[:1] if quick else TIMED, repeats=1 if quick else arguments.repeats)
+        parts["time"] = measure_time(
+            TIMED[:1] if quick else TIMED, repeats=1 if quick else arguments.repeats
+        )
         print()
     if arguments.only in (None, "configs"):
         parts["configs"] = measure_configs(all_configs()[::20] if quick else all_configs())

@@ -35,7 +35,9 @@ WITH_ADAPTERS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th operation")
     parser.add_argument("--adapters", action="store_true", help="on a frozen base")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")

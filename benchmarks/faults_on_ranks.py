@@ -22,7 +22,16 @@ import records
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.fault_injection_on_ranks import Outcome, Way, at_first, chosen, once_more, record, survey, sweep
+from support.fault_injection_on_ranks import (
+    Outcome,
+    Way,
+    at_first,
+    chosen,
+    once_more,
+    record,
+    survey,
+    sweep,
+)
 
 WAYS = [
     Way(False, measures_noise=True),
@@ -54,11 +63,24 @@ def is_wrong(outcome: Outcome) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1, help="so many-th operation of those that can be replayed")
-    parser.add_argument("--lost", type=int, default=5, help="places of each phase that cost a pair of processes each")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--ways", type=int, nargs="*", default=range(len(WAYS)), help="of six, by number from 0; default: all"
+        "--every", type=int, default=1, help="so many-th operation of those that can be replayed"
+    )
+    parser.add_argument(
+        "--lost",
+        type=int,
+        default=5,
+        help="places of each phase that cost a pair of processes each",
+    )
+    parser.add_argument(
+        "--ways",
+        type=int,
+        nargs="*",
+        default=range(len(WAYS)),
+        help="of six, by number from 0; default: all",
     )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
@@ -71,11 +93,17 @@ def main() -> None:
     for way in (WAYS[number] for number in arguments.ways):
         start = time.perf_counter()
         outcomes = run_way(way, every=arguments.every, lost_of_each_phase=arguments.lost)
-        ends = [outcome.seconds for outcome in outcomes if outcome.ended == "lost" and outcome.seconds is not None]
+        ends = [
+            outcome.seconds
+            for outcome in outcomes
+            if outcome.ended == "lost" and outcome.seconds is not None
+        ]
         counts = Counter(outcome.ended for outcome in outcomes)
         failed = [outcome for outcome in outcomes if is_wrong(outcome)]
         wrong += len(failed)
-        by_phase = Counter(f"{phase}: {outcome.ended}" for outcome in outcomes for phase in set(outcome.phases))
+        by_phase = Counter(
+            f"{phase}: {outcome.ended}" for outcome in outcomes for phase in set(outcome.phases)
+        )
         rows.append(
             {
                 "way": str(way),
@@ -86,7 +114,10 @@ def main() -> None:
                 "in_the_first_step": sum(outcome.place.first_step for outcome in outcomes),
                 "again": sum(bool(outcome.place.again) for outcome in outcomes),
                 "wrong": [record(outcome) for outcome in failed],
-                "seconds_to_end": {"longest": max(ends, default=None), "mean": sum(ends) / max(1, len(ends))},
+                "seconds_to_end": {
+                    "longest": max(ends, default=None),
+                    "mean": sum(ends) / max(1, len(ends)),
+                },
                 "seconds": round(time.perf_counter() - start, 1),
             }
         )

@@ -52,7 +52,10 @@ TIMEOUT = 300.0
 
 # Each as it was before the renaming, and as it is after.
 SPELLINGS: dict[str, tuple[str, str]] = {
-    "schedules": ("adaptive_batch.growth", "adaptive_batch.schedules"),  # components of growth and of schedules
+    "schedules": (
+        "adaptive_batch.growth",
+        "adaptive_batch.schedules",
+    ),  # components of growth and of schedules
     "loop": ("adaptive_batch.loop", "adaptive_batch"),  # where AdaptiveLoop is imported from
     "training": ("adaptive_full_finetune", "adaptive_full_finetune"),  # recipes
     "search": ("adaptive_probe", "adaptive_probe"),
@@ -70,7 +73,9 @@ SPELLINGS: dict[str, tuple[str, str]] = {
     "demo_config": ("demo_cpu", "demo_cpu"),  # shipped configurations
     "real_config": ("llama3_2_1B", "llama3_2_1B"),
 }
-IS_NEW = (ROOT / "adaptive_batch" / "schedules.py").exists() or (ROOT / "adaptive_batch" / "schedules").is_dir()
+IS_NEW = (ROOT / "adaptive_batch" / "schedules.py").exists() or (
+    ROOT / "adaptive_batch" / "schedules"
+).is_dir()
 HAS_ESTIMATE = (ROOT / "recipes" / "adaptive_estimate.py").exists()
 SAY = {
     name: spelled[HAS_ESTIMATE if name.startswith(("estimate", "preview")) else IS_NEW]
@@ -98,7 +103,9 @@ STEP_FIGURES: dict[str, tuple[str, ...]] = {
 }
 DIGESTED = ("rows", "loss_per_full_batch")  # kept as a digest, for they are long
 # Numbers under these keys depend on the moment or the machine.
-PASSING = re.compile(r"(^|_)(time|seconds?|format|version|available|free|port|pid|cores|run|host)(_|$)")
+PASSING = re.compile(
+    r"(^|_)(time|seconds?|format|version|available|free|port|pid|cores|run|host)(_|$)"
+)
 
 # --- model, tokenizer, data -------------------------------------------------------------------------------------------
 
@@ -177,15 +184,25 @@ def make_base(folder: Path) -> None:
     draw = random.Random(0)
     words = ["".join(draw.choices("abcdefghij", k=draw.randint(1, 6))) for _ in range(40)]
     rows = [
-        {"question": " ".join(draw.choices(words, k=1)), "answer": " ".join(draw.choices(words, k=draw.randint(1, 9)))}
+        {
+            "question": " ".join(draw.choices(words, k=1)),
+            "answer": " ".join(draw.choices(words, k=draw.randint(1, 9))),
+        }
         for _ in range(NUM_ROWS)
     ]
     for name, part in (("train", rows), ("held_out", rows[:10])):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-        load_dataset("json", data_files=str(folder / f"{name}.jsonl"), cache_dir=str(folder / "cache"), split="train")
+        load_dataset(
+            "json",
+            data_files=str(folder / f"{name}.jsonl"),
+            cache_dir=str(folder / "cache"),
+            split="train",
+        )
     base = folder / "base"
     base.mkdir()
-    (base / "vocab.json").write_text(json.dumps({byte: id for id, byte in enumerate(bytes_to_unicode().values())}))
+    (base / "vocab.json").write_text(
+        json.dumps({byte: id for id, byte in enumerate(bytes_to_unicode().values())})
+    )
     (base / "merges.txt").write_text("#version: 0.2\n")
     special = [{"id": 256 + number, "content": token} for number, token in enumerate(SPECIAL)]
     (base / "tokenizer.json").write_text(json.dumps({"added_tokens": special}))
@@ -202,7 +219,9 @@ def make_base(folder: Path) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or name.endswith(".bias"):
                 parameter.normal_(0, 0.1, generator=generator)
-    save_file(qwen2_tune_to_hf(model.state_dict()), base / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        qwen2_tune_to_hf(model.state_dict()), base / "model.safetensors", metadata={"format": "pt"}
+    )
     config = OmegaConf.merge(OmegaConf.create(CONFIG), {"data_dir": str(folder), "model": MODEL})
     OmegaConf.save(config, folder / "small.yaml")
 
@@ -308,11 +327,18 @@ class Place:
             expect: the exit status; None for any.
         """
         folder = folder or self.fresh()
-        arguments = ["--config", config or str(self.base / "small.yaml"), f"output_dir={folder}", *overrides]
+        arguments = [
+            "--config",
+            config or str(self.base / "small.yaml"),
+            f"output_dir={folder}",
+            *overrides,
+        ]
         name = SAY[recipe]
         if ranks == 1:
             command = ["tune", "run", name, *arguments]
-            ended = self._ended([self._fork(lambda: _run_path(SCRIPTS / "tune", command), folder, "0", {})], folder)
+            ended = self._ended(
+                [self._fork(lambda: _run_path(SCRIPTS / "tune", command), folder, "0", {})], folder
+            )
         else:
             with _reserved_port() as port:
                 common = {
@@ -342,26 +368,39 @@ class Place:
     def module(self, name: str, *arguments: str) -> Ended:
         """Run `python -m NAME ARGUMENTS`."""
         folder = self.fresh()
-        return self._ended([self._fork(lambda: _run_module(name, [name, *arguments]), folder, "0", {})], folder)
+        return self._ended(
+            [self._fork(lambda: _run_module(name, [name, *arguments]), folder, "0", {})], folder
+        )
 
     def script(self, path: Path, *, ranks: int = 1) -> Ended:
         """Run a Python file, on several ranks as torchrun would."""
         folder = self.fresh()
         with _reserved_port() as port:
-            common = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+            common = {
+                "WORLD_SIZE": str(ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
+                "MASTER_ADDR": "127.0.0.1",
+            }
             own = [
-                {**common, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+                {**common, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if ranks > 1
+                else {}
                 for rank in range(ranks)
             ]
             started = [
-                self._fork(lambda: _run_path(path, [str(path)]), folder, str(rank), own[rank]) for rank in range(ranks)
+                self._fork(lambda: _run_path(path, [str(path)]), folder, str(rank), own[rank])
+                for rank in range(ranks)
             ]
             ended = self._ended(started, folder)
         if any(ended.statuses):
-            raise AssertionError(f"exit statuses {ended.statuses} of {path.name}:\n{ended.stderr[-3000:]}")
+            raise AssertionError(
+                f"exit statuses {ended.statuses} of {path.name}:\n{ended.stderr[-3000:]}"
+            )
         return ended
 
-    def _fork(self, run: Callable[[], None], folder: Path, name: str, environment: dict[str, str]) -> tuple[int, Path]:
+    def _fork(
+        self, run: Callable[[], None], folder: Path, name: str, environment: dict[str, str]
+    ) -> tuple[int, Path]:
         """Start a process that has everything imported already."""
         printed = self.folder / f"{folder.name}-{self._count}-{name}"
         sys.stdout.flush()
@@ -395,8 +434,12 @@ class Place:
     def _ended(self, started: Sequence[tuple[int, Path]], folder: Path) -> Ended:
         statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process, _ in started]
         first = started[0][1]
-        out, err = (Path(f"{first}.{stream}").read_text(errors="replace") for stream in ("out", "err"))
-        lines = [line for line in re.split(r"[\n\r]", err) if not re.search(r"\d+%\||\d+/\d+ \[", line)]
+        out, err = (
+            Path(f"{first}.{stream}").read_text(errors="replace") for stream in ("out", "err")
+        )
+        lines = [
+            line for line in re.split(r"[\n\r]", err) if not re.search(r"\d+%\||\d+/\d+ \[", line)
+        ]
         return Ended(statuses, out, "\n".join(lines), folder, len(started))
 
     # --- what is kept
@@ -405,22 +448,36 @@ class Place:
         """Keep the steps, decisions, weights and search of a run of training."""
         prefix = f"{name}." if name else ""
         ours = ended.folder / "adaptive_batch"
-        records = [json.loads(line) for line in (ours / SAY["record_file"]).read_text().splitlines()]
+        records = [
+            json.loads(line) for line in (ours / SAY["record_file"]).read_text().splitlines()
+        ]
         steps = [record for record in records if "loss" in record]
         decisions = [record for record in records if "loss" not in record]
         for figure, keys in STEP_FIGURES.items():
             values = [next((step[key] for key in keys if key in step), None) for step in steps]
             if any(value is not None for value in values):
-                self.numbers[prefix + figure] = digest(values) if figure in DIGESTED else compact(values)
-        if ended.ranks > 1:  # how many trials there were depends on peaks that gloo's threads may raise
+                self.numbers[prefix + figure] = (
+                    digest(values) if figure in DIGESTED else compact(values)
+                )
+        if (
+            ended.ranks > 1
+        ):  # how many trials there were depends on peaks that gloo's threads may raise
             decisions = [
-                {key: value for key, value in record.items() if key not in ("trials", "out_of_memory")}
+                {
+                    key: value
+                    for key, value in record.items()
+                    if key not in ("trials", "out_of_memory")
+                }
                 for record in decisions
             ]
         decided = [[number for number in sorted_numbers(record) if number] for record in decisions]
         self.numbers[prefix + "decisions"] = [numbers for numbers in decided if numbers]
-        self.words[prefix + "messages"] = [self.plain(record.get("message", ""), ended) for record in decisions]
-        weights = sorted(ended.folder.glob("epoch_*"), key=lambda path: int(path.name.partition("_")[2]))
+        self.words[prefix + "messages"] = [
+            self.plain(record.get("message", ""), ended) for record in decisions
+        ]
+        weights = sorted(
+            ended.folder.glob("epoch_*"), key=lambda path: int(path.name.partition("_")[2])
+        )
         if weights:
             self.numbers[prefix + "weights"] = digest_of_weights(weights[-1])
         if (ours / SAY["search_file"]).exists():
@@ -431,25 +488,38 @@ class Place:
         prefix = f"{name}." if name else ""
         found = json.loads((ended.folder / "adaptive_batch" / SAY["search_file"]).read_text())
         keep = ("max_batch_size", "batch_size", "sequence_length", "from_cache")
-        self.numbers[prefix + "bound"] = [found[key] for key in (*keep, "resident_bytes", "budget_bytes")]
+        self.numbers[prefix + "bound"] = [
+            found[key] for key in (*keep, "resident_bytes", "budget_bytes")
+        ]
         trials = found["trials"]
         if ended.ranks == 1:
             self.numbers[prefix + "bytes_per_row"] = found["bytes_per_row"]
             self.numbers[prefix + "trials"] = [
-                [trial[key] for key in ("batch_size", "fits", "peak_bytes", "optimizer_peak_bytes")] for trial in trials
+                [trial[key] for key in ("batch_size", "fits", "peak_bytes", "optimizer_peak_bytes")]
+                for trial in trials
             ]
         else:
-            peaks = [trial["peak_bytes"] for trial in trials if trial["batch_size"] == found["max_batch_size"]]
+            peaks = [
+                trial["peak_bytes"]
+                for trial in trials
+                if trial["batch_size"] == found["max_batch_size"]
+            ]
             self.numbers["~" + prefix + "peak_at_bound"] = peaks[-1:]
 
     def keep_estimate(self, ended: Ended, name: str = "") -> None:
         """Keep the numbers of an estimate, whatever the file calls them: of each device, length and change."""
         prefix = f"{name}." if name else ""
         found = json.loads((ended.folder / "adaptive_batch" / SAY["estimate_file"]).read_text())
-        parts = [[sorted_numbers(entry) for entry in value] for value in found.values() if isinstance(value, list)]
+        parts = [
+            [sorted_numbers(entry) for entry in value]
+            for value in found.values()
+            if isinstance(value, list)
+        ]
         for number, part in enumerate(part for part in parts if any(part)):
             self.numbers[f"{prefix}part {number + 1}"] = part
-        self.numbers[prefix + "scalars"] = sorted_numbers({k: v for k, v in found.items() if not isinstance(v, list)})
+        self.numbers[prefix + "scalars"] = sorted_numbers(
+            {k: v for k, v in found.items() if not isinstance(v, list)}
+        )
         self.words[prefix + "printed"] = self.plain(ended.stdout, ended).splitlines()
 
     def keep_text(self, ended: Ended, name: str = "") -> None:
@@ -463,7 +533,14 @@ class Place:
     def keep_error(self, ended: Ended, name: str) -> None:
         """Keep an exit status, and the key and the value that the error names."""
         text = self.plain(ended.stderr, ended).strip()
-        last = next((line for line in reversed(text.splitlines()) if re.match(r"\w+(Error|Exception)?: ", line)), "")
+        last = next(
+            (
+                line
+                for line in reversed(text.splitlines())
+                if re.match(r"\w+(Error|Exception)?: ", line)
+            ),
+            "",
+        )
         named = re.search(r"\w+: ([\w.]+)=(.+?): ", last)
         self.numbers[name] = [ended.statuses[0], *(named.groups() if named else (None, None))]
         self.words[name] = "no error" if not ended.statuses[0] else last or text.splitlines()[-3:]
@@ -476,14 +553,23 @@ class Place:
 
     def plain(self, text: str, ended: Ended) -> str:
         """Take out of a text what differs from one time to the next."""
-        for path, name in ((ended.folder, "OUTPUT"), (self.folder, "CASE"), (self.base, "BASE"), (ROOT, "ROOT")):
+        for path, name in (
+            (ended.folder, "OUTPUT"),
+            (self.folder, "CASE"),
+            (self.base, "BASE"),
+            (ROOT, "ROOT"),
+        ):
             text = text.replace(str(path), name)
-        text = re.sub(r"\b(yes|no)\s+[\d.,]+\s+[\d.,-]+", r"\1 - -", text)  # seconds and rows a second of a trial
+        text = re.sub(
+            r"\b(yes|no)\s+[\d.,]+\s+[\d.,-]+", r"\1 - -", text
+        )  # seconds and rows a second of a trial
         text = re.sub(r"\d+ cores?, [\d.]+ GiB", "HOST", text)
         text = re.sub(r"\b\d+(\.\d+)? s\b", "SECONDS", text)
         text = re.sub(r"(?<![\w.])[0-9a-f]{12,}\b", "ID", text)
         text = re.sub(r"[\d.]+ examples/s|\d{4}-\d\d-\d\d", "-", text)
-        if ended.ranks > 1:  # counted peaks, which gloo's threads may raise, and the trials that follow from them
+        if (
+            ended.ranks > 1
+        ):  # counted peaks, which gloo's threads may raise, and the trials that follow from them
             text = re.sub(r"\d+\.\d+ [GM]iB", "SIZE", text)
             text = re.sub(r"^ *\d+ +\d+ +[\d.-]+ +(yes|no) - -\n", "", text, flags=re.MULTILINE)
         return re.sub(r" +", " ", text)
@@ -629,13 +715,30 @@ RUNS: dict[str, tuple[str, ...]] = {
     "accumulation": ("gradient_accumulation_steps=2",),
     "clipping and cosine": ("clip_grad_norm=0.5", *COSINE),
     "maximum batch": (FIND, MEMORY, "epochs=2"),
-    "maximum batch, unrounded": (FIND, MEMORY, "probe.round_to_power_of_two=False", "probe.headroom=0.1"),
+    "maximum batch, unrounded": (
+        FIND,
+        MEMORY,
+        "probe.round_to_power_of_two=False",
+        "probe.headroom=0.1",
+    ),
     "micro-batches of rows": ("micro_batch_size=3", "batch_size=8", "clip_grad_norm=1.0"),
     "micro-batches of rows, auto": ("micro_batch_size=auto", "batch_size=16", MEMORY, LARGEST),
     "micro-batches of tokens": ("micro_batch_tokens=200", "batch_size=8"),
     "micro-batches of tokens, auto": ("micro_batch_tokens=auto", "batch_size=16", MEMORY, LARGEST),
-    "micro-batches alike": ("uniform_micro_batches=both", "micro_batch_size=4", "batch_size=8", "pad_to_multiple_of=8"),
-    "steps of tokens": ("batch_tokens=300", "sample_order=seqlen", "sample_window=16", "epochs=2", MEMORY, LARGEST),
+    "micro-batches alike": (
+        "uniform_micro_batches=both",
+        "micro_batch_size=4",
+        "batch_size=8",
+        "pad_to_multiple_of=8",
+    ),
+    "steps of tokens": (
+        "batch_tokens=300",
+        "sample_order=seqlen",
+        "sample_window=16",
+        "epochs=2",
+        MEMORY,
+        LARGEST,
+    ),
     "steps of tokens, long rows alone": (
         "batch_tokens=110",
         LARGEST,
@@ -643,8 +746,18 @@ RUNS: dict[str, tuple[str, ...]] = {
         "max_rows_per_batch=3",
         "micro_batch_size=2",
     ),
-    "increase, own function": ("batch_increase_function=golden.four_more", "epochs=3", MEMORY, *COSINE),
-    "increase, beyond the bound": (*increase("geometric", factor=2), *BEYOND, "epochs=3", "lr_scaling=sqrt"),
+    "increase, own function": (
+        "batch_increase_function=golden.four_more",
+        "epochs=3",
+        MEMORY,
+        *COSINE,
+    ),
+    "increase, beyond the bound": (
+        *increase("geometric", factor=2),
+        *BEYOND,
+        "epochs=3",
+        "lr_scaling=sqrt",
+    ),
     "increase, cut to the bound": (
         *increase("at_epochs", additions="{1: 8}"),
         "probe.device_memory=3MiB",
@@ -656,8 +769,16 @@ RUNS: dict[str, tuple[str, ...]] = {
         "lr_scaling=linear",
         "epochs=2",
     ),
-    "schedule, linear ramp": (*schedule("linear_ramp", start=4, end=12, over="32sp", multiple_of=2), *BEYOND, *COSINE),
-    "schedule, ramp by doubling": (*schedule("ramp_by_doubling", start=2, end=8, over="1ep"), *BEYOND, "epochs=2"),
+    "schedule, linear ramp": (
+        *schedule("linear_ramp", start=4, end=12, over="32sp", multiple_of=2),
+        *BEYOND,
+        *COSINE,
+    ),
+    "schedule, ramp by doubling": (
+        *schedule("ramp_by_doubling", start=2, end=8, over="1ep"),
+        *BEYOND,
+        "epochs=2",
+    ),
     "schedule, noise scale": (
         *schedule("by_noise_scale", start=4, maximum=8, every=4, margin=0.1, monotone=False),
         "grow_beyond_maximum=True",
@@ -665,7 +786,12 @@ RUNS: dict[str, tuple[str, ...]] = {
         "optimizer.lr=1e-3",
         "epochs=8",
     ),
-    "schedule, own rule": (f"{SCHEDULE}=golden.eight_after_five_steps", MEMORY, "lr_clock=steps", *COSINE),
+    "schedule, own rule": (
+        f"{SCHEDULE}=golden.eight_after_five_steps",
+        MEMORY,
+        "lr_clock=steps",
+        *COSINE,
+    ),
     "schedule, of tokens": (
         *schedule("steps", batch_sizes="[150,300]", thresholds="[4ba]"),
         "batch_tokens=200",
@@ -711,14 +837,27 @@ RUNS: dict[str, tuple[str, ...]] = {
         MEMORY,
         "max_validation_batches=2",
     ),
-    "out of memory, replayed": ("model._component_=golden.scarce", "model.rows_fit=3", "batch_size=8"),
+    "out of memory, replayed": (
+        "model._component_=golden.scarce",
+        "model.rows_fit=3",
+        "batch_size=8",
+    ),
 }
 
 # The same on two ranks.
 RUNS_ON_RANKS: dict[str, tuple[str, ...]] = {
     "off": ("batch_size=2", "epochs=2"),
-    "clipping and accumulation": ("batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=0.5"),
-    "steps of tokens": ("batch_tokens=150", "micro_batch_tokens=200", "sample_order=seqlen", "sample_window=16"),
+    "clipping and accumulation": (
+        "batch_size=2",
+        "gradient_accumulation_steps=2",
+        "clip_grad_norm=0.5",
+    ),
+    "steps of tokens": (
+        "batch_tokens=150",
+        "micro_batch_tokens=200",
+        "sample_order=seqlen",
+        "sample_window=16",
+    ),
     "micro-batches of rows, auto": ("micro_batch_size=auto", "batch_size=8", ON_RANKS, LARGEST),
     "maximum batch": (FIND, ON_RANKS, "lr_scaling=sqrt"),
     "schedule, gradients summed late": (
@@ -747,9 +886,23 @@ RUNS_ON_RANKS: dict[str, tuple[str, ...]] = {
 }
 
 PREVIEWS: dict[str, tuple[str, ...]] = {
-    "steps": (*schedule("steps", batch_sizes="[4,8,16]", thresholds="[0.5ep,1ep]"), *BEYOND, "epochs=2"),
-    "ramp": (*schedule("ramp_by_doubling", start=2, end=16, over="2ep"), *BEYOND, "epochs=3", "lr_scaling=linear"),
-    "increase, bound assumed": (*increase("geometric", factor=2), f"{SAY['assumed_maximum']}=10", "epochs=3", *COSINE),
+    "steps": (
+        *schedule("steps", batch_sizes="[4,8,16]", thresholds="[0.5ep,1ep]"),
+        *BEYOND,
+        "epochs=2",
+    ),
+    "ramp": (
+        *schedule("ramp_by_doubling", start=2, end=16, over="2ep"),
+        *BEYOND,
+        "epochs=3",
+        "lr_scaling=linear",
+    ),
+    "increase, bound assumed": (
+        *increase("geometric", factor=2),
+        f"{SAY['assumed_maximum']}=10",
+        "epochs=3",
+        *COSINE,
+    ),
     "tokens": ("batch_tokens=300", f"{SAY['assumed_maximum']}=8", "lr_clock=steps", *COSINE),
 }
 
@@ -758,7 +911,11 @@ SEARCHES: dict[str, tuple[str, ...]] = {
     "binary": ("probe.search=binary", "probe.maximum=32", MEMORY),
     "halve": ("probe.search=halve", "probe.maximum=32", MEMORY),
     "a length": ("probe.sequence_length=32", MEMORY, "optimizer_in_bwd=True"),
-    "as the tokenizer cuts": ("probe.sequence_length=max_seq_len", MEMORY, "gradient_accumulation_steps=4"),
+    "as the tokenizer cuts": (
+        "probe.sequence_length=max_seq_len",
+        MEMORY,
+        "gradient_accumulation_steps=4",
+    ),
 }
 
 ERRORS: dict[str, tuple[str, ...]] = {
@@ -829,7 +986,9 @@ def enter_tables() -> None:
     def shows(name: str, ranks: int) -> Case:
         def run(place: Place) -> None:
             ended = place.script(ROOT / "examples" / f"{name}.py", ranks=ranks)
-            for label, values in re.findall(r"^([a-z_][\w -]+): ([\d. e-]+)$", ended.stdout, re.MULTILINE):
+            for label, values in re.findall(
+                r"^([a-z_][\w -]+): ([\d. e-]+)$", ended.stdout, re.MULTILINE
+            ):
                 place.numbers[label] = [float(value) for value in values.split()]
             printed = place.plain(ended.stdout, ended).splitlines()
             place.words["printed"] = [line for line in printed if "runtime" not in line]
@@ -874,9 +1033,17 @@ def _estimate_others(place: Place) -> None:
     own = (f"{SAY['estimate_devices']}=3MiB", f"{SAY['estimate_changes']}=False")
     ways = {
         "the longest row": (),
-        "in backward, bf16": ("optimizer_in_bwd=True", "dtype=bf16", f"{SAY['estimate_lengths']}=[48]"),
+        "in backward, bf16": (
+            "optimizer_in_bwd=True",
+            "dtype=bf16",
+            f"{SAY['estimate_lengths']}=[48]",
+        ),
         "two ranks": (f"{SAY['estimate_ranks']}=2", f"{SAY['estimate_lengths']}=[32]"),
-        "accumulating": ("gradient_accumulation_steps=2", "clip_grad_norm=1.0", f"{SAY['estimate_lengths']}=[32]"),
+        "accumulating": (
+            "gradient_accumulation_steps=2",
+            "clip_grad_norm=1.0",
+            f"{SAY['estimate_lengths']}=[32]",
+        ),
         "packed": ("dataset.packed=True", f"{SAY['estimate_lengths']}=[64]"),
     }
     for name, overrides in ways.items():
@@ -933,14 +1100,23 @@ def _resume(place: Place) -> None:
     place.keep_run(whole, "whole")
     for step in (6, 18):
         cut = place.recipe(*keys)
-        goes_on = place.recipe(*keys, "resume_from_checkpoint=True", folder=left_at(cut, step).folder)
+        goes_on = place.recipe(
+            *keys, "resume_from_checkpoint=True", folder=left_at(cut, step).folder
+        )
         place.keep_run(goes_on, f"from step {step}")
         place.audit(goes_on, f"audit from step {step}")
 
 
 @case("resume: while the batch grows")
 def _resume_growing(place: Place) -> None:
-    keys = (*increase("geometric", factor=2), *SAVES, "epochs=3", "lr_scaling=linear", MEMORY, *COSINE)
+    keys = (
+        *increase("geometric", factor=2),
+        *SAVES,
+        "epochs=3",
+        "lr_scaling=linear",
+        MEMORY,
+        *COSINE,
+    )
     cut = place.recipe(*keys)
     goes_on = place.recipe(*keys, "resume_from_checkpoint=True", folder=left_at(cut, 18).folder)
     place.keep_run(goes_on)
@@ -952,9 +1128,16 @@ def _resume_changed(place: Place) -> None:
     keys = (*SAVES, "epochs=2")
     cut = left_at(place.recipe(*keys), 6)
     others = "dataset.data_files=${data_dir}/held_out.jsonl"
-    for override in ("optimizer=torch.optim.SGD", others, "sample_order=random", "optimizer_in_bwd=True"):
+    for override in (
+        "optimizer=torch.optim.SGD",
+        others,
+        "sample_order=random",
+        "optimizer_in_bwd=True",
+    ):
         more = ("~optimizer.fused",) if "SGD" in override else ()
-        refused = place.recipe(*keys, override, *more, "resume_from_checkpoint=True", folder=cut.folder, expect=None)
+        refused = place.recipe(
+            *keys, override, *more, "resume_from_checkpoint=True", folder=cut.folder, expect=None
+        )
         place.keep_error(refused, override)
     goes_on = place.recipe(
         *keys,
@@ -988,7 +1171,12 @@ def _resume_on_more(place: Place) -> None:
 def _by_tune_run(place: Place) -> None:
     folder = place.fresh()
     command = [str(SCRIPTS / "tune"), "run", "--nproc_per_node", "2", SAY["training"], "--config"]
-    command += [str(place.base / "small.yaml"), f"output_dir={folder}", "batch_size=2", "micro_batch_size=1"]
+    command += [
+        str(place.base / "small.yaml"),
+        f"output_dir={folder}",
+        "batch_size=2",
+        "micro_batch_size=1",
+    ]
     done = subprocess.run(command, cwd=place.folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise AssertionError(done.stderr[-3000:])
@@ -1003,7 +1191,11 @@ class Bytes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.hidden, self.head = nn.Embedding(50, 16), nn.Linear(16, 64), nn.Linear(64, 50)
+        self.embed, self.hidden, self.head = (
+            nn.Embedding(50, 16),
+            nn.Linear(16, 64),
+            nn.Linear(64, 50),
+        )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.head(self.hidden(self.embed(tokens)).relu())
@@ -1028,13 +1220,17 @@ class Loop:
             options: of AdaptiveLoop.
         """
         draw = random.Random(1)
-        rows = [{"tokens": [draw.randrange(1, 50) for _ in range(3 + 5 * n % 13)]} for n in range(40)]
+        rows = [
+            {"tokens": [draw.randrange(1, 50) for _ in range(3 + 5 * n % 13)]} for n in range(40)
+        ]
         torch.manual_seed(0)
         model = Bytes()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = None
         if cosine:
-            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5 + 0.5 * math.cos(n / 10))
+            scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer, lambda n: 0.5 + 0.5 * math.cos(n / 10)
+            )
             options["lr_scheduler"] = scheduler
 
         def collate(batch: list[Any]) -> dict[str, torch.Tensor]:
@@ -1046,13 +1242,17 @@ class Loop:
             if rows_fit is not None and len(batch["tokens"]) > rows_fit:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             logits = model(batch["tokens"])[:, :-1]
-            return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+            return nn.functional.cross_entropy(
+                logits.flatten(0, 1), batch["labels"][:, 1:].flatten()
+            )
 
         package = importlib.import_module(SAY["loop"])
         adaptive, options = package.AdaptiveLoop, {"batch_size": 8, **options}
         for argument, group in (("sampling", "Sampling"), ("options", "StepOptions")):
             if kind := getattr(package, group, None):  # since arguments are grouped
-                options[argument] = kind(**{k: options.pop(k) for k in kind.__dataclass_fields__ if k in options})
+                options[argument] = kind(
+                    **{k: options.pop(k) for k in kind.__dataclass_fields__ if k in options}
+                )
         return cls(
             model,
             optimizer,
@@ -1069,7 +1269,9 @@ class Loop:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
                 norm = None if result.grad_norm is None else float(result.grad_norm)
-                seen.append([result.rows, result.micro_batches, self.loop.learning_rate, result.loss, norm])
+                seen.append(
+                    [result.rows, result.micro_batches, self.loop.learning_rate, result.loss, norm]
+                )
                 if self.loop.progress.steps >= until:
                     return seen
         return seen
@@ -1081,12 +1283,20 @@ class Loop:
             place.numbers[name] = compact(list(values))
         place.numbers["weights"] = digest_tensors(self.model.state_dict())
         progress = self.loop.progress
-        place.numbers["stands"] = [progress.epoch, progress.steps, progress.samples, progress.tokens]
-        bound = self.loop.max_batch_size if hasattr(self.loop, "max_batch_size") else self.loop.bound
+        place.numbers["stands"] = [
+            progress.epoch,
+            progress.steps,
+            progress.samples,
+            progress.tokens,
+        ]
+        bound = (
+            self.loop.max_batch_size if hasattr(self.loop, "max_batch_size") else self.loop.bound
+        )
         place.numbers["bound"] = [bound, self.loop.batch_size, self.loop.num_out_of_memory]
         if found is not None:
             place.numbers["trials"] = [
-                [trial.batch_size, trial.fits, trial.peak_bytes, trial.optimizer_peak_bytes] for trial in found.trials
+                [trial.batch_size, trial.fits, trial.peak_bytes, trial.optimizer_peak_bytes]
+                for trial in found.trials
             ]
             place.numbers["found"] = [
                 found.max_batch_size,
@@ -1110,7 +1320,10 @@ def _loop_plain(place: Place) -> None:
 @case("loop: bound, growth, rate")
 def _loop_grows(place: Place) -> None:
     one = Loop.begin(
-        batch_increase_function=ready_made("geometric")(2.0), grow_beyond_maximum=True, lr_scaling="sqrt", cosine=True
+        batch_increase_function=ready_made("geometric")(2.0),
+        grow_beyond_maximum=True,
+        lr_scaling="sqrt",
+        cosine=True,
     )
     found = one.loop.find_bound(device_memory="160KiB")
     place.numbers["steps ahead"] = one.loop.num_steps(3)
@@ -1120,7 +1333,9 @@ def _loop_grows(place: Place) -> None:
 @case("loop: growth cut to the bound")
 def _loop_is_cut(place: Place) -> None:
     one = Loop.begin(
-        batch_increase_function=ready_made("at_epochs")({1: 30}), lr_scaling="linear", reference_batch_size="64tok"
+        batch_increase_function=ready_made("at_epochs")({1: 30}),
+        lr_scaling="linear",
+        reference_batch_size="64tok",
     )
     found = one.loop.find_bound(device_memory="300KiB", headroom=0.0, round_to_power_of_two=True)
     one.keep(place, one.train(2), found)
@@ -1174,7 +1389,10 @@ def _loop_errors(place: Place) -> None:
         try:
             Loop.begin(**options)
         except Exception as error:
-            place.numbers[name] = [getattr(error, "key", None), repr(getattr(error, "value", None))[:20]]
+            place.numbers[name] = [
+                getattr(error, "key", None),
+                repr(getattr(error, "value", None))[:20],
+            ]
             place.words[name] = re.sub(r"0x[0-9a-f]+", "ID", f"{type(error).__name__}: {error}")
         else:
             place.numbers[name] = "nothing was refused"
@@ -1210,15 +1428,26 @@ def run_all(names: Sequence[str], *, jobs: int) -> dict[str, Any]:
         base = top / "base"
         base.mkdir()
         _in_child(lambda: make_base(base))
-        waiting = [name for name in names if name not in ALONE] + [name for name in names if name in ALONE]
+        waiting = [name for name in names if name not in ALONE] + [
+            name for name in names if name in ALONE
+        ]
         running: dict[int, tuple[str, float]] = {}
         number = {name: index for index, name in enumerate(names)}
         while waiting or running:
             alone = any(name in ALONE for name, _ in running.values())
-            while waiting and len(running) < jobs and not alone and not (running and waiting[0] in ALONE):
+            while (
+                waiting
+                and len(running) < jobs
+                and not alone
+                and not (running and waiting[0] in ALONE)
+            ):
                 name = waiting.pop(0)
                 files = top / f"{number[name]}.json"
-                process = _start(lambda name=name, files=files: run_case(name, base, files.with_suffix(""), files))
+                process = _start(
+                    lambda name=name, files=files: run_case(
+                        name, base, files.with_suffix(""), files
+                    )
+                )
                 running[process] = name, time.monotonic()
                 alone = name in ALONE
             for process, (name, begin) in list(running.items()):
@@ -1228,7 +1457,10 @@ def run_all(names: Sequence[str], *, jobs: int) -> dict[str, Any]:
                 if os.waitpid(process, os.WNOHANG)[0]:
                     del running[process]
                     path = top / f"{number[name]}.json"
-                    gone = {"result": {"numbers": {"failed": True}, "words": {"failed": "ended early"}}, "seconds": 0}
+                    gone = {
+                        "result": {"numbers": {"failed": True}, "words": {"failed": "ended early"}},
+                        "seconds": 0,
+                    }
                     found = json.loads(path.read_text()) if path.exists() else gone
                     results[name] = found["result"]
                     failed = ", FAILED" if "failed" in found["result"]["numbers"] else ""
@@ -1269,7 +1501,9 @@ def warm_up() -> None:
         HF_HUB_OFFLINE="1",
         TOKENIZERS_PARALLELISM="false",
         CUDA_VISIBLE_DEVICES="",
-        PYTHONPATH=os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])),
+        PYTHONPATH=os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        ),
         PYTHONWARNINGS="ignore",
     )
     for name in ("ADAPTIVE_BATCH_TRACEBACK", "RANK", "WORLD_SIZE"):
@@ -1277,8 +1511,16 @@ def warm_up() -> None:
     torch.set_num_threads(1)
     installed = Path(str(importlib.import_module("adaptive_batch").__file__)).resolve()
     if ROOT not in installed.parents:
-        sys.exit("the adaptive_batch that this Python imports is that of another checkout; take this one's .venv")
-    for name in ("datasets", "torchtune._cli.tune", "torchtune.models.qwen2", "safetensors.torch", SAY["training"]):
+        sys.exit(
+            "the adaptive_batch that this Python imports is that of another checkout; take this one's .venv"
+        )
+    for name in (
+        "datasets",
+        "torchtune._cli.tune",
+        "torchtune.models.qwen2",
+        "safetensors.torch",
+        SAY["training"],
+    ):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
@@ -1299,7 +1541,9 @@ def write(path: Path, results: Mapping[str, Any]) -> None:
     for name, result in results.items():
         parts = [
             f"  {json.dumps(part)}: {{\n"
-            + ",\n".join(f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in result[part].items())
+            + ",\n".join(
+                f"   {json.dumps(key)}: {json.dumps(value)}" for key, value in result[part].items()
+            )
             + "\n  }"
             for part in ("numbers", "words")
         ]
@@ -1327,7 +1571,8 @@ def first_difference(one: Any, other: Any) -> str:
     if not (isinstance(one, list) and isinstance(other, list)):
         return ""
     at = next(
-        (n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), min(len(one), len(other))
+        (n for n, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
     )
     return f" (from entry {at} on; {len(one)} entries before, {len(other)} now)"
 
@@ -1349,11 +1594,16 @@ def compare(before: Mapping[str, Any], now: Mapping[str, Any], names: Iterable[s
                 if part == "words" and isinstance(one, list) and isinstance(other, list):
                     gone = [line for line in one if line not in other]
                     come = [line for line in other if line not in one]
-                    lines = [*(f"    - {line}" for line in gone), *(f"    + {line}" for line in come)]
+                    lines = [
+                        *(f"    - {line}" for line in gone),
+                        *(f"    + {line}" for line in come),
+                    ]
                     list_of.append(f"{name} | {key}:\n" + "\n".join(lines or ["    (order)"]))
                 else:
                     where = first_difference(one, other)
-                    list_of.append(f"{name} | {key}{where}:\n    - {shown(one)}\n    + {shown(other)}")
+                    list_of.append(
+                        f"{name} | {key}{where}:\n    - {shown(one)}\n    + {shown(other)}"
+                    )
     if reworded:
         print(f"\nwords that differ, which is no failure ({len(reworded)}):")
         print("\n".join(reworded))
@@ -1367,9 +1617,15 @@ def main() -> int:
     """Run the cases; record or compare."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", type=Path, metavar="FILE", help="write what comes out")
-    parser.add_argument("--against", type=Path, metavar="FILE", help="compare with what was written")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="run the cases whose names contain this")
-    parser.add_argument("--jobs", type=int, default=2, help="cases at a time (default: %(default)s)")
+    parser.add_argument(
+        "--against", type=Path, metavar="FILE", help="compare with what was written"
+    )
+    parser.add_argument(
+        "--only", default="", metavar="SUBSTRING", help="run the cases whose names contain this"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=2, help="cases at a time (default: %(default)s)"
+    )
     parser.add_argument("--list", action="store_true", help="name the cases")
     given = parser.parse_args()
     names = [name for name in CASES if given.only in name]
@@ -1393,7 +1649,10 @@ def main() -> int:
         here, there = about(), before.pop("about")
         if here | {"cases": 0} != there | {"cases": 0}:
             print(f"the machines differ, so last bits may: {there} before, {here} now")
-        compared = [*(name for name in before if given.only in name), *(name for name in names if name not in before)]
+        compared = [
+            *(name for name in before if given.only in name),
+            *(name for name in names if name not in before),
+        ]
         if compare(before, json.loads(json.dumps(results)), compared):
             status = 1
     return status

@@ -32,9 +32,16 @@ def experiment(way: str, *, kills: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         options = ["--kills", str(kills), "--seed", str(seed), "--folder", folder]
         command = [sys.executable, "-m", "support.killed_runs", *options, way]
-        done = subprocess.run(command, env=subprocess_environment(), capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=subprocess_environment(), capture_output=True, text=True, check=False
+        )
         if done.returncode:
-            return {"way": way, "differing": [f"it failed: {done.stderr[-3000:]}"], "by_moment": {}, "kills": 0}
+            return {
+                "way": way,
+                "differing": [f"it failed: {done.stderr[-3000:]}"],
+                "by_moment": {},
+                "kills": 0,
+            }
         found: dict[str, Any] = json.loads(done.stdout)
         return found
 
@@ -46,7 +53,9 @@ def show(all_found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for found in all_found:
         rows.append(found)
-        hits = "  ".join(f"{found['by_moment'].get(moment, '-'):>{len(moment)}}" for moment in MOMENTS)
+        hits = "  ".join(
+            f"{found['by_moment'].get(moment, '-'):>{len(moment)}}" for moment in MOMENTS
+        )
         counts = f"{found['kills']:>5}  {found.get('runs', 0):>4}  {found.get('steps', 0):>5}"
         print(
             f"{found['way']:<13}  {hits}  {counts}  {len(found['differing']):>9}  {found.get('seconds', 0):>7.1f}",
@@ -58,25 +67,43 @@ def show(all_found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=40, help="of each way")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="ways at a time")
     parser.add_argument(
-        "--ways", nargs="+", choices=WAYS, metavar="WAY", help="these alone; the record is named after them"
+        "--ways",
+        nargs="+",
+        choices=WAYS,
+        metavar="WAY",
+        help="these alone; the record is named after them",
     )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         ways = reversed(arguments.ways or WAYS)  # the longest first
-        begun = [pool.submit(experiment, way, kills=arguments.kills, seed=arguments.seed) for way in ways]
+        begun = [
+            pool.submit(experiment, way, kills=arguments.kills, seed=arguments.seed) for way in ways
+        ]
         rows = show(future.result() for future in as_completed(begun))
     rows.sort(key=lambda row: list(WAYS).index(row["way"]))
     kills, differing = sum(row["kills"] for row in rows), sum(len(row["differing"]) for row in rows)
-    never_hit = [f"{row['way']}: {moment}" for row in rows for moment, hits in row["by_moment"].items() if not hits]
-    print(f"\n{kills} kills, {differing} differences" + "".join(f"; never killed {moment}" for moment in never_hit))
+    never_hit = [
+        f"{row['way']}: {moment}"
+        for row in rows
+        for moment, hits in row["by_moment"].items()
+        if not hits
+    ]
+    print(
+        f"\n{kills} kills, {differing} differences"
+        + "".join(f"; never killed {moment}" for moment in never_hit)
+    )
     name = "_".join(["kills", *(arguments.ways or ())]).replace(" ", "_")
-    records.write(name, arguments.output, kills=kills, differing=differing, never_hit=never_hit, ways=rows)
+    records.write(
+        name, arguments.output, kills=kills, differing=differing, never_hit=never_hit, ways=rows
+    )
     sys.exit(bool(differing or never_hit or not kills))
 
 

@@ -35,17 +35,24 @@ def show(found: dict[str, Any]) -> dict[str, Any]:
     print(f"\n{found['way']}: {len(found['kills'])} kills, {found['seconds']:.0f} s", flush=True)
     for kill in found["kills"]:
         victims = "all" if len(kill["victims"]) > 1 else f"rank {kill['victims'][0]}"
-        print(f"  {victims:<7} {kill['hit']:<24} all ended {kill['ended_after']:.1f} s later", flush=True)
+        print(
+            f"  {victims:<7} {kill['hit']:<24} all ended {kill['ended_after']:.1f} s later",
+            flush=True,
+        )
     for difference in found["differing"]:
         print(f"  DIFFERING {difference}", flush=True)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
-    parser.add_argument("--no-torchrun", action="store_true", help="leave the real command line out")
+    parser.add_argument(
+        "--no-torchrun", action="store_true", help="leave the real command line out"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -56,10 +63,22 @@ def main() -> None:
         rows.append(show(killed_before_its_first_save(setup, whole)))
         if not arguments.no_torchrun:
             rows.append(show(killed_under_torchrun(setup, whole, kills=3, seed=arguments.seed)))
-    kills, differing = sum(len(row["kills"]) for row in rows), sum(len(row["differing"]) for row in rows)
+    kills, differing = (
+        sum(len(row["kills"]) for row in rows),
+        sum(len(row["differing"]) for row in rows),
+    )
     slowest = max(kill["ended_after"] for row in rows for kill in row["kills"])
-    print(f"\n{kills} kills, {differing} differences; all had ended {slowest:.1f} s after a kill at the latest")
-    records.write("kills_on_ranks", arguments.output, kills=kills, differing=differing, slowest=slowest, runs=rows)
+    print(
+        f"\n{kills} kills, {differing} differences; all had ended {slowest:.1f} s after a kill at the latest"
+    )
+    records.write(
+        "kills_on_ranks",
+        arguments.output,
+        kills=kills,
+        differing=differing,
+        slowest=slowest,
+        runs=rows,
+    )
     sys.exit(bool(differing or not kills))
 
 

@@ -76,7 +76,10 @@ class MeanEstimation:
         self._mean = direction / direction.norm() * (float(variances.sum()) / noise_scale) ** 0.5
 
     def rows(self, count: int) -> list[dict[str, Any]]:
-        drawn = torch.randn(count, len(self._mean), generator=self._generator) * self._deviations + self._mean
+        drawn = (
+            torch.randn(count, len(self._mean), generator=self._generator) * self._deviations
+            + self._mean
+        )
         return [{"tokens": [0, 0], "labels": [IGNORED, 0], "x": x} for x in drawn]
 
     def runner(self, limit: MicroBatchLimit) -> MicroBatchRunner:
@@ -84,7 +87,8 @@ class MeanEstimation:
             self.model,
             limit,
             collate=lambda rows: {
-                key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in ("tokens", "labels", "x")
+                key: torch.stack([torch.as_tensor(row[key]) for row in rows])
+                for key in ("tokens", "labels", "x")
             },
             mean_loss=lambda batch: 0.5 * (self.model[0] - batch["x"]).square().sum(1).mean(),
             measures_noise=True,
@@ -93,14 +97,20 @@ class MeanEstimation:
 
 def closed_form(steps: int, seeds: int) -> list[dict[str, Any]]:
     """Estimated over true, after `steps` steps that all count alike."""
-    cases = [(scale, small, big) for scale in (4.0, 16.0, 64.0) for small, big in ((1, 16), (4, 16), (8, 16), (8, 64))]
+    cases = [
+        (scale, small, big)
+        for scale in (4.0, 16.0, 64.0)
+        for small, big in ((1, 16), (4, 16), (8, 16), (8, 64))
+    ]
     found = []
     for scale, small, big in tqdm(cases, desc="closed form"):
         values = []
         for seed in range(seeds):
             problem = MeanEstimation(noise_scale=scale, seed=seed)
             runner = problem.runner(MicroBatchLimit(small))
-            estimate = NoiseScale(decay=1 - 1e-9, min_samples=1)  # so many samples count that all count alike
+            estimate = NoiseScale(
+                decay=1 - 1e-9, min_samples=1
+            )  # so many samples count that all count alike
             for _ in range(steps):
                 problem.model.zero_grad()
                 sample = runner.run(problem.rows(big)).noise
@@ -134,7 +144,9 @@ LAYOUTS = {
 }
 
 
-def estimates_of_tokens(cases: Sequence[tuple[float, str]], steps: int, seeds: int) -> list[list[float]]:
+def estimates_of_tokens(
+    cases: Sequence[tuple[float, str]], steps: int, seeds: int
+) -> list[list[float]]:
     """Return for each true noise scale and layout the estimate of each seed, after `steps` steps of 32 rows that all count alike."""
     torch.set_num_threads(1)
     found = []
@@ -156,14 +168,25 @@ def tokens_and_ranks(steps: int, seeds: int) -> list[dict[str, Any]]:
     cases = [(true, layout) for true in (4.0, 16.0, 64.0) for layout in LAYOUTS]
     alone = estimates_of_tokens(cases, steps, seeds)
     of_ranks = [case for case in cases if case[0] == 16.0]
-    together, other = run_on_ranks(estimates_of_tokens, 2, of_ranks, steps, max(1, seeds // 2), timeout=1800.0)
+    together, other = run_on_ranks(
+        estimates_of_tokens, 2, of_ranks, steps, max(1, seeds // 2), timeout=1800.0
+    )
     assert together == other, "the ranks do not agree"
     found = []
     for ranks, those, estimates in ((1, cases, alone), (2, of_ranks, together)):
         for (true, layout), values in zip(those, estimates, strict=True):
             errors = [value / true - 1 for value in values]
-            facts = {"ranks": ranks, "true": true, "micro_batches": layout, "steps": steps, "estimates": values}
-            found.append(facts | {"mean_error": statistics.mean(errors), "largest_error": max(map(abs, errors))})
+            facts = {
+                "ranks": ranks,
+                "true": true,
+                "micro_batches": layout,
+                "steps": steps,
+                "estimates": values,
+            }
+            found.append(
+                facts
+                | {"mean_error": statistics.mean(errors), "largest_error": max(map(abs, errors))}
+            )
     return found
 
 
@@ -186,7 +209,9 @@ class Population:
         for row in tqdm(rows, desc="gradients", leave=False):
             trainer.model.zero_grad()
             num_labels = float(trainer.runner.run([row], 1).label_tokens)
-            mean = torch.cat([p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None])
+            mean = torch.cat(
+                [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
+            )
             gradients.append(mean * num_labels)
             labels.append(num_labels)
         trainer.model.zero_grad()
@@ -204,13 +229,17 @@ class Population:
         self.dimensions = self._noise**2 / float(covariances.square().sum())
 
     def labels_of(self, drawn: Sequence[Sequence[int]]) -> torch.Tensor:
-        return torch.tensor([float(self._labels[list(rows)].sum()) for rows in drawn], dtype=torch.float64)
+        return torch.tensor(
+            [float(self._labels[list(rows)].sum()) for rows in drawn], dtype=torch.float64
+        )
 
     def squared_norms(self, drawn: Sequence[Sequence[int]]) -> torch.Tensor:
         """Of the gradient of each set of rows, float64 `[sets]`."""
         counts = torch.zeros(len(drawn), len(self._labels), dtype=torch.float64)
         for weights, rows in zip(counts, drawn, strict=True):
-            weights.index_add_(0, torch.tensor(list(rows)), torch.ones(len(rows), dtype=torch.float64))
+            weights.index_add_(
+                0, torch.tensor(list(rows)), torch.ones(len(rows), dtype=torch.float64)
+            )
         return ((counts @ self._products) * counts).sum(1) / (counts @ self._labels).square()
 
 
@@ -225,7 +254,8 @@ def unequal_rows(population: Population, steps: int) -> list[dict[str, Any]]:
         ratio = population.labels_of(small) / population.labels_of(drawn) * big / small_rows
         sides = zip(small_norms.tolist(), big_norms.tolist(), ratio.tolist(), strict=True)
         estimates = [
-            NoiseSample(small_rows, of_small, big, of_big, each).estimates() for of_small, of_big, each in sides
+            NoiseSample(small_rows, of_small, big, of_big, each).estimates()
+            for of_small, of_big, each in sides
         ]
         noises, squares = torch.tensor(estimates, dtype=torch.float64).unbind(1)
         ratios = {"measured": float(noises.mean() / squares.mean()) / population.true}
@@ -235,7 +265,9 @@ def unequal_rows(population: Population, steps: int) -> list[dict[str, Any]]:
         }.items():
             noises = (small_norms - big_norms) / (1 / (share * big) - 1 / big)
             squared = (big_norms - share * small_norms) / (1 - share)
-            ratios[f"by the paper, {name}"] = float(noises.mean() / squared.mean()) / population.true
+            ratios[f"by the paper, {name}"] = (
+                float(noises.mean() / squared.mean()) / population.true
+            )
         found.append({"big_rows": big, "small_rows": small_rows, "estimated_over_true": ratios})
     return found
 
@@ -245,7 +277,9 @@ def spreads(population: Population, *, runs: int, samples: int) -> list[dict[str
     generator = torch.Generator().manual_seed(SEED)
     found = []
     for small, big in ((4, 16), (8, 16), (8, 64)):
-        drawn = torch.randint(len(population.lengths), (runs * samples, big), generator=generator).tolist()
+        drawn = torch.randint(
+            len(population.lengths), (runs * samples, big), generator=generator
+        ).tolist()
         first = [rows[:small] for rows in drawn]
         ratios = population.labels_of(first) / population.labels_of(drawn) * big / small
         norms = (ratios, population.squared_norms(first), population.squared_norms(drawn))
@@ -257,7 +291,9 @@ def spreads(population: Population, *, runs: int, samples: int) -> list[dict[str
                     scale = NoiseScale(decay=decay, min_samples=1)
                     for k in range(after):
                         squares = small_norms[run][k], big_norms[run][k]
-                        scale.update(NoiseSample(small, squares[0], big, squares[1], label_ratios[run][k]))
+                        scale.update(
+                            NoiseSample(small, squares[0], big, squares[1], label_ratios[run][k])
+                        )
                     values.append(scale.value)
                 known = [value / population.true for value in values if value is not None]
                 tenths = statistics.quantiles(known, n=10) if len(known) > 1 else [0.0] * 9
@@ -330,8 +366,15 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
             of_round.append([timed[measured], timed[plain]])
         seconds.append(of_round[5:])
     values = torch.tensor(seconds, dtype=torch.float64)
-    ratio, low, high = resampled_interval(lambda pairs: (pairs[..., 0] / pairs[..., 1]).quantile(0.5, dim=-1), values)
-    spread = (values[..., 0] / values[..., 1]).flatten().quantile(torch.tensor([0.1, 0.9]).double()).tolist()
+    ratio, low, high = resampled_interval(
+        lambda pairs: (pairs[..., 0] / pairs[..., 1]).quantile(0.5, dim=-1), values
+    )
+    spread = (
+        (values[..., 0] / values[..., 1])
+        .flatten()
+        .quantile(torch.tensor([0.1, 0.9]).double())
+        .tolist()
+    )
     return {
         "overrides": list(overrides),
         "pairs": rounds * pairs,
@@ -361,7 +404,10 @@ def measuring_runner(recipe: AdaptiveFullFinetuneRecipe) -> MicroBatchRunner:
 def recipe_configuration(folder: Path, name: str, overrides: Sequence[str]) -> Any:
     disk = "metric_logger._component_=torchtune.training.metric_logging.DiskLogger"
     cfg = configuration(folder, name, list(overrides))
-    cfg.metric_logger = {"_component_": disk.partition("=")[2], "log_dir": str(folder / name / "logs")}
+    cfg.metric_logger = {
+        "_component_": disk.partition("=")[2],
+        "log_dir": str(folder / name / "logs"),
+    }
     return cfg
 
 
@@ -377,8 +423,12 @@ def costs(folder: Path, *, rounds: int, pairs: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=("closed", "tokens", "rows", "cost"), help="default: all four")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", choices=("closed", "tokens", "rows", "cost"), help="default: all four"
+    )
     parser.add_argument("--quick", action="store_true", help="few steps, seeds and pairs")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
@@ -400,7 +450,9 @@ def main() -> None:
     if arguments.only in (None, "tokens"):
         found = tokens_and_ranks(steps=100 if few else 600, seeds=2 if few else 4)
         print(f"\nmean of tokens in rows of 2 to 14, after {found[0]['steps']} steps of 32 rows")
-        print(f"{'ranks':>5} {'true':>6} {'micro-batches':>18} {'estimated':>10} {'error':>7} {'largest':>8}")
+        print(
+            f"{'ranks':>5} {'true':>6} {'micro-batches':>18} {'estimated':>10} {'error':>7} {'largest':>8}"
+        )
         for one in found:
             print(
                 f"{one['ranks']:>5} {one['true']:>6.0f} {one['micro_batches']:>18} {statistics.mean(one['estimates']):>10.2f} "
@@ -444,7 +496,9 @@ def print_rows(found: list[dict[str, Any]]) -> None:
             f"\nthe demo's rows after {one['after_steps']} steps of 16: noise scale {one['true']:.1f} rows, "
             f"spread over {one['dimensions']:.0f} directions"
         )
-        print(f"{'step':>5} {'small':>6} {'estimated / true':>17}   by the paper: {'rows':>6} {'label tokens':>13}")
+        print(
+            f"{'step':>5} {'small':>6} {'estimated / true':>17}   by the paper: {'rows':>6} {'label tokens':>13}"
+        )
         for line in one["estimates"]:
             ours, rows, tokens = line["estimated_over_true"].values()
             print(
@@ -465,7 +519,9 @@ def print_cost(found: list[dict[str, Any]]) -> None:
     print(
         f"\na step with a sample over the same without, and with one in {EVERY}, {torch.get_num_threads()} thread; target {TARGET}"
     )
-    print(f"{'':<62} {'plain ms':>9} {'sampled':>7} {'95% interval':>17} {'of a run':>9} {'95% interval':>17}")
+    print(
+        f"{'':<62} {'plain ms':>9} {'sampled':>7} {'95% interval':>17} {'of a run':>9} {'95% interval':>17}"
+    )
     for one in found:
         (low, high), (least, most) = one["ratio_interval_95"], one["ratio_of_a_run_interval_95"]
         print(

@@ -145,8 +145,12 @@ def quiet() -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"about {QUICK} combinations of each kind")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help=f"about {QUICK} combinations of each kind"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
 
@@ -157,7 +161,9 @@ def main() -> None:
     )
     if arguments.quick:
         whole, resumed = whole[:: len(whole) // QUICK + 1], resumed[:: len(resumed) // QUICK + 1]
-    tasks = [(compare_whole, features) for features in whole] + [(compare_resumed, features) for features in resumed]
+    tasks = [(compare_whole, features) for features in whole] + [
+        (compare_resumed, features) for features in resumed
+    ]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
         setup = make_setup(Path(folder))

@@ -47,8 +47,13 @@ Features = tuple[str, ...]
 
 def whole() -> list[Features]:
     """The features of each whole run, what it saves last."""
-    switches = product(("LoRA", "DoRA"), ("", "bf16"), ("", "activation checkpointing"), ("", *EXTRAS))
-    cases = [(*filter(None, each), ("merged", "adapters alone")[number % 2]) for number, each in enumerate(switches)]
+    switches = product(
+        ("LoRA", "DoRA"), ("", "bf16"), ("", "activation checkpointing"), ("", *EXTRAS)
+    )
+    cases = [
+        (*filter(None, each), ("merged", "adapters alone")[number % 2])
+        for number, each in enumerate(switches)
+    ]
     return [
         *cases,
         ("QLoRA", "merged"),
@@ -62,7 +67,9 @@ def overrides(features: Features) -> tuple[str, ...]:
     return (*LORA, *(one for name in features for one in given[name]))
 
 
-def outcome(kind: str, features: Features, ours: Finished, stock: Finished, epoch: int) -> dict[str, Any]:
+def outcome(
+    kind: str, features: Features, ours: Finished, stock: Finished, epoch: int
+) -> dict[str, Any]:
     """What two runs have in common."""
     return {
         "kind": kind,
@@ -79,7 +86,10 @@ def whole_on_ranks() -> list[Features]:
     alone = [(), *((one,) for one in ("bf16", "activation checkpointing", *EXTRAS))]
     cases = [(kind, *each) for each in alone for kind in ("LoRA", "DoRA")]
     return [
-        *((*each, ("merged", "adapters alone")[number // 2 % 2]) for number, each in enumerate(cases)),
+        *(
+            (*each, ("merged", "adapters alone")[number // 2 % 2])
+            for number, each in enumerate(cases)
+        ),
         ("LoRA", "bf16", "activation checkpointing", "accumulation", "merged"),
         ("DoRA", "bf16", "accumulation", "adapters alone"),
         ("QLoRA", "merged"),
@@ -90,12 +100,17 @@ def whole_on_ranks() -> list[Features]:
 def run_all(setup: SmallSetup, tasks: Sequence[Task], ranks: int) -> list[Finished]:
     """Do runs in this process, or all in the same few."""
     if ranks == 1:
-        return [setup.run_in_process(each.recipe, *each.overrides, f"output_dir={each.output_dir}") for each in tasks]
+        return [
+            setup.run_in_process(each.recipe, *each.overrides, f"output_dir={each.output_dir}")
+            for each in tasks
+        ]
     tasks = [replace(task, overrides=(*task.overrides, "batch_size=2")) for task in tasks]
     return run_tasks(setup, tasks, ranks=ranks, timeout=1800)
 
 
-def run_both(setup: SmallSetup, cases: Sequence[Features], ranks: int, *more: str) -> list[list[Finished]]:
+def run_both(
+    setup: SmallSetup, cases: Sequence[Features], ranks: int, *more: str
+) -> list[list[Finished]]:
     """Our runs, and the stock recipe's."""
     tasks = [
         Task(recipe, setup.fresh_folder(), (*overrides(features), *more))
@@ -108,10 +123,15 @@ def run_both(setup: SmallSetup, cases: Sequence[Features], ranks: int, *more: st
 
 def compare_whole(setup: SmallSetup, cases: Sequence[Features], ranks: int) -> list[dict[str, Any]]:
     both = zip(cases, *run_both(setup, cases, ranks), strict=True)
-    return [outcome("whole", features, *runs, int("adapters alone" in features)) for features, *runs in both]
+    return [
+        outcome("whole", features, *runs, int("adapters alone" in features))
+        for features, *runs in both
+    ]
 
 
-def compare_resumed(setup: SmallSetup, cases: Sequence[Features], ranks: int) -> list[dict[str, Any]]:
+def compare_resumed(
+    setup: SmallSetup, cases: Sequence[Features], ranks: int
+) -> list[dict[str, Any]]:
     """The second epoch after a stop: ours from either's epoch, and the stock recipe's from ours."""
     more, stock_recipe = ("epochs=2", "max_steps_per_epoch=2"), STOCKS[ranks]
     ours, stock = run_both(setup, cases, ranks, *more)
@@ -122,7 +142,11 @@ def compare_resumed(setup: SmallSetup, cases: Sequence[Features], ranks: int) ->
         "stock from ours": (stock_recipe, ours),
     }
     tasks = [
-        Task(recipe, interrupted(run, setup), (*overrides(features), *more, "resume_from_checkpoint=True"))
+        Task(
+            recipe,
+            interrupted(run, setup),
+            (*overrides(features), *more, "resume_from_checkpoint=True"),
+        )
         for recipe, begun in ways.values()
         for features, run in zip(cases, begun, strict=True)
     ]
@@ -130,7 +154,9 @@ def compare_resumed(setup: SmallSetup, cases: Sequence[Features], ranks: int) ->
     expected = finished[: len(cases)]
     return [
         outcome(f"resumed, {way}", features, run, expected[number], 1)
-        for way, begin in zip(list(ways)[1:], range(len(cases), len(finished), len(cases)), strict=True)
+        for way, begin in zip(
+            list(ways)[1:], range(len(cases), len(finished), len(cases)), strict=True
+        )
         for number, (features, run) in enumerate(zip(cases, finished[begin:], strict=False))
     ]
 
@@ -143,19 +169,28 @@ def starts(cases: Sequence[Features], size: int) -> Iterator[Sequence[Features]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", action="store_true", help=f"on {RANKS} ranks")
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th comparison")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     start = time.perf_counter()
     ranks, kinds = (RANKS, ("LoRA",)) if arguments.ranks else (1, ("LoRA", "DoRA"))
-    resumed = [(kind, *more) for kind in kinds for more in ((), ("bf16",), ("clipping",), ("accumulation",))]
+    resumed = [
+        (kind, *more)
+        for kind in kinds
+        for more in ((), ("bf16",), ("clipping",), ("accumulation",))
+    ]
     every = QUICK if arguments.quick else 1
     whole_runs = whole_on_ranks() if arguments.ranks else whole()
     tasks = [
         (compare, cases)
-        for compare, all_cases in ((compare_whole, whole_runs[::every]), (compare_resumed, resumed[::every]))
+        for compare, all_cases in (
+            (compare_whole, whole_runs[::every]),
+            (compare_resumed, resumed[::every]),
+        )
         for cases in starts(all_cases, IN_ONE_START if arguments.ranks else 1)
     ]
     rows: list[dict[str, Any]] = []
@@ -169,15 +204,21 @@ def main() -> None:
                 rows += compare(setups["QLoRA" in cases[0]], cases, ranks)
     identical = [row["losses"] and row["grad_norms"] and row["adapters"] for row in rows]
     for kind in dict.fromkeys(row["kind"] for row in rows):
-        same = [is_same for row, is_same in zip(rows, identical, strict=True) if row["kind"] == kind]
+        same = [
+            is_same for row, is_same in zip(rows, identical, strict=True) if row["kind"] == kind
+        ]
         print(f"{kind:<28} {len(same):>4} comparisons, {sum(same):>4} identical")
     for row, is_same in zip(rows, identical, strict=True):
         if not is_same:
             print(f"differs: {row}")
-    print(f"{sum(identical)} of {len(rows)} comparisons identical in every loss, gradient norm and adapter")
+    print(
+        f"{sum(identical)} of {len(rows)} comparisons identical in every loss, gradient norm and adapter"
+    )
     seconds = round(time.perf_counter() - start, 1)
     name = "parity_adapters_on_ranks" if arguments.ranks else "parity_adapters"
-    records.write(name, arguments.output, seconds=seconds, identical=sum(identical), comparisons=rows)
+    records.write(
+        name, arguments.output, seconds=seconds, identical=sum(identical), comparisons=rows
+    )
     sys.exit(0 if all(identical) else 1)
 
 

@@ -34,7 +34,9 @@ Overrides = tuple[str, ...]
 IN_ONE_START = 6  # cases of one kind that share processes
 QUICK = 6  # every so many-th case
 BY_STOCK = "resumed by the stock recipe from ours"
-ROUNDING = 1e-6  # relative, of a loss after a few steps: another order of summation gives about 1e-7
+ROUNDING = (
+    1e-6  # relative, of a loss after a few steps: another order of summation gives about 1e-7
+)
 
 IN_BACKWARD = ("optimizer_in_bwd=True",)
 TENSOR_PARALLEL = (
@@ -51,7 +53,11 @@ def of(*names: str) -> Overrides:
 
 
 SGD = (*of("SGD with momentum"), "optimizer.fused=False")  # DTensor has no fused SGD
-CHECKPOINTING, CLIPPING, ACCUMULATION = of("activation checkpointing"), of("clipping"), of("accumulation")
+CHECKPOINTING, CLIPPING, ACCUMULATION = (
+    of("activation checkpointing"),
+    of("clipping"),
+    of("accumulation"),
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,10 @@ class Case:
 WHOLE = (
     Case("defaults"),
     Case("accumulation of 2", ACCUMULATION),
-    Case("accumulation of 3", ("batch_size=2", "gradient_accumulation_steps=3", "max_steps_per_epoch=2")),
+    Case(
+        "accumulation of 3",
+        ("batch_size=2", "gradient_accumulation_steps=3", "max_steps_per_epoch=2"),
+    ),
     Case("activation checkpointing", CHECKPOINTING),
     Case("selective checkpointing, every 2nd layer", ("ac_mode=selective", "ac_option=2")),
     Case("full checkpointing by ac_mode", ("ac_mode=full",)),
@@ -95,15 +104,25 @@ WHOLE = (
     Case("max_steps_per_epoch", of("max_steps_per_epoch")),
     Case("SGD with momentum", SGD),
     Case("accumulation, checkpointing, dropout", (*ACCUMULATION, *CHECKPOINTING, *of("dropout"))),
-    Case("accumulation, clipping, no resharding", (*ACCUMULATION, *CLIPPING, "fsdp_reshard_after_forward=False")),
+    Case(
+        "accumulation, clipping, no resharding",
+        (*ACCUMULATION, *CLIPPING, "fsdp_reshard_after_forward=False"),
+    ),
     Case("bf16, accumulation, clipping, cosine", of("bf16", "accumulation", "clipping", "cosine")),
     Case("optimizer in backward, dropout", (*IN_BACKWARD, *of("dropout"))),
     Case("optimizer in backward, bf16, checkpointing", (*IN_BACKWARD, *of("bf16"), *CHECKPOINTING)),
-    Case("packed, plain cross-entropy, clipping", ("batch_size=2", *of("packed", "plain cross-entropy", "clipping"))),
+    Case(
+        "packed, plain cross-entropy, clipping",
+        ("batch_size=2", *of("packed", "plain cross-entropy", "clipping")),
+    ),
     Case("2 ranks of one model", TENSOR_PARALLEL),
     Case("2 ranks of one model, accumulation", (*TENSOR_PARALLEL, *ACCUMULATION)),
     Case("defaults", ("batch_size=2",), 4),
-    Case("accumulation, clipping, checkpointing", ("batch_size=2", *ACCUMULATION, *CLIPPING, *CHECKPOINTING), 4),
+    Case(
+        "accumulation, clipping, checkpointing",
+        ("batch_size=2", *ACCUMULATION, *CLIPPING, *CHECKPOINTING),
+        4,
+    ),
     Case("2 x 2 ranks, tensor parallel", TENSOR_PARALLEL, 4),
     Case("2 x 2 ranks, tensor parallel, accumulation", (*TENSOR_PARALLEL, *ACCUMULATION), 4),
 )
@@ -115,7 +134,10 @@ RESUMED = (
     Case("bf16, plain cross-entropy", of("bf16", "plain cross-entropy")),
     Case("SGD with momentum, max_steps_per_epoch", (*SGD, *of("max_steps_per_epoch"))),
     Case("dropout", of("dropout")),
-    Case("packed, custom_sharded_layers", ("batch_size=2", *of("packed"), "custom_sharded_layers=[tok_embeddings]")),
+    Case(
+        "packed, custom_sharded_layers",
+        ("batch_size=2", *of("packed"), "custom_sharded_layers=[tok_embeddings]"),
+    ),
     Case("2 ranks of one model", TENSOR_PARALLEL),
     Case("defaults", ("batch_size=2",), 4),
 )
@@ -205,7 +227,9 @@ def compare_resumed(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, 
         for case, begun in zip(cases, runs, strict=True)
     ]
     finished = run_tasks(setup, tasks, ranks=cases[0].ranks)
-    expected, *others = (finished[begin : begin + len(cases)] for begin in range(0, len(finished), len(cases)))
+    expected, *others = (
+        finished[begin : begin + len(cases)] for begin in range(0, len(finished), len(cases))
+    )
     return [
         outcome(kind, case, stock_run, other)
         for kind, runs in zip(list(ways)[1:], others, strict=True)
@@ -215,7 +239,9 @@ def compare_resumed(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, 
 
 def run_both(setup: SmallSetup, cases: Sequence[Case]) -> tuple[list[Finished], list[Finished]]:
     recipes = (STOCK_ON_RANKS, OURS)
-    tasks = [Task(recipe, setup.fresh_folder(), case.overrides) for recipe in recipes for case in cases]
+    tasks = [
+        Task(recipe, setup.fresh_folder(), case.overrides) for recipe in recipes for case in cases
+    ]
     finished = run_tasks(setup, tasks, ranks=cases[0].ranks)
     return finished[: len(cases)], finished[len(cases) :]
 
@@ -232,13 +258,16 @@ def outcome(kind: str, case: Case, stock: Finished, ours: Finished) -> dict[str,
         "steps": len(stock.losses),
         "steps_ours": len(ours.losses),
         "identical_losses": sum(one == other for one, other in pairs),
-        "largest_difference": max((abs(float(one) - float(other)) for one, other in pairs), default=0.0),
+        "largest_difference": max(
+            (abs(float(one) - float(other)) for one, other in pairs), default=0.0
+        ),
         "identical_rates": same_rates(
             stock, ours, logs_ahead=kind != BY_STOCK and "lr_scheduler" in " ".join(case.overrides)
         ),
         "identical_grad_norms": ours.figures("grad_norm") == stock.figures("grad_norm"),
         "identical_weights": sum(
-            same_weights(ours.weights(int(name[6:])), stock.weights(int(name[6:]))) for name in epochs
+            same_weights(ours.weights(int(name[6:])), stock.weights(int(name[6:])))
+            for name in epochs
         ),
         "epochs": len(epochs),
         "last_loss": stock.losses[-1] if stock.losses else None,
@@ -254,7 +283,9 @@ def same_rates(stock: Finished, ours: Finished, *, logs_ahead: bool) -> bool:
 def identical(row: dict[str, Any]) -> bool:
     same_losses = row["steps"] == row["steps_ours"] == row["identical_losses"] > 0
     same_weights = row["epochs"] == row["identical_weights"] > 0
-    return bool(same_losses and row["identical_rates"] and row["identical_grad_norms"] and same_weights)
+    return bool(
+        same_losses and row["identical_rates"] and row["identical_grad_norms"] and same_weights
+    )
 
 
 def show_defects(setup: SmallSetup) -> list[dict[str, Any]]:
@@ -265,7 +296,9 @@ def show_defects(setup: SmallSetup) -> list[dict[str, Any]]:
     for defect in DEFECTS:
         task = Task(defect.right_recipe, setup.fresh_folder(), (*defect.overrides, *defect.right))
         if defect.right_recipe == STOCK:
-            right.append(setup.run_in_process(STOCK, *task.overrides, f"output_dir={task.output_dir}"))
+            right.append(
+                setup.run_in_process(STOCK, *task.overrides, f"output_dir={task.output_dir}")
+            )
         else:
             right += run_tasks(setup, [task], ranks=2)
     return [
@@ -286,12 +319,20 @@ def distance(run: Finished, right: Finished) -> dict[str, Any]:
     losses = [tuple(map(float, pair)) for pair in zip(run.losses, right.losses, strict=False)]
     differences = [abs(one - other) / other for one, other in losses]
     finite = [difference for difference in differences if difference == difference]
-    return {"steps": len(run.losses), "nan": len(differences) - len(finite), "largest_difference": max(finite)}
+    return {
+        "steps": len(run.losses),
+        "nan": len(differences) - len(finite),
+        "largest_difference": max(finite),
+    }
 
 
 def is_right(row: dict[str, Any], side: str) -> bool:
     found = row[side]
-    return found["steps"] == row["steps"] and not found["nan"] and found["largest_difference"] <= ROUNDING
+    return (
+        found["steps"] == row["steps"]
+        and not found["nan"]
+        and found["largest_difference"] <= ROUNDING
+    )
 
 
 # --- the table ----------------------------------------------------------------------------------------------------------
@@ -309,13 +350,17 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def print_defects(rows: list[dict[str, Any]]) -> None:
-    print("\nwhere the stock recipe is wrong: steps, and the largest relative difference of a loss from what is right")
+    print(
+        "\nwhere the stock recipe is wrong: steps, and the largest relative difference of a loss from what is right"
+    )
     for row in rows:
         said = {
             side: f"{row[side]['steps']:>2} {'NaN' if row[side]['nan'] else format(row[side]['largest_difference'], '.1e')}"
             for side in ("ours", "stock")
         }
-        print(f"{row['defect']:<38} right {row['steps']:>2}   ours {said['ours']:<10}   stock {said['stock']:<10}")
+        print(
+            f"{row['defect']:<38} right {row['steps']:>2}   ours {said['ours']:<10}   stock {said['stock']:<10}"
+        )
         print(f"{'':<38} stock: {row['reason']}")
 
 
@@ -323,13 +368,19 @@ def starts(cases: Sequence[Case]) -> Iterator[Sequence[Case]]:
     """Cases that share processes."""
     for ranks in dict.fromkeys(case.ranks for case in cases):
         chosen = [case for case in cases if case.ranks == ranks]
-        yield from (chosen[begin : begin + IN_ONE_START] for begin in range(0, len(chosen), IN_ONE_START))
+        yield from (
+            chosen[begin : begin + IN_ONE_START] for begin in range(0, len(chosen), IN_ONE_START)
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th case")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases that have it in their name")
+    parser.add_argument(
+        "--only", default="", metavar="WORD", help="cases that have it in their name"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
 

@@ -66,7 +66,10 @@ MODEL: dict[str, Any] = {
     "max_seq_len": LENGTH,
 }
 BATCHES = (1, 2, 4, 8, 16)
-BASE_BATCH, BASE_RATE = 8, 4e-3  # where rates are sought around; others by the square root of the batch
+BASE_BATCH, BASE_RATE = (
+    8,
+    4e-3,
+)  # where rates are sought around; others by the square root of the batch
 RATES = (0.5, 1.0, 2.0)
 WARM_UP = 0.05  # of all samples
 BETA2, BETA2_OF_LARGEST = 0.999, 0.95
@@ -125,7 +128,11 @@ def seesaw(batch: int, rate: float, *, times: int | None = None, companions: boo
     most = "null" if times is None else str(times * batch)
     rule = f"batch_size_schedule={{_component_: adaptive_batch.schedules.seesaw, factor: null, maximum: {most}}}"
     more = ("scale_with_batch={beta2: half_life, weight_decay: per_token}",) if companions else ()
-    name = "seesaw" + ("" if times is None else f", at most {times} times") + (" with companions" if companions else "")
+    name = (
+        "seesaw"
+        + ("" if times is None else f", at most {times} times")
+        + (" with companions" if companions else "")
+    )
     return Way(name, batch, rate, (rule, "grow_beyond_maximum=True", *more))
 
 
@@ -144,7 +151,10 @@ def by_critical_batch(batch: int, rate: float, measured: Sequence[Mapping[str, A
     points = ", ".join(f"{one['tokens']}tok: {one['critical_batch']}" for one in measured)
     rule = f"{{_component_: adaptive_batch.schedules.by_critical_batch, start: {batch}, points: {{{points}}}}}"
     return Way(
-        "by critical batch", batch, rate, (f"batch_size_schedule={rule}", "grow_beyond_maximum=True", "lr_scaling=sqrt")
+        "by critical batch",
+        batch,
+        rate,
+        (f"batch_size_schedule={rule}", "grow_beyond_maximum=True", "lr_scaling=sqrt"),
     )
 
 
@@ -167,7 +177,9 @@ def prepare(folder: Path, *, rows: int, seeds: Sequence[int]) -> None:
         (held_out if number % 20 == 0 else train).extend(tokenizer.encode(text).ids)
     for name, tokens, count in (("train", train, rows), ("held_out", held_out, HELD_OUT_ROWS)):
         if len(tokens) < count * LENGTH:
-            raise SystemExit(f"{library} has {len(tokens):,} tokens of {name}; take --tokens below that")
+            raise SystemExit(
+                f"{library} has {len(tokens):,} tokens of {name}; take --tokens below that"
+            )
         cut = torch.tensor(tokens[: count * LENGTH], dtype=torch.int32).view(count, LENGTH)
         torch.save(cut, folder / f"{name}.pt")
     for seed in seeds:
@@ -181,7 +193,9 @@ def prepare(folder: Path, *, rows: int, seeds: Sequence[int]) -> None:
 
 
 def configuration(folder: Path, way: Way, *, rows: int) -> dict[str, Any]:
-    name = f"{way.name}, {way.batch}, {way.rate:g}, {way.beta2:g}, {way.seed}".replace(", ", "_").replace(" ", "_")
+    name = f"{way.name}, {way.batch}, {way.rate:g}, {way.beta2:g}, {way.seed}".replace(
+        ", ", "_"
+    ).replace(" ", "_")
     return {
         "output_dir": str(folder / name),
         "model": {"_component_": "torchtune.models.llama3_2.llama3_2", **MODEL},
@@ -215,7 +229,10 @@ def configuration(folder: Path, way: Way, *, rows: int) -> dict[str, Any]:
             "num_warmup_steps": round(WARM_UP * rows / way.batch),
         },
         "clip_grad_norm": 1.0,
-        "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss", "num_output_chunks": 1},
+        "loss": {
+            "_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss",
+            "num_output_chunks": 1,
+        },
         "device": "cpu",
         "dtype": "fp32",
         "resume_from_checkpoint": False,
@@ -238,7 +255,9 @@ def train(folder: Path, way: Way, rows: int) -> dict[str, Any]:
     """Train one run, in a process of its own, and say what it came to; its audit must hold."""
     torch.set_num_threads(1)
     os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
-    cfg = OmegaConf.merge(configuration(folder, way, rows=rows), OmegaConf.from_dotlist(list(way.overrides)))
+    cfg = OmegaConf.merge(
+        configuration(folder, way, rows=rows), OmegaConf.from_dotlist(list(way.overrides))
+    )
     with printing_into(folder / f"printed_{os.getpid()}.txt"):
         recipe = our_recipe(cfg)
         start, cpu_start = time.perf_counter(), processor_seconds()
@@ -260,7 +279,8 @@ def train(folder: Path, way: Way, rows: int) -> dict[str, Any]:
         "processor_seconds": round(cpu_seconds, 2),
         "largest_batch": max(step["batch_size"] for step in steps),
         "batches": [
-            (step["samples_seen"], step["batch_size"], step["lr"]) for step in steps[:: max(1, len(steps) // 50)]
+            (step["samples_seen"], step["batch_size"], step["lr"])
+            for step in steps[:: max(1, len(steps) // 50)]
         ],
         "train": windows(steps, rows),
     }
@@ -271,7 +291,11 @@ def branch(folder: Path, way: Way, rows: int) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
     every, output, measured = rows // way.batch // 8, folder / "branched", []
-    places = {"output_dir": str(output), "checkpointer": {"output_dir": str(output)}, "save_every_n_steps": every}
+    places = {
+        "output_dir": str(output),
+        "checkpointer": {"output_dir": str(output)},
+        "save_every_n_steps": every,
+    }
     cfg = OmegaConf.merge(configuration(folder, way, rows=rows), places)
     with printing_into(folder / f"printed_{os.getpid()}.txt"):
         recipe = our_recipe(cfg)
@@ -326,7 +350,9 @@ class Bench:
 
     def __init__(self, folder: Path, *, rows: int, jobs: int) -> None:
         self._folder, self._rows = folder, rows
-        self._pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), max_tasks_per_child=1)
+        self._pool = ProcessPoolExecutor(
+            jobs, mp_context=get_context("spawn"), max_tasks_per_child=1
+        )
         self.runs: list[dict[str, Any]] = []
 
     def run(self, ways: Sequence[Way]) -> list[dict[str, Any]]:
@@ -347,7 +373,9 @@ class Bench:
         """Return the critical batches along a run."""
         measured = self._pool.submit(branch, self._folder, way, self._rows).result()
         for one in measured:
-            print(f"critical batch at {one['part']:.3f} of a run: {one['critical_batch']}", flush=True)
+            print(
+                f"critical batch at {one['part']:.3f} of a run: {one['critical_batch']}", flush=True
+            )
         return measured
 
     def tuned(self, way: Way) -> Way:
@@ -369,7 +397,9 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
     def around(batch: int) -> float:
         return BASE_RATE * math.sqrt(batch / BASE_BATCH)
 
-    constants = {batch: bench.tuned(replace(constant(batch, around(batch)), seed=first)) for batch in batches}
+    constants = {
+        batch: bench.tuned(replace(constant(batch, around(batch)), seed=first)) for batch in batches
+    }
     losses = {batch: bench.run([way])[0]["held_out"] for batch, way in constants.items()}
     best = min(losses, key=lambda batch: losses[batch])
     for batch in {2 * best, 4 * best, 8 * best} - constants.keys():
@@ -394,7 +424,9 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
         "critical_batch_of_sweep": critical_of_sweep(losses, branched_tolerance),
         "critical_batches": branched,
         "beta2": of_beta2(
-            bench, seeds[:BETA2_SEEDS], {times * best: constants[times * best] for times in (1, 2, 4, 8)}
+            bench,
+            seeds[:BETA2_SEEDS],
+            {times * best: constants[times * best] for times in (1, 2, 4, 8)},
         ),
     }
 
@@ -406,7 +438,10 @@ def of_beta2(bench: Bench, seeds: Sequence[int], ways: Mapping[int, Way]) -> lis
         for batch, way in ways.items():
             half_life = min(max(beta2 ** (batch / belongs_to), 0.9), 0.9999)
             fixed, followed = (
-                sorted(bench.run([replace(way, beta2=each, seed=seed) for seed in seeds]), key=lambda run: run["seed"])
+                sorted(
+                    bench.run([replace(way, beta2=each, seed=seed) for seed in seeds]),
+                    key=lambda run: run["seed"],
+                )
                 for each in (beta2, half_life)
             )
             rows.append(
@@ -441,14 +476,20 @@ def compared(name: str, runs: Sequence[Mapping[str, Any]], base: str) -> dict[st
     of_base = {run["seed"]: run for run in runs if run["name"] == base}
     losses = [run["held_out"] for run in mine.values()]
     more = [run["held_out"] / of_base[seed]["held_out"] - 1 for seed, run in mine.items()]
-    half = T_OF_95[len(more)] * statistics.stdev(more) / math.sqrt(len(more)) if len(more) in T_OF_95 else None
+    half = (
+        T_OF_95[len(more)] * statistics.stdev(more) / math.sqrt(len(more))
+        if len(more) in T_OF_95
+        else None
+    )
     return {
         "name": name,
         "batch": next(iter(mine.values()))["batch"],
         "rate": next(iter(mine.values()))["rate"],
         "seeds": len(mine),
         "steps": statistics.mean(run["steps"] for run in mine.values()),
-        "steps_over_base": statistics.mean(run["steps"] / of_base[seed]["steps"] for seed, run in mine.items()),
+        "steps_over_base": statistics.mean(
+            run["steps"] / of_base[seed]["steps"] for seed, run in mine.items()
+        ),
         "largest_batch": max(run["largest_batch"] for run in mine.values()),
         "tokens": next(iter(mine.values()))["tokens"],
         "processor_seconds": statistics.mean(run["processor_seconds"] for run in mine.values()),
@@ -461,22 +502,32 @@ def compared(name: str, runs: Sequence[Mapping[str, Any]], base: str) -> dict[st
 
 
 def print_table(measured: Mapping[str, Any]) -> None:
-    print(f"\n{'':<30} {'batch':>9} {'lr':>8} {'steps':>8} {'/ best':>7} {'loss':>8} {'range':>17}  over the best")
+    print(
+        f"\n{'':<30} {'batch':>9} {'lr':>8} {'steps':>8} {'/ best':>7} {'loss':>8} {'range':>17}  over the best"
+    )
     for row in measured["table"]:
         half = "" if row["half_of_interval_95"] is None else f" +- {row['half_of_interval_95']:.2%}"
-        batch = f"{row['batch']}" + (f" to {row['largest_batch']}" if row["largest_batch"] != row["batch"] else "")
+        batch = f"{row['batch']}" + (
+            f" to {row['largest_batch']}" if row["largest_batch"] != row["batch"] else ""
+        )
         print(
             f"{row['name']:<30} {batch:>9} {row['rate']:>8.3g} {row['steps']:>8,.0f} {row['steps_over_base']:>7.3f} "
             f"{row['held_out']:>8.4f} {row['held_out_range'][0]:>8.4f} {row['held_out_range'][1]:>8.4f}  "
             f"{row['loss_over_base']:+.2%}{half}"
         )
     of_sweep = measured["critical_batch_of_sweep"]
-    print(f"\ncritical batch: {'beyond' if of_sweep is None else f'{of_sweep:.1f} by'} the sweep, whose losses are")
+    print(
+        f"\ncritical batch: {'beyond' if of_sweep is None else f'{of_sweep:.1f} by'} the sweep, whose losses are"
+    )
     print("  ".join(f"{batch}: {loss:.4f}" for batch, loss in measured["losses"].items()))
-    print("by branches, at a part of the run: batch, least and most within two errors, part of the run's rows")
+    print(
+        "by branches, at a part of the run: batch, least and most within two errors, part of the run's rows"
+    )
     for one in measured["critical_batches"]:
         most = one["at_most"] or f"> {one['branches'][-1]['batch']}"
-        print(f"{one['part']:.3f}: {one['critical_batch']:>3}  {one['at_least']} to {most}  {one['share_of_run']:.1%}")
+        print(
+            f"{one['part']:.3f}: {one['critical_batch']:>3}  {one['at_least']} to {most}  {one['share_of_run']:.1%}"
+        )
     print("\nbeta2   belongs to   batch  lr        loss with it     of one half-life  loss with it")
     for row in measured["beta2"]:
         fixed, followed = statistics.mean(row["losses"]), statistics.mean(row["losses_half_life"])
@@ -493,18 +544,36 @@ def draw(measured: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: P
     colours = [LIGHT[name] for name in ("blue", "vermilion", "green", "purple")] * 2
     for number, row in enumerate(measured["table"]):
         style = {"color": colours[number], "marker": "os"[number // 4]}
-        mine = [run for run in runs if (run["name"], run["rate"], run["beta2"]) == (row["name"], row["rate"], BETA2)]
+        mine = [
+            run
+            for run in runs
+            if (run["name"], run["rate"], run["beta2"]) == (row["name"], row["rate"], BETA2)
+        ]
         loss_axes.plot(
-            [run["steps"] for run in mine], [run["held_out"] for run in mine], **style, linestyle="", label=row["name"]
+            [run["steps"] for run in mine],
+            [run["held_out"] for run in mine],
+            **style,
+            linestyle="",
+            label=row["name"],
         )
         samples, rows, _ = zip(*mine[0]["batches"], strict=True)
-        batch_axes.plot(samples, rows, color=style["color"], linestyle="-" if number < 4 else "--", label=row["name"])
+        batch_axes.plot(
+            samples,
+            rows,
+            color=style["color"],
+            linestyle="-" if number < 4 else "--",
+            label=row["name"],
+        )
     best = measured["table"][0]["held_out"]
     loss_axes.axhspan(best, best * (1 + TOLERANCE), color=LIGHT["grid"], zorder=0)
     loss_axes.set(
-        title="Each seed; grey: up to 0.5% above the best constant batch", xlabel="steps", ylabel="held-out loss"
+        title="Each seed; grey: up to 0.5% above the best constant batch",
+        xlabel="steps",
+        ylabel="held-out loss",
     )
-    batch_axes.set(title="Batch size, first seed", xlabel="samples", ylabel="rows of a step", yscale="log")
+    batch_axes.set(
+        title="Batch size, first seed", xlabel="samples", ylabel="rows of a step", yscale="log"
+    )
     for axes in (loss_axes, batch_axes):
         axes.grid(color=LIGHT["grid"], linewidth=0.8)
         axes.set_axisbelow(True)
@@ -514,15 +583,21 @@ def draw(measured: Mapping[str, Any], runs: Sequence[Mapping[str, Any]], path: P
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4_000_000, help="of each run (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=4_000_000, help="of each run (default: %(default)s)"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="two batches, two seeds, few tokens")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     rows = (50_000 if arguments.quick else arguments.tokens) // LENGTH
-    seeds, batches = (arguments.seeds[:2], BATCHES[3:]) if arguments.quick else (arguments.seeds, BATCHES)
+    seeds, batches = (
+        (arguments.seeds[:2], BATCHES[3:]) if arguments.quick else (arguments.seeds, BATCHES)
+    )
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder, rows=rows, seeds=seeds)

@@ -71,7 +71,10 @@ from adaptive_batch.memory import GIB
 
 TABLE = Path(__file__).with_name("published_memory.csv")
 IGNORED = -100
-FAKE_ATTENTION = (torch.ops.aten.new_empty.default, torch.ops.aten.empty_like.default)  # what an estimate makes of it
+FAKE_ATTENTION = (
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.empty_like.default,
+)  # what an estimate makes of it
 
 SAME_CODE = "the same code"
 OPTIMIZERS_STEP = "other kernels: the optimizer's step is the peak"
@@ -151,7 +154,13 @@ class NotEstimated:
 
 
 def causal(
-    module: nn.Module, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None, **_: Any
+    module: nn.Module,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    scaling: float | None = None,
+    **_: Any,
 ) -> tuple[Any, None]:
     """Flash attention as in the package flash-attn: causal, key heads are not copied, no mask, dropout keeps nothing."""
     shared = query.shape[1] != key.shape[1]
@@ -169,11 +178,18 @@ AttentionMaskInterface.register("causal", lambda *_, **__: None)
 MODELS: dict[str, Callable[[], tuple[type[PreTrainedModel], Any]]] = {
     "mistralai/Mistral-7B-v0.1": lambda: (
         MistralForCausalLM,
-        MistralConfig(vocab_size=32001, intermediate_size=14336, num_key_value_heads=8, sliding_window=None),
+        MistralConfig(
+            vocab_size=32001, intermediate_size=14336, num_key_value_heads=8, sliding_window=None
+        ),
     ),
     "meta-llama/Meta-Llama-3-8B": lambda: (
         LlamaForCausalLM,
-        LlamaConfig(vocab_size=128257, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=8192),
+        LlamaConfig(
+            vocab_size=128257,
+            intermediate_size=14336,
+            num_key_value_heads=8,
+            max_position_embeddings=8192,
+        ),
     ),
     "NousResearch/Llama-2-70b-hf": lambda: (
         LlamaForCausalLM,
@@ -219,13 +235,19 @@ MODELS: dict[str, Callable[[], tuple[type[PreTrainedModel], Any]]] = {
         ),
     ),
 }
-WITHOUT_DECAY = (nn.LayerNorm, LlamaRMSNorm, GraniteRMSNorm)  # Trainer's list of then, which lacks MistralRMSNorm
+WITHOUT_DECAY = (
+    nn.LayerNorm,
+    LlamaRMSNorm,
+    GraniteRMSNorm,
+)  # Trainer's list of then, which lacks MistralRMSNorm
 
 
 class LoRA(nn.Module):
     """A frozen linear layer with an adapter in float32, as PEFT makes it for a model in bfloat16."""
 
-    def __init__(self, base: nn.Linear, *, rank: int = 16, alpha: int = 16, dropout: float = 0.1) -> None:
+    def __init__(
+        self, base: nn.Linear, *, rank: int = 16, alpha: int = 16, dropout: float = 0.1
+    ) -> None:
         super().__init__()
         self.base = base
         self.a = nn.Linear(base.in_features, rank, bias=False, device="meta")
@@ -239,7 +261,9 @@ class LoRA(nn.Module):
         return (result + adapted).to(result.dtype)
 
 
-def with_adapters(model: PreTrainedModel, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")) -> None:
+def with_adapters(
+    model: PreTrainedModel, names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+) -> None:
     """Freeze a model and give adapters to the linear layers of these names."""
     model.requires_grad_(False)
     for module in list(model.modules()):
@@ -255,7 +279,9 @@ def with_adapters(model: PreTrainedModel, names: tuple[str, ...] = ("q_proj", "k
 def mean_loss(model: PreTrainedModel, batch: dict[str, Any], *, keeps_logits: bool) -> torch.Tensor:
     """The loss as transformers 4.45 made it; 4.48 still holds the logits in bfloat16 while it works in float32."""
     with keeping_presents(model) if isinstance(model, GPTBigCodeForCausalLM) else nullcontext():
-        hidden = model.get_decoder()(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+        hidden = model.get_decoder()(
+            input_ids=batch["input_ids"], use_cache=False
+        ).last_hidden_state
         logits = model.lm_head(hidden)
         if isinstance(model, GPTBigCodeForCausalLM):  # never in float32
             return shifted_loss(logits, batch["labels"])
@@ -291,7 +317,9 @@ def shifted_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of each token's prediction of the next."""
     predictions = logits[..., :-1, :].contiguous()
     return functional.cross_entropy(
-        predictions.view(-1, predictions.shape[-1]), labels[..., 1:].contiguous().view(-1), ignore_index=IGNORED
+        predictions.view(-1, predictions.shape[-1]),
+        labels[..., 1:].contiguous().view(-1),
+        ignore_index=IGNORED,
     )
 
 
@@ -313,15 +341,24 @@ def trainer_step(
         if isinstance(module, WITHOUT_DECAY)
         for parameter in module.parameters()
     }
-    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    trained = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     plain = [parameter for name, parameter in trained if parameter in norms or "bias" in name]
     decayed = [parameter for _, parameter in trained if not any(parameter is one for one in plain)]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-5, foreach=True)
-    batch = {name: torch.ones(2, length, dtype=torch.int64) for name in ("input_ids", "labels", "attention_mask")}
+    optimizer = torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=1e-5, foreach=True
+    )
+    batch = {
+        name: torch.ones(2, length, dtype=torch.int64)
+        for name in ("input_ids", "labels", "attention_mask")
+    }
     of_batch = partial(mean_loss, model, keeps_logits=keeps_logits)
     devices, maximum = (DEVICES, rows) if rows else (DEVICES[:1], 32)
-    return estimate_memory(model, batch, optimizer, devices, mean_loss=of_batch, max_grad_norm=1.0, maximum=maximum)
+    return estimate_memory(
+        model, batch, optimizer, devices, mean_loss=of_batch, max_grad_norm=1.0, maximum=maximum
+    )
 
 
 # --- torchtune -----------------------------------------------------------------------------------------------------------
@@ -357,13 +394,17 @@ def torchtune_step(length: int, rows: int) -> MemoryEstimate:
     with torch.device("meta"):
         model = llama3_2_3b().to(torch.bfloat16)
     with_norms_of_04(model)
-    batch = {name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels", "input_pos")}
+    batch = {
+        name: torch.ones(2, length, dtype=torch.int64) for name in ("tokens", "labels", "input_pos")
+    }
 
     def of_batch(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         logits = model(batch["tokens"], input_pos=batch["input_pos"])
         ignored = torch.full((batch["labels"].shape[0], 1), IGNORED, dtype=torch.int64)
         labels = torch.hstack((batch["labels"][..., 1:], ignored))
-        return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED)
+        return functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED
+        )
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=True)
     return estimate_memory(model, batch, optimizer, DEVICES, mean_loss=of_batch, maximum=rows)
@@ -395,7 +436,9 @@ def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> C
         of_all = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
         recomputing = {"context_fn": saves_every_second_product} if selective else {}
         for number, layer in enumerate(model.layers):
-            model.layers[number] = checkpoint_wrapper(layer, preserve_rng_state=False, **recomputing)
+            model.layers[number] = checkpoint_wrapper(
+                layer, preserve_rng_state=False, **recomputing
+            )
             is_last = number == len(model.layers) - 1
             fully_shard(model.layers[number], reshard_after_forward=not is_last, **of_all)
         fully_shard(model, **of_all)
@@ -404,7 +447,9 @@ def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> C
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
         def forward_backward(rows: int) -> None:
-            batch = {name: torch.ones(rows, length, dtype=torch.int64) for name in ("tokens", "labels")}
+            batch = {
+                name: torch.ones(rows, length, dtype=torch.int64) for name in ("tokens", "labels")
+            }
             device.batch(batch)
             logits = model(batch["tokens"])
             functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(0, 1)).backward()
@@ -431,7 +476,10 @@ CUBLAS_BYTES = 2 * cuda_operators.workspace_bytes((8, 0))  # are there when the 
 
 NO_ESTIMATE = (
     # the first that matches: a pattern of the id, and the reason
-    (r"^tt-ladder-baseline|^litgpt|^ao-llama2-7B|^tt-pr389|^tt-lora-tutorial", "lengths of the rows are not known"),
+    (
+        r"^tt-ladder-baseline|^litgpt|^ao-llama2-7B|^tt-pr389|^tt-lora-tutorial",
+        "lengths of the rows are not known",
+    ),
     (r"^tt-ladder|^ao-llama2-1B|^ao-titan|compile", "compiled, or with activations offloaded"),
     (r"^tt-readme", "compiled, and the keys are not known"),
     (
@@ -463,14 +511,22 @@ def compare(row: Published) -> Compared | NotEstimated:
     if row.id in ("titan-165-FSDP2-ful", "titan-165-FSDP2-sel"):
         return on_fsdp2(row)
     if not row.is_fms:
-        return NotEstimated(row.id, next(reason for pattern, reason in NO_ESTIMATE if re.search(pattern, row.id)))
+        return NotEstimated(
+            row.id, next(reason for pattern, reason in NO_ESTIMATE if re.search(pattern, row.id))
+        )
     ranks, rows, is_pytorchs = int(row.gpus), int(row.rows), row.loss == "CE"
     other_code = "FSDP1" if ranks > 1 else "kernels that are not PyTorch's"
-    is_whole = ranks == 1 and (row.ran_out or is_pytorchs)  # kernels that are not PyTorch's hold less
+    is_whole = ranks == 1 and (
+        row.ran_out or is_pytorchs
+    )  # kernels that are not PyTorch's hold less
     if not is_whole and (row.is_lora or row.ran_out):
         return NotEstimated(row.id, other_code)
-    is_new = "transformers 4.48" in row.framework and not row.ran_out  # one version is enough for what is far too large
-    estimate_of = partial(trainer_step, row.model, is_lora=row.is_lora, keeps_logits=is_new, length=int(row.length))
+    is_new = (
+        "transformers 4.48" in row.framework and not row.ran_out
+    )  # one version is enough for what is far too large
+    estimate_of = partial(
+        trainer_step, row.model, is_lora=row.is_lora, keeps_logits=is_new, length=int(row.length)
+    )
     if is_whole:
         return (
             compared(row, OUT_OF_MEMORY, estimate_of())
@@ -478,7 +534,9 @@ def compare(row: Published) -> Compared | NotEstimated:
             else compared(row, SAME_CODE, estimate_of(rows=rows))
         )
     estimate = estimate_of()
-    in_float = ranks > 1 and row.id.startswith("fms-liger")  # accelerate shards weights in float32 under bf16=True
+    in_float = ranks > 1 and row.id.startswith(
+        "fms-liger"
+    )  # accelerate shards weights in float32 under bf16=True
     length, width = estimate.lengths[0], 2 if in_float else 1
     step = width * (length.optimizer_peak_bytes or 0) // ranks
     if forward_backward_bytes(length, rows, ranks=ranks, width=width) > step:
@@ -488,15 +546,30 @@ def compare(row: Published) -> Compared | NotEstimated:
 
 def on_fsdp2(row: Published) -> Compared:
     """A row of torchtitan's beside the estimate; blocks that wait for another stream are taken to be free at once."""
-    allocator = torchtitan_step(int(row.rows), int(row.length), int(row.gpus), selective=row.id.endswith("sel"))
+    allocator = torchtitan_step(
+        int(row.rows), int(row.length), int(row.gpus), selective=row.id.endswith("sel")
+    )
     peak, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
     error = peak / row.peak_bytes - 1
-    return Compared(row.id, FSDP2, row.peak_bytes, peak, error, None, reserved, None, reserved < 95 * GIB, fitted=True)
+    return Compared(
+        row.id,
+        FSDP2,
+        row.peak_bytes,
+        peak,
+        error,
+        None,
+        reserved,
+        None,
+        reserved < 95 * GIB,
+        fitted=True,
+    )
 
 
 def forward_backward_bytes(length: LengthEstimate, rows: int, *, ranks: int, width: int) -> float:
     """Most that forward and backward can hold on one of some ranks: its share of what is sharded, and all activations."""
-    gathered = length.resident.parameters / 10 if ranks > 1 else 0  # two layers, or embedding and output layer
+    gathered = (
+        length.resident.parameters / 10 if ranks > 1 else 0
+    )  # two layers, or embedding and output layer
     peaks = []
     for line in length.breakdowns:
         kinds = line.at(rows, length.resident)
@@ -505,12 +578,17 @@ def forward_backward_bytes(length: LengthEstimate, rows: int, *, ranks: int, wid
     return max(peaks)
 
 
-def compared(row: Published, group: str, estimate: MemoryEstimate, *, of_step: int | None = None) -> Compared:
+def compared(
+    row: Published, group: str, estimate: MemoryEstimate, *, of_step: int | None = None
+) -> Compared:
     """A row beside what is estimated, or only its optimizer's step."""
     length, rows = estimate.lengths[0], int(row.rows)
     on_device, anywhere = estimate.devices[0].lengths[0], estimate.devices[-1].lengths[0]
     if of_step:
-        peak, fits = of_step + CUBLAS_BYTES, of_step + CUBLAS_BYTES <= estimate.devices[0].budget_bytes
+        peak, fits = (
+            of_step + CUBLAS_BYTES,
+            of_step + CUBLAS_BYTES <= estimate.devices[0].budget_bytes,
+        )
     else:
         peak, fits = anywhere.allocated_bytes, on_device.max_batch_size_with_retries >= rows
     resident = length.resident.total + CUBLAS_BYTES
@@ -520,7 +598,9 @@ def compared(row: Published, group: str, estimate: MemoryEstimate, *, of_step: i
         published_bytes=None if row.ran_out else row.peak_bytes,
         estimated_bytes=None if row.ran_out else peak,
         error=None if row.ran_out else peak / row.peak_bytes - 1,
-        resident_error=resident / int(row.resident_bytes) - 1 if row.resident_bytes and not of_step else None,
+        resident_error=resident / int(row.resident_bytes) - 1
+        if row.resident_bytes and not of_step
+        else None,
         reserved_bytes=None if row.ran_out or of_step else anywhere.reserved_bytes,
         nvidia_smi_bytes=int(row.nvidia_smi_mib) * 2**20 if row.nvidia_smi_mib else None,
         fits=fits,
@@ -544,7 +624,9 @@ def summary(rows: list[Compared]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", metavar="TEXT", help="rows whose id has this text")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
@@ -561,14 +643,21 @@ def main() -> None:
         rows.append(result)
         error = "" if result.error is None else f"{result.error:+.4%}"
         ratio = f"reserved {result.reserved_bytes / GIB:.2f}" if result.reserved_bytes else ""
-        said = ("fits" if result.fits else "OOM") + ("" if result.fits == result.fitted else " (wrong)")
+        said = ("fits" if result.fits else "OOM") + (
+            "" if result.fits == result.fitted else " (wrong)"
+        )
         peak = "" if result.estimated_bytes is None else f"{result.estimated_bytes / GIB:.3f} GiB"
         print(f"{result.id:<68} {peak:>12} {error:>10} {said} {ratio}", flush=True)
     groups = list(summary(rows))
     print(f"\n{'group':<52} {'rows':>4} {'median':>9} {'worst':>9} {'fit or OOM right':>17}")
     for one in groups:
-        errors = "".join(f" {'-' if one[key] is None else format(one[key], '.4%'):>9}" for key in ("median", "worst"))
-        print(f"{one['group']:<52} {one['rows']:>4}{errors} {one['fit_or_oom_right']:>13} of {one['rows']}")
+        errors = "".join(
+            f" {'-' if one[key] is None else format(one[key], '.4%'):>9}"
+            for key in ("median", "worst")
+        )
+        print(
+            f"{one['group']:<52} {one['rows']:>4}{errors} {one['fit_or_oom_right']:>13} of {one['rows']}"
+        )
     reasons: dict[str, list[str]] = defaultdict(list)
     for one in left_out:
         reasons[one.reason].append(one.id)

@@ -91,11 +91,15 @@ def measure(training: Training, folder: Path, *, saves: int) -> dict[str, list[f
         CheckpointManager(folder / "synchronous", keep_last=1) as synchronous,
         CheckpointManager(folder / "asynchronous", keep_last=1, asynchronous=True) as asynchronous,
     ):
-        asynchronous.save(training.steps, training.state(), small)  # the first makes the copies' memory
+        asynchronous.save(
+            training.steps, training.state(), small
+        )  # the first makes the copies' memory
         asynchronous.wait()
         for _ in range(saves):
             seconds["step alone"] += [training.step() for _ in range(STEPS_BETWEEN)]
-            seconds["synchronous save"].append(synchronous.save(training.steps, training.state(), small))
+            seconds["synchronous save"].append(
+                synchronous.save(training.steps, training.state(), small)
+            )
             training.step()
             start = time.perf_counter()
             stood_still = asynchronous.save(training.steps, training.state(), small)
@@ -116,28 +120,40 @@ def measure(training: Training, folder: Path, *, saves: int) -> dict[str, list[f
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--saves", type=int, default=7, help="of each kind")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rows", type=int, default=64, help="of a step")
     parser.add_argument("--folder", type=Path, help="on the disk to measure")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="threads of PyTorch"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    training = Training(arguments.layers, rows=arguments.rows, device=torch.device(arguments.device))
+    training = Training(
+        arguments.layers, rows=arguments.rows, device=torch.device(arguments.device)
+    )
     parameters = sum(parameter.numel() for parameter in training.model.parameters())
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         seconds = measure(training, Path(folder), saves=arguments.saves)
         point, _ = newest_complete(*checkpoints_in(Path(folder) / "asynchronous"))
         assert point is not None
         num_bytes = bytes_of(point)
-    print(f"{parameters / 1e6:.1f}M parameters with AdamW, {num_bytes / MIB:.0f} MiB a point, {training.steps} steps\n")
+    print(
+        f"{parameters / 1e6:.1f}M parameters with AdamW, {num_bytes / MIB:.0f} MiB a point, {training.steps} steps\n"
+    )
     print(f"{'':<36}{'median':>9}{'least':>9}{'most':>9}{'of':>6}")
     for name, values in seconds.items():
-        print(f"{name:<36}{statistics.median(values):>8.3f}s{min(values):>8.3f}s{max(values):>8.3f}s{len(values):>6}")
-    beside, alone = (statistics.median(seconds[name]) for name in ("step beside a save", "step alone"))
+        print(
+            f"{name:<36}{statistics.median(values):>8.3f}s{min(values):>8.3f}s{max(values):>8.3f}s{len(values):>6}"
+        )
+    beside, alone = (
+        statistics.median(seconds[name]) for name in ("step beside a save", "step alone")
+    )
     print(f"\na step beside a save takes {beside / alone:.2f} of the time of one alone")
     records.write(
         "resume",

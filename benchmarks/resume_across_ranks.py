@@ -35,12 +35,17 @@ def experiment(setup: SmallSetup, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), metavar="WAY")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     rows = []
-    print(f"{'way':<24}  {'ranks':<13}  steps  not equal     loss  val loss  weights  largest", flush=True)
+    print(
+        f"{'way':<24}  {'ranks':<13}  steps  not equal     loss  val loss  weights  largest",
+        flush=True,
+    )
     with tempfile.TemporaryDirectory() as folder:
         setup = make_setup(Path(folder))
         for name in arguments.ways:
@@ -48,12 +53,17 @@ def main() -> None:
             rows.append(row)
             ranks = ", ".join(map(str, row["ranks"]))
             apart = f"{row['loss']:>7.1e}  {row['validation']:>8.1e}  {row['weights']:>7.1e}  {row['largest']:>7.1e}"
-            print(f"{name:<24}  {ranks:<13}  {row['steps']:>5}  {len(row['differing']):>9}  {apart}", flush=True)
+            print(
+                f"{name:<24}  {ranks:<13}  {row['steps']:>5}  {len(row['differing']):>9}  {apart}",
+                flush=True,
+            )
             for difference in row["differing"]:
                 print(f"  NOT EQUAL {difference}")
     differing, apart = sum(len(row["differing"]) for row in rows), max(row["loss"] for row in rows)
     print(f"\n{differing} not equal; losses {apart:.1e} apart at most")
-    records.write("resume_across_ranks", arguments.output, differing=differing, loss_apart=apart, ways=rows)
+    records.write(
+        "resume_across_ranks", arguments.output, differing=differing, loss_apart=apart, ways=rows
+    )
     sys.exit(bool(differing or apart > MOST_APART))
 
 

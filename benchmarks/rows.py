@@ -44,7 +44,12 @@ def half_billion(folder: Path) -> dict[str, Any]:
             weight.normal_(0, demo.INITIALIZER_RANGE, generator=generator)
     folder.mkdir(parents=True)
     save_file(qwen2_tune_to_hf(weights), folder / "model.safetensors", metadata={"format": "pt"})
-    heads = {"num_attention_heads": 14, "num_key_value_heads": 2, "hidden_size": 896, "tie_word_embeddings": True}
+    heads = {
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "hidden_size": 896,
+        "tie_word_embeddings": True,
+    }
     (folder / "config.json").write_text(json.dumps(heads))
     return {
         "model": {"_component_": "torchtune.models.qwen2_5.qwen2_5_0_5b"},
@@ -54,7 +59,9 @@ def half_billion(folder: Path) -> dict[str, Any]:
 
 def drawn_lengths(sigma: float, num_rows: int, *, mean: float, longest: int) -> list[int]:
     """Draw lognormal lengths that have the mean after they are cut to what is allowed."""
-    normal = torch.randn(num_rows, generator=torch.Generator().manual_seed(demo.SEED), dtype=torch.float64)
+    normal = torch.randn(
+        num_rows, generator=torch.Generator().manual_seed(demo.SEED), dtype=torch.float64
+    )
 
     def lengths(location: float) -> torch.Tensor:
         return (location + sigma * normal).exp().clamp(SHORTEST, longest).round().long()
@@ -139,11 +146,19 @@ def make_rows(
     """
     lengths = drawn_lengths(sigma, num_rows, mean=mean, longest=longest)
     path = folder / f"{name}.jsonl"
-    own = (f"model.max_seq_len={longest}", f"tokenizer.max_seq_len={longest}", f"dataset.data_files={path}")
-    setting = Setting(folder, name, lengths, (*own, "shuffle=False", "epochs=1", *overrides), blocks)
+    own = (
+        f"model.max_seq_len={longest}",
+        f"tokenizer.max_seq_len={longest}",
+        f"dataset.data_files={path}",
+    )
+    setting = Setting(
+        folder, name, lengths, (*own, "shuffle=False", "epochs=1", *overrides), blocks
+    )
     cfg = setting.configuration("any")
     tokenizer = config.instantiate(cfg.tokenizer)
     text = " ".join(row["docstring"] for row in demo.read_rows(folder / "data" / "train.jsonl"))
-    write_rows(path, lengths, text, lambda text: len(tokenizer.encode(text, add_bos=False, add_eos=False)))
+    write_rows(
+        path, lengths, text, lambda text: len(tokenizer.encode(text, add_bos=False, add_eos=False))
+    )
     assert [len(row["tokens"]) for row in config.instantiate(cfg.dataset, tokenizer)] == lengths
     return setting

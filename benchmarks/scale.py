@@ -71,7 +71,14 @@ HOP_MICROSECONDS = 10  # assumed of one message between two machines; a machine'
 
 MICRO_BATCHES = 8  # of part `sync`
 
-SHAPES = (("8B", 2, 512), ("8B", 16, 1_024), ("8B", 32, 1_024), ("70B", 1, 512), ("70B", 2, 1_024), ("70B", 8, 1_024))
+SHAPES = (
+    ("8B", 2, 512),
+    ("8B", 16, 1_024),
+    ("8B", 32, 1_024),
+    ("70B", 1, 512),
+    ("70B", 2, 1_024),
+    ("70B", 8, 1_024),
+)
 
 
 class Rows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -109,7 +116,9 @@ def peak_bytes_of(call: Callable[[], object]) -> int:
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
-def deal(lengths: torch.Tensor, numbers: Sequence[int], ranks: int, by: str) -> Sequence[Sequence[int]]:
+def deal(
+    lengths: torch.Tensor, numbers: Sequence[int], ranks: int, by: str
+) -> Sequence[Sequence[int]]:
     """Which rows are whose, as `StepPlanner.deal` finds it on each rank."""
     if by == "rows":
         return balance_by_rows(len(numbers), ranks)
@@ -150,7 +159,9 @@ def measure_steps(ranks: int, by: str, *, steps: int, folder: Path) -> dict[str,
         recording.append(time.process_time() - start)
 
         assert sorted(row for positions in dealt for row in positions) == list(range(rows))
-        pieces = [micro_batches([of_step[row] for row in positions], capacity) for positions in dealt]
+        pieces = [
+            micro_batches([of_step[row] for row in positions], capacity) for positions in dealt
+        ]
         tokens = [[piece.padded_tokens for piece in of_rank] for of_rank in pieces]
         totals = list(map(sum, tokens))
         imbalance.append(max(totals) * ranks / sum(totals) - 1)
@@ -203,7 +214,9 @@ def part_steps(*, ranks: Sequence[int], quick: bool, folder: Path) -> list[dict[
             )
     most = max(measured, key=lambda row: float(row["host_ms"]))
     over = "above" if most["host_ms"] > TARGET_MILLISECONDS else "within"
-    print(f"the most is {most['host_ms']:.1f} ms at {most['ranks']:,} ranks: {over} {TARGET_MILLISECONDS} ms a step")
+    print(
+        f"the most is {most['host_ms']:.1f} ms at {most['ranks']:,} ranks: {over} {TARGET_MILLISECONDS} ms a step"
+    )
     return measured
 
 
@@ -227,8 +240,12 @@ def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
         start = time.process_time()
         plan = plan_batches(lengths, tokens, order=order, min_rows=number, count="real")
         seconds = time.process_time() - start
-        measured.append({"ranks": number, "rows": rows, "steps": len(plan), "plan_seconds": seconds})
-        print(f"{number:>6,} {len(plan):>9,} {rows / len(plan):>15,.0f} {seconds:>8.2f}", flush=True)
+        measured.append(
+            {"ranks": number, "rows": rows, "steps": len(plan), "plan_seconds": seconds}
+        )
+        print(
+            f"{number:>6,} {len(plan):>9,} {rows / len(plan):>15,.0f} {seconds:>8.2f}", flush=True
+        )
     return [{"rows": rows, "order_seconds": in_order}, *measured]
 
 
@@ -243,7 +260,9 @@ def part_exchange(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
         f"2 log2 W; a message is assumed to take {HOP_MICROSECONDS} microseconds. NCCL takes trees for messages as small as these; torchtune's own\n"
         "recipe has two such collectives a step."
     )
-    print(f"{'ranks':>6} {'bytes of a rank':>16} {'tree: messages':>15} {'ms':>7} {'ring: messages':>15} {'ms':>7}")
+    print(
+        f"{'ranks':>6} {'bytes of a rank':>16} {'tree: messages':>15} {'ms':>7} {'ring: messages':>15} {'ms':>7}"
+    )
     computed = []
     for number in ranks:
         size = sum(COLLECTIVES.values())
@@ -322,7 +341,9 @@ def part_store(*, ranks: Sequence[int], quick: bool) -> dict[str, Any]:
             "busy": PER_SECOND * number * seconds,
         }
         rows.append(row)
-        print(f"{number:>6,} {row['connections']:>12,} {row['requests_per_second']:>11,} {row['busy']:>7.1%}")
+        print(
+            f"{number:>6,} {row['connections']:>12,} {row['requests_per_second']:>11,} {row['busy']:>7.1%}"
+        )
     return {"connections_of_watch": of_watch, "open_files": limit, "ranks": rows}
 
 
@@ -336,15 +357,22 @@ def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
     assert path is not None
     plain = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
     assert isinstance(plain, dict)
-    configured = {str(key): json.dumps(value, sort_keys=True, default=str) for key, value in plain.items()}
+    configured = {
+        str(key): json.dumps(value, sort_keys=True, default=str) for key, value in plain.items()
+    }
     random_state = RandomState(torch.device("cpu")).state_dict()
-    sizes = {"configuration": len(pickle.dumps(configured)), "random state": len(pickle.dumps(random_state))}
+    sizes = {
+        "configuration": len(pickle.dumps(configured)),
+        "random state": len(pickle.dumps(random_state)),
+    }
     print(
         "\nobjects: what each rank tells all others. The configuration once, when they begin, and compared on each; the state of the\n"
         "random numbers with each save, which rank zero reads. Sizes and the processor's time to read them are measured; on a GPU there are a few bytes more of random\n"
         f"state. A configuration is {sizes['configuration']:,} bytes, a random state {sizes['random state']:,}."
     )
-    print(f"{'ranks':>6} {'configurations MiB':>19} {'read, s':>8} {'random states MiB':>18} {'read, s':>8}")
+    print(
+        f"{'ranks':>6} {'configurations MiB':>19} {'read, s':>8} {'random states MiB':>18} {'read, s':>8}"
+    )
     rows = []
     for number in ranks:
         row: dict[str, Any] = {"ranks": number}
@@ -380,11 +408,15 @@ def train_two_ways(pairs: int) -> dict[str, Any]:
     def runner(*, every: bool) -> MicroBatchRunner:
         torch.manual_seed(0)
         model = qwen2(**demo.MODEL)
-        training.shard_model(model=model, shard_conditions=[training.get_shard_conditions], cpu_offload=False)
+        training.shard_model(
+            model=model, shard_conditions=[training.get_shard_conditions], cpu_offload=False
+        )
 
         def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
             logits = model(batch["tokens"])
-            return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+            return torch.nn.functional.cross_entropy(
+                logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+            )
 
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
             return {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")}
@@ -438,7 +470,10 @@ def part_sync(*, quick: bool) -> dict[str, Any]:
     sent, parameters = found["sent"], found["parameters"]
     kept = parameters * 4 // 2
     ratios = {
-        clock: sorted(last / every for every, last in zip(found[clock][True], found[clock][False], strict=True))
+        clock: sorted(
+            last / every
+            for every, last in zip(found[clock][True], found[clock][False], strict=True)
+        )
         for clock in ("seconds", "processor")
     }
     said = {
@@ -481,7 +516,9 @@ def bytes_of_a_micro_batch(name: str, *, ranks: int, rows: int, tokens: int) -> 
         mesh = init_device_mesh("cpu", (ranks,))
         with training.set_default_dtype(torch.bfloat16), torch.device("meta"):
             model = {"8B": llama3.llama3_8b, "70B": llama3.llama3_70b}[name]()
-        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+        )
         apart = partial(training.get_shard_conditions, names_to_match=["tok_embeddings", "output"])
         training.shard_model(model=model, shard_conditions=[apart], cpu_offload=False, dp_mesh=mesh)
         loss = CEWithChunkedOutputLoss()
@@ -491,7 +528,9 @@ def bytes_of_a_micro_batch(name: str, *, ranks: int, rows: int, tokens: int) -> 
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
             counting = AttributedTracker()
-            counting.add([*model.parameters(), *(parameter.grad for parameter in model.parameters())])
+            counting.add(
+                [*model.parameters(), *(parameter.grad for parameter in model.parameters())]
+            )
             stays = counting.live_bytes
             counting.add(model.buffers())
             batch, labels = (torch.zeros(rows, tokens, dtype=torch.int64) for _ in range(2))
@@ -507,13 +546,18 @@ def part_memory(*, quick: bool) -> list[dict[str, Any]]:
         "\nmemory: Llama 3 in bf16, activations checkpointed, embeddings and output sharded apart, gradients of an earlier micro-batch there; FSDP2 on rank 0\n"
         "of 8, on fake tensors and a fake process group: no device has run this, and its allocator would take somewhat more."
     )
-    print(f"{'model':<6} {'ranks':>6} {'rows':>5} {'tokens':>7} {'weights, gradients GiB':>23} {'beside them GiB':>16}")
+    print(
+        f"{'model':<6} {'ranks':>6} {'rows':>5} {'tokens':>7} {'weights, gradients GiB':>23} {'beside them GiB':>16}"
+    )
     measured = []
     for name, rows, tokens in SHAPES[:1] if quick else SHAPES:
         stays, beside = bytes_of_a_micro_batch(name, ranks=8, rows=rows, tokens=tokens)
         row = {"model": name, "ranks": 8, "rows": rows, "tokens": tokens}
         measured.append({**row, "stays_gib": stays / GIB, "beside_gib": beside / GIB})
-        print(f"{name:<6} {8:>6} {rows:>5} {tokens:>7,} {stays / GIB:>23.2f} {beside / GIB:>16.2f}", flush=True)
+        print(
+            f"{name:<6} {8:>6} {rows:>5} {tokens:>7,} {stays / GIB:>23.2f} {beside / GIB:>16.2f}",
+            flush=True,
+        )
     return measured
 
 
@@ -521,8 +565,12 @@ PARTS = ("steps", "epochs", "exchange", "store", "objects", "sync", "memory")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="up to 64 ranks, and each thing fewer times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="up to 64 ranks, and each thing fewer times"
+    )
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     chosen = parser.parse_args(arguments)
@@ -537,7 +585,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "sync": lambda: part_sync(quick=chosen.quick),
         "memory": lambda: part_memory(quick=chosen.quick),
     }
-    records.write("scale", chosen.output, **{part: run[part]() for part in PARTS if part in chosen.only})
+    records.write(
+        "scale", chosen.output, **{part: run[part]() for part in PARTS if part in chosen.only}
+    )
 
 
 if __name__ == "__main__":

@@ -35,7 +35,15 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.probe import BinarySearch, DryRun, Halving, Predictive, Search, Trial, run_search
+from adaptive_batch.probe import (
+    BinarySearch,
+    DryRun,
+    Halving,
+    Predictive,
+    Search,
+    Trial,
+    run_search,
+)
 
 BUDGET = 16 * 1024**3
 MAXIMUM = 4096  # the default of probe.maximum
@@ -43,7 +51,9 @@ TRUE_MAXIMA = (1, 2, 37, 700, 3000)
 FIXED = 0.2  # share of the budget that is there before the first row
 
 Peak = Callable[[int], float]
-CUDA_MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB."
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 16.00 GiB."
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +66,9 @@ class Run:
 
     @property
     def tried(self) -> bool:
-        return any(fits and size == self.found for size, fits in zip(self.sizes, self.fitted, strict=True))
+        return any(
+            fits and size == self.found for size, fits in zip(self.sizes, self.fitted, strict=True)
+        )
 
 
 class Device:
@@ -137,7 +149,9 @@ class IdealModule(pl.LightningModule):
 
     def train_dataloader(self) -> DataLoader[Any]:
         rows = TensorDataset(torch.zeros(3 * 8192, 1))
-        return DataLoader(rows, batch_size=self.batch_size, sampler=range(len(rows)), collate_fn=len)
+        return DataLoader(
+            rows, batch_size=self.batch_size, sampler=range(len(rows)), collate_fn=len
+        )
 
     def training_step(self, batch: int, batch_idx: int) -> torch.Tensor:
         if batch_idx == 0:
@@ -196,11 +210,16 @@ def measure_curves(*, seeds: int, true_maxima: tuple[int, ...]) -> list[dict[str
     """Part (a). Only `ours: predict` reads peaks, so what the others do depends on the true maximum alone: run once."""
     rows = []
     for true_maximum in true_maxima:
-        blind = {name: search(Device(curves(true_maximum)["linear"])) for name, search in PEERS.items()}
+        blind = {
+            name: search(Device(curves(true_maximum)["linear"])) for name, search in PEERS.items()
+        }
         for curve, peak in curves(true_maximum).items():
             for noise in (0.0, 0.01):
                 runs = {
-                    name: [search(Device(peak, noise=noise, seed=seed)) for seed in range(seeds if noise else 1)]
+                    name: [
+                        search(Device(peak, noise=noise, seed=seed))
+                        for seed in range(seeds if noise else 1)
+                    ]
                     for name, search in OURS.items()
                 }
                 runs |= {name: [run] for name, run in blind.items()}
@@ -233,7 +252,9 @@ class Transformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        layer = nn.TransformerEncoderLayer(192, 4, 768, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            192, 4, 768, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.embed = nn.Embedding(VOCABULARY, 192)
         self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
         self.head = nn.Linear(192, VOCABULARY)
@@ -256,18 +277,29 @@ class CountedSteps:
         self._memory = CountedMemory(torch.device("cpu"))
 
     @contextmanager
-    def counted(self, rows: int, optimizer: torch.optim.Optimizer, *, new_trial: bool) -> Iterator[None]:
+    def counted(
+        self, rows: int, optimizer: torch.optim.Optimizer, *, new_trial: bool
+    ) -> Iterator[None]:
         if new_trial:
             self.sizes.append(rows)
             self.fitted.append(True)
-        states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+        states = [
+            value
+            for state in optimizer.state.values()
+            for value in state.values()
+            if torch.is_tensor(value)
+        ]
         optimizer.zero_grad()
         try:
-            with self._memory.measure([*self.model.parameters(), *states], budget_bytes=self._budget_bytes):
+            with self._memory.measure(
+                [*self.model.parameters(), *states], budget_bytes=self._budget_bytes
+            ):
                 yield
         except torch.OutOfMemoryError as error:
             self.fitted[-1] = False
-            raise torch.OutOfMemoryError(CUDA_MESSAGE) from error  # the words that the peers look for
+            raise torch.OutOfMemoryError(
+                CUDA_MESSAGE
+            ) from error  # the words that the peers look for
 
 
 class CountedModule(pl.LightningModule):
@@ -286,7 +318,9 @@ class CountedModule(pl.LightningModule):
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
         return self.model(batch[0])
 
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         with self._steps.counted(self.batch_size, optimizer, new_trial=batch_idx == 0):
             optimizer.step(closure=optimizer_closure)
 
@@ -310,7 +344,9 @@ def search_ours(make: Callable[[DryRun], Search], budget_bytes: int) -> Run:
     )
     with rehearsal:
         result = run_search(rehearsal, search=make(rehearsal))
-    return Run(result.max_batch_size, *zip(*((t.batch_size, t.fits) for t in result.trials), strict=True))
+    return Run(
+        result.max_batch_size, *zip(*((t.batch_size, t.fits) for t in result.trials), strict=True)
+    )
 
 
 def search_lightning(mode: str, budget_bytes: int, **options: Any) -> Run:
@@ -345,12 +381,17 @@ def measure_real_model(*, budget_mib: int, repeats: int) -> list[dict[str, Any]]
     maximum = 256
     searches: dict[str, Callable[[], Run]] = {
         "ours: predict": lambda: search_ours(
-            lambda r: Predictive(budget_bytes=r.budget_bytes, maximum=maximum, resident_bytes=r.resident_bytes), budget
+            lambda r: Predictive(
+                budget_bytes=r.budget_bytes, maximum=maximum, resident_bytes=r.resident_bytes
+            ),
+            budget,
         ),
         "ours: binary": lambda: search_ours(lambda _: BinarySearch(maximum=maximum), budget),
         "ours: halve": lambda: search_ours(lambda _: Halving(start=maximum), budget),
         "Lightning binsearch": lambda: search_lightning("binsearch", budget),
-        "Lightning binsearch, 1 step": lambda: search_lightning("binsearch", budget, steps_per_trial=1),
+        "Lightning binsearch, 1 step": lambda: search_lightning(
+            "binsearch", budget, steps_per_trial=1
+        ),
         "Lightning power": lambda: search_lightning("power", budget),
         "accelerate x0.9": lambda: search_accelerate(budget),
     }
@@ -392,7 +433,9 @@ def print_curves(rows: list[dict[str, Any]]) -> None:
         if group not in (None, (row["true"], row["curve"])):
             print()
         group = (row["true"], row["curve"])
-        cells = {name: cell(row[name], row[f"{name}_worst"]) for name in ("found", "trials", "ooms")}
+        cells = {
+            name: cell(row[name], row[f"{name}_worst"]) for name in ("found", "trials", "ooms")
+        }
         print(
             f"{row['true']:>5}  {row['curve']:<24} {'1%' if row['noise'] else '-':>5}  {row['search']:<20} "
             f"{cells['found']:>13} {'yes' if row['tried'] else 'NO':>5} {cells['trials']:>9} {cells['ooms']:>8}"
@@ -404,7 +447,9 @@ def cell(value: float, worst: float) -> str:
 
 
 def print_real_model(rows: list[dict[str, Any]]) -> None:
-    print(f"\n(b) transformer of 3 million parameters, AdamW, {rows[0]['budget_mib']} MiB counted on the CPU")
+    print(
+        f"\n(b) transformer of 3 million parameters, AdamW, {rows[0]['budget_mib']} MiB counted on the CPU"
+    )
     print(
         f"{'search':<28} {'found':>6} {'true':>5} {'tried':>5} {'trials':>6} {'OOMs':>5} {'seconds':>8} {'/ ours':>7}"
     )
@@ -419,22 +464,32 @@ def print_real_model(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="fewer seeds, sizes and repeats")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR")
+    parser.add_argument(
+        "--output", type=Path, default=Path(__file__).parent / "results", metavar="DIR"
+    )
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
     true_maxima = (2, 37) if arguments.quick else TRUE_MAXIMA
     on_curves = measure_curves(seeds=5 if arguments.quick else 30, true_maxima=true_maxima)
     print_curves(on_curves)
-    on_model = measure_real_model(budget_mib=90 if arguments.quick else 150, repeats=1 if arguments.quick else 3)
+    on_model = measure_real_model(
+        budget_mib=90 if arguments.quick else 150, repeats=1 if arguments.quick else 3
+    )
     print_real_model(on_model)
 
     record = {
         "date": date.today().isoformat(),
         "command": " ".join([Path(sys.executable).name, *sys.argv]),
-        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "threads": torch.get_num_threads()},
+        "machine": {
+            "cpus": os.cpu_count(),
+            "platform": platform.platform(),
+            "threads": torch.get_num_threads(),
+        },
         "versions": {"python": platform.python_version()}
         | {name: version(name) for name in ("torch", "lightning", "accelerate", "adaptive-batch")},
         "settings": {"maximum": MAXIMUM, "fixed_share": FIXED, "budget_bytes": BUDGET},

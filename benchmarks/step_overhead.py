@@ -118,7 +118,9 @@ class Rows(Dataset[Row]):
 def collate(rows: list[Row]) -> dict[str, torch.Tensor]:
     return {
         "tokens": pad_sequence([torch.tensor(row["tokens"]) for row in rows], batch_first=True),
-        "labels": pad_sequence([torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=-100),
+        "labels": pad_sequence(
+            [torch.tensor(row["labels"]) for row in rows], batch_first=True, padding_value=-100
+        ),
     }
 
 
@@ -278,7 +280,9 @@ def epoch_seconds(kind: str, *, num_rows: int, row_seconds: float) -> float:
     optimizer = torch.optim.AdamW(model.parameters())
     batches = AdaptiveBatches(rows, BATCH_SIZE) if kind == "adaptive" else None
     if batches is None:
-        loader = DataLoader(rows, batch_size=BATCH_SIZE, shuffle=True, num_workers=2, collate_fn=collate)
+        loader = DataLoader(
+            rows, batch_size=BATCH_SIZE, shuffle=True, num_workers=2, collate_fn=collate
+        )
     else:
         loader = DataLoader(rows, batch_sampler=batches, num_workers=2, collate_fn=collate)
     begin = time.perf_counter()
@@ -360,7 +364,9 @@ def train_batches(folder: Path, kill_after: int) -> None:
     model, optimizer, scheduler = setup()
     rows = Rows(KILLED_ROWS, 12)
     batches = AdaptiveBatches(rows, 3, batch_increase_function=two_more)
-    rate = AdaptiveRate(optimizer, scheduler, lr_scaling="sqrt", reference_batch_size=3, lr_clock="samples")
+    rate = AdaptiveRate(
+        optimizer, scheduler, lr_scaling="sqrt", reference_batch_size=3, lr_clock="samples"
+    )
 
     @AdaptiveStep.of(model)
     def step(part: Any) -> torch.Tensor:
@@ -385,7 +391,10 @@ def train_batches(folder: Path, kill_after: int) -> None:
             optimizer.zero_grad()
             batches.step()
             aside = folder / "checkpoint.tmp"
-            torch.save({"losses": losses, **{name: part.state_dict() for name, part in parts.items()}}, aside)
+            torch.save(
+                {"losses": losses, **{name: part.state_dict() for name, part in parts.items()}},
+                aside,
+            )
             aside.rename(checkpoint)
             if len(losses) == kill_after:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -427,14 +436,24 @@ def killed_runs(folder: Path, moments: list[int]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--milliseconds", type=float, nargs="+", default=[90.0, 3.0], help="of a plain step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--milliseconds", type=float, nargs="+", default=[90.0, 3.0], help="of a plain step"
+    )
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--quick", action="store_true", help="3 pairs")
-    parser.add_argument("--profile", action="store_true", help="print where the time of a step goes, and end")
-    parser.add_argument("--row-milliseconds", type=float, default=10.0, help="time that a worker takes for a row")
+    parser.add_argument(
+        "--profile", action="store_true", help="print where the time of a step goes, and end"
+    )
+    parser.add_argument(
+        "--row-milliseconds", type=float, default=10.0, help="time that a worker takes for a row"
+    )
     parser.add_argument("--rows", type=int, default=240, help="rows of an epoch with workers")
-    parser.add_argument("--kill-after", type=int, nargs="*", default=[5, 25, 44], help=f"of {NUM_STEPS} steps")
+    parser.add_argument(
+        "--kill-after", type=int, nargs="*", default=[5, 25, 44], help=f"of {NUM_STEPS} steps"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     pairs = 3 if arguments.quick else arguments.pairs
@@ -445,7 +464,10 @@ def main() -> None:
             profile(kind, sizes[-1])
         return
     steps = []
-    print(f"{'':<14} {'plain ms':>9} {'added ms':>9} {'ratio':>7} {'quartiles':>15} {'target':>7}", flush=True)
+    print(
+        f"{'':<14} {'plain ms':>9} {'added ms':>9} {'ratio':>7} {'quartiles':>15} {'target':>7}",
+        flush=True,
+    )
     for size in sizes:
         for kind in (StepSide, LoopSide):
             result = overhead(kind, size, pairs=pairs)
@@ -458,7 +480,9 @@ def main() -> None:
             )
             steps.append(result)
     walls = wall_ratios(
-        pairs=3 if arguments.quick else 7, num_rows=arguments.rows, row_seconds=1e-3 * arguments.row_milliseconds
+        pairs=3 if arguments.quick else 7,
+        num_rows=arguments.rows,
+        row_seconds=1e-3 * arguments.row_milliseconds,
     )
     wall = statistics.median(walls)
     verdict = "met" if wall <= WALL_TARGET else "NOT met"
@@ -468,7 +492,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         differing = killed_runs(Path(folder), arguments.kill_after)
     moments = ", ".join(map(str, arguments.kill_after))
-    print(f"killed after {moments} of {NUM_STEPS} steps, and in one go: {len(differing)} differ from AdaptiveLoop")
+    print(
+        f"killed after {moments} of {NUM_STEPS} steps, and in one go: {len(differing)} differ from AdaptiveLoop"
+    )
     records.write(
         "step_overhead",
         arguments.output,

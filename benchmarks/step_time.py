@@ -24,7 +24,16 @@ from typing import Any
 import records
 import torch
 from omegaconf import DictConfig
-from turns import Enough, Relay, TurnLogger, configuration, our_recipe, printing_into, resampled_interval, stock_recipe
+from turns import (
+    Enough,
+    Relay,
+    TurnLogger,
+    configuration,
+    our_recipe,
+    printing_into,
+    resampled_interval,
+    stock_recipe,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
@@ -58,7 +67,11 @@ COMPARISONS = {
     "stock": Comparison("step_time", Side("ours", our_recipe), Side("stock", stock_recipe)),
     "micro": Comparison(
         "step_time_micro",
-        Side("auto", our_recipe, ("micro_batch_size=auto", "probe.objective=largest", "drop_last=True")),
+        Side(
+            "auto",
+            our_recipe,
+            ("micro_batch_size=auto", "probe.objective=largest", "drop_last=True"),
+        ),
         Side("off", our_recipe),
     ),
 }
@@ -105,24 +118,35 @@ def measure(
 def ratios(seconds: Seconds, comparison: Comparison) -> torch.Tensor:
     """Measured / over of each pair, `[rounds, pairs]`."""
     measured, over = (
-        torch.tensor(seconds[side.name], dtype=torch.float64) for side in (comparison.measured, comparison.over)
+        torch.tensor(seconds[side.name], dtype=torch.float64)
+        for side in (comparison.measured, comparison.over)
     )
     return measured / over
 
 
 def median_with_interval(ratios: torch.Tensor) -> tuple[float, float, float]:
     """Median over all pairs, and the bounds of its 95% bootstrap confidence interval."""
-    return resampled_interval(lambda values: values[..., 0].quantile(0.5, dim=-1), ratios.unsqueeze(-1))
+    return resampled_interval(
+        lambda values: values[..., 0].quantile(0.5, dim=-1), ratios.unsqueeze(-1)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compare", choices=tuple(COMPARISONS), default="stock", help="default: %(default)s")
-    parser.add_argument("--pairs", type=int, default=320, help="steps of each recipe (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--compare", choices=tuple(COMPARISONS), default="stock", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=320, help="steps of each recipe (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="30 pairs")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the demo's configuration, for both")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="over the demo's configuration, for both"
+    )
     arguments = parser.parse_args()
     pairs = 30 if arguments.quick else arguments.pairs
     comparison = COMPARISONS[arguments.compare]
@@ -132,7 +156,11 @@ def main() -> None:
         os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
         with printing_into(folder / "printed.txt"):
             on_clock, of_processor, step_rows = measure(
-                folder, comparison, pairs=pairs, device=arguments.device, overrides=arguments.overrides
+                folder,
+                comparison,
+                pairs=pairs,
+                device=arguments.device,
+                overrides=arguments.overrides,
             )
     ratio, low, high = median_with_interval(ratios(on_clock, comparison))
     ratio_cpu, low_cpu, high_cpu = median_with_interval(ratios(of_processor, comparison))
@@ -142,7 +170,9 @@ def main() -> None:
         return [value for of_round in seconds[side.name] for value in of_round]
 
     num_pairs = len(flat(on_clock, comparison.measured))
-    print(f"{num_pairs} pairs of steps of {step_rows} rows on {arguments.device}, {torch.get_num_threads()} thread")
+    print(
+        f"{num_pairs} pairs of steps of {step_rows} rows on {arguments.device}, {torch.get_num_threads()} thread"
+    )
     print(f"{'':<8} {'median ms':>10} {'10% ms':>8} {'90% ms':>8} {'processor ms':>13}")
     for side in (comparison.over, comparison.measured):
         seconds = flat(on_clock, side)
@@ -156,7 +186,9 @@ def main() -> None:
         f"{comparison.measured.name} / {comparison.over.name}: median {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}; "
         f"target {TARGET} within it: {verdict}"
     )
-    print(f"of the processor's time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}")
+    print(
+        f"of the processor's time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}"
+    )
     print(f"by rounds: {', '.join(f'{median:.3f}' for median in of_rounds)}")
 
     records.write(

@@ -59,7 +59,9 @@ def rank_configuration(folder: Path, name: str, overrides: Iterable[str]) -> Dic
     """The demo's configuration, logging to disk."""
     cfg = configuration(folder, name, [*COMMON, *overrides])
     component = "torchtune.training.metric_logging.DiskLogger"
-    cfg.metric_logger = OmegaConf.create({"_component_": component, "log_dir": str(folder / name / "logs")})
+    cfg.metric_logger = OmegaConf.create(
+        {"_component_": component, "log_dir": str(folder / name / "logs")}
+    )
     return cfg
 
 
@@ -96,10 +98,14 @@ def build(name: str, cfg: DictConfig, watch: Watchdog | None, steps: Any) -> Any
 
 def on_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
     """What a function gives on each rank; where one fails, what it printed."""
-    ended = end_of_ranks(function, ranks, folder, *arguments, begins_group=False, timeout=TIMEOUT_SECONDS)
+    ended = end_of_ranks(
+        function, ranks, folder, *arguments, begins_group=False, timeout=TIMEOUT_SECONDS
+    )
     for rank, one in enumerate(ended):
         if one.exit_status != 0:
-            printed = "".join(path.read_text(errors="replace")[-3000:] for path in folder.glob(f"*_{rank}.txt"))
+            printed = "".join(
+                path.read_text(errors="replace")[-3000:] for path in folder.glob(f"*_{rank}.txt")
+            )
             sys.exit(f"rank {rank} ended with {one.exit_status}:\n{printed}\n{one.error or ''}")
     return [one.result for one in ended]
 
@@ -134,16 +140,26 @@ GROWS = (
 WAYS = (
     Way("adaptive off", ("batch_size=4",), ("batch_size=4",)),
     Way("clipping", ("batch_size=4", "clip_grad_norm=1.0"), ("batch_size=4", "clip_grad_norm=1.0")),
-    Way("optimizer in backward", ("batch_size=4", "optimizer_in_bwd=True"), ("batch_size=4", "optimizer_in_bwd=True")),
+    Way(
+        "optimizer in backward",
+        ("batch_size=4", "optimizer_in_bwd=True"),
+        ("batch_size=4", "optimizer_in_bwd=True"),
+    ),
     Way("accumulation of 2", IN_HALVES, IN_HALVES),
     Way("micro_batch_size=2 of 4", IN_HALVES, ("batch_size=4", "micro_batch_size=2")),
-    Way("micro_batch_tokens, 2 micro-batches", IN_HALVES, ("batch_size=4", "micro_batch_tokens=400")),
+    Way(
+        "micro_batch_tokens, 2 micro-batches", IN_HALVES, ("batch_size=4", "micro_batch_tokens=400")
+    ),
     Way(
         "gradients reduced once a step",
         IN_HALVES,
         ("batch_size=4", "micro_batch_size=2", "sync_gradients_every_micro_batch=False"),
     ),
-    Way("a schedule, one micro-batch", ("batch_size=4",), (*GROWS, "batch_size=4", "micro_batch_size=8")),
+    Way(
+        "a schedule, one micro-batch",
+        ("batch_size=4",),
+        (*GROWS, "batch_size=4", "micro_batch_size=8"),
+    ),
 )
 
 
@@ -206,7 +222,9 @@ def count_on_this_rank(folder: Path, overrides: list[str]) -> list[dict[str, lis
                 for name, own in (("stock", way.stock), ("ours", way.ours)):
                     steps = Collectives()
                     limits = ("epochs=1", f"max_steps_per_epoch={COUNTED_STEPS}")
-                    cfg = rank_configuration(folder, f"{name}_{number}", [*overrides, *own, *limits])
+                    cfg = rank_configuration(
+                        folder, f"{name}_{number}", [*overrides, *own, *limits]
+                    )
                     recipe = build(name, cfg, watch, steps)
                     with steps:
                         recipe.train()
@@ -216,7 +234,9 @@ def count_on_this_rank(folder: Path, overrides: list[str]) -> list[dict[str, lis
 
 def print_collectives(counted: list[dict[str, list[Calls]]]) -> list[dict[str, Any]]:
     """A table of the steps that a way has, and whether ours have few enough."""
-    print(f"{'collectives of a step':<36} {'stock':>6} {'ours':>5} {'may be':>7}   what ours has more and less")
+    print(
+        f"{'collectives of a step':<36} {'stock':>6} {'ours':>5} {'may be':>7}   what ours has more and less"
+    )
     rows = []
     for way, both in zip(WAYS, counted, strict=True):
         stock = both["stock"][-1]
@@ -266,7 +286,9 @@ COMPARISON = Comparison("step_time_on_ranks", Side("ours", our_recipe), Side("st
 NAMES = (COMPARISON.over.name, COMPARISON.measured.name)
 
 
-def time_on_this_rank(folder: Path, overrides: list[str], pairs: int, step_rows: int) -> tuple[Seconds, Seconds]:
+def time_on_this_rank(
+    folder: Path, overrides: list[str], pairs: int, step_rows: int
+) -> tuple[Seconds, Seconds]:
     """Seconds of each recipe's steps on the clock and of the processor, by rounds and in pairs."""
     rows = len(demo.read_rows(folder / "data" / "train.jsonl"))
     steps = rows // step_rows
@@ -289,7 +311,9 @@ def time_on_this_rank(folder: Path, overrides: list[str], pairs: int, step_rows:
             relay = RankRelay(names, torch.device("cpu"), after_step=ends_turn)
             recipes = {}
             for name in names:
-                cfg = rank_configuration(folder, f"{name}_{number}", [*overrides, f"epochs={epochs}"])
+                cfg = rank_configuration(
+                    folder, f"{name}_{number}", [*overrides, f"epochs={epochs}"]
+                )
                 recipes[name] = build(name, cfg, watch, Turns(relay, name))
             relay.run(recipes)
             for name in names:
@@ -303,14 +327,20 @@ def added_up(of_ranks: list[Seconds]) -> Seconds:
     return {name: torch.tensor([one[name] for one in of_ranks]).sum(0).tolist() for name in NAMES}
 
 
-def print_times(on_clock: Seconds, of_processors: Seconds, *, step_rows: int, ranks: int) -> dict[str, Any]:
+def print_times(
+    on_clock: Seconds, of_processors: Seconds, *, step_rows: int, ranks: int
+) -> dict[str, Any]:
     """A table of both recipes and their ratio; what of it is kept."""
     flat = {name: [value for of_round in on_clock[name] for value in of_round] for name in NAMES}
-    print(f"\n{len(flat['ours'])} pairs of steps of {step_rows} rows on {ranks} ranks of a CPU, {os.cpu_count()} cores")
+    print(
+        f"\n{len(flat['ours'])} pairs of steps of {step_rows} rows on {ranks} ranks of a CPU, {os.cpu_count()} cores"
+    )
     print(f"{'':<8} {'median ms':>10} {'10% ms':>8} {'90% ms':>8} {'processors ms':>14}")
     for name in NAMES:
         tenths = statistics.quantiles(flat[name], n=10)
-        processors = statistics.median(value for of_round in of_processors[name] for value in of_round)
+        processors = statistics.median(
+            value for of_round in of_processors[name] for value in of_round
+        )
         print(
             f"{name:<8} {1e3 * statistics.median(flat[name]):>10.2f} {1e3 * tenths[0]:>8.2f} {1e3 * tenths[-1]:>8.2f} "
             f"{1e3 * processors:>14.2f}"
@@ -319,8 +349,12 @@ def print_times(on_clock: Seconds, of_processors: Seconds, *, step_rows: int, ra
     ratio_cpu, low_cpu, high_cpu = median_with_interval(ratios(of_processors, COMPARISON))
     of_rounds = ratios(on_clock, COMPARISON).quantile(0.5, dim=1).tolist()
     verdict = "met" if ratio <= TARGET else "NOT met"
-    print(f"ours / stock: median {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}; target {TARGET}: {verdict}")
-    print(f"of the processors' time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}")
+    print(
+        f"ours / stock: median {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}; target {TARGET}: {verdict}"
+    )
+    print(
+        f"of the processors' time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}"
+    )
     print(f"by rounds: {', '.join(f'{median:.3f}' for median in of_rounds)}")
     return {
         "pairs": len(flat["ours"]),
@@ -337,13 +371,19 @@ def print_times(on_clock: Seconds, of_processors: Seconds, *, step_rows: int, ra
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--pairs", type=int, default=320, help="steps of each recipe (default: %(default)s)")
+    parser.add_argument(
+        "--pairs", type=int, default=320, help="steps of each recipe (default: %(default)s)"
+    )
     parser.add_argument("--quick", action="store_true", help="32 pairs")
     parser.add_argument("--only", choices=("collectives", "time"))
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the demo's configuration, for both")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="over the demo's configuration, for both"
+    )
     arguments = parser.parse_args()
     pairs, ranks = 32 if arguments.quick else arguments.pairs, arguments.ranks
 
@@ -355,7 +395,9 @@ def main() -> None:
         demo.prepare(folder)
         if arguments.only != "time":
             counted = on_ranks(count_on_this_rank, ranks, folder, arguments.overrides)
-            assert all(of_rank == counted[0] for of_rank in counted), "ranks have called other collectives"
+            assert all(of_rank == counted[0] for of_rank in counted), (
+                "ranks have called other collectives"
+            )
             measured["collectives"] = print_collectives(counted[0])
         if arguments.only != "collectives":
             overrides = [*TIMED, *arguments.overrides]

@@ -33,14 +33,26 @@ import records
 import torch
 from rows import Setting, half_billion, make_rows
 from torchtune import config
-from turns import Enough, Relay, TurnLogger, our_recipe, printing_into, resampled_interval, stock_recipe
+from turns import (
+    Enough,
+    Relay,
+    TurnLogger,
+    our_recipe,
+    printing_into,
+    resampled_interval,
+    stock_recipe,
+)
 
 from adaptive_batch.report import read_records
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
 
-SIGMAS = {"lognormal-0.5": 0.5, "lognormal-1.0": 1.0, "alike": 0.0}  # of the logarithm of a row's tokens
+SIGMAS = {
+    "lognormal-0.5": 0.5,
+    "lognormal-1.0": 1.0,
+    "alike": 0.0,
+}  # of the logarithm of a row's tokens
 FIXED = (1, 2, 4, 8, 16, 32)
 PACKED = (8, 32)  # packs with about the tokens of so many rows
 ROWS = 32  # of a step of ours
@@ -101,9 +113,15 @@ def ways(model: Model, budgets: Iterable[str], *, sweep: bool) -> list[Way]:
     by_hand = [(layout, size) for layout in LAYOUTS for size in model.sizes] if sweep else []
     return [
         *(Way(f"stock: {rows} rows", "fixed", rows) for rows in FIXED),
-        *(Way(f"stock: {count} packs", "packed", count, ("dataset.packed=True",)) for count in packs),
+        *(
+            Way(f"stock: {count} packs", "packed", count, ("dataset.packed=True",))
+            for count in packs
+        ),
         *(Way(f"ours: auto, {budget}", "auto", ROWS, auto(budget), budget) for budget in budgets),
-        *(Way(f"ours: {layout}, {size}", "sweep", ROWS, written(layout, size), size=size) for layout, size in by_hand),
+        *(
+            Way(f"ours: {layout}, {size}", "sweep", ROWS, written(layout, size), size=size)
+            for layout, size in by_hand
+        ),
     ]
 
 
@@ -112,7 +130,11 @@ def auto(budget: str) -> tuple[str, ...]:
 
 
 def written(layout: str, size: int) -> tuple[str, ...]:
-    return (f"micro_batch_layout={layout}", f"micro_batch_tokens={size}", "probe.device_memory=null")
+    return (
+        f"micro_batch_layout={layout}",
+        f"micro_batch_tokens={size}",
+        "probe.device_memory=null",
+    )
 
 
 # --- measuring -------------------------------------------------------------------------------------------------------
@@ -147,10 +169,16 @@ class Run:
         units, longest = setting.lengths, 0
         if way.kind == "packed":
             dataset = recipe._dataloader.dataset
-            units, longest = [tokens_of_pack(pack, dataset.padding_idx) for pack in dataset.packs], dataset.max_seq_len
+            units, longest = (
+                [tokens_of_pack(pack, dataset.padding_idx) for pack in dataset.packs],
+                dataset.max_seq_len,
+            )
         size = way.batch_size
         steps = [units[end - size : end] for end in range(size, len(units) + 1, size)]
-        tokens, padded = [sum(step) for step in steps], [size * (longest or max(step)) for step in steps]
+        tokens, padded = (
+            [sum(step) for step in steps],
+            [size * (longest or max(step)) for step in steps],
+        )
         per_turn = round(TURN_ROWS * setting.mean * len(steps) / sum(tokens))
         return cls(name, way, recipe, seconds, tokens, padded, max(1, per_turn))
 
@@ -166,8 +194,15 @@ class Run:
     def search(self) -> dict[str, Any]:
         """What ours logged of its search: the events that count trials, and their sums."""
         events = [record for record in read_log(self) if "trials" in record]
-        trials, seconds = (sum(event.get(key, 0) for event in events) for key in ("trials", "seconds"))
-        return {"trials": trials, "seconds": seconds, "setup_seconds": self.setup_seconds, "events": events}
+        trials, seconds = (
+            sum(event.get(key, 0) for event in events) for key in ("trials", "seconds")
+        )
+        return {
+            "trials": trials,
+            "seconds": seconds,
+            "setup_seconds": self.setup_seconds,
+            "events": events,
+        }
 
 
 def tokens_of_pack(pack: dict[str, torch.Tensor], padding_id: int) -> int:
@@ -180,17 +215,24 @@ def read_log(run: Run) -> list[dict[str, Any]]:
 
 
 def train_in_turns(
-    chosen: list[Way], setting: Setting, device: torch.device, after_step: Callable[[Run, int], bool]
+    chosen: list[Way],
+    setting: Setting,
+    device: torch.device,
+    after_step: Callable[[Run, int], bool],
 ) -> tuple[list[Run], Relay]:
     """Set up and train in all ways; `after_step` is the relay's, with the run in place of its name."""
     runs = {run.name: run for run in (Run.set_up(way, setting) for way in chosen)}
-    TurnLogger.relay = relay = Relay(list(runs), device, after_step=lambda name, steps: after_step(runs[name], steps))
+    TurnLogger.relay = relay = Relay(
+        list(runs), device, after_step=lambda name, steps: after_step(runs[name], steps)
+    )
     relay.run(runs)
     del TurnLogger.relay  # it holds the recipes
     return list(runs.values()), relay
 
 
-def measure(setting: Setting, chosen: list[Way], *, turns: int, device: torch.device) -> list[dict[str, Any]]:
+def measure(
+    setting: Setting, chosen: list[Way], *, turns: int, device: torch.device
+) -> list[dict[str, Any]]:
     """Train in all ways on rows of one distribution, and return what each came to."""
 
     def after_step(run: Run, num_steps: int) -> bool:
@@ -209,13 +251,19 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
         return found
     seconds, cpu_seconds = relay.seconds[run.name], relay.cpu_seconds[run.name]
     num_steps = len(seconds)
-    of_steps, padded, micro_batches = run.tokens[:num_steps], float(sum(run.padded[:num_steps])), num_steps
+    of_steps, padded, micro_batches = (
+        run.tokens[:num_steps],
+        float(sum(run.padded[:num_steps])),
+        num_steps,
+    )
     tokens = sum(of_steps)
     if run.way.is_ours:
         steps = [record for record in read_log(run) if record["kind"] == "step"]
         assert steps[-1]["tokens_seen"] == tokens
         micro_batches = sum(step["micro_batches"] for step in steps)
-        padded = sum(n / (1 - step["padding_fraction"]) for n, step in zip(of_steps, steps, strict=True))
+        padded = sum(
+            n / (1 - step["padding_fraction"]) for n, step in zip(of_steps, steps, strict=True)
+        )
         found |= {"limit": str(run.recipe.planner.limit), "search": run.search()}
     columns = torch.tensor([of_steps, seconds, cpu_seconds], dtype=torch.float64)
     found["turns"] = columns.view(3, -1, run.steps_per_turn).sum(-1).T[WARM_UP:].tolist()
@@ -223,17 +271,24 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
         "tokens_per_step": tokens / num_steps,
         "micro_batches_per_step": micro_batches / num_steps,
         "padding": 1 - tokens / padded,
-        **{f"tokens_per_{measure}_second": float(median(rates(found, measure))) for measure in MEASURES},
+        **{
+            f"tokens_per_{measure}_second": float(median(rates(found, measure)))
+            for measure in MEASURES
+        },
     }
 
 
 def search_by_memory(setting: Setting, budget: str) -> dict[str, Any]:
     """Set ours up with the search by memory alone, and train nothing."""
-    run = Run.set_up(Way(f"ours: largest, {budget}", "auto", ROWS, (*auto(budget), LARGEST)), setting)
+    run = Run.set_up(
+        Way(f"ours: largest, {budget}", "auto", ROWS, (*auto(budget), LARGEST)), setting
+    )
     found = run.search()
     run.recipe.cleanup()
     bound = next(event["max_batch_size"] for event in found["events"] if event["kind"] == "bound")
-    return found | {"fits_tokens": bound * max(setting.lengths) if bound < ROWS else None}  # None: all rows of a step
+    return found | {
+        "fits_tokens": bound * max(setting.lengths) if bound < ROWS else None
+    }  # None: all rows of a step
 
 
 # --- what it came to -------------------------------------------------------------------------------------------------
@@ -249,7 +304,9 @@ def median(values: torch.Tensor) -> torch.Tensor:
     return values.quantile(0.5, -1)
 
 
-def compare(way: dict[str, Any], ways: list[dict[str, Any]], *, fits_tokens: int | None) -> list[dict[str, Any]]:
+def compare(
+    way: dict[str, Any], ways: list[dict[str, Any]], *, fits_tokens: int | None
+) -> list[dict[str, Any]]:
     """One way over the best of each kind, turn by turn; of the sweep, what fits into as many tokens at once."""
     ratios = []
     for kind, measure in product(("fixed", "packed", "sweep"), MEASURES):
@@ -273,17 +330,29 @@ def verdicts(lengths: str, ratios: list[dict[str, Any]]) -> list[tuple[str, bool
             if kind in LEAST and lengths == VARIED:
                 asked.append((f"at least {LEAST[kind]} of {over}", ratio >= LEAST[kind]))
             if kind == "fixed":
-                asked.append((f"interval not below {NOT_BELOW} of {over}", found["interval_95"][1] >= NOT_BELOW))
+                asked.append(
+                    (
+                        f"interval not below {NOT_BELOW} of {over}",
+                        found["interval_95"][1] >= NOT_BELOW,
+                    )
+                )
             if kind == "sweep":
                 asked.append((f"at least {OF_SWEEP} of {over}", ratio >= OF_SWEEP))
     return asked
 
 
-def cell_of(way: dict[str, Any], ways: list[dict[str, Any]], lengths: str, largest: dict[str, Any]) -> dict[str, Any]:
+def cell_of(
+    way: dict[str, Any], ways: list[dict[str, Any]], lengths: str, largest: dict[str, Any]
+) -> dict[str, Any]:
     """What `auto` came to under a budget, whose search by memory alone is given."""
     ratios = compare(way, ways, fits_tokens=largest["fits_tokens"])
     search = {"fastest": way["search"], "largest": largest}
-    return {"budget": way["budget"], "ratios": ratios, "verdicts": verdicts(lengths, ratios), "search": search}
+    return {
+        "budget": way["budget"],
+        "ratios": ratios,
+        "verdicts": verdicts(lengths, ratios),
+        "search": search,
+    }
 
 
 def print_distribution(result: dict[str, Any]) -> None:
@@ -293,7 +362,9 @@ def print_distribution(result: dict[str, Any]) -> None:
     print(
         f"\n{lengths}: {result['rows']} rows of {result['shortest']} to {result['longest']} tokens, mean {result['mean']:.1f}"
     )
-    print(f"{'':<{width}}  tokens/step  micro-batches  padding  tokens/s  tokens/cpu s  setup s  limit")
+    print(
+        f"{'':<{width}}  tokens/step  micro-batches  padding  tokens/s  tokens/cpu s  setup s  limit"
+    )
     for way in ways:
         if way["turns"]:
             print(
@@ -321,7 +392,9 @@ def print_distribution(result: dict[str, Any]) -> None:
 # --- losses ----------------------------------------------------------------------------------------------------------
 
 
-def held_out_loss(model: Any, rows: list[dict[str, Any]], *, pad_id: int, device: torch.device) -> float:
+def held_out_loss(
+    model: Any, rows: list[dict[str, Any]], *, pad_id: int, device: torch.device
+) -> float:
     """Mean loss of a label token on rows that are not trained on; training goes on as if this had not been."""
     chunks = model.num_output_chunks
     model.set_num_output_chunks(0)
@@ -366,11 +439,15 @@ def print_losses(found: dict[str, Any]) -> None:
     for name, distance in found["farthest_from_packed"].items():
         verdict = "met" if distance <= SAME_LOSS else "NOT met"
         if name != "packed":
-            print(f"{name} and packed: at most {distance:.1e} apart; within {SAME_LOSS:.0e}: {verdict}")
+            print(
+                f"{name} and packed: at most {distance:.1e} apart; within {SAME_LOSS:.0e}: {verdict}"
+            )
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--quick", action="store_true", help=f"{QUICK_REPEATS} repeats")
     add("--sweep", action="store_true", help="ours with each layout and size of micro-batch, too")
@@ -397,7 +474,9 @@ def main() -> None:
     model, device = MODELS[asked.model], torch.device(asked.device)
     budgets = asked.budgets or model.budgets
     turns = WARM_UP + (QUICK_REPEATS if asked.quick else REPEATS)
-    chosen = [way for way in ways(model, budgets, sweep=asked.sweep) if re.search(asked.only, way.way)]
+    chosen = [
+        way for way in ways(model, budgets, sweep=asked.sweep) if re.search(asked.only, way.way)
+    ]
     overrides = (*model.overrides, f"device={asked.device}", *asked.overrides)
     print(f"{asked.model} model on {asked.device}, {torch.get_num_threads()} thread")
     results: list[dict[str, Any]] = []
@@ -406,13 +485,17 @@ def main() -> None:
         folder, printed = Path(temporary), Path(temporary) / "printed.txt"
 
         def rows(name: str, num_rows: int) -> Setting:
-            return make_rows(folder, name, SIGMAS[name], num_rows, model.mean, model.longest, overrides, blocks)
+            return make_rows(
+                folder, name, SIGMAS[name], num_rows, model.mean, model.longest, overrides, blocks
+            )
 
         with printing_into(printed):
             demo.prepare(folder)
             blocks = half_billion(folder / asked.model) if asked.model != "demo" else {}
             if asked.losses:
-                losses = measure_losses(rows(VARIED, (LOSS_STEPS[-1] + 1) * ROWS), model.sizes[2], device)
+                losses = measure_losses(
+                    rows(VARIED, (LOSS_STEPS[-1] + 1) * ROWS), model.sizes[2], device
+                )
         for name in asked.only_lengths if not asked.losses else ():
             start = time.perf_counter()
             with printing_into(printed):
@@ -435,8 +518,18 @@ def main() -> None:
             results.append(result)
     if losses:
         print_losses(losses)
-    found = losses or {"columns_of_turns": ["tokens", *MEASURES], "warm_up_turns": WARM_UP, "distributions": results}
-    name = "_".join(["throughput", *(["losses"] if losses else []), *([asked.model] if asked.model != "demo" else [])])
+    found = losses or {
+        "columns_of_turns": ["tokens", *MEASURES],
+        "warm_up_turns": WARM_UP,
+        "distributions": results,
+    }
+    name = "_".join(
+        [
+            "throughput",
+            *(["losses"] if losses else []),
+            *([asked.model] if asked.model != "demo" else []),
+        ]
+    )
     records.write(name, asked.output, model=asked.model, overrides=asked.overrides, **found)
 
 

@@ -19,36 +19,64 @@ import records
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.training_cases import CUDA_OPTIMIZERS, OPTIMIZERS, all_cases, cases_with_adapters, traces
+from support.training_cases import (
+    CUDA_OPTIMIZERS,
+    OPTIMIZERS,
+    all_cases,
+    cases_with_adapters,
+    traces,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--quick", action="store_true", help="every seventh combination")
     parser.add_argument("--adapters", action="store_true", help="on a frozen base")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=1, help="threads of PyTorch; the model is tiny")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="threads of PyTorch; the model is tiny"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    device = (
+        torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
+    )
     combinations = cases_with_adapters if arguments.adapters else all_cases
-    cases = combinations(CUDA_OPTIMIZERS if device.type == "cuda" else OPTIMIZERS)[:: 7 if arguments.quick else 1]
+    cases = combinations(CUDA_OPTIMIZERS if device.type == "cuda" else OPTIMIZERS)[
+        :: 7 if arguments.quick else 1
+    ]
     rows = []
     for case in cases:
         start = time.perf_counter()
         differing = dict(traces(case, device=device))
         seconds = time.perf_counter() - start
         traced = {outcome: names for outcome, names in differing.items() if names}
-        rows.append({**asdict(case), "dtype": str(case.dtype), "seconds": round(seconds, 2), "outcomes": differing})
+        rows.append(
+            {
+                **asdict(case),
+                "dtype": str(case.dtype),
+                "seconds": round(seconds, 2),
+                "outcomes": differing,
+            }
+        )
         verdict = f"TRACES {traced}" if traced else f"identical after {len(differing)} outcomes"
         print(f"{case!s:<60} {verdict:<34} {seconds:>6.1f} s", flush=True)
     checks = [names for row in rows for names in row["outcomes"].values()]
     identical = sum(not names for names in checks)
     print(f"\n{len(rows)} combinations, {len(checks)} comparisons, bit-identical in {identical}")
-    name = ("traceless_adapters" if arguments.adapters else "traceless") + ("-cuda" if device.type == "cuda" else "")
+    name = ("traceless_adapters" if arguments.adapters else "traceless") + (
+        "-cuda" if device.type == "cuda" else ""
+    )
     records.write(
-        name, arguments.output, combinations=len(rows), comparisons=len(checks), identical=identical, traceless=rows
+        name,
+        arguments.output,
+        combinations=len(rows),
+        comparisons=len(checks),
+        identical=identical,
+        traceless=rows,
     )
     sys.exit(identical != len(checks))
 

@@ -25,7 +25,12 @@ from torchtune.training.metric_logging import DiskLogger
 from adaptive_batch.config_files import config_path
 
 NUM_RESAMPLES = 10_000
-T_OF_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, for the mean of so many differences
+T_OF_95 = {
+    2: 12.706,
+    3: 4.303,
+    4: 3.182,
+    5: 2.776,
+}  # Student's, for the mean of so many differences
 WAIT_SECONDS, MOST_WAITS = 0.005, 200  # for what goes on in the background when a turn ends
 
 
@@ -50,7 +55,11 @@ class Relay:
     """
 
     def __init__(
-        self, names: Sequence[str], device: torch.device, *, after_step: Callable[[str, int], bool] | None = None
+        self,
+        names: Sequence[str],
+        device: torch.device,
+        *,
+        after_step: Callable[[str, int], bool] | None = None,
     ) -> None:
         self.seconds: dict[str, list[float]] = {name: [] for name in names}
         self.cpu_seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -63,7 +72,9 @@ class Relay:
 
     def run(self, recipes: dict[str, Any]) -> None:
         """Train all recipes, to the end or until they have :class:`Enough`."""
-        threads = [threading.Thread(target=self._train, args=item, daemon=True) for item in recipes.items()]
+        threads = [
+            threading.Thread(target=self._train, args=item, daemon=True) for item in recipes.items()
+        ]
         for thread in threads:
             thread.start()
         self._may_run[self._running[0]].release()
@@ -116,7 +127,10 @@ def processor_seconds() -> float:
     ended = os.times()
     total = time.process_time() + ended.children_user + ended.children_system
     if sys.platform == "linux":  # a process's clock has a number: clock_getcpuclockid(3)
-        total += sum(time.clock_gettime((~worker.pid << 3) | 2) for worker in multiprocessing.active_children())
+        total += sum(
+            time.clock_gettime((~worker.pid << 3) | 2)
+            for worker in multiprocessing.active_children()
+        )
     return total
 
 
@@ -193,7 +207,11 @@ def resampled_interval(
     generator = torch.Generator().manual_seed(0)
     rounds = torch.randint(num_rounds, (NUM_RESAMPLES, num_rounds, 1), generator=generator)
     pairs = torch.randint(num_pairs, (NUM_RESAMPLES, num_rounds, num_pairs), generator=generator)
-    low, high = statistic(values[rounds, pairs].flatten(1, 2)).quantile(torch.tensor([0.025, 0.975]).double()).tolist()
+    low, high = (
+        statistic(values[rounds, pairs].flatten(1, 2))
+        .quantile(torch.tensor([0.025, 0.975]).double())
+        .tolist()
+    )
     return float(statistic(values.flatten(0, 1))), low, high
 
 

@@ -27,10 +27,19 @@ from adaptive_batch import AdaptiveLoop, Sampling, geometric
 # ---
 
 MODULES = (argparse, inspect, json, random, statistics, textwrap)
-DOCSTRINGS = {text for module in MODULES for one in vars(module).values() if (text := getattr(one, "__doc__", None))}
+DOCSTRINGS = {
+    text
+    for module in MODULES
+    for one in vars(module).values()
+    if (text := getattr(one, "__doc__", None))
+}
 ROWS = [{"tokens": list(text.encode()[:64])} for text in sorted(DOCSTRINGS)[:128]]
 EPOCHS, BATCH_SIZE, RATE = 3, 8, 3e-3
-DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+DEVICE = (
+    torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if torch.cuda.is_available()
+    else torch.device("cpu")
+)
 
 
 class Model(nn.Module):
@@ -40,7 +49,8 @@ class Model(nn.Module):
         super().__init__()
         self.embed, self.position = nn.Embedding(256, width), nn.Embedding(64, width)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True)
+            for _ in range(2)
         )
         self.head = nn.Linear(width, 256)
 
@@ -60,7 +70,9 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--plain", type=int, nargs=EPOCHS, help="batch size of each epoch on one device")
+    parser.add_argument(
+        "--plain", type=int, nargs=EPOCHS, help="batch size of each epoch on one device"
+    )
     plain = parser.parse_args().plain
     if DEVICE.type == "cuda":
         torch.cuda.set_device(DEVICE)
@@ -103,7 +115,9 @@ def main() -> None:
             sampler = DistributedSampler(ROWS, 1, 0, seed=0)
             sampler.set_epoch(epoch)
             for step_rows in torch.tensor(list(sampler)).split(batch_size * ranks):
-                optimizer.param_groups[0]["lr"] = RATE * (len(step_rows) / (BATCH_SIZE * ranks)) ** 0.5
+                optimizer.param_groups[0]["lr"] = (
+                    RATE * (len(step_rows) / (BATCH_SIZE * ranks)) ** 0.5
+                )
                 batch = collate([ROWS[number] for number in step_rows[rank::ranks].tolist()])
                 batch = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
                 labels = (batch["labels"][:, 1:] != -100).sum()

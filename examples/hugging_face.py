@@ -15,7 +15,13 @@ import textwrap
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_cosine_schedule_with_warmup
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    get_cosine_schedule_with_warmup,
+)
 
 # --- adaptive_batch
 from adaptive_batch import AdaptiveLoop, Sampling, geometric
@@ -23,7 +29,12 @@ from adaptive_batch import AdaptiveLoop, Sampling, geometric
 # ---
 
 MODULES = (argparse, inspect, json, random, statistics, textwrap)
-DOCSTRINGS = {text for module in MODULES for one in vars(module).values() if (text := getattr(one, "__doc__", None))}
+DOCSTRINGS = {
+    text
+    for module in MODULES
+    for one in vars(module).values()
+    if (text := getattr(one, "__doc__", None))
+}
 ROWS = [{"input_ids": list(text.encode()[:64])} for text in sorted(DOCSTRINGS)[:128]]
 EPOCHS, BATCH_SIZE, RATE = 3, 8, 3e-3
 SCHEDULE_STEPS = EPOCHS * len(ROWS) // BATCH_SIZE  # of a batch that does not grow
@@ -32,7 +43,11 @@ SCHEDULE_STEPS = EPOCHS * len(ROWS) // BATCH_SIZE  # of a batch that does not gr
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     ids = [torch.tensor(row["input_ids"]) for row in rows]
     mask = pad_sequence([torch.ones_like(one) for one in ids], True)
-    return {"input_ids": pad_sequence(ids, True), "attention_mask": mask, "labels": pad_sequence(ids, True, -100)}
+    return {
+        "input_ids": pad_sequence(ids, True),
+        "attention_mask": mask,
+        "labels": pad_sequence(ids, True, -100),
+    }
 
 
 class AdaptiveTrainer(Trainer):
@@ -80,12 +95,24 @@ def main() -> None:
     parser.add_argument("--plain", type=int, nargs=EPOCHS, help="batch size of each epoch")
     plain = parser.parse_args().plain
     torch.manual_seed(0)
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, num_key_value_heads=2, max_position_embeddings=128, **shape))
+    shape = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=256, num_key_value_heads=2, max_position_embeddings=128, **shape)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     scheduler = get_cosine_schedule_with_warmup(optimizer, 4, SCHEDULE_STEPS)
     arguments = TrainingArguments(
-        tempfile.mkdtemp(), max_steps=1, logging_steps=5, save_strategy="no", report_to="none", disable_tqdm=True
+        tempfile.mkdtemp(),
+        max_steps=1,
+        logging_steps=5,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
     )
     model.to(arguments.device)
     kind = AdaptiveTrainer if plain is None else PlainTrainer

@@ -25,7 +25,12 @@ from adaptive_batch import AdaptiveLoop
 # ---
 
 MODULES = (argparse, inspect, json, random, statistics, textwrap)
-DOCSTRINGS = {text for module in MODULES for one in vars(module).values() if (text := getattr(one, "__doc__", None))}
+DOCSTRINGS = {
+    text
+    for module in MODULES
+    for one in vars(module).values()
+    if (text := getattr(one, "__doc__", None))
+}
 ROWS = [{"tokens": list(text.encode()[:64])} for text in sorted(DOCSTRINGS)[:128]]
 EPOCHS, BATCH_SIZE, RATE = 3, 8, 3e-3
 
@@ -46,7 +51,11 @@ class Model(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.plain = plain
-        self.embed, self.layer, self.head = nn.Embedding(256, width), nn.GRU(width, width), nn.Linear(width, 256)
+        self.embed, self.layer, self.head = (
+            nn.Embedding(256, width),
+            nn.GRU(width, width),
+            nn.Linear(width, 256),
+        )
         self.sizes: list[int] = []
         self.loop = None
 
@@ -61,18 +70,24 @@ class Model(lightning.LightningModule):
         if self.plain is not None:
             sampler = DistributedSampler(ROWS, 1, 0, seed=0)
             sampler.set_epoch(self.current_epoch)
-            return DataLoader(ROWS, self.plain[self.current_epoch], sampler=sampler, collate_fn=list)
+            return DataLoader(
+                ROWS, self.plain[self.current_epoch], sampler=sampler, collate_fn=list
+            )
         # --- adaptive_batch
         if self.loop is None:
             self.loop = AdaptiveLoop(
                 self, self.optimizers().optimizer, ROWS, collate=collate, mean_loss=self.mean_loss, lr_scaling="linear",
                 batch_size=BATCH_SIZE, batch_increase_function=grow,
             )  # fmt: skip
-            self.found = self.loop.find_bound(device_memory="10MiB" if self.device.type == "cpu" else None)
+            self.found = self.loop.find_bound(
+                device_memory="10MiB" if self.device.type == "cpu" else None
+            )
         return self.loop
         # ---
 
-    def transfer_batch_to_device(self, batch: list[dict], device: torch.device, dataloader_idx: int) -> list[dict]:
+    def transfer_batch_to_device(
+        self, batch: list[dict], device: torch.device, dataloader_idx: int
+    ) -> list[dict]:
         return batch  # rows stay on the host until they are collated
 
     def training_step(self, rows: list[dict], batch_idx: int) -> None:
@@ -83,14 +98,18 @@ class Model(lightning.LightningModule):
             # ---
         else:
             optimizer.param_groups[0]["lr"] = RATE * len(rows) / BATCH_SIZE
-            loss = self.mean_loss({name: tensor.to(self.device) for name, tensor in collate(rows).items()})
+            loss = self.mean_loss(
+                {name: tensor.to(self.device) for name, tensor in collate(rows).items()}
+            )
             self.manual_backward(loss)
         optimizer.step()
         optimizer.zero_grad()
         self.log("loss", loss, prog_bar=True, batch_size=len(rows))
 
     def on_train_epoch_end(self) -> None:
-        self.sizes.append(self.loop.batch_size if self.plain is None else self.plain[self.current_epoch])
+        self.sizes.append(
+            self.loop.batch_size if self.plain is None else self.plain[self.current_epoch]
+        )
 
 
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:

@@ -23,7 +23,12 @@ from adaptive_batch import AdaptiveLoop, Sampling, geometric
 # ---
 
 MODULES = (argparse, inspect, json, random, statistics, textwrap)
-DOCSTRINGS = {text for module in MODULES for one in vars(module).values() if (text := getattr(one, "__doc__", None))}
+DOCSTRINGS = {
+    text
+    for module in MODULES
+    for one in vars(module).values()
+    if (text := getattr(one, "__doc__", None))
+}
 ROWS = [{"tokens": list(text.encode()[:64])} for text in sorted(DOCSTRINGS)[:128]]
 EPOCHS, BATCH_SIZE, RATE = 3, 16, 3e-3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -35,7 +40,9 @@ class Model(nn.Module):
     def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.embed, self.position = nn.Embedding(256, width), nn.Embedding(64, width)
-        self.layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layer = nn.TransformerEncoderLayer(
+            width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
         self.head = nn.Linear(width, 256)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -87,11 +94,18 @@ def main() -> None:
             sampler.set_epoch(epoch)
             for rows in DataLoader(ROWS, batch_size, sampler=sampler, collate_fn=list):
                 optimizer.param_groups[0]["lr"] = RATE * (len(rows) / BATCH_SIZE) ** 0.5
-                mean_loss({name: tensor.to(DEVICE) for name, tensor in collate(rows).items()}).backward()
+                mean_loss(
+                    {name: tensor.to(DEVICE) for name, tensor in collate(rows).items()}
+                ).backward()
                 optimizer.step()
                 optimizer.zero_grad()
     with torch.no_grad():
-        print("final loss:", mean_loss({name: tensor.to(DEVICE) for name, tensor in collate(ROWS[:32]).items()}).item())
+        print(
+            "final loss:",
+            mean_loss(
+                {name: tensor.to(DEVICE) for name, tensor in collate(ROWS[:32]).items()}
+            ).item(),
+        )
 
 
 if __name__ == "__main__":

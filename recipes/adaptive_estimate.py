@@ -37,7 +37,9 @@ def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryE
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
     """
     path = check_output_dir(cfg.output_dir) / "adaptive_batch" / "estimate.json"
-    estimated = estimate_devices(cfg, save=lambda one: one.save(path), builder=builder or builder_of(cfg))
+    estimated = estimate_devices(
+        cfg, save=lambda one: one.save(path), builder=builder or builder_of(cfg)
+    )
     print(f"\nwritten to {path}, in {estimated.seconds:.1f} s")
     try:
         write_estimate_picture(estimated, path.with_suffix(".png"))

@@ -74,17 +74,23 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         SettingError: a setting cannot be used; nothing has been loaded or written yet.
     """
 
-    def __init__(self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None) -> None:
+    def __init__(
+        self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None
+    ) -> None:
         self.cfg = cfg
         self.watch = watch
         self.settings = Settings.from_config(cfg)
         self.without_effect = without_effect(self.settings, cfg, ranks=distributed.world_size())
         self.job = Job(cfg, self.settings, builder)
         self.device = self.job.device
-        self.seed = training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
+        self.seed = training.set_seed(
+            seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None)
+        )
         self.preemption = Preemption(same_within=10.0 if watch else 0.0)
         self.closing = ExitStack()
-        self._what_is_resumed_from: Callable[[], str] = lambda: "nothing is changed yet; start it again"
+        self._what_is_resumed_from: Callable[[], str] = lambda: (
+            "nothing is changed yet; start it again"
+        )
 
     # --- setup ------------------------------------------------------------------------------------------------------
 
@@ -101,7 +107,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 resumes=self.resumed.keeps_batch,
             )
             if distributed.is_rank_zero():
-                print(*self.without_effect, *(said for _, said, _ in self.resumed.changes()), text, sep="\n")
+                print(
+                    *self.without_effect,
+                    *(said for _, said, _ in self.resumed.changes()),
+                    text,
+                    sep="\n",
+                )
             return
         self._setup_log()
         self._setup_model()
@@ -120,23 +131,37 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
-        batching = data.batching(seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch)
+        batching = data.batching(
+            seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch
+        )
         by_tokens = settings.lr_clock.counts_tokens
         self.sizer = data.new_sizer(self.log.limit)
         planner = StepPlanner(
-            data.dataset, batching, self.sizer, ranks=job.ranks, counts_tokens=by_tokens, event=self.log.event
+            data.dataset,
+            batching,
+            self.sizer,
+            ranks=job.ranks,
+            counts_tokens=by_tokens,
+            event=self.log.event,
         )
         self.queue = StepQueue(planner)
-        self.saver = RunSaver(job, self.checkpoints, self.resumed, self.queue, self.log, self.preemption)
+        self.saver = RunSaver(
+            job, self.checkpoints, self.resumed, self.queue, self.log, self.preemption
+        )
         self.planner = self.saver.add("steps", planner)
         self.reader = RowReader(data.dataset)
         self.lost = None
         if not settings.preview:
             self.lost = LostRun(
-                job, name=self.resumed.name, resumes=bool(self.resumed.saved), trials_name=settings_name(job, data)
+                job,
+                name=self.resumed.name,
+                resumes=bool(self.resumed.saved),
+                trials_name=settings_name(job, data),
             )
         self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
-        if settings.needs_bound or (settings.validation is not None and settings.validation.fits_itself):
+        if settings.needs_bound or (
+            settings.validation is not None and settings.validation.fits_itself
+        ):
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
@@ -166,13 +191,17 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.nonfinite = self.saver.add("nonfinite", nonfinite)
         self.counts = self.saver.add("epoch", EpochCounts(job, self.log, nonfinite))
         assert self.lost is not None
-        self.limit_finder = LimitFinder(job, data, trainer, self.planner, self.bounds, self.log, self.lost)
+        self.limit_finder = LimitFinder(
+            job, data, trainer, self.planner, self.bounds, self.log, self.lost
+        )
         self.saver.keep("limits", self.sizer)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
-        keeps_batch = self.resumed.keeps_batch or (bool(saved) and self.settings.batch_size_schedule is not None)
+        keeps_batch = self.resumed.keeps_batch or (
+            bool(saved) and self.settings.batch_size_schedule is not None
+        )
         self.limit_finder.find(keeps_batch=keeps_batch, saved=self.resumed.state_of("limits"))
         self.validation = None
         if self.settings.validation:
@@ -193,14 +222,20 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         steps = self.planner.reference.steps
         every = settings.validation.every_n_steps if settings.validation else 0
         if every > settings.epochs * steps and not settings.grows:
-            message = f"the run has {count(settings.epochs * steps, 'step')}, so nothing is validated"
+            message = (
+                f"the run has {count(settings.epochs * steps, 'step')}, so nothing is validated"
+            )
             self.log.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
         if not saved:
             progress = replace(progress, steps=progress.epoch * steps)
         self.queue.resume(progress, is_begun=True)
-        changed = bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
+        changed = (
+            bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
+        )
         self.preview.look_ahead(self.queue.progress, saved=saved, changed=changed)
-        self.full_batch_loss = self.saver.add("full_batch_loss", FullBatchLoss(self.preview.full_batch_rows))
+        self.full_batch_loss = self.saver.add(
+            "full_batch_loss", FullBatchLoss(self.preview.full_batch_rows)
+        )
         self.noise_scale = self.saver.add("noise_scale", NoiseScale())
 
     def _setup_rate(self) -> None:
@@ -219,7 +254,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         trainer.learn_collectives()
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
-        block = OmegaConf.create(dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False})
+        block = OmegaConf.create(
+            dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False}
+        )
         component = "torchtune.training.setup_torch_profiler"
         if block.get("_component_", component) != component:
             raise SettingError("profiler._component_", block._component_, f"only {component} works")
@@ -255,7 +292,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.checkpoints.close()
         progress = self.queue.progress
         if first_epoch < epochs:
-            trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
+            trained = (
+                f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
+            )
             self.log.event("end", trained)
         self.profiler.stop()
 
@@ -276,7 +315,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.rate.restore()
                 self._count(step, result)
                 self._log_step(step, result, rates, seconds=time.perf_counter() - began)
-                bar.advance(f"{step.progress.epoch + 1}|{self.queue.progress.steps}|Loss: {result.loss}")
+                bar.advance(
+                    f"{step.progress.epoch + 1}|{self.queue.progress.steps}|Loss: {result.loss}"
+                )
                 self._validate()
                 self.profiler.step()
                 self.saver.save_where_due(self.trainer)
@@ -328,7 +369,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         measured = {"noise_scale": self.noise_scale.value} if self.settings.measures_noise else {}
         self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
 
-    def _log_step(self, step: PlannedRows, result: StepResult, rates: dict[str, float], *, seconds: float) -> None:
+    def _log_step(
+        self, step: PlannedRows, result: StepResult, rates: dict[str, float], *, seconds: float
+    ) -> None:
         self.log.step(
             result,
             self.queue.progress,
@@ -371,7 +414,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _write_down_end(self, end: End) -> None:
         """On rank zero, log why all ranks end, and keep what a restart should know."""
-        self.log.event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
+        self.log.event(
+            "ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts
+        )
         if self.lost is not None:
             shrinks = self.settings.on_out_of_memory == "shrink"
             self.lost.keep(end.facts, self.sizer.conditions() if shrinks else None)

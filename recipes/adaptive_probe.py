@@ -65,7 +65,9 @@ def build(
     return job, data, bounds, trainer
 
 
-def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None) -> list[ProbeResult]:
+def probe(
+    cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None
+) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
 
     Returns:
@@ -87,14 +89,22 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             choices = bounds.choices(trainer)
-            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size, choices=choices)
+            *_, result = bounds.of_training(
+                trainer, length=length, batch_size=settings.batch_size, choices=choices
+            )
         except DoesNotFitError as error:
-            if distributed.world_size() > 1:  # it may be on one rank alone, and the others wait for it
+            if (
+                distributed.world_size() > 1
+            ):  # it may be on one rank alone, and the others wait for it
                 raise
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        say("\n".join(["", result.table(), left_by_rounding(result.max_batch_size, result.batch_size)]))
+        say(
+            "\n".join(
+                ["", result.table(), left_by_rounding(result.max_batch_size, result.batch_size)]
+            )
+        )
         results.append(result)
     if refused and not results:
         raise refused
@@ -112,15 +122,25 @@ def probe(cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuild
 
 def tune(job: Job, result: ProbeResult, watch: Watchdog | None) -> None:
     """Search and time the configuration as it is and the joint settings that an estimate puts first; print a table, the fastest first."""
-    joint = [one for one in estimate_spending(job, result, job.settings.probe.maximum)[1:] if one[1].max_batch_size]
+    joint = [
+        one
+        for one in estimate_spending(job, result, job.settings.probe.maximum)[1:]
+        if one[1].max_batch_size
+    ]
     joint.sort(key=lambda one: -(one[1].modelled_tokens_per_second or 0))
     lines, length = [], result.sequence_length
     for overrides in [(), *(overrides for overrides, *_ in joint[:3])]:
-        name, trainer = " ".join(overrides) or "(as it is)", None  # which gives back the memory of the last
+        name, trainer = (
+            " ".join(overrides) or "(as it is)",
+            None,
+        )  # which gives back the memory of the last
         try:
             _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
             *_, found = bounds.of_training(
-                trainer, length=length, batch_size=bounds.settings.batch_size, choices=bounds.choices(trainer)
+                trainer,
+                length=length,
+                batch_size=bounds.settings.batch_size,
+                choices=bounds.choices(trainer),
             )
         except DoesNotFitError as error:
             if distributed.world_size() > 1:
@@ -131,7 +151,15 @@ def tune(job: Job, result: ProbeResult, watch: Watchdog | None) -> None:
         peak = format_bytes(found.peak_bytes() or 0)
         lines.append((speed, f"{found.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides))
     lines.sort(reverse=True)
-    say("\n".join(["", f"{'rows':>6} {'peak':>10} {'tokens/s':>9}  setting", *(line for _, line, _ in lines)]))
+    say(
+        "\n".join(
+            [
+                "",
+                f"{'rows':>6} {'peak':>10} {'tokens/s':>9}  setting",
+                *(line for _, line, _ in lines),
+            ]
+        )
+    )
     say(f"fastest: {' '.join(lines[0][2]) or 'the configuration as it is'}")
 
 

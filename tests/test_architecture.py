@@ -15,7 +15,11 @@ PACKAGE = ROOT / "adaptive_batch"
 LINE = "schedules, distributed < data, memory < probe, estimate, checkpoint < training, report < torchtune < recipes"
 # Single modules that look at all packages, and that none imports.
 ABOVE_ALL = ("doctor", "__main__")
-TIER = {name: tier for tier, names in enumerate((*LINE.split(" < "), *ABOVE_ALL)) for name in names.split(", ")}
+TIER = {
+    name: tier
+    for tier, names in enumerate((*LINE.split(" < "), *ABOVE_ALL))
+    for name in names.split(", ")
+}
 BELOW_ALL = {"errors", "_util", "_torch", "config_files"}
 OUTSIDE = sys.stdlib_module_names | {"torch"}
 # Imported where it is used.
@@ -44,7 +48,9 @@ def test_imports_go_down_the_line_and_through_faces(path):
     for module, name in imports(path):
         first, *rest = module.split(".")
         if first != "adaptive_batch":
-            assert own in ("torchtune", "recipes") or first in OUTSIDE | OPTIONAL.get(own, set()), module
+            assert own in ("torchtune", "recipes") or first in OUTSIDE | OPTIONAL.get(own, set()), (
+                module
+            )
             continue
         other = rest[0] if rest else name
         if other == own or other in BELOW_ALL or other == "__version__":
@@ -53,14 +59,20 @@ def test_imports_go_down_the_line_and_through_faces(path):
         assert TIER[other] < TIER[own], f"{own} imports {module}: against {LINE}"
         assert len(rest) < 2, f"{module}.{name}: past the face of {other}"
         if rest and other not in ABOVE_ALL:
-            assert f'"{name}"' in (PACKAGE / other / "__init__.py").read_text(), f"{name} is not in {other}.__all__"
+            assert f'"{name}"' in (PACKAGE / other / "__init__.py").read_text(), (
+                f"{name} is not in {other}.__all__"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_private_names_of_torch_are_asked_for_in_one_place(path):
     if path.name != "_torch.py":
         modules = [f"{module}.{name}" for module, name in imports(path)]
-        used = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        used = [
+            ast.unparse(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        ]
         private = [name for name in modules + used if re.match(r"torch(\.\w+)*\._[a-zA-Z]", name)]
         # an operator's own name; the profiler, whose call PyTorch documents under this one
         allowed = ("torch.ops.", "torch.cuda.memory._record_memory_history")
@@ -68,7 +80,16 @@ def test_private_names_of_torch_are_asked_for_in_one_place(path):
 
 
 def test_the_core_imports_where_torchtune_and_its_needs_are_blocked():
-    blocked = ("torchtune", "torchao", "torchdata", "omegaconf", "datasets", "tokenizers", "tqdm", "matplotlib")
+    blocked = (
+        "torchtune",
+        "torchao",
+        "torchdata",
+        "omegaconf",
+        "datasets",
+        "tokenizers",
+        "tqdm",
+        "matplotlib",
+    )
     core = [name for name in TIER if name not in ("torchtune", "recipes", "__main__")]
     program = f"import sys; sys.modules.update(dict.fromkeys({blocked!r})); "
     program += "import adaptive_batch; assert 'torch' not in sys.modules; " + "; ".join(
@@ -79,14 +100,22 @@ def test_the_core_imports_where_torchtune_and_its_needs_are_blocked():
 
 def test_training_imports_no_simulation_of_an_allocator():
     program = "import sys, adaptive_batch.training; print(*(name for name in sys.modules if '.estimate' in name))"
-    finished = subprocess.run([sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True)
-    assert [name for name in finished.stdout.split() if name.startswith("adaptive_batch.estimate")] == []
+    finished = subprocess.run(
+        [sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert [
+        name for name in finished.stdout.split() if name.startswith("adaptive_batch.estimate")
+    ] == []
 
 
 def test_each_public_name_is_there_and_no_other():
     assert {"AdaptiveLoop", "SettingError", "steps"} <= set(adaptive_batch.__all__)
-    assert [getattr(adaptive_batch, name).__name__ for name in adaptive_batch.__all__] == adaptive_batch.__all__
-    with pytest.raises(AttributeError, match="module 'adaptive_batch' has no attribute 'AdaptiveLop'"):
+    assert [
+        getattr(adaptive_batch, name).__name__ for name in adaptive_batch.__all__
+    ] == adaptive_batch.__all__
+    with pytest.raises(
+        AttributeError, match="module 'adaptive_batch' has no attribute 'AdaptiveLop'"
+    ):
         _ = adaptive_batch.AdaptiveLop
 
 

@@ -11,7 +11,14 @@ import gc
 import pytest
 import torch
 from support.runners import build_runner
-from support.training_cases import CUDA_OPTIMIZERS, Case, Training, deterministic, differences, traces
+from support.training_cases import (
+    CUDA_OPTIMIZERS,
+    Case,
+    Training,
+    deterministic,
+    differences,
+    traces,
+)
 from torch import nn
 
 from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_complete
@@ -86,7 +93,9 @@ def test_the_allocator_refuses_what_passes_the_budget_and_is_free_again_after(me
 def test_an_allocator_that_had_to_give_back_its_cache_is_told(memory):
     with memory.measure([], budget_bytes=GIB) as usage:
         torch.empty(600 * MIB, dtype=torch.uint8, device=CUDA)
-        torch.empty(700 * MIB, dtype=torch.uint8, device=CUDA)  # fits only once the 600 MiB have been given back
+        torch.empty(
+            700 * MIB, dtype=torch.uint8, device=CUDA
+        )  # fits only once the 600 MiB have been given back
     assert usage.retried
 
 
@@ -101,13 +110,18 @@ def test_the_real_words_are_recognised():
 @pytest.mark.cuda_stack
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_the_bound_was_tried_and_the_next_rows_do_not_fit(memory, checkpointing):
-    training = Training(Case("AdamW fused", checkpointing=checkpointing), device=CUDA, optimizers=CUDA_OPTIMIZERS)
+    training = Training(
+        Case("AdamW fused", checkpointing=checkpointing), device=CUDA, optimizers=CUDA_OPTIMIZERS
+    )
     budget = torch.cuda.memory_reserved(CUDA) + 512 * MIB
     before = fraction()
     with training.rehearsal(budget_bytes=budget) as trial:
         assert trial.optimizer_peak_bytes
         search = Predictive(
-            budget_bytes=budget, maximum=100_000, resident_bytes=trial.resident_bytes, granularity_bytes=20 * 2**20
+            budget_bytes=budget,
+            maximum=100_000,
+            resident_bytes=trial.resident_bytes,
+            granularity_bytes=20 * 2**20,
         )
         result = run_search(trial, search=search)
         best = [t for t in result.trials if t.batch_size == result.max_batch_size]
@@ -131,7 +145,9 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_probe_leaves_no_trace_however_it_ends(case):
     """The generator of the device is part of what is compared."""
-    assert {outcome: differing for outcome, differing in traces(case, device=CUDA) if differing} == {}
+    assert {
+        outcome: differing for outcome, differing in traces(case, device=CUDA) if differing
+    } == {}
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
@@ -139,7 +155,9 @@ def test_a_probe_leaves_no_trace_however_it_ends(case):
 def test_a_probe_leaves_no_trace_with_bitsandbytes(in_backward, resumed):
     pytest.importorskip("bitsandbytes")
     case = Case("PagedAdamW8bit", in_backward=in_backward, dtype=torch.bfloat16, resumed=resumed)
-    assert {outcome: differing for outcome, differing in traces(case, device=CUDA) if differing} == {}
+    assert {
+        outcome: differing for outcome, differing in traces(case, device=CUDA) if differing
+    } == {}
 
 
 @pytest.mark.cuda_stack
@@ -166,8 +184,13 @@ def test_statistics_of_peaks_start_afresh_after_a_probe():
 def run_out_of_memory_in_mid_run(memory):
     """For real: what this process may take is lowered between two steps. Returns the result and the gradients of each."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(1000, 256), nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 1000)).to(CUDA)
-    rows = [{"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 1000, (64, 256)).tolist()]
+    model = nn.Sequential(
+        nn.Embedding(1000, 256), nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 1000)
+    ).to(CUDA)
+    rows = [
+        {"tokens": tokens, "labels": tokens}
+        for tokens in torch.randint(0, 1000, (64, 256)).tolist()
+    ]
     changes: list[LimitChange] = []
 
     def collate(rows):
@@ -181,7 +204,12 @@ def run_out_of_memory_in_mid_run(memory):
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
     runner = build_runner(
-        model, MicroBatchLimit(64), collate=collate, to_device=to_device, mean_loss=mean_loss, on_change=changes.append
+        model,
+        MicroBatchLimit(64),
+        collate=collate,
+        to_device=to_device,
+        mean_loss=mean_loss,
+        on_change=changes.append,
     )
 
     def step():
@@ -196,7 +224,9 @@ def run_out_of_memory_in_mid_run(memory):
     torch.cuda.empty_cache()
     resident = torch.cuda.memory_allocated(CUDA)
     before = fraction()
-    torch.cuda.set_per_process_memory_fraction((resident + (peak - resident) / 3) / memory.total_bytes(), CUDA)
+    torch.cuda.set_per_process_memory_fraction(
+        (resident + (peak - resident) / 3) / memory.total_bytes(), CUDA
+    )
     try:
         split, found = step()
     finally:
@@ -217,7 +247,9 @@ def test_a_step_that_ran_out_of_memory_has_the_gradients_of_one_that_did_not(mem
     whole, expected, split, found = run_out_of_memory_in_mid_run(memory)
     assert split.loss == pytest.approx(whole.loss, rel=1e-4)
     for one, other in zip(expected, found, strict=True):
-        assert torch.linalg.norm(one - other) <= 1e-2 * torch.linalg.norm(one)  # matrix products may be in TF32
+        assert torch.linalg.norm(one - other) <= 1e-2 * torch.linalg.norm(
+            one
+        )  # matrix products may be in TF32
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -226,7 +258,9 @@ def test_a_resume_point_of_a_device_goes_on_to_the_bit(tmp_path, asynchronous):
 
     def build():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.3), nn.Linear(256, 64)).to(CUDA, torch.bfloat16)
+        model = nn.Sequential(nn.Linear(64, 256), nn.Dropout(0.3), nn.Linear(256, 64)).to(
+            CUDA, torch.bfloat16
+        )
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     def step(model, optimizer):
@@ -260,11 +294,15 @@ def test_the_noise_of_a_step_is_not_waited_for():
     """Its norms stay on the device until somebody reads them."""
     torch.manual_seed(0)
     model = nn.Embedding(100, 32).to(CUDA)
-    rows = [{"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 100, (16, 8)).tolist()]
+    rows = [
+        {"tokens": tokens, "labels": tokens} for tokens in torch.randint(0, 100, (16, 8)).tolist()
+    ]
     runner = build_runner(
         model,
         MicroBatchLimit(4),
-        collate=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")},
+        collate=lambda rows: {
+            key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")
+        },
         to_device=lambda batch: batch.update({key: value.to(CUDA) for key, value in batch.items()}),
         mean_loss=lambda batch: model(batch["tokens"])[:, 1:].square().mean(),
         measures_noise=True,
@@ -273,4 +311,6 @@ def test_the_noise_of_a_step_is_not_waited_for():
     assert noise.small_squared_norm.device == noise.big_squared_norm.device == CUDA
     assert float(noise.small_rows) == pytest.approx(4)
     assert noise.big_rows == 16
-    assert float(noise.big_squared_norm) == pytest.approx(float(model.weight.grad.square().sum()), rel=1e-4)
+    assert float(noise.big_squared_norm) == pytest.approx(
+        float(model.weight.grad.square().sum()), rel=1e-4
+    )

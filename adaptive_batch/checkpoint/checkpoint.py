@@ -94,7 +94,9 @@ class Checkpoint:
                 are not as many as saved it; on every rank, if on one.
         """
         ranks, optimizers = Ranks(process_group), list(optimizers)
-        return self._read(lambda state: read_optimizer(self.path, state, optimizers, names, ranks), ranks)
+        return self._read(
+            lambda state: read_optimizer(self.path, state, optimizers, names, ranks), ranks
+        )
 
     def load_small_state(self) -> Any:
         """Load the small state alone, without reading the tensors; raise a CheckpointError if it cannot be read."""
@@ -106,11 +108,15 @@ class Checkpoint:
         try:
             ranks.each(lambda: results.append(read(_load_safely(self.path / STATE))))
         except Exception as error:
-            raise CheckpointError(f"resume point {self.path} cannot be read ({reason(error)})") from error
+            raise CheckpointError(
+                f"resume point {self.path} cannot be read ({reason(error)})"
+            ) from error
         return results[0]
 
 
-def write_checkpoint(folder: Path, content: Content, *, step: int, order: int, ranks: Ranks) -> None:
+def write_checkpoint(
+    folder: Path, content: Content, *, step: int, order: int, ranks: Ranks
+) -> None:
     """Write a checkpoint into an empty folder, of a file system that all ranks share, and flush it to the disk; a collective.
 
     Raises:
@@ -153,7 +159,9 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
         text = (folder / MANIFEST).read_bytes().decode(errors="replace")
     except OSError as error:
         what = "incomplete" if is_ours else "unrecognized"
-        return SkippedCheckpoint(folder, f"{what}: {MANIFEST} cannot be read ({error.strerror})", is_ours)
+        return SkippedCheckpoint(
+            folder, f"{what}: {MANIFEST} cannot be read ({error.strerror})", is_ours
+        )
     is_ours |= FORMAT in text
     try:
         content = json.loads(text)
@@ -164,7 +172,9 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
                 folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order
             )
         content, files = read_manifest(text)
-        found = Checkpoint(folder, content["step"], order, content["package_version"], content["world_size"], files)
+        found = Checkpoint(
+            folder, content["step"], order, content["package_version"], content["world_size"], files
+        )
     except (ValueError, KeyError, TypeError):
         what = "truncated or changed" if is_ours else "unrecognized"
         return SkippedCheckpoint(folder, f"{MANIFEST} is {what}", is_ours)

@@ -71,16 +71,27 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
         state["tree"], found = _divided(tensors_tree)
         tensors.update(found)
         state["small"] = _map_leaves(_copied, small_state if ranks.rank == 0 else None)
-        return [name for name, tensor in tensors.items() if is_traceable_wrapper_subclass(local_part(tensor))]
+        return [
+            name
+            for name, tensor in tensors.items()
+            if is_traceable_wrapper_subclass(local_part(tensor))
+        ]
 
     # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks agree on the names.
     names = sorted({name for names in ranks.each(divide) for name in names})
     low_bit = {name: tensors.pop(name) for name in names}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    forms = ranks.each(lambda: {name: _form(local_part(tensor)) for name, tensor in low_bit.items()}) if names else []
+    forms = (
+        ranks.each(lambda: {name: _form(local_part(tensor)) for name, tensor in low_bit.items()})
+        if names
+        else []
+    )
     state["low_bit"] = {}
     for name, tensor in low_bit.items():
-        state["low_bit"][name] = {"layout": _layout(tensor), "ranks": [of_rank[name] for of_rank in forms]}
+        state["low_bit"][name] = {
+            "layout": _layout(tensor),
+            "ranks": [of_rank[name] for of_rank in forms],
+        }
         parts = _plain_parts(local_part(tensor), f"{name}@{ranks.rank}")
         tensors |= parts
         num_bytes += ranks.count * sum(part.nbytes for part in parts.values())
@@ -96,7 +107,9 @@ def read_whole(folder: Path, state: Mapping[str, Any]) -> Any:
     return _read(folder, state, _stored(state["tree"]), Ranks())
 
 
-def read_into(folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any], ranks: Ranks) -> None:
+def read_into(
+    folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any], ranks: Ranks
+) -> None:
     """Read into the tensors of `tree`: some entries of the tree that was saved; below these, with the same tensors.
 
     Raises:
@@ -108,7 +121,9 @@ def read_into(folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any], r
         for path in [*here, *found]:
             if path not in found or path not in here:
                 where = "was not saved" if path in here else "was saved, and is not here"
-                raise CheckpointError(f"{_joined((key, *path))} {where}; it belongs to another model")
+                raise CheckpointError(
+                    f"{_joined((key, *path))} {where}; it belongs to another model"
+                )
         for path, tensor in here.items():
             stored = replace(found[path], parameter=tensor)
             for name, part in _targets(stored, tensor.detach(), state, ranks).items():
@@ -157,18 +172,28 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     def form(path: _Path, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return _plain_value(path, value)
-        tensor = value.detach().resolve_conj().resolve_neg() if type(value) is torch.Tensor else value.detach()
+        tensor = (
+            value.detach().resolve_conj().resolve_neg()
+            if type(value) is torch.Tensor
+            else value.detach()
+        )
         local = local_part(tensor)
         is_wrapper: bool = is_traceable_wrapper_subclass(local)
-        if not is_wrapper and (type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided):
+        if not is_wrapper and (
+            type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided
+        ):
             what = f"{_kind(local)} of layout {local.layout} on {local.device}"
             raise TypeError(f"{_joined(path)} is a {what}, which a checkpoint cannot hold")
-        form = forms.setdefault(path if is_wrapper else (*_memory(local), value.shape), _form(tensor))
+        form = forms.setdefault(
+            path if is_wrapper else (*_memory(local), value.shape), _form(tensor)
+        )
         tensors.setdefault(id(form), tensor)
         return form
 
     divided = _map_leaves(form, tree)
-    return divided, {stored.name: tensors[id(stored.form)] for _, stored in _leaves(_stored(divided), _Stored)}
+    return divided, {
+        stored.name: tensors[id(stored.form)] for _, stored in _leaves(_stored(divided), _Stored)
+    }
 
 
 def _stored(divided: Any) -> Any:
@@ -214,7 +239,10 @@ def _targets(
         _check_layout(stored, low_bit, ranks)
         form = low_bit["ranks"][ranks.rank] if tensor is None else local_part(tensor)
         parts = _plain_parts(form, f"{stored.name}@{ranks.rank}")
-        return {name: torch.empty_like(part, device="cpu") if part.is_meta else part for name, part in parts.items()}
+        return {
+            name: torch.empty_like(part, device="cpu") if part.is_meta else part
+            for name, part in parts.items()
+        }
     return {stored.name: stored.empty() if tensor is None else tensor}
 
 
@@ -222,7 +250,10 @@ def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
     """Return a tensor as plain ones by name: itself, or those that it wraps."""
     if not is_traceable_wrapper_subclass(tensor):
         return {name: tensor}
-    return {f"{name}.{attribute}": getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0]}
+    return {
+        f"{name}.{attribute}": getattr(tensor, attribute)
+        for attribute in tensor.__tensor_flatten__()[0]
+    }
 
 
 def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -231,7 +262,9 @@ def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torc
         return parts[name]
     attributes, context = form.__tensor_flatten__()
     inner = {attribute: parts[f"{name}.{attribute}"] for attribute in attributes}
-    wrapper: torch.Tensor = type(form).__tensor_unflatten__(inner, context, form.shape, form.stride())
+    wrapper: torch.Tensor = type(form).__tensor_unflatten__(
+        inner, context, form.shape, form.stride()
+    )
     return wrapper
 
 
@@ -280,21 +313,34 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     parts = _plain_parts(tensor, "").items()
-    return _with_parts(tensor, "", {name: torch.empty_like(part, device="meta") for name, part in parts})
+    return _with_parts(
+        tensor, "", {name: torch.empty_like(part, device="meta") for name, part in parts}
+    )
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What is the same for two tensors that are the same memory; also on a rank whose shards are empty and lie at no address."""
-    place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride())
+    place = (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+    )
     return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
-def _map_leaves(function: Callable[[_Path, Any], Any], tree: Any, kind: Any = object, path: _Path = ()) -> Any:
+def _map_leaves(
+    function: Callable[[_Path, Any], Any], tree: Any, kind: Any = object, path: _Path = ()
+) -> Any:
     """Replace what is of a kind and is no dict, list or tuple by what a function returns for path and value."""
     if isinstance(tree, Mapping):
-        return {key: _map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()}
+        return {
+            key: _map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()
+        }
     if type(tree) in (list, tuple):
-        return type(tree)(_map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree))
+        return type(tree)(
+            _map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree)
+        )
     return function(path, tree) if isinstance(tree, kind) else tree
 
 

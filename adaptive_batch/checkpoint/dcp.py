@@ -41,11 +41,19 @@ class Ranks:
 
     def each(self, act: Callable[[], Result]) -> list[Result]:
         """Act on every rank; return the results by rank, on every rank."""
-        return [act()] if self.count == 1 else distributed.from_each_rank(lambda: self._named(act), self.group)
+        return (
+            [act()]
+            if self.count == 1
+            else distributed.from_each_rank(lambda: self._named(act), self.group)
+        )
 
     def first(self, act: Callable[[], Result]) -> Result:
         """Act on rank zero alone; return its result on every rank."""
-        return act() if self.count == 1 else distributed.from_rank_zero(lambda: self._named(act), self.group)
+        return (
+            act()
+            if self.count == 1
+            else distributed.from_rank_zero(lambda: self._named(act), self.group)
+        )
 
     def _named(self, act: Callable[[], Result]) -> Result:
         try:
@@ -76,11 +84,16 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
         writer.per_thread_copy_ahead = 0
     try:
         state_dict_saver.save(
-            dict(tensors), storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None
+            dict(tensors),
+            storage_writer=writer,
+            process_group=ranks.group,
+            no_dist=ranks.group is None,
         )
     except CheckpointException as error:
         rank, (failed, _) = next(iter(error.failures.items()))
-        raise RuntimeError(f"rank {rank}: {reason(failed)}" if ranks.count > 1 else reason(failed)) from error
+        raise RuntimeError(
+            f"rank {rank}: {reason(failed)}" if ranks.count > 1 else reason(failed)
+        ) from error
     return sorted(path.name for path in folder.glob(f"__{ranks.rank}_*"))
 
 
@@ -118,7 +131,12 @@ class _MetadataUnpickler(pickle.Unpickler):
             ("torch.serialization", "_get_layout"),
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         }
-        if accepted or module in ("torch", "torch.distributed.checkpoint.metadata", "pathlib", "pathlib._local"):
+        if accepted or module in (
+            "torch",
+            "torch.distributed.checkpoint.metadata",
+            "pathlib",
+            "pathlib._local",
+        ):
             found = super().find_class(module, name)
             is_own_class = isinstance(found, type) and found.__module__ == module != "torch"
             if accepted or is_own_class or isinstance(found, torch.dtype):

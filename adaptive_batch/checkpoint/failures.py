@@ -20,7 +20,9 @@ _FULL_BYTES = 2**16  # a disk with less is full
 def reason(error: BaseException) -> str:
     """The text of an error in a line; of the system's error where torch has wrapped others around it."""
     below = _of_the_system(error)
-    if below is None and isinstance(error, pickle.UnpicklingError):  # torch's own advice is to allow everything
+    if below is None and isinstance(
+        error, pickle.UnpicklingError
+    ):  # torch's own advice is to allow everything
         if named := re.search(r"GLOBAL (\S+)", str(error)):
             return f"it names {named[1]}, which torch.load(weights_only=True) allows only once its package is imported, if at all"
         return "it is not what torch.save writes: truncated or changed"
@@ -36,7 +38,9 @@ def _of_the_system(error: BaseException) -> OSError | None:
 
 
 @contextmanager
-def saving(target: Path, temporary: Path, *, num_bytes: int, removes: bool = True) -> Iterator[None]:
+def saving(
+    target: Path, temporary: Path, *, num_bytes: int, removes: bool = True
+) -> Iterator[None]:
     """Inside, a folder is written and renamed; where that fails, what was written is removed, as is what a kill has left of it.
 
     Args:
@@ -62,7 +66,9 @@ def saving(target: Path, temporary: Path, *, num_bytes: int, removes: bool = Tru
         why, remedy = reason(error), "free disk space or correct the path"
         if is_out_of_memory(error):
             remedy = "free memory"
-        elif left < _FULL_BYTES and _of_the_system(error) is None:  # torch does not say why a write failed
+        elif (
+            left < _FULL_BYTES and _of_the_system(error) is None
+        ):  # torch does not say why a write failed
             why = os.strerror(errno.ENOSPC)
         raise CheckpointError(
             f"saving {target} failed ({why}): it needs {num_bytes:,} bytes and a little more, and {free:,} bytes were free; what "

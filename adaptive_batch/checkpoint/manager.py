@@ -140,9 +140,15 @@ class CheckpointManager:
         Copies are kept from one save to the next: allocating fresh memory takes longer than copying.
         """
         self._copies = {
-            name: copy for name, copy in self._copies.items() if name in tensors and _form(copy) == _form(tensors[name])
+            name: copy
+            for name, copy in self._copies.items()
+            if name in tensors and _form(copy) == _form(tensors[name])
         }
-        needed = sum(local_part(tensor).nbytes for name, tensor in tensors.items() if name not in self._copies)
+        needed = sum(
+            local_part(tensor).nbytes
+            for name, tensor in tensors.items()
+            if name not in self._copies
+        )
         hosts = self._ranks.each(lambda: (platform.node(), needed, host_available_bytes()))
         for host, _, available in hosts:
             if (on_host := sum(bytes_ for other, bytes_, _ in hosts if other == host)) > available:
@@ -184,20 +190,28 @@ class CheckpointManager:
                 if name == path.name or not _STEP.fullmatch(name):
                     continue
                 if prefix == _REPLACED and not (self._output_dir / name).exists():
-                    path.rename(self._output_dir / name)  # killed between the two renames: nothing has replaced it
+                    path.rename(
+                        self._output_dir / name
+                    )  # killed between the two renames: nothing has replaced it
                 else:
                     shutil.rmtree(path)
         if target.exists():
             existing = inspect(target)
             if isinstance(existing, SkippedCheckpoint) and not existing.is_ours:
-                raise FileExistsError(f"{target} exists and is not ours to replace: {existing.reason}")
+                raise FileExistsError(
+                    f"{target} exists and is not ours to replace: {existing.reason}"
+                )
         temporary.mkdir()
         return self.next_order()
 
     def next_order(self) -> int:
         """Return the order of what is saved next: one more than of all that is there, so that no clock decides what is newest."""
         saved, skipped = checkpoints_in(self._output_dir)
-        orders = [*(one.order for one in saved), *(one.order or 0 for one in skipped), *self._others()]
+        orders = [
+            *(one.order for one in saved),
+            *(one.order or 0 for one in skipped),
+            *self._others(),
+        ]
         return 1 + max(orders, default=0)
 
     def _remove_old(self, newest: int) -> None:
@@ -206,8 +220,15 @@ class CheckpointManager:
             return
         saved, skipped = checkpoints_in(self._output_dir)
         complete = sorted(saved, key=lambda one: -one.order)
-        older = [other for other in skipped if other.is_ours and (other.order is None or other.order < newest)]
-        for path in [*(old.path for old in complete[self._keep_last :]), *(old.path for old in older)]:
+        older = [
+            other
+            for other in skipped
+            if other.is_ours and (other.order is None or other.order < newest)
+        ]
+        for path in [
+            *(old.path for old in complete[self._keep_last :]),
+            *(old.path for old in older),
+        ]:
             removed = path.with_name(_REMOVED + path.name)
             try:
                 path.rename(removed)  # partly removed, it might look like a user's folder
@@ -231,5 +252,8 @@ def _step_folders(output_dir: Path) -> list[Path]:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What is the same for two tensors if one can be copied into the other's memory."""
-    local, placements = local_part(tensor), tensor.placements if isinstance(tensor, DTensor) else None
+    local, placements = (
+        local_part(tensor),
+        tensor.placements if isinstance(tensor, DTensor) else None,
+    )
     return (type(tensor), tensor.shape, placements, local.dtype, local.shape, local.stride())

@@ -27,7 +27,10 @@ class SavedFile:
 
 def manifest_text(content: Mapping[str, Any], files: Mapping[str, SavedFile]) -> str:
     """Return a manifest as text: its content, the files by name, and a checksum of both."""
-    whole: dict[str, Any] = {**content, "files": {name: asdict(files[name]) for name in sorted(files)}}
+    whole: dict[str, Any] = {
+        **content,
+        "files": {name: asdict(files[name]) for name in sorted(files)},
+    }
     whole["crc32"] = zlib.crc32(json.dumps(whole).encode())
     return json.dumps(whole, indent=1) + "\n"
 
@@ -122,7 +125,9 @@ def newest_complete(
     others = list(skipped)
     for one in sorted(saved, key=lambda one: (-one.order, -one.step)):
         if (changed := changed_content(one.path, one.files)) is None:
-            return one, [other for other in others if other.order is None or other.order >= one.order]
+            return one, [
+                other for other in others if other.order is None or other.order >= one.order
+            ]
         others.append(SkippedCheckpoint(one.path, changed, True, one.order))
     return None, others
 

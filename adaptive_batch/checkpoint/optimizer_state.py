@@ -35,7 +35,9 @@ def parameter_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def named_optimizer_state(optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
+def named_optimizer_state(
+    optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
     """Return the state of optimizers by name; their own tensors, not copies, which are DTensors where the parameters are.
 
     Args:
@@ -95,7 +97,9 @@ def named_form(
     form: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, part in state.items():
         if not isinstance(part, Mapping) or not isinstance(part.get("param_groups"), list):
-            raise CheckpointError(f"the saved optimizer state has {name!r}, which is no state of an optimizer")
+            raise CheckpointError(
+                f"the saved optimizer state has {name!r}, which is no state of an optimizer"
+            )
         one = _by_name(part, [_known(name, known)])
         form["state"] |= one["state"]
         form["param_groups"] += one["param_groups"]
@@ -113,7 +117,10 @@ def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
     else:
         name_of = dict(zip(saved, known, strict=True))
     return {
-        "state": {name_of[parameter]: dict(entries) for parameter, entries in state.get("state", {}).items()},
+        "state": {
+            name_of[parameter]: dict(entries)
+            for parameter, entries in state.get("state", {}).items()
+        },
         "param_groups": [
             {
                 **{key: value for key, value in group.items() if key not in _OURS},
@@ -179,22 +186,36 @@ def _placed(value: Any, *, parameter: nn.Parameter, what: str) -> Any:
         return distributed_from_local(value, parameter, [Replicate()] * mesh.ndim)
     part: Any = torch.empty_like(parameter.detach(), dtype=value.dtype)
     tensors = private("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset")
-    sizes, offsets = tensors.compute_local_shape_and_global_offset(value.shape, mesh, parameter.placements)
-    own = value[tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))]
+    sizes, offsets = tensors.compute_local_shape_and_global_offset(
+        value.shape, mesh, parameter.placements
+    )
+    own = value[
+        tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
+    ]
     part.to_local().copy_(own)
     return part
 
 
 def distributed_from_local(
-    local: torch.Tensor, parameter: DTensor, placements: Sequence[Placement], shape: torch.Size | None = None
+    local: torch.Tensor,
+    parameter: DTensor,
+    placements: Sequence[Placement],
+    shape: torch.Size | None = None,
 ) -> DTensor:
     """Return a DTensor of a rank's own part, over the mesh of a parameter and on its device, which is the host's with CPU offload."""
     shape = local.shape if shape is None else shape
     stride = torch.empty(shape, device="meta").stride()
-    whole = DTensor.from_local(local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+    whole = DTensor.from_local(
+        local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
     return whole.to(parameter.device)  # type: ignore[return-value]
 
 
 def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
     """In the order of torch's numbers."""
-    return [parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]]
+    return [
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]

@@ -147,7 +147,9 @@ class AdaptiveBatches(Sampler[list[int]]):
         if sampler is not None:
             _check_sampler(sampler, sampling)
             self._order = SamplerOrder(sampler)
-        rows = dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
+        rows = (
+            dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
+        )
         self._counts_tokens = row_length is not None or reads_tokens(batch_size_schedule)
         self._planner = StepPlanner(
             rows,
@@ -202,7 +204,9 @@ class AdaptiveBatches(Sampler[list[int]]):
             raise SettingError("batch_size", batch_size, remedy)
         self._planner.take_batch_size(check_whole("batch_size", batch_size))
 
-    def couple(self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples") -> None:
+    def couple(
+        self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples"
+    ) -> None:
         """Couple a schedule that follows the learning rate, such as `seesaw`, to the rate's own.
 
         Args:
@@ -256,7 +260,9 @@ class AdaptiveBatches(Sampler[list[int]]):
         for key, value in self._built_with.items():
             saved = state["built_with"][key]
             if saved != value:
-                raise SettingError(key, value, f"the saved state was built with {saved}; resume with that")
+                raise SettingError(
+                    key, value, f"the saved state was built with {saved}; resume with that"
+                )
         self._planner.load_state_dict(state["steps"])
         # A schedule follows the maximum that is found here.
         self._planner.forget_saved_maximum()
@@ -269,18 +275,22 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
     """Refuse a sampler whose order cannot be taken."""
     name = type(sampler).__name__
     if distributed.data_parallel_size() > 1:
-        remedy = (
-            "on several ranks leave it out: rows are dealt to them here, in the order of torch's DistributedSampler"
-        )
+        remedy = "on several ranks leave it out: rows are dealt to them here, in the order of torch's DistributedSampler"
         raise SettingError("sampler", name, remedy)
     if sampling.batch_tokens is not None or sampling.sample_order != "dataloader":
         raise SettingError(
-            "sampler", name, "batch_tokens and sample_order have an order of their own; give one of them"
+            "sampler",
+            name,
+            "batch_tokens and sample_order have an order of their own; give one of them",
         )
     if isinstance(sampler, BatchSampler):
-        raise SettingError("sampler", name, "it yields batches, which are made here; give its sampler")
+        raise SettingError(
+            "sampler", name, "it yields batches, which are made here; give its sampler"
+        )
     if not hasattr(sampler, "__len__"):
-        raise SettingError("sampler", name, "it has no length, so an epoch has no end; give one with __len__")
+        raise SettingError(
+            "sampler", name, "it has no length, so an epoch has no end; give one with __len__"
+        )
 
 
 def _log_event(kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:

@@ -27,7 +27,10 @@ def balance_by_rows(num_rows: int, ranks: int) -> list[range]:
 
 
 def balance_by_tokens(
-    lengths: Sequence[int] | torch.Tensor, ranks: int, limit: MicroBatchLimit, layout: MicroBatchLayout | None = None
+    lengths: Sequence[int] | torch.Tensor,
+    ranks: int,
+    limit: MicroBatchLimit,
+    layout: MicroBatchLayout | None = None,
 ) -> list[list[int]]:
     """Divide rows so that ranks wait little for each other once each has cut its rows into micro-batches.
 
@@ -71,11 +74,20 @@ def balance_by_tokens(
             divided[rank].append(row)
         return list(map(sorted, divided))
     if not layout.is_usual:
-        return [sorted(order[rank :: 2 * ranks] + order[2 * ranks - 1 - rank :: 2 * ranks]) for rank in range(ranks)]
+        return [
+            sorted(order[rank :: 2 * ranks] + order[2 * ranks - 1 - rank :: 2 * ranks])
+            for rank in range(ranks)
+        ]
     if layout.uniform in ("rows", "both"):
-        return in_turn if limit.unit == "rows" else [sorted(order[rank::ranks]) for rank in range(ranks)]
+        return (
+            in_turn
+            if limit.unit == "rows"
+            else [sorted(order[rank::ranks]) for rank in range(ranks)]
+        )
 
-    sizes = {length: (layout.padded(length), layout.rows_within(limit, length)) for length in set(real)}
+    sizes = {
+        length: (layout.padded(length), layout.rows_within(limit, length)) for length in set(real)
+    }
     padded, most = [sizes[length][0] for length in real], [sizes[length][1] for length in real]
     if layout.uniform is None and limit.unit == "tokens":
         num_waves = -(-_fewest_groups(most) // ranks)
@@ -120,7 +132,9 @@ class _SortedRows:
             end, tokens = self._next_wave(start, left, ranks)
             groups = []
             for later in range(min(ranks, end - start) - 1, -1, -1):
-                rows = min(tokens // self._lengths[start] or 1, self._most[start], end - start - later)
+                rows = min(
+                    tokens // self._lengths[start] or 1, self._most[start], end - start - later
+                )
                 groups.append((start, start + rows))
                 start += rows
             yield groups
@@ -136,7 +150,9 @@ class _SortedRows:
         for percent in TRIED_PERCENT:
             tokens = max(percent * alike // 100, self._lengths[start])
             end = self._reached(start, ranks, tokens)
-            after = self._least_tokens(end, last, ranks * later, at_most=(least_time - tokens - 1) // later)
+            after = self._least_tokens(
+                end, last, ranks * later, at_most=(least_time - tokens - 1) // later
+            )
             if after is not None:
                 best, least_time = tokens, tokens + later * after
         return self._reached(start, ranks, best), best
@@ -147,7 +163,9 @@ class _SortedRows:
         low, high = max(self._lengths[start], mean), at_most
         if high < low or self._reached(start, groups, high) < end:
             return None
-        return bisect_left(range(high), end, lo=low, key=lambda tokens: self._reached(start, groups, tokens))
+        return bisect_left(
+            range(high), end, lo=low, key=lambda tokens: self._reached(start, groups, tokens)
+        )
 
     def _reached(self, start: int, groups: int, tokens: int) -> int:
         """Return where so many groups end that each take as many rows as they may with at most so many tokens."""

@@ -21,7 +21,9 @@ from adaptive_batch.errors import SettingError
 
 COUNTS = ("padded", "real")
 LONG_ROWS = ("error", "drop", "alone")
-CHUNK = 65_536  # rows that are Python numbers at one time: as tensors they take a quarter of the memory
+CHUNK = (
+    65_536  # rows that are Python numbers at one time: as tensors they take a quarter of the memory
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class Limits:
             if getattr(self, key) not in words:
                 raise SettingError(key, getattr(self, key), f"must be one of {', '.join(words)}")
         if self.min_rows > self.max_rows:
-            raise SettingError("min_rows", self.min_rows, f"must not be above the most rows, {self.max_rows}")
+            raise SettingError(
+                "min_rows", self.min_rows, f"must not be above the most rows, {self.max_rows}"
+            )
 
     @property
     def padded(self) -> bool:
@@ -53,7 +57,9 @@ class Limits:
         """Return the rows of a batch that could hold `rows`: those, or with `divisible` at most an eighth fewer."""
         if not self.divisible:
             return rows
-        fewer = rows - rows % max(1, 1 << max(0, rows.bit_length() - 4))  # 2 ** (floor(log2(rows)) - 3)
+        fewer = rows - rows % max(
+            1, 1 << max(0, rows.bit_length() - 4)
+        )  # 2 ** (floor(log2(rows)) - 3)
         return fewer if fewer >= min_rows else rows
 
 
@@ -80,7 +86,9 @@ def fill_batches(rows: Rows, limits: Limits) -> tuple[torch.Tensor, torch.Tensor
 
     def fill(rows: Rows, min_rows: int, *, more_follow: bool) -> Rows:
         in_order = limits.padded or _any_fit(rows, limits, min_rows)
-        packed, left = (_fill_in_order if in_order else _fill_waiting)(rows, limits, min_rows, more_follow=more_follow)
+        packed, left = (_fill_in_order if in_order else _fill_waiting)(
+            rows, limits, min_rows, more_follow=more_follow
+        )
         batches.append(packed)
         return left
 
@@ -100,7 +108,9 @@ def fill_batches(rows: Rows, limits: Limits) -> tuple[torch.Tensor, torch.Tensor
             batches.append((left.numbers, torch.tensor([len(left.numbers)])))
             break
         left = fill(left, 1, more_follow=False)
-    starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat([sizes for _, sizes in batches]).cumsum(0)])
+    starts = torch.cat(
+        [torch.zeros(1, dtype=torch.int64), torch.cat([sizes for _, sizes in batches]).cumsum(0)]
+    )
     return torch.cat([numbers for numbers, _ in batches]), starts
 
 
@@ -136,7 +146,9 @@ def _fit_together(rows: Rows, limits: Limits) -> bool:
     return count == 1 or (count <= limits.max_rows and int(tokens) <= limits.max_tokens)
 
 
-def _fill_in_order(rows: Rows, limits: Limits, min_rows: int, *, more_follow: bool) -> tuple[Packed, Rows]:
+def _fill_in_order(
+    rows: Rows, limits: Limits, min_rows: int, *, more_follow: bool
+) -> tuple[Packed, Rows]:
     """Fill batches with consecutive rows; return them, and the rows that are left."""
     filled = _greedy(rows.sizes, limits, min_rows)
     if filled and filled[-1] < min_rows:
@@ -150,7 +162,9 @@ def _fill_in_order(rows: Rows, limits: Limits, min_rows: int, *, more_follow: bo
     elif filled and more_follow:
         filled[-1] = limits.kept(filled[-1], min_rows)
     used = sum(filled)
-    return (rows.numbers[:used], torch.tensor(filled, dtype=torch.int64)), rows.pick(slice(used, None))
+    return (rows.numbers[:used], torch.tensor(filled, dtype=torch.int64)), rows.pick(
+        slice(used, None)
+    )
 
 
 def _greedy(sizes: torch.Tensor, limits: Limits, min_rows: int) -> list[int]:
@@ -160,7 +174,11 @@ def _greedy(sizes: torch.Tensor, limits: Limits, min_rows: int) -> list[int]:
     for first in range(0, len(sizes), CHUNK):
         for size in sizes[first : first + CHUNK].tolist():
             while rows:
-                tokens = (rows + 1) * (longest if longest > size else size) if limits.padded else total + size
+                tokens = (
+                    (rows + 1) * (longest if longest > size else size)
+                    if limits.padded
+                    else total + size
+                )
                 if tokens <= limits.max_tokens and rows < limits.max_rows:
                     break
                 filled.append(limits.kept(rows, min_rows))
@@ -174,7 +192,9 @@ def _greedy(sizes: torch.Tensor, limits: Limits, min_rows: int) -> list[int]:
     return [*filled, rows] if rows else filled
 
 
-def _fill_waiting(rows: Rows, limits: Limits, min_rows: int, *, more_follow: bool) -> tuple[Packed, Rows]:
+def _fill_waiting(
+    rows: Rows, limits: Limits, min_rows: int, *, more_follow: bool
+) -> tuple[Packed, Rows]:
     """Fill as :func:`_fill_in_order`, but rows that do not fit wait for others that do; counted in real tokens.
 
     Waiting rows come first, and again once a batch has enough; they are taken up to the first that does not fit, so each
@@ -197,7 +217,9 @@ def _fill_waiting(rows: Rows, limits: Limits, min_rows: int, *, more_follow: boo
                     waiting.popleft()
             if enough and waiting:
                 room = limits.max_tokens - sizes[waiting[0]]
-                if sizes[coming] * max(1, min_rows - 1) <= room:  # it fits in the batch of the first that waits
+                if (
+                    sizes[coming] * max(1, min_rows - 1) <= room
+                ):  # it fits in the batch of the first that waits
                     break
             if not batch.add(coming, sizes):
                 if enough:
@@ -207,13 +229,20 @@ def _fill_waiting(rows: Rows, limits: Limits, min_rows: int, *, more_follow: boo
         is_last = coming == len(sizes) and not waiting
         kept = 0
         if len(batch.rows) >= min_rows:
-            kept = len(batch.rows) if is_last and not more_follow else limits.kept(len(batch.rows), min_rows)
+            kept = (
+                len(batch.rows)
+                if is_last and not more_follow
+                else limits.kept(len(batch.rows), min_rows)
+            )
             used += batch.rows[:kept]
             filled.append(kept)
         waiting.extendleft(reversed(batch.rows[kept:]))
         if is_last or not kept:
             break
-    packed = rows.numbers[torch.tensor(used, dtype=torch.int64)], torch.tensor(filled, dtype=torch.int64)
+    packed = (
+        rows.numbers[torch.tensor(used, dtype=torch.int64)],
+        torch.tensor(filled, dtype=torch.int64),
+    )
     return packed, rows.pick(torch.tensor(waiting, dtype=torch.int64))
 
 
@@ -227,7 +256,9 @@ class _OpenBatch:
     def add(self, row: int, sizes: list[int]) -> bool:
         """Add a row where it fits: up to `min_rows` it may take its share of what is left, so that others can follow."""
         missing = max(1, self._min_rows - len(self.rows))
-        if self.rows and (len(self.rows) == self._max_rows or sizes[row] * missing > self._tokens_left):
+        if self.rows and (
+            len(self.rows) == self._max_rows or sizes[row] * missing > self._tokens_left
+        ):
             return False
         self.rows.append(row)
         self._tokens_left -= sizes[row]

@@ -34,7 +34,11 @@ class DatasetAdapter(Dataset[Any]):
     def __init__(self, dataset: Any, row_length: RowLength = None) -> None:
         count_rows(dataset)
         if row_length is not None and not callable(row_length):
-            check_whole("row_length", row_length, remedy="give a function of a row, a whole number, 1 or more, or None")
+            check_whole(
+                "row_length",
+                row_length,
+                remedy="give a function of a row, a whole number, 1 or more, or None",
+            )
         self._dataset = dataset
         if isinstance(dataset, ReadAhead):
             self.expect = dataset.expect
@@ -70,7 +74,11 @@ class DatasetAdapter(Dataset[Any]):
 
     def describe(self, row: Any) -> str:
         """Return how an error names a row, its length included unless all are alike."""
-        return "one row" if isinstance(self._row_length, int) else f"one row of {count(self.length(row), 'token')}"
+        return (
+            "one row"
+            if isinstance(self._row_length, int)
+            else f"one row of {count(self.length(row), 'token')}"
+        )
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -111,11 +119,21 @@ def label_tokens(batch: Any) -> torch.Tensor:
         SettingError: the batch is no mapping with such labels.
     """
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not 1 <= labels.dim() <= 2:
-        found = f"{labels.dtype} of {list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+    if (
+        not isinstance(labels, torch.Tensor)
+        or labels.is_floating_point()
+        or not 1 <= labels.dim() <= 2
+    ):
+        found = (
+            f"{labels.dtype} of {list(labels.shape)}"
+            if isinstance(labels, torch.Tensor)
+            else type(labels).__name__
+        )
         remedy = 'give a function of a batch, such as lambda batch: (batch["labels"] != -100).sum()'
         raise SettingError(
-            "num_labels", None, f"`labels` of a batch are {found}, not numbers of tokens [batch, sequence]; {remedy}"
+            "num_labels",
+            None,
+            f"`labels` of a batch are {found}, not numbers of tokens [batch, sequence]; {remedy}",
         )
     return ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum()
 
@@ -128,7 +146,11 @@ def check_loss(loss: Any) -> torch.Tensor:
     """
     remedy = "return the mean over the labels alone, a tensor of one number"
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        found = f"{loss.dtype} of {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        found = (
+            f"{loss.dtype} of {list(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else type(loss).__name__
+        )
         raise SettingError("mean_loss", found, f"that is what it returned; {remedy}")
     if torch.is_grad_enabled() and not loss.requires_grad:
         why = "its result depends on no parameter that needs gradients"

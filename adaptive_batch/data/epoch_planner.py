@@ -101,16 +101,25 @@ class _PlannedBy:
     @cached_property
     def packed(self) -> str:
         """The lengths as text, small."""
-        return base64.b64encode(zlib.compress(self.lengths.to(torch.int32).numpy().tobytes(), level=1)).decode()
+        return base64.b64encode(
+            zlib.compress(self.lengths.to(torch.int32).numpy().tobytes(), level=1)
+        ).decode()
 
     @classmethod
     def unpacked(cls, begin: int, packed: str) -> _PlannedBy:
-        lengths = torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(packed))), dtype=torch.int32)
+        lengths = torch.frombuffer(
+            bytearray(zlib.decompress(base64.b64decode(packed))), dtype=torch.int32
+        )
         return cls(begin, lengths.to(torch.int64))
 
 
 def plan_token_batches(
-    lengths: torch.Tensor, batching: Batching, *, ranks: int, order: torch.Tensor | None, divisible: bool
+    lengths: torch.Tensor,
+    batching: Batching,
+    *,
+    ranks: int,
+    order: torch.Tensor | None,
+    divisible: bool,
 ) -> TokenBatchPlan:
     """Plan the steps of an epoch that hold `batch_tokens` on each device; the rest as in :func:`plan_batches`.
 
@@ -120,9 +129,15 @@ def plan_token_batches(
     assert batching.batch_tokens
     limits = _row_limits(batching, ranks, divisible)
     try:
-        return plan_batches(lengths, batching.batch_tokens * ranks, order=order, count="real", **limits)
+        return plan_batches(
+            lengths, batching.batch_tokens * ranks, order=order, count="real", **limits
+        )
     except SettingError as error:
-        keys = {"max_tokens": "batch_tokens", "min_rows": "min_rows_per_batch", "max_rows": "max_rows_per_batch"}
+        keys = {
+            "max_tokens": "batch_tokens",
+            "min_rows": "min_rows_per_batch",
+            "max_rows": "max_rows_per_batch",
+        }
         raise SettingError(keys.get(error.key, error.key), error.value, error.remedy) from None
 
 
@@ -214,7 +229,11 @@ class EpochPlanner:
         now = _PlannedBy(rows, self._rows.lengths)
         differs = not torch.equal(before[-1].lengths, now.lengths)
         self._epoch = progress.epoch
-        self._planned_by = [*(part for part in before if part.begin < rows), now] if differs or not rows else before
+        self._planned_by = (
+            [*(part for part in before if part.begin < rows), now]
+            if differs or not rows
+            else before
+        )
         if differs or len(before) > len(self._planned_by):
             self._planned.cache_clear()
         return differs and rows > 0
@@ -228,7 +247,9 @@ class EpochPlanner:
         """Plan the epoch as it was planned when the state was saved."""
         self.ranks = state["ranks"]
         self._epoch = state["epoch"]
-        self._planned_by = [_PlannedBy.unpacked(begin, packed) for begin, packed in state["planned_by"]]
+        self._planned_by = [
+            _PlannedBy.unpacked(begin, packed) for begin, packed in state["planned_by"]
+        ]
         self._planned.cache_clear()
 
     def _parts(self, epoch: int) -> list[_PlannedBy]:
@@ -236,15 +257,22 @@ class EpochPlanner:
         is_current = epoch == self._epoch and self._planned_by
         return self._planned_by if is_current else [_PlannedBy(0, self._rows.lengths)]
 
-    def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[Progress, int]:
+    def next_step(
+        self, progress: Progress, rule: Callable[[Progress], int]
+    ) -> tuple[Progress, int]:
         """Return progress with the batch that is requested for the next step, and its rows over all ranks; 0 where the epoch is over."""
         if self.batching.batch_tokens:
-            (_, budgets, plan), step = self._planned(progress.at_epoch_start()), progress.epoch_steps
+            (_, budgets, plan), step = (
+                self._planned(progress.at_epoch_start()),
+                progress.epoch_steps,
+            )
             if step >= plan.steps:
                 return progress, 0
             return replace(progress, batch=budgets[step]), plan.rows_of_step(step)
         requested = rule(progress)
-        return replace(progress, batch=requested), self._rows_of_next_step(progress, requested * self.ranks)
+        return replace(progress, batch=requested), self._rows_of_next_step(
+            progress, requested * self.ranks
+        )
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""
@@ -264,8 +292,12 @@ class EpochPlanner:
         if batching.batch_tokens:
             plan = self._planned(progress.at_epoch_start())[2]
         elif batching.batch_size_schedule is None:
-            plan = EpochPlan.of(self.num_rows, step_rows=rule(progress) * self.ranks, **batching.ends)
-            if progress.epoch_rows != progress.epoch_steps * plan.step_rows:  # it was another batch before a restart
+            plan = EpochPlan.of(
+                self.num_rows, step_rows=rule(progress) * self.ranks, **batching.ends
+            )
+            if (
+                progress.epoch_rows != progress.epoch_steps * plan.step_rows
+            ):  # it was another batch before a restart
                 plan = self._mixed(progress, rule)
         else:
             order = self.order(progress)
@@ -274,10 +306,14 @@ class EpochPlanner:
             else:
                 begin = progress.at_epoch_start()
                 # twice, as a rule that is no function of progress answers otherwise the second time
-                sizes, again = ([size for _, size, _ in self._walk(begin, rule, order)] for _ in range(2))
+                sizes, again = (
+                    [size for _, size, _ in self._walk(begin, rule, order)] for _ in range(2)
+                )
                 plan = EpochPlan.of_sizes(sizes, max_steps=batching.max_steps_per_epoch)
                 plan = replace(plan, is_estimate=sizes != again)
-            plan = replace(plan, rows=self.num_rows, is_estimate=self._is_estimate or plan.is_estimate)
+            plan = replace(
+                plan, rows=self.num_rows, is_estimate=self._is_estimate or plan.is_estimate
+            )
         return replace(plan, tokens=self._tokens(plan, lambda: self.order(progress)))
 
     def constant(self, batch_size: int) -> EpochPlan:
@@ -306,7 +342,9 @@ class EpochPlanner:
         for at, size, order, plan in self._steps_ahead(progress, batch_sizes, counts_tokens=True):
             yield at, order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
 
-    def num_steps(self, progress: Progress, batch_sizes: Mapping[int, int], *, sees_tokens: bool = True) -> int:
+    def num_steps(
+        self, progress: Progress, batch_sizes: Mapping[int, int], *, sees_tokens: bool = True
+    ) -> int:
         """Count the steps of :meth:`ahead`; without reading lengths where a schedule sees no tokens in training."""
         counts_tokens = self.batching.batch_size_schedule is not None
         if counts_tokens and not sees_tokens and not self.batching.batch_tokens:
@@ -328,7 +366,9 @@ class EpochPlanner:
             rule = self.rule(batch_size)
             plan = self.divide(progress, rule)
             order = self.order(progress)
-            for step_begin, size, step_end in self._walk(progress, rule, order if counts_tokens else None):
+            for step_begin, size, step_end in self._walk(
+                progress, rule, order if counts_tokens else None
+            ):
                 yield step_begin, size, order, plan
                 progress = step_end
             progress = progress.after_epoch()
@@ -341,7 +381,9 @@ class EpochPlanner:
             return self._row_order(epoch=progress.epoch)
         order = torch.zeros(0, dtype=torch.int64)
         for part in self._parts(progress.epoch):
-            order = torch.cat([order[: part.begin], self._left(progress.epoch, part, used=order[: part.begin])])
+            order = torch.cat(
+                [order[: part.begin], self._left(progress.epoch, part, used=order[: part.begin])]
+            )
         return order
 
     def _left(self, epoch: int, part: _PlannedBy, *, used: torch.Tensor) -> torch.Tensor:
@@ -358,11 +400,15 @@ class EpochPlanner:
         long_rows = len(self.token_batches(progress).dropped) if self.batching.batch_tokens else 0
         rest = self.num_rows - progress.epoch_rows - long_rows
         most = self.batching.max_steps_per_epoch
-        why = "drop_last" if self.batching.drop_last else "an error"  # which the audit does not let pass
+        why = (
+            "drop_last" if self.batching.drop_last else "an error"
+        )  # which the audit does not let pass
         why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else why
         return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
 
-    def _mixed(self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None = None) -> EpochPlan:
+    def _mixed(
+        self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None = None
+    ) -> EpochPlan:
         """Divide an epoch whose steps so far are not the rule's: these count as large as they were on average."""
         rows, steps = progress.epoch_rows, progress.epoch_steps
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
@@ -399,9 +445,13 @@ class EpochPlanner:
         for block in range(begin, len(order), _BLOCK_ROWS):
             yield from self._rows.real_lengths[order[block : block + _BLOCK_ROWS]].tolist()
 
-    def _plan_constant(self, order: torch.Tensor, lengths: torch.Tensor | None = None) -> TokenBatchPlan:
+    def _plan_constant(
+        self, order: torch.Tensor, lengths: torch.Tensor | None = None
+    ) -> TokenBatchPlan:
         lengths, divisible = self._rows.lengths if lengths is None else lengths, self._divisible
-        return plan_token_batches(lengths, self.batching, ranks=self.ranks, order=order, divisible=divisible)
+        return plan_token_batches(
+            lengths, self.batching, ranks=self.ranks, order=order, divisible=divisible
+        )
 
     def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int], EpochPlan]:
         """Plan the rows of each step of an epoch, and the tokens that are requested for each on one device."""
@@ -412,12 +462,20 @@ class EpochPlanner:
             at = begin
             for step in range(done):
                 rows = batches[step]
-                at = replace(at.after_step(rows=len(rows), tokens=int(part.lengths[rows].sum())), batch=budgets[step])
+                at = replace(
+                    at.after_step(rows=len(rows), tokens=int(part.lengths[rows].sum())),
+                    batch=budgets[step],
+                )
             rest, budgets_of_rest = self._plan_part(at, part, used=batches.rows[: part.begin])
-            batches, budgets = batches.followed_by(rest, after=done), budgets[:done] + budgets_of_rest
+            batches, budgets = (
+                batches.followed_by(rest, after=done),
+                budgets[:done] + budgets_of_rest,
+            )
         return batches, budgets, EpochPlan.of_sizes(batches.sizes.tolist(), **self.batching.ends)
 
-    def _plan_part(self, begin: Progress, part: _PlannedBy, *, used: torch.Tensor) -> tuple[TokenBatchPlan, list[int]]:
+    def _plan_part(
+        self, begin: Progress, part: _PlannedBy, *, used: torch.Tensor
+    ) -> tuple[TokenBatchPlan, list[int]]:
         """Plan the steps of the rows that are not used yet, and the tokens that are requested for each on one device."""
         batching, order = self.batching, self._left(begin.epoch, part, used=used)
         if batching.batch_size_schedule is None:

@@ -55,7 +55,9 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
     if dataset is None:
         raise SettingError(key, name, f"what builds it returned None; {needed}")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise SettingError(key, name, f"a {type(dataset).__name__} has no row by its number; {needed}")
+        raise SettingError(
+            key, name, f"a {type(dataset).__name__} has no row by its number; {needed}"
+        )
     try:
         num_rows = len(dataset)
     except TypeError as error:  # of what is streamed, too
@@ -86,7 +88,11 @@ def row_lengths(
     Raises:
         SettingError: the dataset has no rows or no length, or a row has no list of tokens.
     """
-    of_row = (lambda number, row: (_tokens(dataset, number, row),)) if length is None else lambda _, row: (length(row),)
+    of_row = (
+        (lambda number, row: (_tokens(dataset, number, row),))
+        if length is None
+        else lambda _, row: (length(row),)
+    )
     return measure_rows(
         dataset, of_row, cache_file=cache_file, num_workers=num_workers, show_progress=show_progress
     ).numbers[:, 0]
@@ -123,17 +129,26 @@ def measure_rows(
     """
     num_rows, rows = count_rows(dataset), _Rows(dataset, measure)
     with _random_state_kept():
-        cached = _read(cache_file, num_rows, num_numbers) if cache_file is not None and reads_cache else None
+        cached = (
+            _read(cache_file, num_rows, num_numbers)
+            if cache_file is not None and reads_cache
+            else None
+        )
         if cached is not None:
             last = num_rows - 1
             checked = {last * i // (RECHECKED_ROWS - 2) for i in range(RECHECKED_ROWS - 1)} | {
                 int(cached[:, 0].argmax())
             }
-            changed = next((row for row in sorted(checked) if [*rows.measured(row)] != cached[row].tolist()), None)
+            changed = next(
+                (row for row in sorted(checked) if [*rows.measured(row)] != cached[row].tolist()),
+                None,
+            )
             if changed is None:
                 logger.info("lengths of %d rows read from %s", num_rows, cache_file)
                 return Measured(cached, is_cached=True)
-            logger.warning("%s: row %d no longer has that length; counting all rows again", cache_file, changed)
+            logger.warning(
+                "%s: row %d no longer has that length; counting all rows again", cache_file, changed
+            )
         measured: Iterable[Numbers] = _measured(rows, num_rows, num_workers)
         if show_progress:
             measured = _with_progress(measured, num_rows)
@@ -143,7 +158,11 @@ def measure_rows(
         try:
             atomic_write(cache_file, _checksum(cache_file, packed) + packed, sync=True)
         except OSError as error:
-            logger.warning("%s cannot be written (%s); the rows will be counted again next time", cache_file, error)
+            logger.warning(
+                "%s cannot be written (%s); the rows will be counted again next time",
+                cache_file,
+                error,
+            )
     return Measured(numbers)
 
 
@@ -200,8 +219,13 @@ def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[N
         num_workers = _worthwhile_workers(seconds_per_row * len(left))
     failure = ""
     if num_workers > 0 and left:
-        chunk = min(math.ceil(len(left) / (4 * num_workers)), int(CHUNK_SECONDS / max(seconds_per_row, 1e-9)))
-        for numbers in _measured_by_workers(rows, left, num_workers=num_workers, chunk_rows=max(1, chunk)):
+        chunk = min(
+            math.ceil(len(left) / (4 * num_workers)),
+            int(CHUNK_SECONDS / max(seconds_per_row, 1e-9)),
+        )
+        for numbers in _measured_by_workers(
+            rows, left, num_workers=num_workers, chunk_rows=max(1, chunk)
+        ):
             if isinstance(numbers, str):
                 failure = numbers
                 break
@@ -211,7 +235,9 @@ def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[N
         # The row at which a worker failed is read first: a mistake in the dataset raises here, as itself.
         yield rows.measured(later)
         if failure and later == row:
-            message = "worker processes failed at row %d (%s); counting the other rows in this process"
+            message = (
+                "worker processes failed at row %d (%s); counting the other rows in this process"
+            )
             logger.warning(message, row, failure)
 
 
@@ -219,7 +245,9 @@ def _worthwhile_workers(seconds_left: float) -> int:
     """Return how many worker processes to use for work that this process alone would need `seconds_left` for."""
     if not _fork_is_safe() or seconds_left <= WORTHWHILE_SECONDS:
         return 0
-    num_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_cpus = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(num_cpus, MAX_WORKERS) if num_cpus > 1 else 0
 
 
@@ -228,7 +256,9 @@ def _fork_is_safe() -> bool:
     return sys.platform != "darwin" and "fork" in multiprocessing.get_all_start_methods()
 
 
-def _measured_by_workers(rows: _Rows, numbers: range, *, num_workers: int, chunk_rows: int) -> Iterator[Numbers | str]:
+def _measured_by_workers(
+    rows: _Rows, numbers: range, *, num_workers: int, chunk_rows: int
+) -> Iterator[Numbers | str]:
     """Yield the numbers of each row in order; a reason where a row or the workers failed."""
     if not _fork_is_safe():
         yield f"there is no safe fork on {sys.platform}"
@@ -287,7 +317,10 @@ def _read(path: Path, num_rows: int, num_numbers: int) -> torch.Tensor | None:
         logger.warning("%s cannot be read (%s); counting the rows", path, error)
         return None
     packed = content[_CHECKSUM_BYTES:]
-    if content[:_CHECKSUM_BYTES] == _checksum(path, packed) and len(packed) == 8 * num_rows * num_numbers:
+    if (
+        content[:_CHECKSUM_BYTES] == _checksum(path, packed)
+        and len(packed) == 8 * num_rows * num_numbers
+    ):
         return torch.frombuffer(bytearray(packed), dtype=torch.int64).view(num_rows, num_numbers)
     logger.warning("%s is truncated or not of these %d rows; counting them again", path, num_rows)
     return None

@@ -53,7 +53,10 @@ class MicroBatchLimit:
         """Return the micro-batch that takes most of the limit."""
 
         def key(piece: MicroBatch) -> tuple[int, int]:  # by tokens, one that can be made smaller
-            return (len(piece.rows) if self.unit == "rows" else min(2, len(piece.rows)), piece.padded_tokens)
+            return (
+                len(piece.rows) if self.unit == "rows" else min(2, len(piece.rows)),
+                piece.padded_tokens,
+            )
 
         return max(pieces, key=key)
 
@@ -143,7 +146,10 @@ class MicroBatchLayout:
 
     def rows_within(self, limit: MicroBatchLimit, length: int) -> int:
         """Return how many rows of `length` tokens a micro-batch may hold; one row is always allowed."""
-        return max(1, limit.amount if limit.unit == "rows" else limit.amount // self.padded_tokens([length]))
+        return max(
+            1,
+            limit.amount if limit.unit == "rows" else limit.amount // self.padded_tokens([length]),
+        )
 
 
 @dataclass(frozen=True)
@@ -179,7 +185,10 @@ def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]
     """
     if micro_batch_size < 1:
         raise ValueError(f"micro_batch_size={micro_batch_size}: must be 1 or more")
-    return [list(rows[start : start + micro_batch_size]) for start in range(0, len(rows), micro_batch_size)]
+    return [
+        list(rows[start : start + micro_batch_size])
+        for start in range(0, len(rows), micro_batch_size)
+    ]
 
 
 def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -194,7 +203,9 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """
     for row, length in enumerate(lengths):
         if length > max_tokens:
-            raise ValueError(f"max_tokens={max_tokens}: row {row} has {length} tokens; give {max(lengths)} or more")
+            raise ValueError(
+                f"max_tokens={max_tokens}: row {row} has {length} tokens; give {max(lengths)} or more"
+            )
     return _grouped(lengths, max_tokens)
 
 
@@ -220,14 +231,20 @@ def micro_batches(
     if not layout.pads:
         of_rows = [tuple(lengths[row] for row in piece) for piece in pieces]
         return [
-            MicroBatch(piece, -(-sum(each) // len(each)), each) for piece, each in zip(pieces, of_rows, strict=True)
+            MicroBatch(piece, -(-sum(each) // len(each)), each)
+            for piece, each in zip(pieces, of_rows, strict=True)
         ]
     longest = max(padded)
     alike = layout.uniform in ("lengths", "both")
-    return [MicroBatch(piece, longest if alike else max(padded[row] for row in piece)) for piece in pieces]
+    return [
+        MicroBatch(piece, longest if alike else max(padded[row] for row in piece))
+        for piece in pieces
+    ]
 
 
-def _cut_padded(lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout) -> list[list[int]]:
+def _cut_padded(
+    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
+) -> list[list[int]]:
     most = layout.rows_within(limit, max(lengths))
     if layout.uniform in ("rows", "both"):
         most = largest_divisor(len(lengths), at_most=most)
@@ -239,11 +256,17 @@ def _cut_padded(lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBat
     return [sorted(piece) for piece in split_by_rows(by_length, most)]
 
 
-def _cut_grouped(lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout) -> list[list[int]]:
-    return _grouped_by_time(lengths, [layout.rows_within(limit, length) for length in lengths], layout.time)
+def _cut_grouped(
+    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
+) -> list[list[int]]:
+    return _grouped_by_time(
+        lengths, [layout.rows_within(limit, length) for length in lengths], layout.time
+    )
 
 
-def _cut_packed(lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout) -> list[list[int]]:
+def _cut_packed(
+    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
+) -> list[list[int]]:
     if limit.unit == "rows":
         return split_by_rows(range(len(lengths)), limit.amount)
     return _packed(lengths, limit.amount)
@@ -287,7 +310,9 @@ def _cut(order: Sequence[int], begin: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _grouped_by_time(lengths: Sequence[int], most: Sequence[int], time: MicroBatchTime) -> list[list[int]]:
+def _grouped_by_time(
+    lengths: Sequence[int], most: Sequence[int], time: MicroBatchTime
+) -> list[list[int]]:
     """Group rows so that the sum of the groups' times is least; `most` has for each row the rows of a group that it is longest of.
 
     As in :func:`_grouped`, rows sorted by length are cut into neighbours.
@@ -298,7 +323,9 @@ def _grouped_by_time(lengths: Sequence[int], most: Sequence[int], time: MicroBat
     fewer = torch.arange(len(order), -1, -1, dtype=torch.float64)
     for end, row in enumerate(order, start=1):
         first = max(0, end - most[row])
-        times = torch.add(least[first:end], fewer[len(order) - end + first : len(order)], alpha=of_row[end - 1])
+        times = torch.add(
+            least[first:end], fewer[len(order) - end + first : len(order)], alpha=of_row[end - 1]
+        )
         begin.append(first + int(times.argmin()))
         least[end] = times[begin[end] - first] + time.fixed
     return _cut(order, begin)
@@ -309,7 +336,9 @@ def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     pieces: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        number = next((number for number, left in enumerate(room) if left >= lengths[row]), len(room))
+        number = next(
+            (number for number, left in enumerate(room) if left >= lengths[row]), len(room)
+        )
         if number == len(room):
             pieces.append([])
             room.append(max_tokens)

@@ -193,7 +193,9 @@ class SamplerOrder:
         """Return a part of the order of an epoch: of the current one, or of the next, which begins so."""
         if epoch != self._epoch:
             self._begin(epoch)
-        self._numbers += [int(number) for number in islice(self._drawn, max(0, end - len(self._numbers)))]
+        self._numbers += [
+            int(number) for number in islice(self._drawn, max(0, end - len(self._numbers)))
+        ]
         return torch.tensor(self._numbers[begin:end], dtype=torch.int64)
 
     def _begin(self, epoch: int) -> None:
@@ -211,7 +213,12 @@ class SamplerOrder:
         """Return where the current epoch's draw began, and what it has drawn so far in short."""
         drawn = torch.tensor(self._numbers, dtype=torch.int64)
         checksum = zlib.crc32(drawn.numpy().tobytes())
-        return {"epoch": self._epoch, "random": self._random_state, "rows": len(drawn), "checksum": checksum}
+        return {
+            "epoch": self._epoch,
+            "random": self._random_state,
+            "rows": len(drawn),
+            "checksum": checksum,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Draw the current epoch again.
@@ -229,7 +236,9 @@ class SamplerOrder:
                 generator.set_state(state["random"]["generator"])
             self.read(state["epoch"], 0, state["rows"])
         if self.state_dict()["checksum"] != state["checksum"]:
-            remedy = "it yields other rows than it did before the state was saved; seed it by its epoch"
+            remedy = (
+                "it yields other rows than it did before the state was saved; seed it by its epoch"
+            )
             raise SettingError("sampler", type(self._sampler).__name__, remedy)
 
 

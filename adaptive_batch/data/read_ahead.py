@@ -18,7 +18,9 @@ from adaptive_batch._torch import disable_current_modes
 _reading = threading.RLock()
 atexit.register(_reading.acquire, timeout=10.0)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release)
+    os.register_at_fork(
+        before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
+    )
 
 
 class ReadAhead:
@@ -33,7 +35,9 @@ class ReadAhead:
         self._dataset, self._is_running = dataset, False
         self._rows: dict[int, Any] = {}
         self._expected: dict[int, None] = {}  # in their order
-        self._unwatched = 32  # rows to be watched for draws before any is read ahead; negative: none ever is
+        self._unwatched = (
+            32  # rows to be watched for draws before any is read ahead; negative: none ever is
+        )
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -47,17 +51,25 @@ class ReadAhead:
             self._expected.pop(number, None)
             before = self._unwatched and _random_state()
             row = self._dataset[number]
-            self._unwatched = (self._unwatched - 1 if _random_state() == before else -1) if before else 0
+            self._unwatched = (
+                (self._unwatched - 1 if _random_state() == before else -1) if before else 0
+            )
             return row
 
     def expect(self, numbers: list[int]) -> None:
         """Have these rows read, in their order; forget any other that was."""
         with _reading:
             self._rows = {number: self._rows[number] for number in numbers if number in self._rows}
-            self._expected = {} if self._unwatched else {number: None for number in numbers if number not in self._rows}
+            self._expected = (
+                {}
+                if self._unwatched
+                else {number: None for number in numbers if number not in self._rows}
+            )
             if self._expected and not self._is_running:
                 self._is_running = True
-                threading.Thread(target=self._read, name="adaptive_batch_read_ahead", daemon=True).start()
+                threading.Thread(
+                    target=self._read, name="adaptive_batch_read_ahead", daemon=True
+                ).start()
 
     def _read(self) -> None:
         while self._is_running:

@@ -18,7 +18,9 @@ class RowReader:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._expect: Callable[[list[int]], object] = getattr(dataset, "expect", lambda numbers: None)
+        self._expect: Callable[[list[int]], object] = getattr(
+            dataset, "expect", lambda numbers: None
+        )
         self._requested: deque[int] = deque()
         self._rows: Iterator[Any] | None = None
 

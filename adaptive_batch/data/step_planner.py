@@ -210,18 +210,26 @@ class StepPlanner:
             raise SettingError("lr_clock", str(clock), remedy)
         if (most := batching.max_steps_per_epoch) is not None:
             remedy = f"{rule} takes fewer steps for the same data, so that these would be more of it; set it to null, in a new run"
-            raise SettingError("max_steps_per_epoch", most, f"{remedy}, and take fewer rows of the dataset")
+            raise SettingError(
+                "max_steps_per_epoch", most, f"{remedy}, and take fewer rows of the dataset"
+            )
         left = decay_of(schedule)
 
         def decay(progress: Progress) -> float:
-            return left(time_by(clock.decay, replace(progress, pace=Pace(self.reference, self.reference))))
+            return left(
+                time_by(clock.decay, replace(progress, pace=Pace(self.reference, self.reference)))
+            )
 
         self.epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
 
     # --- epochs -----------------------------------------------------------------------------------------------------
 
     def begin(
-        self, progress: Progress, *, batch_size: int | None = None, first_batch_size: int | None = None
+        self,
+        progress: Progress,
+        *,
+        batch_size: int | None = None,
+        first_batch_size: int | None = None,
     ) -> Progress:
         """Begin the first epoch of this run, or resume it; find the constant batch that schedules count in.
 
@@ -234,7 +242,9 @@ class StepPlanner:
         self.first_batch_size = first_batch_size or self.first_batch_size or self.batch_size
         self._reference = None
         if self.reference.steps == 0:
-            remedy = f"an epoch of {self.epochs.num_rows} rows has no whole step; set drop_last=False"
+            remedy = (
+                f"an epoch of {self.epochs.num_rows} rows has no whole step; set drop_last=False"
+            )
             raise SettingError("batch_size", self.batch_size, remedy)
         return progress
 
@@ -261,7 +271,9 @@ class StepPlanner:
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self._at, self._plan = progress, None
         if self.epochs.begin(progress):
-            self._log_replanned(progress, "rows are not as long as they were when the checkpoint was saved")
+            self._log_replanned(
+                progress, "rows are not as long as they were when the checkpoint was saved"
+            )
         if self.batching.drop_last and self.plan.steps == 0:
             remedy = f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
             raise SettingError("drop_last", True, remedy)
@@ -296,7 +308,9 @@ class StepPlanner:
         sizes, batch_size, function = {}, self.batch_size, self.batching.batch_increase_function
         for epoch in range(progress.epoch, epochs):
             if function is not None and (epoch > progress.epoch or self.grows_now(progress)):
-                batch_size = next_batch_size(function, epoch=epoch, batch_size=batch_size, maximum=self.maximum).after
+                batch_size = next_batch_size(
+                    function, epoch=epoch, batch_size=batch_size, maximum=self.maximum
+                ).after
             sizes[epoch] = batch_size
         return self.epochs.num_steps(progress, sizes, sees_tokens=sees_tokens)
 
@@ -315,8 +329,12 @@ class StepPlanner:
         positions = self.rows_of_rank(numbers, self.limit)
         # Where ranks take rows in turn, those of the next step lie at the same positions.
         next_numbers = self._order[begin + size : begin + 2 * size].tolist()
-        following = [next_numbers[position] for position in positions if position < len(next_numbers)]
-        return PlannedRows(replace(asked, pace=self.pace()), self.batch_size, numbers, positions, following)
+        following = [
+            next_numbers[position] for position in positions if position < len(next_numbers)
+        ]
+        return PlannedRows(
+            replace(asked, pace=self.pace()), self.batch_size, numbers, positions, following
+        )
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch is planned again.
@@ -338,7 +356,9 @@ class StepPlanner:
         message = f"{why}: all rows are counted again, and what is left of epoch {progress.epoch} is planned by that"
         self._event("replanned", message, epoch=progress.epoch, position=progress.epoch_rows)
 
-    def size_of_step(self, step: PlannedRows, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool) -> int:
+    def size_of_step(
+        self, step: PlannedRows, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool
+    ) -> int:
         """Return the size of a step over all ranks, in rows or real tokens; this rank has `rows` of it."""
         if not in_tokens:
             return len(step.numbers)
@@ -352,7 +372,11 @@ class StepPlanner:
         They are balanced by tokens where micro-batches are made by tokens or by length; else they are distributed in turn, as torch's
         sampler does.
         """
-        ranks, rank, layout = distributed.data_parallel_size(), distributed.data_parallel_rank(), self.sizer.layout
+        ranks, rank, layout = (
+            distributed.data_parallel_size(),
+            distributed.data_parallel_rank(),
+            self.sizer.layout,
+        )
         if ranks == 1:
             return range(len(numbers))
         if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
@@ -385,7 +409,9 @@ class StepPlanner:
         is_over = self.batching.epochs is not None and epoch >= self.batching.epochs
         if function is not None and epoch > self._grown_in and not is_over:
             batch = distributed.from_rank_zero(
-                lambda: next_batch_size(function, epoch=epoch, batch_size=before, maximum=self.maximum)
+                lambda: next_batch_size(
+                    function, epoch=epoch, batch_size=before, maximum=self.maximum
+                )
             )
             self._grown_in = epoch
             self._change(batch, "epoch", epoch)

@@ -105,7 +105,9 @@ class StepQueue:
         """The steps that were handed out and are not done, the oldest first."""
         return [each.step for each in self._ahead]
 
-    def done(self, *, tokens: int | None = None, ends_epoch: bool = True, **measured: Any) -> Progress:
+    def done(
+        self, *, tokens: int | None = None, ends_epoch: bool = True, **measured: Any
+    ) -> Progress:
         """Count the oldest step that was handed out as done; return the progress after it.
 
         Args:
@@ -117,11 +119,14 @@ class StepQueue:
             ValueError: no step is waiting.
         """
         if not self._ahead:
-            raise ValueError("no batch is waiting: call step() once for each batch that was handed out")
+            raise ValueError(
+                "no batch is waiting: call step() once for each batch that was handed out"
+            )
         handed_out = self._ahead.popleft()
         before = replace(self._progress, batch=handed_out.step.progress.batch)
         after = before.after_step(
-            rows=len(handed_out.step.numbers), tokens=handed_out.tokens if tokens is None else tokens
+            rows=len(handed_out.step.numbers),
+            tokens=handed_out.tokens if tokens is None else tokens,
         )
         self._progress = replace(after, **measured)
         if ends_epoch and self._planner.is_over(self._progress):

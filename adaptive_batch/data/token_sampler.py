@@ -50,7 +50,9 @@ class TokenBatchPlan:
         """Return the plan whose first `after` batches are these, and whose others are those of `rest`."""
         begin = int(self.starts[after])
         rows = torch.cat([self.rows[:begin], rest.rows])
-        return TokenBatchPlan(rows, torch.cat([self.starts[: after + 1], rest.starts[1:] + begin]), rest.dropped)
+        return TokenBatchPlan(
+            rows, torch.cat([self.starts[: after + 1], rest.starts[1:] + begin]), rest.dropped
+        )
 
     def tolist(self) -> list[list[int]]:
         """Return all batches as lists of row numbers."""
@@ -94,7 +96,9 @@ def batches_by_tokens(
     plan = plan_batches(
         lengths,
         max_tokens,
-        order=row_order(len(lengths), order=order, lengths=lengths, window=window, seed=seed, epoch=epoch)[:],
+        order=row_order(
+            len(lengths), order=order, lengths=lengths, window=window, seed=seed, epoch=epoch
+        )[:],
         min_rows=min_rows,
         max_rows=max_rows,
         count=count,
@@ -154,16 +158,16 @@ def plan_batches(
         row = int(lengths.argmin())
         raise SettingError("lengths", int(lengths[row]), f"row {row} must have 1 token or more")
     most_rows = sys.maxsize if max_rows is None else max_rows
-    limits = Limits(max_tokens, min_rows, most_rows, count=count, long_rows=long_rows, divisible=divisible)
+    limits = Limits(
+        max_tokens, min_rows, most_rows, count=count, long_rows=long_rows, divisible=divisible
+    )
     numbers = torch.arange(len(lengths)) if order is None else order
     rows = Rows(numbers, lengths[numbers])
     is_long = rows.sizes > max_tokens
     dropped = numbers[:0]
     if long_rows == "error" and is_long.any():
         row, longest = int(numbers[is_long][0]), int(rows.sizes.max())
-        remedy = (
-            f"row {row} alone has {int(lengths[row])} tokens; give {longest} or more, or set long_rows to drop or alone"
-        )
+        remedy = f"row {row} alone has {int(lengths[row])} tokens; give {longest} or more, or set long_rows to drop or alone"
         raise SettingError("max_tokens", max_tokens, remedy)
     if long_rows == "drop":
         dropped, rows = numbers[is_long], rows.pick(~is_long)
@@ -220,11 +224,20 @@ def plan_batches_by_rule(
         )
 
     def left() -> torch.Tensor:
-        return order[~torch.isin(order, torch.tensor([*chain.from_iterable(batches)], dtype=torch.int64))]
+        return order[
+            ~torch.isin(order, torch.tensor([*chain.from_iterable(batches)], dtype=torch.int64))
+        ]
 
     batches: list[list[int]] = []
     plan(sys.maxsize, order[:0])  # refuses what cannot be used, before the rule is called
-    limits = Limits(sys.maxsize, 1, max_rows or sys.maxsize, count="real", long_rows=long_rows, divisible=divisible)
+    limits = Limits(
+        sys.maxsize,
+        1,
+        max_rows or sys.maxsize,
+        count="real",
+        long_rows=long_rows,
+        divisible=divisible,
+    )
     in_order = _InOrder(lengths[order].tolist(), limits) if min_rows == 1 else None
     longest = int(lengths[order].max()) if len(order) else 0
     begins: list[Progress] = []
@@ -236,7 +249,9 @@ def plan_batches_by_rule(
         if long_rows == "error" and longest > budget * ranks:
             remedy = f"these are the tokens of step {progress.steps} on one device, and a row alone has {longest}"
             least = -(-longest // ranks)
-            raise SettingError(KEY, budget, f"{remedy}; return {least} or more, or set long_rows to drop or alone")
+            raise SettingError(
+                KEY, budget, f"{remedy}; return {least} or more, or set long_rows to drop or alone"
+            )
         if in_order:
             places, is_last = in_order.next_batch(budget * ranks)
             batch = order[places].tolist()
@@ -279,7 +294,11 @@ class _InOrder:
             if limits.long_rows == "drop" and sizes[place] > budget:
                 continue
             if places and (tokens + sizes[place] > budget or len(places) == limits.max_rows):
-                end, places, is_last = max(place, self._coming), places[: limits.kept(len(places), 1)], False
+                end, places, is_last = (
+                    max(place, self._coming),
+                    places[: limits.kept(len(places), 1)],
+                    False,
+                )
                 break
             places.append(place)
             tokens += sizes[place]

@@ -45,7 +45,9 @@ def is_launched() -> bool:
 
 def launch_name() -> str | None:
     """Return a name for what torchrun has started, the same after each restart; None without torchrun."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID")  # "none" is torchrun's own word where nobody gave another
+    run = os.environ.get(
+        "TORCHELASTIC_RUN_ID"
+    )  # "none" is torchrun's own word where nobody gave another
     return None if run is None else f"{run}/{platform.node()}/{os.getppid()}/{_began(os.getppid())}"
 
 
@@ -254,7 +256,10 @@ def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Res
     own = _outcome(compute)
     envelopes: list[Any] = [None] * world_size()
     dist.all_gather_object(envelopes, own.packed, group=group or _patient_group)
-    return [(own if of == rank() else _unpacked(envelope)).result() for of, envelope in enumerate(envelopes)]
+    return [
+        (own if of == rank() else _unpacked(envelope)).result()
+        for of, envelope in enumerate(envelopes)
+    ]
 
 
 def on_rank_zero(act: Callable[[], Result]) -> Result | None:

@@ -34,7 +34,9 @@ class Sharding:
         is_sharded: the model has FSDP modules, and several ranks share it.
     """
 
-    def __init__(self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True
+    ) -> None:
         # On one rank too: a forward that failed leaves them in its midst there as well.
         self._modules = _fsdp_modules(model)
         self._syncs_every = syncs_every_micro_batch
@@ -88,7 +90,12 @@ class Sharding:
     @property
     def can_skip(self) -> bool:
         """Whether this rank can run the collectives of micro-batches that it does not run."""
-        return self.is_sharded and self._finishes and self.knows(is_last=False) and self.knows(is_last=True)
+        return (
+            self.is_sharded
+            and self._finishes
+            and self.knows(is_last=False)
+            and self.knows(is_last=True)
+        )
 
     def knows(self, *, is_last: bool = True, evaluates: bool = False) -> bool:
         """Whether :meth:`run_dummy_collectives` can: a micro-batch of that kind has been run."""
@@ -111,14 +118,20 @@ class Sharding:
         for root in self._roots():
             if hasattr(root, "_reset_iter_state"):  # since torch 2.12
                 groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
-                reduced = [(one.sharded_param, one.sharded_param.grad) for group in groups for one in group.fsdp_params]
+                reduced = [
+                    (one.sharded_param, one.sharded_param.grad)
+                    for group in groups
+                    for one in group.fsdp_params
+                ]
                 root._reset_iter_state()
                 for parameter, gradient in reduced:  # torch 2.15 drops them too
                     parameter.grad = gradient
             else:
                 _reset(root)
         for parameter in self._fsdp_parameters():
-            if "unsharded_accumulated_grad" in vars(parameter):  # before torch 2.15, where it is the gradient below
+            if "unsharded_accumulated_grad" in vars(
+                parameter
+            ):  # before torch 2.15, where it is the gradient below
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
@@ -136,14 +149,22 @@ class Sharding:
         for parameter in self._fsdp_parameters():
             if parameter.unsharded_accumulated_grad is not None:
                 yield parameter.unsharded_accumulated_grad
-            elif hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None:
+            elif (
+                hasattr(parameter, "_unsharded_param")
+                and parameter._unsharded_param.grad is not None
+            ):
                 yield parameter._unsharded_param.grad
 
     def _roots(self) -> list[Any]:
         """The states of those modules that are the outermost of what has run; one may lie outside of this model."""
         states = [module._get_fsdp_state() for module in self._modules]
         # FSDP sets itself up when it first runs.
-        together = [one for state in states if state._is_root is not None for one in state._state_ctx.all_states]
+        together = [
+            one
+            for state in states
+            if state._is_root is not None
+            for one in state._state_ctx.all_states
+        ]
         return list({id(one): one for one in together if one._is_root}.values())
 
     def _fsdp_parameters(self) -> Iterator[Any]:
@@ -173,7 +194,9 @@ def shapes_worked_out_apart() -> Iterator[None]:
     if distributed.world_size() == 1:
         yield
         return
-    kind = private("torch.distributed.tensor._sharding_prop", "ShardingPropagator").ShardingPropagator
+    kind = private(
+        "torch.distributed.tensor._sharding_prop", "ShardingPropagator"
+    ).ShardingPropagator
     private(kind, "_propagate_tensor_meta_non_cached")
     work_out = kind._propagate_tensor_meta_non_cached
 
@@ -199,18 +222,27 @@ class _Recorded:
         tensor: torch.Tensor = self._comm.allocate(*arguments, **options)
         return tensor
 
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any) -> Any:
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **options: Any
+    ) -> Any:
         self._sharding._is_inside = True
-        result = self._comm(output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options)
+        result = self._comm(
+            output_tensor=output_tensor, input_tensor=input_tensor, group=group, **options
+        )
         self._sharding._is_inside = False
         sizes = output_tensor.numel(), input_tensor.numel()
         zeros = partial(torch.zeros, dtype=output_tensor.dtype, device=output_tensor.device)
-        self._sharding._calls.append(partial(_run_with_zeros, self._comm, sizes, zeros, group=group, **options))
+        self._sharding._calls.append(
+            partial(_run_with_zeros, self._comm, sizes, zeros, group=group, **options)
+        )
         return result
 
 
 def _run_with_zeros(
-    comm: Callable[..., object], sizes: tuple[int, int], zeros: Callable[[int], torch.Tensor], **options: Any
+    comm: Callable[..., object],
+    sizes: tuple[int, int],
+    zeros: Callable[[int], torch.Tensor],
+    **options: Any,
 ) -> None:
     output, given = map(zeros, sizes)
     comm(output_tensor=output, input_tensor=given, **options)
@@ -218,7 +250,11 @@ def _run_with_zeros(
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
     fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it there are none
-    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)] if fsdp else []
+    return (
+        [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
+        if fsdp
+        else []
+    )
 
 
 def _groups(state: Any) -> list[Any]:
@@ -240,7 +276,10 @@ def _reset(root: Any) -> None:
         state._comm_ctx.post_forward_order.clear()
         state._modules_to_run_forward.clear()
         for group in _groups(state):
-            if group._all_gather_result is not None and group._all_gather_result.all_gather_work is not None:
+            if (
+                group._all_gather_result is not None
+                and group._all_gather_result.all_gather_work is not None
+            ):
                 group._all_gather_result.all_gather_work.wait()
             group._all_gather_result = None
             group._post_reduce_event = None

@@ -78,11 +78,15 @@ class Watchdog:
         torch.distributed.DistNetworkError, RankLostError: as :func:`adaptive_batch.distributed.meet_ranks`.
     """
 
-    def __init__(self, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None) -> None:
+    def __init__(
+        self, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None
+    ) -> None:
         self._on_end = on_end
         store, self._rank, world_size = distributed.meet_ranks()
         # The store outlives this object: what an earlier one has left there is not read again.
-        self._store: Store = PrefixStore(f"watch/{store.add(f'watch/started/{self._rank}', 1)}", store)
+        self._store: Store = PrefixStore(
+            f"watch/{store.add(f'watch/started/{self._rank}', 1)}", store
+        )
         self._has_store = True
         self._rank_zero_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._node = int(os.environ.get("GROUP_RANK", "0"))
@@ -107,7 +111,11 @@ class Watchdog:
         self.beat()
         self._store.set(f"process/{self._rank}", f"{_namespace()} {os.getpid()}")
         for target in (self._watch, self._keep_time):
-            self._threads.append(threading.Thread(target=target, name=f"adaptive_batch{target.__name__}", daemon=True))
+            self._threads.append(
+                threading.Thread(
+                    target=target, name=f"adaptive_batch{target.__name__}", daemon=True
+                )
+            )
             self._threads[-1].start()
 
     def stop(self) -> None:
@@ -120,7 +128,9 @@ class Watchdog:
                 for key in ("written", "host leaves") if self._rank == 0 else ():
                     self._store.set(key, "")
                 self._leave_store()
-        for thread in self._threads:  # one that uses the store when Python ends would abort the process
+        for (
+            thread
+        ) in self._threads:  # one that uses the store when Python ends would abort the process
             thread.join(_LAST_RESORT_SECONDS)
 
     def beat(self, doing: str = "") -> None:
@@ -140,7 +150,11 @@ class Watchdog:
             self._limit = before
 
     def fail(
-        self, error: BaseException | str, *, kind: str = "error", facts: Mapping[str, Any] | None = None
+        self,
+        error: BaseException | str,
+        *,
+        kind: str = "error",
+        facts: Mapping[str, Any] | None = None,
     ) -> NoReturn:
         """End the run on all ranks. Call it before the process group is destroyed, which the others would notice first.
 
@@ -173,7 +187,9 @@ class Watchdog:
                 _tell_torchrun(unsaid[0])
                 _print(unsaid.pop())
 
-        def end_at_last() -> None:  # whatever keeps this process from ending, as a store that does not answer
+        def end_at_last() -> (
+            None
+        ):  # whatever keeps this process from ending, as a store that does not answer
             say()
             os._exit(1)
 
@@ -237,13 +253,18 @@ class Watchdog:
     def _end_of_this(
         self, kind: str, message: str, facts: Mapping[str, Any] | None = None, where: str = ""
     ) -> NoReturn:
-        self._end(End(self._rank, kind, message, facts or {}, self._node), f"rank {self._rank}: {message}{where}")
+        self._end(
+            End(self._rank, kind, message, facts or {}, self._node),
+            f"rank {self._rank}: {message}{where}",
+        )
 
     def _keep_time(self) -> None:
         while not self._stopped.wait(_TICK_SECONDS):
             (since, doing), seconds = self._last_beat, self._limit
             if seconds is not None and time.monotonic() - since > seconds:
-                stack = "".join(traceback.format_stack(sys._current_frames().get(self._main))).rstrip()
+                stack = "".join(
+                    traceback.format_stack(sys._current_frames().get(self._main))
+                ).rstrip()
                 message = f"no progress for {seconds:g} s, since {doing}"
                 facts = {"seconds": seconds, "doing": doing}
                 self._end_of_this("stalled", message, facts, f"; it stands at\n{stack}")
@@ -253,7 +274,9 @@ class Watchdog:
             if self._on_end is not None:
                 self._on_end(end)
         except Exception as error:
-            _print(f"rank {self._rank}: why the run ended was not written down: {type(error).__name__}: {error}")
+            _print(
+                f"rank {self._rank}: why the run ended was not written down: {type(error).__name__}: {error}"
+            )
 
 
 def _lost_peer(reason: str) -> str:

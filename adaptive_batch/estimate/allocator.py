@@ -35,7 +35,9 @@ _VARIABLES = (
     "PYTORCH_HIP_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF",
 )  # PyTorch reads the first that is set
-_HARMLESS = re.compile("expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_")
+_HARMLESS = re.compile(
+    "expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_"
+)
 _new_order = count(_TOP, _TOP).__next__  # more than addresses differ by
 
 
@@ -53,13 +55,23 @@ class AllocatorSettings:
             SettingError: a setting that is not simulated.
         """
         if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") not in ("", "0"):
-            raise SettingError("PYTORCH_NO_CUDA_MEMORY_CACHING", 1, "only what is cached can be simulated; unset it")
-        name, text = next(((name, os.environ[name]) for name in _VARIABLES if name in os.environ), ("", ""))
+            raise SettingError(
+                "PYTORCH_NO_CUDA_MEMORY_CACHING",
+                1,
+                "only what is cached can be simulated; unset it",
+            )
+        name, text = next(
+            ((name, os.environ[name]) for name in _VARIABLES if name in os.environ), ("", "")
+        )
         settings = re.findall(r"\w+:(?:\[[^\]]*\]|[^,]*)", re.sub(r"\s", "", text))
         for setting in settings:
             if not _HARMLESS.match(setting):
-                raise SettingError(name, text, f"{setting}: reserved memory is simulated without it; unset it")
-        return cls(dict(setting.split(":") for setting in settings).get("expandable_segments") == "True")
+                raise SettingError(
+                    name, text, f"{setting}: reserved memory is simulated without it; unset it"
+                )
+        return cls(
+            dict(setting.split(":") for setting in settings).get("expandable_segments") == "True"
+        )
 
 
 class _Pool:
@@ -113,7 +125,9 @@ class Block:
     def split(self, size: int) -> Block:
         """Keep the first `size` bytes, and return the rest, which is a new block to PyTorch."""
         order = _new_order() if _OLDEST_BLOCK else self.order
-        rest = Block(self.pool, self.segment, order, self.address + size, self.size - size, self.is_mapped)
+        rest = Block(
+            self.pool, self.segment, order, self.address + size, self.size - size, self.is_mapped
+        )
         rest.previous, rest.next, self.next, self.size = self, self.next, rest, size
         if rest.next is not None:
             rest.next.previous = rest
@@ -150,7 +164,11 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, capacity_bytes: int, settings: AllocatorSettings | None = None, *, total_bytes: int | None = None
+        self,
+        capacity_bytes: int,
+        settings: AllocatorSettings | None = None,
+        *,
+        total_bytes: int | None = None,
     ) -> None:
         self.capacity_bytes, self.total_bytes = capacity_bytes, total_bytes or capacity_bytes
         self._is_expandable = settings is not None and settings.expandable_segments
@@ -158,7 +176,9 @@ class CachingAllocator:
         self._heads: dict[int, Block] = {}  # the first block of each segment
         self._lowest = _TOP
         self._replayed: list[Block | None] = []
-        self.allocated_bytes = self.requested_bytes = self.reserved_bytes = self.num_retries = self.num_ooms = 0
+        self.allocated_bytes = self.requested_bytes = self.reserved_bytes = self.num_retries = (
+            self.num_ooms
+        ) = 0
         self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
@@ -168,11 +188,16 @@ class CachingAllocator:
             torch.OutOfMemoryError: not even after all that is cached went back; the message has the numbers.
         """
         size = round_up(nbytes, _LEAST_BLOCK)
-        pool = self._pools.get((stream, size <= _SMALL)) or self._new_pool(stream, is_small=size <= _SMALL)
+        pool = self._pools.get((stream, size <= _SMALL)) or self._new_pool(
+            stream, is_small=size <= _SMALL
+        )
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block.size - size >= pool.least_remainder:
             rest = block.split(size)
-            block.order, rest.order = rest.order, block.order  # to PyTorch the first part is the new one
+            block.order, rest.order = (
+                rest.order,
+                block.order,
+            )  # to PyTorch the first part is the new one
             pool.add(rest)
         block.is_allocated, block.requested = True, nbytes
         self.allocated_bytes += block.size
@@ -221,16 +246,32 @@ class CachingAllocator:
                 if block.is_mapped:
                     if block.previous is None or not block.previous.is_mapped:
                         kind = "small" if block.pool.is_small else "large"
-                        sizes = dict.fromkeys(("total_size", "allocated_size", "active_size", "requested_size"), 0)
-                        segment = {"address": block.address, "stream": block.pool.stream, "segment_type": kind, **sizes}
-                        segments.append({**segment, "is_expandable": self._is_expandable, "blocks": []})
-                    given, requested = (block.size, block.requested) if block.is_allocated else (0, 0)
+                        sizes = dict.fromkeys(
+                            ("total_size", "allocated_size", "active_size", "requested_size"), 0
+                        )
+                        segment = {
+                            "address": block.address,
+                            "stream": block.pool.stream,
+                            "segment_type": kind,
+                            **sizes,
+                        }
+                        segments.append(
+                            {**segment, "is_expandable": self._is_expandable, "blocks": []}
+                        )
+                    given, requested = (
+                        (block.size, block.requested) if block.is_allocated else (0, 0)
+                    )
                     segments[-1]["total_size"] += block.size
                     segments[-1]["allocated_size"] += given
                     segments[-1]["active_size"] += given
                     segments[-1]["requested_size"] += requested
                     state = "active_allocated" if given else "inactive"
-                    entry = {"address": block.address, "size": block.size, "requested_size": requested, "state": state}
+                    entry = {
+                        "address": block.address,
+                        "size": block.size,
+                        "requested_size": requested,
+                        "state": state,
+                    }
                     segments[-1]["blocks"].append(entry)
                 block = block.next
         return segments
@@ -259,7 +300,10 @@ class CachingAllocator:
             block = self._from_device(pool, size, asked)
         if block is None:
             self.num_ooms += 1
-            cached, free = self.reserved_bytes - self.allocated_bytes, self.capacity_bytes - self.reserved_bytes
+            cached, free = (
+                self.reserved_bytes - self.allocated_bytes,
+                self.capacity_bytes - self.reserved_bytes,
+            )
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {format_bytes(asked)}. {format_bytes(self.capacity_bytes)} can be had, "
                 f"of which {format_bytes(free)} is free. {format_bytes(self.allocated_bytes)} is allocated by PyTorch, and "
@@ -283,7 +327,9 @@ class CachingAllocator:
     def _new_segment(self, pool: _Pool, size: int, *, is_mapped: bool = True) -> Block:
         self._lowest -= size
         order = _new_order() if _OLDEST_SEGMENT or _OLDEST_BLOCK else 0
-        self._heads[self._lowest] = block = Block(pool, self._lowest, order, self._lowest, size, is_mapped)
+        self._heads[self._lowest] = block = Block(
+            pool, self._lowest, order, self._lowest, size, is_mapped
+        )
         return block
 
     def _expand(self, pool: _Pool, size: int) -> Block | None:
@@ -307,7 +353,9 @@ class CachingAllocator:
                 room, block = room + block.size, block.next
             if room >= size:
                 return start
-        addresses = round_up(self.total_bytes + self.total_bytes // 8, pool.granule)  # enough to move some of it
+        addresses = round_up(
+            self.total_bytes + self.total_bytes // 8, pool.granule
+        )  # enough to move some of it
         block = self._new_segment(pool, addresses, is_mapped=False)
         pool.add(block)
         return block
@@ -326,7 +374,10 @@ class CachingAllocator:
     def _unmap(self, block: Block) -> None:
         """Unmap the whole granules of a free block."""
         pool, start = block.pool, block.address - block.segment
-        begin, end = round_up(start, pool.granule), (start + block.size) // pool.granule * pool.granule
+        begin, end = (
+            round_up(start, pool.granule),
+            (start + block.size) // pool.granule * pool.granule,
+        )
         if begin >= end:
             return
         pool.remove(block)

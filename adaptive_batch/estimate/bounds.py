@@ -49,11 +49,15 @@ class ReplayedBounds:
         rows = _largest(fits_without_retries, most=most, guess=guess)
         with_retries = rows
         if rows < most:
-            with_retries = _largest(lambda rows: self.fits_with_retries(rows, budget_bytes), most=most, least=rows)
+            with_retries = _largest(
+                lambda rows: self.fits_with_retries(rows, budget_bytes), most=most, least=rows
+            )
         allocated, reserved = self.peaks(max(1, rows))
         reason = counted.first_too_large
         if rows == 0 and reason is None:
-            reason = f"what the allocator reserves for one row ({format_bytes(reserved)} at the peak)"
+            reason = (
+                f"what the allocator reserves for one row ({format_bytes(reserved)} at the peak)"
+            )
         return Fit(self._length.sequence_length, rows, with_retries, allocated, reserved, reason)
 
     def peaks(self, rows: int) -> tuple[int, int]:
@@ -73,7 +77,9 @@ class ReplayedBounds:
         return True
 
 
-def _largest(fits: Callable[[int], bool], *, most: int, least: int = 0, guess: int | None = None) -> int:
+def _largest(
+    fits: Callable[[int], bool], *, most: int, least: int = 0, guess: int | None = None
+) -> int:
     """Return the most rows that fit, of which `least` do: by bisection, around a guess first in growing steps."""
     low, high, step = least, most + 1, 1
     rows = most if guess is None else guess

@@ -21,7 +21,13 @@ from .cuda_workspace import free_last_first
 aten = torch.ops.aten
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}  # of a multiprocessor
+_THREADS = {
+    (7, 5): 1024,
+    (8, 6): 1536,
+    (8, 7): 1536,
+    (8, 9): 1536,
+    (12, 0): 1536,
+}  # of a multiprocessor
 _MOST_VALUES, _FEWEST_VALUES = 256, 16  # that a thread of a reduction adds up
 
 
@@ -38,7 +44,9 @@ class CudaOperators:
         self._workspace_bytes = workspace_bytes(compute_capability)
         self.workspaces: dict[bool, torch.Tensor] = {}
         self.instead: dict[Any, Callable[..., Any]] = {
-            **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), partial(self._reduced, aten.sum)),
+            **dict.fromkeys(
+                (aten.sum.default, aten.sum.dim_IntList), partial(self._reduced, aten.sum)
+            ),
             aten.linalg_vector_norm.default: self._norm,
             **dict.fromkeys((aten.mean.default, aten.mean.dim), partial(self._reduced, aten.mean)),
             aten._softmax_backward_data.default: _softmax_backward,
@@ -58,13 +66,17 @@ class CudaOperators:
                 self.instead.pop(one, None)
         return result
 
-    def _norm(self, tensor: torch.Tensor, order: Any = 2, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _norm(
+        self, tensor: torch.Tensor, order: Any = 2, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         def norm(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             return aten.linalg_vector_norm.default(tensor, order, *args, **kwargs)
 
         return self._reduced(norm, tensor, *args, **kwargs)
 
-    def _reduced(self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _reduced(
+        self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
         """native/ReduceOps.cpp, native/cuda/Reduce.cuh: other dtypes are copied first, but halves that give float32."""
         result: torch.Tensor = operator(tensor, *args, **kwargs)
         as_it_is = tensor.dtype == result.dtype or tensor.dtype.itemsize == 2
@@ -104,10 +116,14 @@ class CudaOperators:
         target = self._slots // (block_width * block_height)
         if values < _MOST_VALUES or grid > target:
             return ()
-        blocks = max(min(-(-target // grid), -(-values // _FEWEST_VALUES)), -(-values // _MOST_VALUES))
+        blocks = max(
+            min(-(-target // grid), -(-values // _FEWEST_VALUES)), -(-values // _MOST_VALUES)
+        )
         if blocks <= 1:
             return ()
-        return max(4, tensor.dtype.itemsize) * outputs * blocks * (1 if along else block_width * vector), 4 * grid
+        return max(4, tensor.dtype.itemsize) * outputs * blocks * (
+            1 if along else block_width * vector
+        ), 4 * grid
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
@@ -124,7 +140,9 @@ def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) 
 
 def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
     """native/cuda/ForeachReduceOp.cu: a partial sum for each 65536 elements of the largest tensor, for all of them."""
-    parts = torch.empty(len(tensors) * max(-(-tensor.numel() // 65536) for tensor in tensors), dtype=torch.float32)
+    parts = torch.empty(
+        len(tensors) * max(-(-tensor.numel() // 65536) for tensor in tensors), dtype=torch.float32
+    )
     result = aten._foreach_norm.Scalar(tensors, *args, **kwargs)
     del parts
     return result
@@ -147,7 +165,9 @@ def _embedding_backward(
     held = whole(count, count)
     positions = whole(count)
     passes = -(-max(1, (words - 1).bit_length()) // 8)
-    scratch(2 * round_up(8 * count, 256) + 2048 * passes + 1024 * -(-count // 4608) + 511)  # of cub's sort
+    scratch(
+        2 * round_up(8 * count, 256) + 2048 * passes + 1024 * -(-count // 4608) + 511
+    )  # of cub's sort
     del positions[0]
     result = gradient.new_empty(words, dim)
     segments = min(count, words)

@@ -69,12 +69,16 @@ class CudaKernels(TorchFunctionMode):
         costs: of attention and norms, in the order in which they run.
     """
 
-    def __init__(self, compute_capability: tuple[int, int] | None = None, multiprocessors: int | None = None) -> None:
+    def __init__(
+        self, compute_capability: tuple[int, int] | None = None, multiprocessors: int | None = None
+    ) -> None:
         super().__init__()
         self.costs: list[Cost] = []
         self.capability = compute_capability or (8, 0)
         self.multiprocessors = multiprocessors or _MULTIPROCESSORS.get(self.capability, 128)
-        self.has_little_shared_memory = self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] == 12
+        self.has_little_shared_memory = (
+            self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] == 12
+        )
         self._instead: dict[Any, Callable[..., Any]] = {
             functional.scaled_dot_product_attention: self._attention,
             functional.multi_head_attention_forward: self._multi_head_attention,
@@ -100,7 +104,10 @@ class CudaKernels(TorchFunctionMode):
     def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
         """The mode does not see what a call that it has seen calls in its turn."""
         module: Any = functional
-        real, module.scaled_dot_product_attention = module.scaled_dot_product_attention, self._attention
+        real, module.scaled_dot_product_attention = (
+            module.scaled_dot_product_attention,
+            self._attention,
+        )
         try:
             return module.multi_head_attention_forward(*args, **kwargs)
         finally:
@@ -125,23 +132,37 @@ class CudaKernels(TorchFunctionMode):
         if kernel == "math":
             return _math_attention(query, key, value, mask, *how)
         if kernel == "flash" and head_dim % 8:
-            query, key, value = (functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value))
+            query, key, value = (
+                functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value)
+            )
         if kernel == "efficient" and mask is not None:
             if keys % 8:
                 mask = functional.pad(mask, (0, -keys % 8))[..., :keys]
             mask = mask.expand(*query.shape[:3], keys)
-        function = {"cudnn": _CudnnAttention, "flash": _FlashAttention, "efficient": _EfficientAttention}[kernel]
+        function = {
+            "cudnn": _CudnnAttention,
+            "flash": _FlashAttention,
+            "efficient": _EfficientAttention,
+        }[kernel]
         flops = attention_flops(query, key, value, is_causal)
         output = self._counted(function, query, key, value, mask, dropout_p, self, flops=flops)
         return output if output.shape[-1] == head_dim else output[..., :head_dim]
 
-    def _varlen_attention(self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor | None:
+    def _varlen_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]
+    ) -> Tensor | None:
         tensors = query, key, value
         if self.kernel(*tensors, is_causal=True, enable_gqa=True, cudnn=False) != "flash":
             return None
-        flops = attention_flops(*tensors, is_causal=True) * sum(n * n for n in lengths) // sum(lengths) ** 2
+        flops = (
+            attention_flops(*tensors, is_causal=True)
+            * sum(n * n for n in lengths)
+            // sum(lengths) ** 2
+        )
         flat = [one.squeeze(0).transpose(0, 1) for one in tensors]
-        return self._counted(_VarlenAttention, *flat, len(lengths), flops=flops).transpose(0, 1)[None]
+        return self._counted(_VarlenAttention, *flat, len(lengths), flops=flops).transpose(0, 1)[
+            None
+        ]
 
     def kernel(
         self,
@@ -157,40 +178,86 @@ class CudaKernels(TorchFunctionMode):
         """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: the order, and the constraints of each)."""
         tensors, capability = (query, key, value), self.capability
         strided = [*tensors, *([] if mask is None else [mask])]
-        if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors) or any(t.stride(-1) != 1 for t in strided):
+        if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors) or any(
+            t.stride(-1) != 1 for t in strided
+        ):
             return "math"
-        head_dim, value_dim, heads, key_heads = query.shape[-1], value.shape[-1], query.shape[1], key.shape[1]
+        head_dim, value_dim, heads, key_heads = (
+            query.shape[-1],
+            value.shape[-1],
+            query.shape[1],
+            key.shape[1],
+        )
         halves = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)
         is_half = query.dtype in halves
-        same_heads, same_dims = heads == key_heads == value.shape[1], head_dim == key.shape[-1] == value_dim
-        heads_fit = same_heads or (enable_gqa and heads % key_heads == 0 and key_heads == value.shape[1])
+        same_heads, same_dims = (
+            heads == key_heads == value.shape[1],
+            head_dim == key.shape[-1] == value_dim,
+        )
+        heads_fit = same_heads or (
+            enable_gqa and heads % key_heads == 0 and key_heads == value.shape[1]
+        )
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
         limit = 256 if capability == (9, 0) else 128
-        dims_fit = max(head_dim, value_dim) <= limit and head_dim % 8 == value_dim % 8 == 0 and key.shape[2] > 1
+        dims_fit = (
+            max(head_dim, value_dim) <= limit
+            and head_dim % 8 == value_dim % 8 == 0
+            and key.shape[2] > 1
+        )
         dropout_fits = 16 * dropout % 1 == 0 and not (dropout and query.shape[2] == 1)
         has_cudnn = cudnn and is_half and capability[0] in (9, 10) and _CUDA.cudnn_sdp_enabled()
         if has_cudnn and heads_fit and dims_fit and dropout_fits:
             return "cudnn"
-        no_backward = self.has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout > 0)
-        has_flash = is_half and capability >= (8, 0) and head_dim <= 256 and not (trains and no_backward)
+        no_backward = (
+            self.has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout > 0)
+        )
+        has_flash = (
+            is_half and capability >= (8, 0) and head_dim <= 256 and not (trains and no_backward)
+        )
         is_even = not is_causal or query.shape[2] == key.shape[2]
-        if has_flash and is_even and mask is None and heads_fit and same_dims and _CUDA.flash_sdp_enabled():
+        if (
+            has_flash
+            and is_even
+            and mask is None
+            and heads_fit
+            and same_dims
+            and _CUDA.flash_sdp_enabled()
+        ):
             return "flash"
         aligned_from, alignment = ((7, 0), 8) if query.dtype.itemsize == 2 else ((8, 0), 4)
         alignment = alignment if capability >= aligned_from else 1
-        has_efficient = (is_half or query.dtype == torch.float32) and head_dim % alignment == value_dim % alignment == 0
-        is_efficient = has_efficient and same_heads and head_dim == key.shape[-1] and _CUDA.mem_efficient_sdp_enabled()
+        has_efficient = (
+            is_half or query.dtype == torch.float32
+        ) and head_dim % alignment == value_dim % alignment == 0
+        is_efficient = (
+            has_efficient
+            and same_heads
+            and head_dim == key.shape[-1]
+            and _CUDA.mem_efficient_sdp_enabled()
+        )
         return "efficient" if is_efficient else "math"
 
     def _rms_norm(
-        self, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+        self,
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Tensor | None = None,
+        eps: float | None = None,
     ) -> Tensor:
-        if weight is not None and weight.dtype != input.dtype:  # native/layer_norm.cpp: then it is not fused
+        if (
+            weight is not None and weight.dtype != input.dtype
+        ):  # native/layer_norm.cpp: then it is not fused
             return torch.rms_norm(input, normalized_shape, weight, eps)
         return self._counted(_Norm, self, len(normalized_shape), 1, input, weight)
 
     def _layer_norm(
-        self, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, *_: Any, **__: Any
+        self,
+        input: Tensor,
+        normalized_shape: Any,
+        weight: Any = None,
+        bias: Any = None,
+        *_: Any,
+        **__: Any,
     ) -> Tensor:
         return self._counted(_Norm, self, len(normalized_shape), 2, input, weight, bias)
 
@@ -199,8 +266,12 @@ class CudaKernels(TorchFunctionMode):
         given, dtype = num_bytes(args), result.dtype
         moved = given + num_bytes(result)
         self.costs.append((dtype, flops, moved))
-        if result.grad_fn is not None:  # it has the gradient in place of the result, and writes those of what was given
-            result.grad_fn.register_prehook(lambda _: self.costs.append((dtype, flops * 5 // 2, moved + given)))
+        if (
+            result.grad_fn is not None
+        ):  # it has the gradient in place of the result, and writes those of what was given
+            result.grad_fn.register_prehook(
+                lambda _: self.costs.append((dtype, flops * 5 // 2, moved + given))
+            )
         return result
 
 
@@ -209,17 +280,29 @@ class _FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, _: None, dropout: float, device: CudaKernels
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        _: None,
+        dropout: float,
+        device: CudaKernels,
     ) -> Tensor:
         output, sums = torch.empty_like(query), _floats(*query.shape[:3])
         splits = 1 if dropout else _num_splits(query, key, 2 * device.multiprocessors)
-        held = [_floats(splits, *query.shape[:3], dims) for dims in (1, _rounded(query.shape[3])) if splits > 1]
+        held = [
+            _floats(splits, *query.shape[:3], dims)
+            for dims in (1, _rounded(query.shape[3]))
+            if splits > 1
+        ]
         state, offset = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
         if dropout:
             state = torch.empty_like(state)
         while held:
             del held[0]
-        ctx.save_for_backward(query, key, value, sums, output, state, offset)  # in the order in which they are freed
+        ctx.save_for_backward(
+            query, key, value, sums, output, state, offset
+        )  # in the order in which they are freed
         return output
 
     @staticmethod
@@ -228,7 +311,9 @@ class _FlashAttention(torch.autograd.Function):
         batch, heads, queries, head_dim = query.shape
         held = [gradient.transpose(1, 2).contiguous(), output.transpose(1, 2).contiguous()]
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        held += [_floats(batch, heads, round_up(queries, 128), dims) for dims in (1, _rounded(head_dim))]
+        held += [
+            _floats(batch, heads, round_up(queries, 128), dims) for dims in (1, _rounded(head_dim))
+        ]
         if key.shape[1] != heads:
             held += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
         free_last_first(held)
@@ -252,7 +337,10 @@ class _VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, output, sums, state = ctx.saved_tensors
         (tokens, heads, head_dim), key_heads = query.shape, key.shape[1]
-        held = [torch.empty_like(sums), torch.empty_like(state)]  # gradients of what else the operator returns
+        held = [
+            torch.empty_like(sums),
+            torch.empty_like(state),
+        ]  # gradients of what else the operator returns
         held += [gradient.contiguous(), output.contiguous()]
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
         held += [_floats(tokens + 128 * ctx.rows, heads, dims) for dims in (1, _rounded(head_dim))]
@@ -266,7 +354,13 @@ class _EfficientAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, device: CudaKernels
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        device: CudaKernels,
     ) -> Tensor:
         batch, heads, queries, _ = query.shape
         output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
@@ -281,7 +375,10 @@ class _EfficientAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, *_, output = ctx.saved_tensors
         gradient = gradient.transpose(1, 2).contiguous()
-        gradients = [tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2) for tensor in (query, key, value)]
+        gradients = [
+            tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
+            for tensor in (query, key, value)
+        ]
         if query.dtype.itemsize == 2:
             held = [_floats(*query.shape[:3])]
         else:
@@ -302,12 +399,20 @@ class _CudnnAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, device: CudaKernels
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        device: CudaKernels,
     ) -> Tensor:
         state = [torch.empty((), dtype=torch.int64) for _ in range(2)]
         order = sorted(range(4), key=query.stride, reverse=True)
         shape = (*query.shape[:3], value.shape[3])
-        output = query.new_empty([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(4)])
+        output = query.new_empty([shape[dim] for dim in order]).permute(
+            [order.index(dim) for dim in range(4)]
+        )
         sums = _floats(*query.shape[:3] if any(ctx.needs_input_grad) else (0,))
         ctx.save_for_backward(query, key, value, mask, sums, output, *state)
         return output
@@ -325,7 +430,12 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, device: CudaKernels, dims: int, num_sums: int, tensor: Tensor, *weights: Tensor | None
+        ctx: Any,
+        device: CudaKernels,
+        dims: int,
+        num_sums: int,
+        tensor: Tensor,
+        *weights: Tensor | None,
     ) -> Tensor:
         contiguous = tensor.contiguous()
         output = torch.empty_like(contiguous)
@@ -339,9 +449,14 @@ class _Norm(torch.autograd.Function):
         tensor, *rest = ctx.saved_tensors
         held = [gradient.contiguous(), tensor.contiguous()]
         asked = ctx.needs_input_grad[3:]
-        results = [torch.empty_like(t) if needed else None for t, needed in zip([held[1], *rest], asked, strict=False)]
+        results = [
+            torch.empty_like(t) if needed else None
+            for t, needed in zip([held[1], *rest], asked, strict=False)
+        ]
         rows, columns = tensor.numel() // ctx.dim, math.ceil(ctx.dim / 32)
-        in_parts = rows > 65536 and ctx.dim // 32 < ctx.device.multiprocessors // 2  # weights' gradients
+        in_parts = (
+            rows > 65536 and ctx.dim // 32 < ctx.device.multiprocessors // 2
+        )  # weights' gradients
         if in_parts:
             parts = min(32768 // columns, math.ceil(rows / 32))
             places = [place for place, result in enumerate(results) if place and result is not None]
@@ -392,7 +507,13 @@ class _SafeSoftmax(torch.autograd.Function):
 
 
 def _math_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, enable_gqa: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    enable_gqa: bool,
 ) -> Tensor:
     """native/transformers/attention.cpp: ``_scaled_dot_product_attention_math``."""
     dtype = query.dtype
@@ -407,7 +528,9 @@ def _math_attention(
     held += [mask, scaled]
     del mask, scaled
     repeats = query.shape[-3] // key.shape[-3] if enable_gqa else 1
-    held += [tensor.repeat_interleave(repeats, -3) if repeats > 1 else tensor for tensor in held[1:3]]
+    held += [
+        tensor.repeat_interleave(repeats, -3) if repeats > 1 else tensor for tensor in held[1:3]
+    ]
     weights = held[4].matmul(held[5].transpose(-2, -1) * 1.0)
     if held[3] is not None:
         weights.add_(held[3])
@@ -465,7 +588,9 @@ def _num_splits(query: Tensor, key: Tensor, slots: int) -> int:
     blocks = batch * heads * math.ceil(queries / 64)
     if blocks >= 0.8 * slots:
         return 1
-    key_blocks = math.ceil(key.shape[2] / (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64))
+    key_blocks = math.ceil(
+        key.shape[2] / (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64)
+    )
     used = {
         splits: (waves := blocks * splits / slots) / math.ceil(waves)
         for splits in range(1, min(128, slots, key_blocks) + 1)
@@ -474,7 +599,9 @@ def _num_splits(query: Tensor, key: Tensor, slots: int) -> int:
     return min(splits for splits, share in used.items() if share >= 0.85 * max(used.values()))
 
 
-def _efficient_workspace_bytes(query: Tensor, key: Tensor, value: Tensor, dropout: float, device: CudaKernels) -> int:
+def _efficient_workspace_bytes(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, device: CudaKernels
+) -> int:
     """``workspace_size()`` of mem_eff_attention/kernel_backward.h, for the first kernel of kernels/cutlassB.h that fits."""
     batch, heads, queries, head_dim = query.shape
     is_half, largest = query.dtype.itemsize == 2, max(head_dim, value.shape[3])
@@ -486,8 +613,14 @@ def _efficient_workspace_bytes(query: Tensor, key: Tensor, value: Tensor, dropou
     else:
         block_queries, block_keys = 128, (128 if is_half and largest <= 128 else 64)
     blocks = math.ceil(queries / block_queries) * math.ceil(head_dim / block_keys)
-    elements = blocks * (4 + block_queries * block_keys)  # each block has a lock and a counter, 16 bytes in all
+    elements = blocks * (
+        4 + block_queries * block_keys
+    )  # each block has a lock and a counter, 16 bytes in all
     if is_half and largest > block_queries:  # gradients of key and value do not stay in registers
         splits = max(1, min(math.ceil(key.shape[2] / block_keys), 200 // (batch * heads)))
-        elements += splits * block_keys * (round_up(head_dim, block_queries) + round_up(value.shape[3], block_queries))
+        elements += (
+            splits
+            * block_keys
+            * (round_up(head_dim, block_queries) + round_up(value.shape[3], block_queries))
+        )
     return 4 * batch * heads * round_up(elements, 4)

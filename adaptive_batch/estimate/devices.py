@@ -104,7 +104,9 @@ def _read_devices() -> tuple[EstimatedDevice, ...]:
 
 
 DEVICES = _read_devices()
-_BY_NAME = {_plain(name): device for device in DEVICES for name in (device.name, *device.other_names)}
+_BY_NAME = {
+    _plain(name): device for device in DEVICES for name in (device.name, *device.other_names)
+}
 
 
 def find_device(name_or_size: Any) -> EstimatedDevice:
@@ -138,13 +140,18 @@ def this_device(device: torch.device, budget_bytes: int) -> EstimatedDevice:
     known = _BY_NAME.get(_plain(it.name))
     speed, source = (known.speed, f"the data sheet of {known.name}") if known else (BY_FLOPS, "")
     kind = f"sm_{it.major}{it.minor}"
-    return EstimatedDevice(it.name, budget_bytes, source, kind, it.multi_processor_count, speed=speed)
+    return EstimatedDevice(
+        it.name, budget_bytes, source, kind, it.multi_processor_count, speed=speed
+    )
 
 
 def alike(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
     """Return the numbers of devices that run the same kernels, together."""
     kinds = [(device.architecture, device.multiprocessors) for device in devices]
-    return [[number for number, other in enumerate(kinds) if other == kind] for kind in dict.fromkeys(kinds)]
+    return [
+        [number for number, other in enumerate(kinds) if other == kind]
+        for kind in dict.fromkeys(kinds)
+    ]
 
 
 def parse_devices(value: object) -> tuple[EstimatedDevice, ...]:

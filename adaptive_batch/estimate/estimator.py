@@ -19,7 +19,9 @@ _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 _LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
 _ROUNDS = 3  # of a trace of a bound and of one row more, which may move it
 _STEPS = 4  # that are replayed: the first makes gradients and states, and from the third on they are alike
-_COLLATED_BYTES = 2**29  # of its batch, roughly: tokens are collated for real, which takes time and memory
+_COLLATED_BYTES = (
+    2**29
+)  # of its batch, roughly: tokens are collated for real, which takes time and memory
 
 
 def estimate_length(
@@ -65,41 +67,63 @@ def estimate_length(
         each = (above - below) / (larger - fewer)
         activations = below - fewer * each, each
         gradients = more.gradient_bytes(line.operation)
-        breakdowns.append(MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients))
-    length = LengthEstimate(tokens, step.resident, tuple(breakdowns), one_row, step.optimizer_peak_bytes)
+        breakdowns.append(
+            MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients)
+        )
+    length = LengthEstimate(
+        tokens, step.resident, tuple(breakdowns), one_row, step.optimizer_peak_bytes
+    )
 
     def steps_of(rows: int) -> Sequence[Run | Between]:
         return of_steps(rows) if of_steps else [run] * _STEPS
 
     def fits() -> tuple[Fit, ...]:
         if allocator is None:
-            return tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
-        bounds = ReplayedBounds(length, lambda rows: step.log(rows, steps_of(rows)), allocator, maximum=maximum)
+            return tuple(
+                length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets
+            )
+        bounds = ReplayedBounds(
+            length, lambda rows: step.log(rows, steps_of(rows)), allocator, maximum=maximum
+        )
         return tuple(bounds.fit(target.budget_bytes) for target in targets)
 
     found = fits()
     most = min(maximum, _COLLATED_BYTES // (128 * tokens))
     if explains:  # at the bound, which is traced by that
         size = max(_LEAST_CHECKED, min(max(fit.max_batch_size for fit in found), most))
-        third = step.trace(size, forward_backward=run, explain={line.operation for line in curve.lines})
+        third = step.trace(
+            size, forward_backward=run, explain={line.operation for line in curve.lines}
+        )
         check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
         sites = {operation: live.describe() for operation, live in third.explained.items()}
         pairs = zip(breakdowns, curve.lines, strict=True)
         named = tuple(replace(one, site=sites.get(line.operation, "")) for one, line in pairs)
         length = replace(length, breakdowns=named, check=check)
     for _ in range(_ROUNDS if is_exact and allocator else 0):
-        beside = {rows for fit in found for rows in (fit.max_batch_size, fit.max_batch_size + 1) if 0 < rows <= most}
+        beside = {
+            rows
+            for fit in found
+            for rows in (fit.max_batch_size, fit.max_batch_size + 1)
+            if 0 < rows <= most
+        }
         is_new = [step.learn(rows, steps_of(rows)) for rows in beside]
         found = fits()
         if not any(is_new):
             break
     return length, tuple(
-        replace(fit, modelled_tokens_per_second=roofline.tokens_per_second(fit.max_batch_size, tokens, target.speed))
+        replace(
+            fit,
+            modelled_tokens_per_second=roofline.tokens_per_second(
+                fit.max_batch_size, tokens, target.speed
+            ),
+        )
         for fit, target in zip(found, targets, strict=True)
     )
 
 
-def traces_alike(step: FakeStep, run: Run | None = None) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
+def traces_alike(
+    step: FakeStep, run: Run | None = None
+) -> tuple[tuple[int, StepTrace], tuple[int, StepTrace]]:
     """Trace two sizes that run the same operations, the smaller first.
 
     Raises:

@@ -52,7 +52,9 @@ _NEEDS_VALUES = (
 def needs_values(error: Exception) -> str | None:
     """Return what to tell a user whose code has read values of fake tensors, with the operation; None of another error."""
     names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
-    if not isinstance(error, _NEEDS_VALUES) and not (names_it and isinstance(error, AssertionError | RuntimeError)):
+    if not isinstance(error, _NEEDS_VALUES) and not (
+        names_it and isinstance(error, AssertionError | RuntimeError)
+    ):
         return None
     operation = getattr(error, "func", None) or str(error).partition("\n")[0]
     why = f"{operation} ({type(error).__name__}) needs values, and there are none"
@@ -105,7 +107,9 @@ class FakeDevice:
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_meta:
-                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+                return torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
             return self.mode.from_tensor(tensor, static_shapes=True)
 
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
@@ -124,7 +128,11 @@ class FakeDevice:
         batch.update(tree_map_only(torch.Tensor, self._fake, dict(batch)))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = tensor if isinstance(tensor, FakeTensor) else self.mode.from_tensor(tensor, static_shapes=True)
+        fake = (
+            tensor
+            if isinstance(tensor, FakeTensor)
+            else self.mode.from_tensor(tensor, static_shapes=True)
+        )
         if self._counter:
             self._counter._see(fake.untyped_storage())
         return fake
@@ -136,7 +144,9 @@ class FakeDevice:
         """Context manager: new tensors are fake, and counted."""
         kernels = self._kernels
         self._counter = counter = AttributedTracker(
-            operators=CudaOperators(kernels.capability, kernels.multiprocessors) if kernels else None,
+            operators=CudaOperators(kernels.capability, kernels.multiprocessors)
+            if kernels
+            else None,
             on_host=self._on_host,
             streams=self._streams,
             explain=explain,
@@ -202,7 +212,9 @@ class FakeStep:
         self.model = model
         self._in_backward = isinstance(optimizer, OptimizerInBackward)
         self._optimizers = (
-            [*optimizer.optimizers.values()] if isinstance(optimizer, OptimizerInBackward) else [optimizer]
+            [*optimizer.optimizers.values()]
+            if isinstance(optimizer, OptimizerInBackward)
+            else [optimizer]
         )
         self.forward_backward = forward_backward
         self._accumulates = accumulates
@@ -216,7 +228,9 @@ class FakeStep:
         if self._in_backward and not self._sharding.is_sharded:  # it makes the states
             self._at(FEW, forward_backward, is_first=True)
         for _ in range(2):
-            if self._sharding.is_sharded:  # FSDP sets itself up in the first; gradients share what it has reduced
+            if (
+                self._sharding.is_sharded
+            ):  # FSDP sets itself up in the first; gradients share what it has reduced
                 with torch.compiler.set_stance("force_eager"), device.mode:
                     forward_backward(FEW)
             elif not self._in_backward:
@@ -234,10 +248,14 @@ class FakeStep:
             storage_bytes(model.parameters()),
             storage_bytes(model.buffers()),
             storage_bytes(optimizer_state_tensors(self._optimizers)),
-            storage_bytes(one for (kind, _), one in self._named() if kind in ("gradient", "kept gradient")),
+            storage_bytes(
+                one for (kind, _), one in self._named() if kind in ("gradient", "kept gradient")
+            ),
         )
 
-    def trace(self, rows: int, *, forward_backward: Run | None = None, explain: Collection[int] = ()) -> StepTrace:
+    def trace(
+        self, rows: int, *, forward_backward: Run | None = None, explain: Collection[int] = ()
+    ) -> StepTrace:
         """Return what forward and backward of one micro-batch of that many rows hold.
 
         Args:
@@ -246,13 +264,17 @@ class FakeStep:
         """
         self._prepare()
         run = forward_backward or self.forward_backward
-        with self._device.counting(explain=explain, names=ModuleNames(self.model) if explain else None) as counter:
+        with self._device.counting(
+            explain=explain, names=ModuleNames(self.model) if explain else None
+        ) as counter:
             counter.add_named(self._named())
             run(rows)
             self._phases.setdefault((run, False), {})[rows] = counter.phase(self._named())
             return counter.step_trace(self.model)
 
-    def log(self, rows: int, of_steps: Sequence[Run | Between], *, micro_batches: int = 2) -> array[int]:
+    def log(
+        self, rows: int, of_steps: Sequence[Run | Between], *, micro_batches: int = 2
+    ) -> array[int]:
         """Return what the device is asked for in loading and in steps of so many rows at once (see :mod:`.step_log`).
 
         It is exact at numbers of rows that were traced, and lies on a straight line between two of them elsewhere.
@@ -268,7 +290,11 @@ class FakeStep:
                 few = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
                 first = few or self._at(rows, run, is_first=True)
                 phases.append((first, not number))
-            further = micro_batches - 1 if self._accumulates else int(bool(number) or not self._in_backward)
+            further = (
+                micro_batches - 1
+                if self._accumulates
+                else int(bool(number) or not self._in_backward)
+            )
             phases += [(phase, not number and not self._accumulates)] * further
             phases += [(one, False) for one in self._steps[min(number, 1) : min(number, 1) + 1]]
         return joined(phases)
@@ -301,7 +327,11 @@ class FakeStep:
     def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> bool:
         """Trace what steps of so many rows run, so that their log is exact; return whether anything was not traced before."""
         both = ((one.short, one.long) if isinstance(one, Between) else (one,) for one in of_steps)
-        new = [run for run in dict.fromkeys(chain(*both)) if rows not in self._phases.get((run, False), {})]
+        new = [
+            run
+            for run in dict.fromkeys(chain(*both))
+            if rows not in self._phases.get((run, False), {})
+        ]
         for run in new:
             self.trace(rows, forward_backward=run)
         return bool(new)
@@ -367,7 +397,10 @@ class _FromTensors(TorchFunctionMode):
 @contextmanager
 def _swapping(mode: FakeTensorMode) -> Iterator[None]:
     """Inside, fake tensors can be swapped, as a linear layer does that quantizes its weight; the mode's memory of them forbids it."""
-    swap, made = torch.utils.swap_tensors, private(mode.fake_tensor_converter.meta_converter, "tensor_memo")
+    swap, made = (
+        torch.utils.swap_tensors,
+        private(mode.fake_tensor_converter.meta_converter, "tensor_memo"),
+    )
 
     def swap_unremembered(one: torch.Tensor, other: torch.Tensor) -> None:
         made.tensor_memo.clear()
@@ -406,7 +439,10 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
             entered.pop()
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
+    handles = (
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),
+    )
     try:
         with mode:
             yield
@@ -415,7 +451,9 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
             handle.remove()
 
 
-def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def _through_shards(
+    tensor: torch.Tensor, convert: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
     """Convert a tensor, or this rank's shard of a DTensor."""
     if not hasattr(tensor, "to_local"):
         return convert(tensor)
@@ -425,4 +463,6 @@ def _through_shards(tensor: torch.Tensor, convert: Callable[[torch.Tensor], torc
     with torch.no_grad(), disable_current_modes():
         local = tensor.to_local()
     whole: Any = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(convert(local), tensor.device_mesh, tensor.placements, run_check=False, **whole)
+    return DTensor.from_local(
+        convert(local), tensor.device_mesh, tensor.placements, run_check=False, **whole
+    )

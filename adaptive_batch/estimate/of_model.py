@@ -60,7 +60,9 @@ def estimate_memory(
     Raises:
         SettingError: an argument cannot be used, or the model needs values, which fake tensors do not have.
     """
-    shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    shapes = [
+        leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()
+    ]
     if not shapes:
         remedy = "give a sample with tensors whose first dimension is the rows"
         raise SettingError("batch", type(batch).__name__, remedy)
@@ -68,7 +70,9 @@ def estimate_memory(
     def forward_backward(device: FakeDevice, rows: int) -> None:
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             grows = tensor.dim() and tensor.shape[0] == shapes[0][0]
-            return torch.empty((rows, *tensor.shape[1:]) if grows else tensor.shape, dtype=tensor.dtype)
+            return torch.empty(
+                (rows, *tensor.shape[1:]) if grows else tensor.shape, dtype=tensor.dtype
+            )
 
         made = {"batch": tree_map_only(torch.Tensor, resized, batch)}
         device.batch(made)
@@ -131,7 +135,12 @@ def estimate_step(
                 own = [targets[number] for number in members]
                 is_first = 0 in members
                 length, some = estimate_length(
-                    step, sequence_length, own, maximum=maximum, explains=is_first, allocator=settings
+                    step,
+                    sequence_length,
+                    own,
+                    maximum=maximum,
+                    explains=is_first,
+                    allocator=settings,
                 )
             fits.update(zip(members, some, strict=True))
     except Exception as error:
@@ -139,7 +148,9 @@ def estimate_step(
             raise
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
-        devices=tuple(replace(target, lengths=(fits[number],)) for number, target in enumerate(targets)),
+        devices=tuple(
+            replace(target, lengths=(fits[number],)) for number, target in enumerate(targets)
+        ),
         lengths=(length,),
         maximum=maximum,
         left_out=left_out([one.architecture for one in found]),
@@ -148,9 +159,13 @@ def estimate_step(
 
 
 @contextmanager
-def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -> Iterator[Optimizer]:
+def _fake_in_place(
+    device: FakeDevice, model: nn.Module, optimizer: Optimizer
+) -> Iterator[Optimizer]:
     """Inside, the model's parameters and buffers are fake; yields an optimizer of these that is like the given one, without state."""
-    modules = [(one, one.training, dict(one._parameters), dict(one._buffers)) for one in model.modules()]
+    modules = [
+        (one, one.training, dict(one._parameters), dict(one._buffers)) for one in model.modules()
+    ]
     real = dict(model.named_parameters(remove_duplicate=False))
     try:
         device.move(model)

@@ -133,7 +133,10 @@ class LengthEstimate:
     def curve(self) -> MemoryCurve:
         """The peak of forward and backward, by rows; its operations are the places of the breakdowns."""
         return MemoryCurve(
-            tuple(Line(one.fixed_bytes, one.bytes_per_row, place) for place, one in enumerate(self.breakdowns))
+            tuple(
+                Line(one.fixed_bytes, one.bytes_per_row, place)
+                for place, one in enumerate(self.breakdowns)
+            )
         )
 
     def max_rows(self, budget_bytes: int) -> int | None:
@@ -166,7 +169,9 @@ class LengthEstimate:
         ):
             needed += size
             if needed > budget_bytes:
-                return f"{name} ({format_bytes(size)}, {format_bytes(needed)} with what comes before)"
+                return (
+                    f"{name} ({format_bytes(size)}, {format_bytes(needed)} with what comes before)"
+                )
         for name, peak in (
             ("the optimizer's step", self.optimizer_peak_bytes or 0),
             ("forward and backward of one row", self.one_row_bytes),
@@ -183,7 +188,9 @@ class LengthEstimate:
         """What the peak at that many rows is made of, and where in the step it is."""
         parts = sorted(self.composition(rows).items(), key=lambda item: -item[1])
         total = sum(size for _, size in parts)
-        shares = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total)
+        shares = ", ".join(
+            f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total
+        )
         highest = self.curve.highest(rows)
         text = f"peak of {rows} x {count(self.sequence_length, 'token')}: {format_bytes(highest.at(rows))}: {shares}"
         site = self.breakdowns[highest.operation].site
@@ -258,12 +265,28 @@ class MemoryEstimate:
 
     def table(self) -> str:
         """Aligned text: a line for each device and length, what is resident, and what makes the peaks."""
-        pairs = [(device, *pair) for device in self.devices for pair in zip(self.lengths, device.lengths, strict=True)]
+        pairs = [
+            (device, *pair)
+            for device in self.devices
+            for pair in zip(self.lengths, device.lengths, strict=True)
+        ]
         reserves = any(fit.reserved_bytes != fit.allocated_bytes for _, _, fit in pairs)
         held = ["allocated", "reserved"] if reserves else ["peak"]
         retries = ["with retries"] if reserves else []
         modelled = [_MODELLED] if any(fit.modelled_tokens_per_second for _, _, fit in pairs) else []
-        cells = [["device", "length", "max_batch_size", *retries, "tokens", *held, *modelled, "a row", "free"]]
+        cells = [
+            [
+                "device",
+                "length",
+                "max_batch_size",
+                *retries,
+                "tokens",
+                *held,
+                *modelled,
+                "a row",
+                "free",
+            ]
+        ]
         for device, length, fit in pairs:
             rows, peak = fit.max_batch_size, format_bytes(fit.allocated_bytes)
             cells.append([
@@ -275,7 +298,9 @@ class MemoryEstimate:
             ])  # fmt: skip
         lines = _aligned(cells)
         if modelled:
-            lines.append(f"{_MODELLED}: at most, of forward and backward by data sheets; no trial has timed it")
+            lines.append(
+                f"{_MODELLED}: at most, of forward and backward by data sheets; no trial has timed it"
+            )
         for device in self.devices:
             budget, total = format_bytes(device.budget_bytes), format_bytes(device.total_bytes)
             taken = "".join(f", {format_bytes(size)} for {name}" for name, size in device.taken)
@@ -287,15 +312,23 @@ class MemoryEstimate:
             ]
         resident, of_step = self.lengths[0].resident, self.lengths[0].optimizer_peak_bytes
         on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
-        gradients = f", gradients that stay {format_bytes(resident.gradients)}" if resident.gradients else ""
+        gradients = (
+            f", gradients that stay {format_bytes(resident.gradients)}"
+            if resident.gradients
+            else ""
+        )
         lines.append(
             f"fixed{on_each}: {format_bytes(resident.total)}: parameters {format_bytes(resident.parameters)}, optimizer state "
             f"{format_bytes(resident.optimizer)}{gradients}, buffers {format_bytes(resident.buffers)}"
         )
         if of_step is not None:
-            lines.append(f"optimizer's step: {format_bytes(of_step)} at its peak, whatever the batch")
+            lines.append(
+                f"optimizer's step: {format_bytes(of_step)} at its peak, whatever the batch"
+            )
         for length in self.lengths:
-            lines.append(length.explain(max(1, *(self.bound(length, device) for device in self.devices))))
+            lines.append(
+                length.explain(max(1, *(self.bound(length, device) for device in self.devices)))
+            )
         lines += [str(length.check) for length in self.lengths if length.check]
         return "\n".join(lines)
 
@@ -313,8 +346,16 @@ class MemoryEstimate:
                 speeds = [speed, *(one.modelled_tokens_per_second[number] for one in self.changes)]
                 columns.append([_MODELLED, *map(_rounded, speeds)])
         costs = ("  what it costs", "", *(f"  {one.cost}" for one in self.changes))
-        lines = [f"{line}{cost}" for line, cost in zip(_aligned(zip(*columns, strict=True)), costs, strict=True)]
-        return "\n".join([f"what one change would bring, in rows of {count(length.sequence_length, 'token')}:", *lines])
+        lines = [
+            f"{line}{cost}"
+            for line, cost in zip(_aligned(zip(*columns, strict=True)), costs, strict=True)
+        ]
+        return "\n".join(
+            [
+                f"what one change would bring, in rows of {count(length.sequence_length, 'token')}:",
+                *lines,
+            ]
+        )
 
     def _bytes_per_row(self, length: LengthEstimate, rows: int) -> float:
         return float(length.curve.highest(max(2, rows)).bytes_per_row)
@@ -332,16 +373,24 @@ class MemoryEstimate:
 
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""
-        atomic_write(path, json.dumps(self.as_json(), indent=2, default=float))  # a fraction of the curve as a number
+        atomic_write(
+            path, json.dumps(self.as_json(), indent=2, default=float)
+        )  # a fraction of the curve as a number
 
 
 def read_estimate(path: Path) -> MemoryEstimate | None:
     """Return the estimate that a file holds; None where there is none that can be read."""
     try:
-        estimate: MemoryEstimate = _from_json(MemoryEstimate, json.loads(path.read_text(encoding="utf-8")))
+        estimate: MemoryEstimate = _from_json(
+            MemoryEstimate, json.loads(path.read_text(encoding="utf-8"))
+        )
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    is_whole = estimate.devices and estimate.lengths and all(length.breakdowns for length in estimate.lengths)
+    is_whole = (
+        estimate.devices
+        and estimate.lengths
+        and all(length.breakdowns for length in estimate.lengths)
+    )
     return estimate if is_whole else None
 
 
@@ -349,7 +398,9 @@ def _from_json(kind: Any, value: Any) -> Any:
     """Build a value of an annotated type (dataclass, tuple, ``X | None``, number, text) from what JSON holds."""
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(**{one.name: _from_json(hints[one.name], value[one.name]) for one in fields(kind)})  # type: ignore[operator]
+        return kind(
+            **{one.name: _from_json(hints[one.name], value[one.name]) for one in fields(kind)}
+        )  # type: ignore[operator]
     if get_origin(kind) is UnionType:
         return None if value is None else _from_json(get_args(kind)[0], value)
     if get_origin(kind) is tuple:
@@ -373,7 +424,10 @@ def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
     """Changes that let more fit on some device, the one with the greatest gain first; what is least to type breaks ties."""
     gains: dict[Change, float] = {}
     for change in changes:
-        pairs = [(math.inf if rows is None else rows, before) for rows, before in zip(change.bounds, now, strict=False)]
+        pairs = [
+            (math.inf if rows is None else rows, before)
+            for rows, before in zip(change.bounds, now, strict=False)
+        ]
         if any(rows > before for rows, before in pairs):
             gains[change] = sum(rows / max(0.5, before) for rows, before in pairs)
     return tuple(sorted(gains, key=lambda change: (-gains[change], len(change.overrides))))
@@ -383,7 +437,10 @@ def _aligned(cells: Iterable[Sequence[str]]) -> list[str]:
     """Lines of a table: the first column to the left, the others to the right."""
     columns = list(zip(*cells, strict=True))
     padded = [
-        [cell.rjust(max(map(len, column))) if number else cell.ljust(max(map(len, column))) for cell in column]
+        [
+            cell.rjust(max(map(len, column))) if number else cell.ljust(max(map(len, column)))
+            for cell in column
+        ]
         for number, column in enumerate(columns)
     ]
     return [" ".join(row) for row in zip(*padded, strict=True)]

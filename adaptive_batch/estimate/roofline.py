@@ -18,12 +18,17 @@ from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
-Cost = tuple[torch.dtype, int, int]  # of an operation: the dtype of its arithmetic, FLOPs, bytes read and written
+Cost = tuple[
+    torch.dtype, int, int
+]  # of an operation: the dtype of its arithmetic, FLOPs, bytes read and written
 
 _FREE = {aten._unsafe_view, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}  # fmt: skip
 _WRITTEN = (aten.copy_, aten.fill_, aten.zero_, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones)  # fmt: skip
 _LOOKED_UP = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward)
-_NOT_READ = {**dict.fromkeys((*_WRITTEN, *_LOOKED_UP), 0), aten.nll_loss_backward: 1}  # places of arguments
+_NOT_READ = {
+    **dict.fromkeys((*_WRITTEN, *_LOOKED_UP), 0),
+    aten.nll_loss_backward: 1,
+}  # places of arguments
 _FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, dropout=0.0, is_causal=False, **_: (
@@ -74,7 +79,9 @@ class Roofline:
         """Return the sum over operations of max(FLOPs / peak of their dtype, bytes / bandwidth); None where a peak is not known."""
         share, total = (rows - self._few) / (self._more - self._few), 0.0
         for ((dtype, *few), (_, *more)), number in self._lines.items():
-            flops, moved = (below + (above - below) * share for below, above in zip(few, more, strict=True))
+            flops, moved = (
+                below + (above - below) * share for below, above in zip(few, more, strict=True)
+            )
             peak = speed.peak(dtype) if flops else math.inf
             if peak is None:
                 return None
@@ -114,7 +121,9 @@ def num_bytes(values: Any) -> int:
     return sum(map(num_bytes, values)) if isinstance(values, (tuple, list)) else 0
 
 
-def attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool) -> int:
+def attention_flops(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool
+) -> int:
     """Return the FLOPs of an attention's forward, whose kernels leave out what a causal mask hides; backward has 2.5 times as many."""
     rows = math.prod(query.shape[:-1])
     return 2 * rows * key.shape[-2] * (query.shape[-1] + value.shape[-1]) // (2 if is_causal else 1)

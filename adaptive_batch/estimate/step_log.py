@@ -34,12 +34,15 @@ class Phase:
     def is_like(self, other: Phase) -> bool:
         """Whether another differs in sizes alone."""
         pairs = zip(self.log, other.log, strict=True)
-        return len(self.log) == len(other.log) and all(a == b or (a > 0 and b > 0) for a, b in pairs)
+        return len(self.log) == len(other.log) and all(
+            a == b or (a > 0 and b > 0) for a, b in pairs
+        )
 
     def between(self, more: Phase, share: Fraction) -> Phase:
         """Return this one with the sizes that lie at a share of the way to another's, or beyond."""
         sizes = (
-            a if a == b else max(1, math.ceil(a + (b - a) * share)) for a, b in zip(self.log, more.log, strict=True)
+            a if a == b else max(1, math.ceil(a + (b - a) * share))
+            for a, b in zip(self.log, more.log, strict=True)
         )
         return replace(self, log=array("q", sizes))
 

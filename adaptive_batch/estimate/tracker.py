@@ -51,9 +51,14 @@ class LiveMemory:
         """The operation, and the three largest allocations, those of like layers together, with their shares of all."""
         sizes: Counter[str] = Counter()
         for site, size in self.by_site:
-            name = ".".join("*" if part.isdigit() else part for part in site.module.split(".")) or "the loss"
+            name = (
+                ".".join("*" if part.isdigit() else part for part in site.module.split("."))
+                or "the loss"
+            )
             sizes[f"{name} ({site.operation}{', backward' if site.backward else ''})"] += size
-        shares = ", ".join(f"{name} {100 * size / sizes.total():.0f}%" for name, size in sizes.most_common(3))
+        shares = ", ".join(
+            f"{name} {100 * size / sizes.total():.0f}%" for name, size in sizes.most_common(3)
+        )
         return f"{self.site}; largest transient allocations: {shares}" if shares else str(self.site)
 
 
@@ -155,7 +160,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         }
         made = (key for key in keys if key in self._made_after and key not in self._resident)
         gradients = tuple((self._made_after[key], self._sizes[key]) for key in made)
-        return StepTrace(self.trace(), self._forward_bytes_after_each, gradients, self._explained, self.costs)
+        return StepTrace(
+            self.trace(), self._forward_bytes_after_each, gradients, self._explained, self.costs
+        )
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -244,7 +251,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         return True  # fake tensors stand for real ones
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # the most frequent call on fake tensors, and no operation
+        if (
+            func is torch.ops.prim.device.default
+        ):  # the most frequent call on fake tensors, and no operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if self._names is not None:
             backward = current_graph_task_id() != -1
@@ -258,7 +267,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         else:
             self._is_lifted = func is torch.ops.aten.lift_fresh.default  # a number of Python's
             result = super().__torch_dispatch__(func, types, args, kwargs)
-        counts = self._live_bytes_after_each and not self._is_inside and result is not NotImplemented
+        counts = (
+            self._live_bytes_after_each and not self._is_inside and result is not NotImplemented
+        )
         if counts and (cost := cost_of(func, args, kwargs or {}, result)):
             self.costs.append(cost)
         return result
@@ -289,7 +300,9 @@ class ModuleNames(TorchFunctionMode):
         handles = []
         self._stack, self._last = [], ""
         for name, module in self._model.named_modules():
-            readable = name.replace("_checkpoint_wrapped_module.", "").replace("._checkpoint_wrapped_module", "")
+            readable = name.replace("_checkpoint_wrapped_module.", "").replace(
+                "._checkpoint_wrapped_module", ""
+            )
             handles += [
                 module.register_forward_pre_hook(lambda *_, name=readable: self._enter(name)),
                 module.register_forward_hook(self._leave, always_call=True),

@@ -48,11 +48,15 @@ class MemoryCurve:
         """
         (few, low), (many, high) = fewer, more
         if low.program != high.program or few >= many:
-            raise ValueError(f"{few} and {many} rows: give two sizes, the smaller first, that ran the same operations")
+            raise ValueError(
+                f"{few} and {many} rows: give two sizes, the smaller first, that ran the same operations"
+            )
         steps = many - few
         # Of the lines that rise as fast, the highest is enough, and the first of those that are alike.
         highest: dict[int, tuple[int, int]] = {}
-        for operation, (below, above) in enumerate(zip(low.live_bytes, high.live_bytes, strict=True)):
+        for operation, (below, above) in enumerate(
+            zip(low.live_bytes, high.live_bytes, strict=True)
+        ):
             rise = max(0, above - below)
             if rise not in highest or above > highest[rise][0]:
                 highest[rise] = above, operation
@@ -68,7 +72,10 @@ class MemoryCurve:
 
     def highest(self, rows: int) -> Line:
         """Return the line that makes the peak at that many rows; the first of several."""
-        return max(self.lines, key=lambda line: (line.fixed_bytes + line.bytes_per_row * rows, -line.operation))
+        return max(
+            self.lines,
+            key=lambda line: (line.fixed_bytes + line.bytes_per_row * rows, -line.operation),
+        )
 
     def max_rows(self, budget_bytes: int) -> int | None:
         """Return the most rows whose peak stays within the budget; 0 where not one does, None where any number does."""
@@ -85,7 +92,9 @@ def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
     """Return of lines by growing slope, those that are the highest at some number of rows from 1 on."""
     hull: list[Line] = []
     for line in lines:
-        while hull and _overtakes(hull[-1], line) <= (_overtakes(hull[-2], hull[-1]) if len(hull) > 1 else 1):
+        while hull and _overtakes(hull[-1], line) <= (
+            _overtakes(hull[-2], hull[-1]) if len(hull) > 1 else 1
+        ):
             hull.pop()
         hull.append(line)
     return hull
@@ -93,4 +102,6 @@ def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
 
 def _overtakes(flatter: Line, steeper: Line) -> Fraction:
     """Return the rows from which the steeper of two lines is the higher."""
-    return (flatter.fixed_bytes - steeper.fixed_bytes) / (steeper.bytes_per_row - flatter.bytes_per_row)
+    return (flatter.fixed_bytes - steeper.fixed_bytes) / (
+        steeper.bytes_per_row - flatter.bytes_per_row
+    )

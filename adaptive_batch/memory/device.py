@@ -68,7 +68,11 @@ _ALLOCATED = re.compile(r"Of the allocated memory (\d+(?:\.\d+)? \w+) is allocat
 def wanted_bytes(message: str) -> int | None:
     """Return what an allocator's out-of-memory message says was allocated and asked for; None where it does not say both."""
     asked, allocated = _ASKED.search(message), _ALLOCATED.search(message)
-    return sum(parse_size(one[1], total_bytes=GIB) for one in (asked, allocated)) if asked and allocated else None
+    return (
+        sum(parse_size(one[1], total_bytes=GIB) for one in (asked, allocated))
+        if asked and allocated
+        else None
+    )
 
 
 def parse_size(value: int | float | str, *, total_bytes: int) -> int:
@@ -85,7 +89,9 @@ def parse_size(value: int | float | str, *, total_bytes: int) -> int:
         unit = _UNITS.get(match[2].lower())
         if unit and float(match[1]) > 0:
             return int(float(match[1]) * unit)
-    raise ValueError('give a size such as "12GiB" or "900MiB", a number of bytes, or a share of the device such as 0.9')
+    raise ValueError(
+        'give a size such as "12GiB" or "900MiB", a number of bytes, or a share of the device such as 0.9'
+    )
 
 
 def check_device_memory(key: str, value: int | float | str | None) -> None:
@@ -122,9 +128,7 @@ def budget_bytes(
     if device_memory is not None:
         limit = parse_size(device_memory, total_bytes=total_bytes)
         if limit > total_bytes:
-            remedy = (
-                f"the device has {format_bytes(total_bytes)}; give that or less, or null (None) for what is available"
-            )
+            remedy = f"the device has {format_bytes(total_bytes)}; give that or less, or null (None) for what is available"
             raise SettingError(key, device_memory, remedy)
     return int(min(limit, available_bytes) * (1 - headroom))
 
@@ -174,7 +178,9 @@ class DeviceMemory(Protocol):
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
         """What is free now plus what this process already holds; `resident` are the tensors that it holds."""
 
-    def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> AbstractContextManager[Usage]:
+    def measure(
+        self, resident: Iterable[torch.Tensor], *, budget_bytes: int
+    ) -> AbstractContextManager[Usage]:
         """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there."""
 
     def release(self) -> None:
@@ -203,7 +209,11 @@ def recover(memory: DeviceMemory) -> None:
 
 def device_memory(device: torch.device, *, shared_by: int = 1) -> DeviceMemory:
     """Return the memory of a device: counted on a CPU, which `shared_by` processes share, asked of the allocator elsewhere."""
-    return CountedMemory(device, shared_by=shared_by) if device.type == "cpu" else AcceleratorMemory(device)
+    return (
+        CountedMemory(device, shared_by=shared_by)
+        if device.type == "cpu"
+        else AcceleratorMemory(device)
+    )
 
 
 class CountedMemory:
@@ -228,7 +238,9 @@ class CountedMemory:
         return (min(_physical_bytes(), limit) if limit else _physical_bytes()) // self._shared_by
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
-        return min(self.total_bytes(), host_available_bytes() // self._shared_by + storage_bytes(resident))
+        return min(
+            self.total_bytes(), host_available_bytes() // self._shared_by + storage_bytes(resident)
+        )
 
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
@@ -273,7 +285,9 @@ class AcceleratorMemory:
     def check_it_can_be_measured(self) -> None:
         if not hasattr(self._backend, "memory_stats"):
             why = f"torch {torch.__version__} does not report its peak memory, so no batch can be probed there"
-            raise SettingError("device", str(self.device), f"{why}; train with a configured batch_size")
+            raise SettingError(
+                "device", str(self.device), f"{why}; train with a configured batch_size"
+            )
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -308,7 +322,9 @@ class AcceleratorMemory:
         self._backend.synchronize(self.device)
         if hasattr(self._backend, "empty_cache"):  # torch.accelerator has it since torch 2.9
             self._backend.empty_cache()
-        if hasattr(self._backend, "reset_peak_memory_stats"):  # after it: until then the cache is in the peak
+        if hasattr(
+            self._backend, "reset_peak_memory_stats"
+        ):  # after it: until then the cache is in the peak
             self._backend.reset_peak_memory_stats(self.device)
 
     def room(self) -> Room | None:
@@ -352,12 +368,17 @@ class AcceleratorMemory:
 
 def host_available_bytes() -> int:
     """Return the host memory that can be taken now without swapping: MemAvailable, and the limit of a control group of version 2."""
-    available = _kernel_fields("/proc/meminfo").get("MemAvailable:", _physical_bytes() // 1024) * 1024
+    available = (
+        _kernel_fields("/proc/meminfo").get("MemAvailable:", _physical_bytes() // 1024) * 1024
+    )
     limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
     if limit is None or used is None:
         return available
     cache = _kernel_fields("/sys/fs/cgroup/memory.stat")  # of files: given back when it is needed
-    return min(available, max(0, limit - used + cache.get("active_file", 0) + cache.get("inactive_file", 0)))
+    return min(
+        available,
+        max(0, limit - used + cache.get("active_file", 0) + cache.get("inactive_file", 0)),
+    )
 
 
 def _physical_bytes() -> int:

@@ -8,7 +8,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 
-def estimated_attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor | None:
+def estimated_attention(
+    query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]
+) -> Tensor | None:
     """Return the causal attention of each row alone as an estimate has it; None in a real step.
 
     The mode of an estimate overrides this function, as any mode overrides a function of torch.

@@ -51,7 +51,9 @@ class OptimizerInBackward:
     @contextmanager
     def dry_run(self) -> Iterator[None]:
         """Inside, a step is taken and undone; state that a fresh optimizer makes stays resident until the end, then goes."""
-        self._fresh = {parameter for parameter, optimizer in self.optimizers.items() if not optimizer.state}
+        self._fresh = {
+            parameter for parameter, optimizer in self.optimizers.items() if not optimizer.state
+        }
         snapshots = [OptimizerSnapshot(self.optimizers[parameter]) for parameter in self._fresh]
         self._is_dry_run = True
         try:

@@ -35,7 +35,9 @@ class TensorSnapshot:
         self._copies: list[torch.Tensor] = []
         if not self._tensors:
             return
-        with disable_current_modes():  # the copies are the host's, not the device's that is being measured
+        with (
+            disable_current_modes()
+        ):  # the copies are the host's, not the device's that is being measured
             self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors]
 
     def restore(self) -> None:
@@ -57,7 +59,8 @@ class OptimizerSnapshot:
         of_groups = ({**group, "params": None} for group in self._groups)
         self._tensors = TensorSnapshot(_tensors_in([*self._state.values(), *of_groups]))
         self._others = {
-            p: {k: copy.deepcopy(v) for k, v in s.items() if not list(_tensors_in(v))} for p, s in self._state.items()
+            p: {k: copy.deepcopy(v) for k, v in s.items() if not list(_tensors_in(v))}
+            for p, s in self._state.items()
         }
         self._counters = {k: v for k, v in vars(optimizer).items() if isinstance(v, _PLAIN)}
 
@@ -73,7 +76,11 @@ class OptimizerSnapshot:
             group.clear()
             group.update(saved)
         self._tensors.restore()
-        for name in [k for k, v in vars(optimizer).items() if isinstance(v, _PLAIN) and k not in self._counters]:
+        for name in [
+            k
+            for k, v in vars(optimizer).items()
+            if isinstance(v, _PLAIN) and k not in self._counters
+        ]:
             delattr(optimizer, name)
         vars(optimizer).update(self._counters)
 
@@ -86,7 +93,9 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._which = () if device.type == "mps" else (device,)  # there is one MPS, and it takes no device
+        self._which = (
+            () if device.type == "mps" else (device,)
+        )  # there is one MPS, and it takes no device
         self._state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
         if device.type != "cpu":
             self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
@@ -135,7 +144,12 @@ class TrainingSnapshot:
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Iterable[Optimizer], *, device: torch.device, parameters_change: bool = True
+        self,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        *,
+        device: torch.device,
+        parameters_change: bool = True,
     ) -> None:
         reshard(model)
         optimizers = list(optimizers)
@@ -151,7 +165,9 @@ class TrainingSnapshot:
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
         self._random = RandomState(device)
         # A forward may also put another tensor in a buffer's place.
-        self._modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+        self._modules = [
+            (module, module.training, dict(module._buffers)) for module in model.modules()
+        ]
         self._gradients = [(p, p.grad) for p in model.parameters()]
         for parameter, _ in self._gradients:
             parameter.grad = None
@@ -194,4 +210,6 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 def optimizer_state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     """Return the tensors in the state of some optimizers."""
-    return _tensors_in([dict(state) for optimizer in optimizers for state in optimizer.state.values()])
+    return _tensors_in(
+        [dict(state) for optimizer in optimizers for state in optimizer.state.values()]
+    )

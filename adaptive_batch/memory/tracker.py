@@ -27,7 +27,9 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that hold a tensor's bytes: itself, or what a wrapper subclass (torchao's low-bit states) wraps."""
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            if isinstance(inner := getattr(tensor, name), torch.Tensor):  # a DTensor also names its mesh
+            if isinstance(
+                inner := getattr(tensor, name), torch.Tensor
+            ):  # a DTensor also names its mesh
                 yield from plain_tensors(inner)
     else:
         yield tensor
@@ -77,7 +79,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _record(self, func: object, args: tuple[Any, ...]) -> None:
         if not self._live_bytes_after_each and not any(
-            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._resident for tensor in args
+            isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata in self._resident
+            for tensor in args
         ):
             return
         self._program = hash((self._program, func))
@@ -146,7 +149,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
@@ -154,7 +161,10 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._see_freed()
         result = self._run(func, args, kwargs or {})
         self._see_all(result)
-        if getattr(func, "namespace", "") == "fsdp" and func is torch.ops.fsdp.split_with_sizes_copy.default:
+        if (
+            getattr(func, "namespace", "") == "fsdp"
+            and func is torch.ops.fsdp.split_with_sizes_copy.default
+        ):
             self._see_gathered((kwargs or {})["out"])
         self._record(func, args)
         self.check()
@@ -166,7 +176,9 @@ class _FirstSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     references: tuple[int, ...] | None = None
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if func is torch.ops.aten.add.Tensor and current_graph_task_id() != -1:
             self.references = _references(args[0])
         return func(*args, **(kwargs or {}))

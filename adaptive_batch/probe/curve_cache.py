@@ -37,15 +37,23 @@ class CachedCurve:
     def write(self, curve: MemoryCurve) -> None:
         """Keep a curve, if the disk lets it."""
         if self._path and distributed.is_rank_zero():
-            lines = [[str(line.fixed_bytes), str(line.bytes_per_row), line.operation] for line in curve.lines]
+            lines = [
+                [str(line.fixed_bytes), str(line.bytes_per_row), line.operation]
+                for line in curve.lines
+            ]
             with contextlib.suppress(OSError):
                 atomic_write(self._path, json.dumps({"format": _FORMAT, "lines": lines}))
 
     def _read(self) -> MemoryCurve | None:
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
+        with contextlib.suppress(
+            OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError
+        ):
             record = json.loads(self._path.read_text()) if self._path else {"format": None}
             if record["format"] == _FORMAT and record["lines"]:
                 return MemoryCurve(
-                    tuple(Line(Fraction(fixed), Fraction(each), int(number)) for fixed, each, number in record["lines"])
+                    tuple(
+                        Line(Fraction(fixed), Fraction(each), int(number))
+                        for fixed, each, number in record["lines"]
+                    )
                 )
         return None

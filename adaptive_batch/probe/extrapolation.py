@@ -6,9 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-KNEE = 3 / 8  # share of the budget up to which measured peaks stayed flat or gentle before they turned steep
+KNEE = (
+    3 / 8
+)  # share of the budget up to which measured peaks stayed flat or gentle before they turned steep
 STEEPEST = 1.35  # no peak grows faster than rows ** 1.35: the targets go to 1.3, and a little more
-GENTLE = 1 / 4  # the rows' part of the peak below which the ops that will fill the budget have not shown yet
+GENTLE = (
+    1 / 4
+)  # the rows' part of the peak below which the ops that will fill the budget have not shown yet
 LEAP = 32  # a line, however straight, is believed up to this many times the rows that were tried
 EXACT = 1e-4  # peaks that agree to this part of their rise carry no noise, which is rather 1e-2
 UNCERTAIN = 0.01  # what a noisy peak may be off by
@@ -55,8 +59,14 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     if proportional:  # nothing is fixed, so this is the steepest line there can be
         return min(_reach(before, last, 1, 1.0), LEAP * last.rows)
     if resident_known and row * last.rows < GENTLE * last.share:
-        return max(safe, 1.25 * last.rows)  # or a peak that is flat close below the budget takes a trial for each row
-    if len(points) >= 3 and last.share > before.share and _straight(points[-3], before, last, rounding):
+        return max(
+            safe, 1.25 * last.rows
+        )  # or a peak that is flat close below the budget takes a trial for each row
+    if (
+        len(points) >= 3
+        and last.share > before.share
+        and _straight(points[-3], before, last, rounding)
+    ):
         return _follow(before, last, 1, safe)
     if len(points) >= 4 and (power := _power(*points[-4:-1])):
         error = last.share - _at(points[-4], before, power, last.rows)
@@ -110,10 +120,19 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
 def _next_row_of_few(points: Sequence[Point], safe: float) -> float:
     """Follow the line from the nearest trial clear of noise, held back by noise; near the end by a row or so."""
     last = points[-1]
-    first = next((point for point in reversed(points[:-1]) if last.share - point.share > 0.1), points[0])
-    low, high = Point(first.rows, first.share * (1 - NOISE)), Point(last.rows, last.share * (1 + NOISE))
+    first = next(
+        (point for point in reversed(points[:-1]) if last.share - point.share > 0.1), points[0]
+    )
+    low, high = (
+        Point(first.rows, first.share * (1 - NOISE)),
+        Point(last.rows, last.share * (1 + NOISE)),
+    )
     target = max(safe, _reach(low, high, 1.05, 1.0))
-    return min(target, last.rows * 1.03, LEAP * last.rows) if last.share > 0.97 else min(target, LEAP * last.rows)
+    return (
+        min(target, last.rows * 1.03, LEAP * last.rows)
+        if last.share > 0.97
+        else min(target, LEAP * last.rows)
+    )
 
 
 def _noisy(points: Sequence[Point], rounding: float) -> bool:
@@ -122,7 +141,9 @@ def _noisy(points: Sequence[Point], rounding: float) -> bool:
         _above(*triple) < -max(10 * EXACT * abs(triple[2].share - triple[0].share), rounding)
         for triple in zip(points, points[1:], points[2:], strict=False)
     )
-    return points[-1].share > 1 + rounding or points[1].share < points[0].share - rounding or any(dips)
+    return (
+        points[-1].share > 1 + rounding or points[1].share < points[0].share - rounding or any(dips)
+    )
 
 
 def _grow(point: Point, power: float) -> float:
@@ -133,7 +154,9 @@ def _grow(point: Point, power: float) -> float:
 def _at(first: Point, second: Point, power: float, rows: float) -> float:
     """Share at `rows` on the curve ``fixed + c * rows ** power`` through two points."""
     start, end = math.pow(first.rows, power), math.pow(second.rows, power)
-    return first.share + (second.share - first.share) * (math.pow(rows, power) - start) / (end - start)
+    return first.share + (second.share - first.share) * (math.pow(rows, power) - start) / (
+        end - start
+    )
 
 
 def _reach(first: Point, second: Point, power: float, share: float) -> float:
@@ -152,7 +175,9 @@ def _above(first: Point, second: Point, third: Point) -> float:
 
 def _straight(first: Point, second: Point, third: Point, rounding: float) -> bool:
     """Whether three points lie on one line, as exactly as bytes can say."""
-    return abs(_above(first, second, third)) <= max(EXACT * abs(third.share - first.share), rounding)
+    return abs(_above(first, second, third)) <= max(
+        EXACT * abs(third.share - first.share), rounding
+    )
 
 
 def _power(first: Point, second: Point, third: Point) -> float | None:
@@ -162,5 +187,7 @@ def _power(first: Point, second: Point, third: Point) -> float | None:
     low, high = 0.3, 3.0
     for _ in range(50):
         power = (low + high) / 2
-        low, high = (power, high) if _at(first, second, power, third.rows) < third.share else (low, power)
+        low, high = (
+            (power, high) if _at(first, second, power, third.rows) < third.share else (low, power)
+        )
     return low

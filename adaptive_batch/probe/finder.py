@@ -66,13 +66,17 @@ class ProbeResult:
 
     def peak_bytes(self) -> int | None:
         """Peak of the bound's own trial, the optimizer's phase included."""
-        own = [trial for trial in self.trials if trial.fits and trial.batch_size == self.max_batch_size]
+        own = [
+            trial for trial in self.trials if trial.fits and trial.batch_size == self.max_batch_size
+        ]
         peaks = [peak for trial in own for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)]
         return max((peak for peak in peaks if peak is not None), default=None)
 
     def bytes_per_row(self) -> float | None:
         """Slope of the peak between the two largest sizes that fit; None where fewer than two were measured."""
-        peaks = {t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None}
+        peaks = {
+            t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None
+        }
         measured = sorted(peaks.items())
         if len(measured) < 2:
             return None
@@ -91,19 +95,29 @@ class ProbeResult:
             )
         fixed = format_bytes(self.resident_bytes)
         lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, gradients that stay)")
-        optimizer_peaks = [t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None]
+        optimizer_peaks = [
+            t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None
+        ]
         if optimizer_peaks:
-            lines.append(f"optimizer's step: {format_bytes(max(optimizer_peaks))} at its peak, whatever the batch")
+            lines.append(
+                f"optimizer's step: {format_bytes(max(optimizer_peaks))} at its peak, whatever the batch"
+            )
         if (slope := self.bytes_per_row()) is not None:
-            lines.append(f"each row: {format_bytes(slope)} more, between the two largest sizes that fit")
+            lines.append(
+                f"each row: {format_bytes(slope)} more, between the two largest sizes that fit"
+            )
         if (bound_peak := self.peak_bytes()) is not None:
             free = format_bytes(max(0, self.budget_bytes - bound_peak))
-            lines.append(f"free at the bound: {free} of the {format_bytes(self.budget_bytes)} allowed")
+            lines.append(
+                f"free at the bound: {free} of the {format_bytes(self.budget_bytes)} allowed"
+            )
         if budgets := self.budgets_of_ranks:
             least, most = min(budgets), max(budgets)
             of_ranks = f"{len(budgets)} ranks, which all must have room"
             if most > 1.01 * least:
-                which = ", ".join(str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least)
+                which = ", ".join(
+                    str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least
+                )
                 of_ranks += f": rank {which} may use least, {format_bytes(least)}, others up to {format_bytes(most)}"
             lines.append(of_ranks)
         cached = ", known from before and tried again" if self.from_cache else ""
@@ -178,7 +192,10 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
     start = time.perf_counter()
     trial = _agree(run_trial(known.max_batch_size))
     if not trial.fits:
-        log.info("the bound of %d rows that was found before no longer fits; probing again", known.max_batch_size)
+        log.info(
+            "the bound of %d rows that was found before no longer fits; probing again",
+            known.max_batch_size,
+        )
         return None
     seconds = (*known.seconds, time.perf_counter() - start)
     return replace(known, trials=(*known.trials, trial), seconds=seconds, from_cache=True)
@@ -215,7 +232,10 @@ def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
         values |= {name: tuple(values[name]) for name in ("seconds", "budgets_of_ranks")}
         values["throughput"] = values["throughput"] and Throughput.from_dict(values["throughput"])
         result = ProbeResult(trials=trials, **values)
-        if not {trial.batch_size for trial in trials if trial.fits} >= {result.max_batch_size, result.batch_size}:
+        if not {trial.batch_size for trial in trials if trial.fits} >= {
+            result.max_batch_size,
+            result.batch_size,
+        }:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
         return result
     except (ValueError, KeyError, TypeError) as error:
@@ -243,7 +263,16 @@ def _agree(trial: Trial) -> Trial:
     if distributed.world_size() == 1:
         return trial
     mine = (-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))
-    fails, fails_again, *most = distributed.all_reduce_max([not trial.fits, not (trial.fits or trial.retried), *mine])
+    fails, fails_again, *most = distributed.all_reduce_max(
+        [not trial.fits, not (trial.fits or trial.retried), *mine]
+    )
     peak, optimizer_peak = (None if one < 0 else one for one in most)
     trace = distributed.from_rank_zero(lambda: trial.trace) if not fails else None
-    return Trial(trial.batch_size, not fails, peak, optimizer_peak, trace, retried=bool(fails and not fails_again))
+    return Trial(
+        trial.batch_size,
+        not fails,
+        peak,
+        optimizer_peak,
+        trace,
+        retried=bool(fails and not fails_again),
+    )

@@ -51,7 +51,9 @@ class Trial:
 
 def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
     """Return the curve through the two largest sizes that fit, where they ran the same operations and their bytes were counted."""
-    traced = sorted({t.batch_size: t.trace for t in trials if t.fits and t.trace is not None}.items())
+    traced = sorted(
+        {t.batch_size: t.trace for t in trials if t.fits and t.trace is not None}.items()
+    )
     if len(traced) < 2 or traced[-2][1].program != traced[-1][1].program:
         return None
     return MemoryCurve.from_traces(*traced[-2:])
@@ -83,13 +85,17 @@ class Search(ABC):
     @property
     def _too_many(self) -> int:
         """Fewest rows known not to fit; one above the limit while all have fitted."""
-        return min((trial.batch_size for trial in self._trials if not trial.fits), default=self.maximum + 1)
+        return min(
+            (trial.batch_size for trial in self._trials if not trial.fits), default=self.maximum + 1
+        )
 
     def record(self, trial: Trial) -> None:
         """Take in how the trial of the candidate went; a ValueError refuses one of another size, or after the end."""
         candidate = self.candidate
         if candidate is None:
-            raise ValueError(f"batch_size={trial.batch_size}: the search is over, its best is {self.best}")
+            raise ValueError(
+                f"batch_size={trial.batch_size}: the search is over, its best is {self.best}"
+            )
         if trial.batch_size != candidate:
             raise ValueError(f"batch_size={trial.batch_size}: the size to try next is {candidate}")
         self._trials.append(trial)
@@ -205,10 +211,14 @@ class Predictive(Search):
         scale = self._scale(curve, self._trials[-1])
         resident, room = self._resident_bytes, (self._budget_bytes - self._resident_bytes) / scale
         rows, best = self._allowed(curve, resident + room), self.best
-        if not is_counted and CLOSE * rows > 1:  # noise decides over the last percent, and an error is not worth it
+        if (
+            not is_counted and CLOSE * rows > 1
+        ):  # noise decides over the last percent, and an error is not worth it
             rows = math.floor(rows * (1 - UNCERTAIN))
             return rows if rows - best > CLOSE * best else None
-        if not is_counted and rows <= best < self.maximum:  # a row is much, and blocks may have been half empty
+        if (
+            not is_counted and rows <= best < self.maximum
+        ):  # a row is much, and blocks may have been half empty
             short = curve.peak_bytes(best + 1) - resident - room
             return best + 1 if short <= 2 * self._granularity_bytes / scale else None
         return rows if rows > best else None

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from adaptive_batch._util import format_bytes
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, MicroBatchTime, micro_batches
+from adaptive_batch.data import (
+    MicroBatch,
+    MicroBatchLayout,
+    MicroBatchLimit,
+    MicroBatchTime,
+    micro_batches,
+)
 
 log = logging.getLogger("adaptive_batch")
 
@@ -40,8 +46,13 @@ OBJECTIVES = {
 }
 
 MAX_TRIALS = 6
-_ALIKE = 0.01  # of two sizes that are expected to differ by less, the smaller is taken: it leaves memory
-_OTHERS, _MADE_UP = 0.3, 0.1  # weights in a fit, of what was timed in another layout and of what was not timed
+_ALIKE = (
+    0.01  # of two sizes that are expected to differ by less, the smaller is taken: it leaves memory
+)
+_OTHERS, _MADE_UP = (
+    0.3,
+    0.1,
+)  # weights in a fit, of what was timed in another layout and of what was not timed
 _REFITS = 3  # of the time that layouts have in common, each with the factors of the last
 _NEAR = 0.08  # what is expected to take so much longer may prove faster, and is tried
 
@@ -88,14 +99,22 @@ class Throughput:
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Throughput:
         """Build it from what ``asdict`` returned."""
-        trials = (TimedTrial(**{**one, "limit": MicroBatchLimit(**one["limit"])}) for one in saved["trials"])
+        trials = (
+            TimedTrial(**{**one, "limit": MicroBatchLimit(**one["limit"])})
+            for one in saved["trials"]
+        )
         limit, time = MicroBatchLimit(**saved["limit"]), MicroBatchTime(**saved["time"])
-        return cls(saved["kind"], limit, saved["tokens_per_second"], time, tuple(trials), saved["seconds"])
+        return cls(
+            saved["kind"], limit, saved["tokens_per_second"], time, tuple(trials), saved["seconds"]
+        )
 
     def with_peak(self, peak_bytes: int | None) -> Throughput:
         """Return the same, with the peak of what is fastest."""
         mine = (self.kind, self.limit)
-        peaks = (replace(one, peak_bytes=peak_bytes) if (one.kind, one.limit) == mine else one for one in self.trials)
+        peaks = (
+            replace(one, peak_bytes=peak_bytes) if (one.kind, one.limit) == mine else one
+            for one in self.trials
+        )
         return replace(self, trials=tuple(peaks))
 
     def table(self) -> str:
@@ -104,7 +123,9 @@ class Throughput:
         for one in self.trials:
             at_once = f"{one.limit.amount:,} {one.limit.unit}"
             peak = "-" if one.peak_bytes is None else format_bytes(one.peak_bytes)
-            lines.append(f"{one.kind:>8} {at_once:>15} {peak:>10} {one.padding:>8.1%} {one.tokens_per_second:>9,.0f}")
+            lines.append(
+                f"{one.kind:>8} {at_once:>15} {peak:>10} {one.padding:>8.1%} {one.tokens_per_second:>9,.0f}"
+            )
         return "\n".join([*lines, f"fastest: {self.kind}, up to {_at_once(self.limit)}"])
 
 
@@ -144,8 +165,12 @@ class FastestSearch:
         self._cost = cost
         self._run, self._steps, self._sample, self._limits = run, steps, sample, limits
         self._layouts = {layout.kind: layout for layout in layouts}
-        self._step_seconds = step_seconds * sum(sample) / sum(map(sum, steps)) * len(steps)  # the sample's share of it
-        self._timings: dict[str, list[tuple[MicroBatch, float]]] = {kind: [] for kind in self._layouts}
+        self._step_seconds = (
+            step_seconds * sum(sample) / sum(map(sum, steps)) * len(steps)
+        )  # the sample's share of it
+        self._timings: dict[str, list[tuple[MicroBatch, float]]] = {
+            kind: [] for kind in self._layouts
+        }
         self._measured: dict[
             Choice, tuple[list[MicroBatch], float]
         ] = {}  # the sample's micro-batches, and their seconds
@@ -153,29 +178,51 @@ class FastestSearch:
 
     def __call__(self) -> Throughput | None:
         """Time as little as needed; return what is fastest, None where nothing that was tried fits."""
-        while unknown := [kind for kind in self._layouts if not self._timings[kind] and self._left(kind)]:
+        while unknown := [
+            kind for kind in self._layouts if not self._timings[kind] and self._left(kind)
+        ]:
             self._time([self._small_and_large(kind) for kind in unknown])
-        while len(self._measured) < MAX_TRIALS - len(self._layouts):  # what does not fit leaves fewer
+        while len(self._measured) < MAX_TRIALS - len(
+            self._layouts
+        ):  # what does not fit leaves fewer
             expected = {
-                (kind, limit): self._expected_cost(kind, limit) for kind in self._layouts for limit in self._left(kind)
+                (kind, limit): self._expected_cost(kind, limit)
+                for kind in self._layouts
+                for limit in self._left(kind)
             }
             chosen = self._next(expected)
             if not chosen or chosen[0] in self._measured:
                 break
             pieces = [self._cut(kind, limit) for kind, limit in chosen]
-            for choice, (of_layout, _), seconds in zip(chosen, pieces, self._time(pieces), strict=True):
+            for choice, (of_layout, _), seconds in zip(
+                chosen, pieces, self._time(pieces), strict=True
+            ):
                 if seconds is not None:
                     before = self._measured.get(choice, (of_layout, seconds))
-                    self._measured[choice] = min((of_layout, seconds), before, key=lambda one: one[1])
-                    log.info("timed %s, up to %s: %.0f tokens/s", choice[0], _at_once(choice[1]), self._rate(choice))
+                    self._measured[choice] = min(
+                        (of_layout, seconds), before, key=lambda one: one[1]
+                    )
+                    log.info(
+                        "timed %s, up to %s: %.0f tokens/s",
+                        choice[0],
+                        _at_once(choice[1]),
+                        self._rate(choice),
+                    )
         if not self._measured:
             return None
         kind, limit = min(self._measured, key=lambda choice: self._expected_cost(*choice))
-        trials = tuple(TimedTrial(*choice, self._rate(choice), self._padding(choice)) for choice in self._measured)
+        trials = tuple(
+            TimedTrial(*choice, self._rate(choice), self._padding(choice))
+            for choice in self._measured
+        )
         return Throughput(kind, limit, self._rate((kind, limit)), self._layouts[kind].time, trials)
 
     def _left(self, kind: str) -> list[MicroBatchLimit]:
-        return [limit for limit in self._limits(self._layouts[kind]) if limit.amount < self._too_large[kind]]
+        return [
+            limit
+            for limit in self._limits(self._layouts[kind])
+            if limit.amount < self._too_large[kind]
+        ]
 
     def _cut(self, kind: str, limit: MicroBatchLimit) -> Pieces:
         return micro_batches(self._sample, limit, self._layouts[kind]), self._layouts[kind]
@@ -196,7 +243,9 @@ class FastestSearch:
             kind = layout.kind
             if seconds is None:
                 by_rows = self._limits(layout)[0].unit == "rows"
-                self._too_large[kind] = max(len(one.rows) if by_rows else one.padded_tokens for one in of_layout)
+                self._too_large[kind] = max(
+                    len(one.rows) if by_rows else one.padded_tokens for one in of_layout
+                )
             else:
                 self._timings[kind] += zip(of_layout, seconds, strict=True)
         self._learn()
@@ -207,9 +256,13 @@ class FastestSearch:
         timed = {kind: timings for kind, timings in self._timings.items() if timings}
         factors = dict.fromkeys(timed, 1.0)
         for _ in range(_REFITS if timed else 0):
-            time = fitted([(piece, s / factors[kind]) for kind, some in timed.items() for piece, s in some])
+            time = fitted(
+                [(piece, s / factors[kind]) for kind, some in timed.items() for piece, s in some]
+            )
             for kind, some in timed.items():
-                factors[kind] = sum(seconds for _, seconds in some) / time.of([piece for piece, _ in some])
+                factors[kind] = sum(seconds for _, seconds in some) / time.of(
+                    [piece for piece, _ in some]
+                )
         for kind, own in timed.items():
             others = [
                 (piece, s * factors[kind] / factors[other])
@@ -225,7 +278,9 @@ class FastestSearch:
     def _expected_seconds(self, kind: str, limit: MicroBatchLimit) -> float:
         """Return the seconds of the steps by the model, corrected by what the nearest size that was measured took beside it."""
         layout = self._layouts[kind]
-        modelled = sum(layout.time.of(micro_batches(lengths, limit, layout)) for lengths in self._steps)
+        modelled = sum(
+            layout.time.of(micro_batches(lengths, limit, layout)) for lengths in self._steps
+        )
         near = [other for measured, other in self._measured if measured == kind]
         if not near:
             return modelled
@@ -235,7 +290,11 @@ class FastestSearch:
 
     def _next(self, expected: dict[Choice, float]) -> list[Choice]:
         """Return what to time: each layout's best, once; then the best of all, beside the best that was measured."""
-        untried = [kind for kind in self._layouts if kind not in (measured for measured, _ in self._measured)]
+        untried = [
+            kind
+            for kind in self._layouts
+            if kind not in (measured for measured, _ in self._measured)
+        ]
         by_kind = [{one: expected[one] for one in expected if one[0] == kind} for kind in untried]
         if any(by_kind):
             return [self._best(of_kind) for of_kind in by_kind if of_kind]
@@ -246,18 +305,30 @@ class FastestSearch:
         """Return what is expected to cost least: of sizes that are alike the smallest, or a smaller one that may prove faster."""
         first = min(expected, key=expected.__getitem__)
         alike, near = (
-            [one for one in expected if one[0] == first[0] and expected[one] <= (1 + most) * expected[first]]
+            [
+                one
+                for one in expected
+                if one[0] == first[0] and expected[one] <= (1 + most) * expected[first]
+            ]
             for most in (_ALIKE, _NEAR)
         )
         best = min(alike, key=lambda one: one[1].amount)
-        smaller = [one for one in near if one[1].amount < best[1].amount and one not in self._measured]
-        return max(smaller, key=lambda one: one[1].amount, default=best) if best in self._measured else best
+        smaller = [
+            one for one in near if one[1].amount < best[1].amount and one not in self._measured
+        ]
+        return (
+            max(smaller, key=lambda one: one[1].amount, default=best)
+            if best in self._measured
+            else best
+        )
 
     def _rate(self, choice: Choice) -> float:
         return sum(self._sample) / (self._measured[choice][1] + self._step_seconds)
 
     def _padding(self, choice: Choice) -> float:
-        return 1 - sum(self._sample) / sum(piece.padded_tokens for piece in self._measured[choice][0])
+        return 1 - sum(self._sample) / sum(
+            piece.padded_tokens for piece in self._measured[choice][0]
+        )
 
 
 def _at_once(limit: MicroBatchLimit) -> str:
@@ -275,12 +346,20 @@ def fitted(
     """
     usual = MicroBatchTime()
     speed = sum(seconds for _, seconds in timings) / usual.of([piece for piece, _ in timings])
-    made_up = [MicroBatch([0] * rows, length) for rows, length in ((1, 64), (8, 128), (1, 1024), (16, 512))]
+    made_up = [
+        MicroBatch([0] * rows, length) for rows, length in ((1, 64), (8, 128), (1, 1024), (16, 512))
+    ]
     pieces = [*(piece for piece, _ in (*timings, *alike)), *made_up]
-    seconds = [*(each for _, each in (*timings, *alike)), *(speed * usual.of([piece]) for piece in made_up)]
+    seconds = [
+        *(each for _, each in (*timings, *alike)),
+        *(speed * usual.of([piece]) for piece in made_up),
+    ]
     target = torch.tensor(seconds, dtype=torch.float64)
     features = torch.tensor(
-        [(1, len(piece.rows), piece.padded_tokens, sum(n * n for n in piece.lengths)) for piece in pieces],
+        [
+            (1, len(piece.rows), piece.padded_tokens, sum(n * n for n in piece.lengths))
+            for piece in pieces
+        ],
         dtype=torch.float64,
     )
     weight = torch.tensor([1.0] * len(timings) + [_OTHERS] * len(alike) + [_MADE_UP] * len(made_up))
@@ -292,5 +371,7 @@ def fitted(
     of_target = features.T @ target
     for _ in range(500):  # coordinate descent, which for so few unknowns comes to the least
         for unknown in range(len(scale)):
-            found[unknown] = (of_target[unknown] - gram[unknown] @ found + found[unknown]).clamp(min=0)
+            found[unknown] = (of_target[unknown] - gram[unknown] @ found + found[unknown]).clamp(
+                min=0
+            )
     return MicroBatchTime(*(found / scale).tolist())

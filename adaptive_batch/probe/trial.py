@@ -18,7 +18,12 @@ from torch.optim import Optimizer
 from adaptive_batch import distributed
 from adaptive_batch._util import count, format_bytes
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.errors import MEMORY_REMEDIES, AdaptiveBatchError, DoesNotFitError, RankLostError
+from adaptive_batch.errors import (
+    MEMORY_REMEDIES,
+    AdaptiveBatchError,
+    DoesNotFitError,
+    RankLostError,
+)
 from adaptive_batch.memory import (
     DeviceMemory,
     OptimizerInBackward,
@@ -101,7 +106,10 @@ class DryRun:
             if self._steps is None:
                 stack.callback(self._memory.release)
             snapshot = TrainingSnapshot(
-                self._model, self._optimizers, device=self._memory.device, parameters_change=self._in_backward is None
+                self._model,
+                self._optimizers,
+                device=self._memory.device,
+                parameters_change=self._in_backward is None,
             )
             stack.callback(snapshot.restore)
             if self._steps is not None:
@@ -116,7 +124,10 @@ class DryRun:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._exit.close()
 
@@ -130,7 +141,9 @@ class DryRun:
         what = f"a trial of {count(batch_size, 'row')}"
         try:
             if self._steps is None:
-                usage = self._measure(lambda: self._forward_backward(batch_size), what, self.budget_bytes)
+                usage = self._measure(
+                    lambda: self._forward_backward(batch_size), what, self.budget_bytes
+                )
             else:
                 self._drop_gradients()
                 run = partial(self._run_steps, self._steps(batch_size))
@@ -157,12 +170,16 @@ class DryRun:
                     torch.accelerator.synchronize()
                 seconds.append(time.perf_counter() - start)
 
-        usage = self._measure(run, "timing micro-batches", self.budget_bytes, prepare=False, is_timed=True)
+        usage = self._measure(
+            run, "timing micro-batches", self.budget_bytes, prepare=False, is_timed=True
+        )
         self._drop_gradients()
         return (
             None
             if usage is None
-            else [each / 1e9 for each in distributed.all_reduce_max([int(1e9 * s) for s in seconds])]
+            else [
+                each / 1e9 for each in distributed.all_reduce_max([int(1e9 * s) for s in seconds])
+            ]
         )
 
     def _run_steps(self, steps: Iterator[Sequence[Callable[[], None]]]) -> None:
@@ -186,12 +203,18 @@ class DryRun:
         self._model.eval()
         try:
             what = f"a trial of evaluating {count(batch_size, 'row')}"
-            usage = self._measure(lambda: evaluate(batch_size), what, self.budget_bytes, prepare=False)
+            usage = self._measure(
+                lambda: evaluate(batch_size), what, self.budget_bytes, prepare=False
+            )
         finally:
             self._model.train()  # a module may do more in it than note its mode
             for module, training in modes:
                 module.training = training
-        return Trial(batch_size, True, usage.peak_bytes, None, usage.trace) if usage else Trial(batch_size, False)
+        return (
+            Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
+            if usage
+            else Trial(batch_size, False)
+        )
 
     def _try_one_step(self, snapshot: TrainingSnapshot) -> None:
         """Run one row, so that the optimizer's state is there; raise an error with numbers if it does not fit."""
@@ -205,14 +228,20 @@ class DryRun:
         needs = f"more than {format_bytes(self.budget_bytes)}"
         snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
         available = self._memory.available_bytes(self._resident())
-        if not distributed.any_of_ranks(available <= self.budget_bytes):  # beyond the budget it can be measured
+        if not distributed.any_of_ranks(
+            available <= self.budget_bytes
+        ):  # beyond the budget it can be measured
             again, peaks = self._whole_step(available)
             if again is None and peaks:
                 needs = format_bytes(max(peaks))
         raise self._does_not_fit(failed, needs)
 
     def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
-        where = f"rank {distributed.rank()}" if distributed.world_size() > 1 else str(self._memory.device)
+        where = (
+            f"rank {distributed.rank()}"
+            if distributed.world_size() > 1
+            else str(self._memory.device)
+        )
         allowed = format_bytes(self.budget_bytes)
         return DoesNotFitError(f"{what} needs {needs}, {where} allows {allowed}; {self._remedies}")
 
@@ -297,7 +326,9 @@ class DryRun:
             if tensor.grad is not None:
                 yield tensor.grad
         yield from self._sharding.kept_gradients()
-        optimizers = self._in_backward.optimizers.values() if self._in_backward else self._optimizers
+        optimizers = (
+            self._in_backward.optimizers.values() if self._in_backward else self._optimizers
+        )
         yield from optimizer_state_tensors(optimizers)
 
     def _prepare_gradients(self) -> None:

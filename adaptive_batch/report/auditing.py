@@ -47,8 +47,12 @@ def audit(output_dir: str | Path) -> Audit:
         path.open("rb").close()
     except OSError as error:
         is_there = Path(output_dir).is_dir()
-        what = f"{path} cannot be read ({error.strerror})" if is_there else "there is no such folder"
-        raise SettingError("OUTPUT_DIR", str(output_dir), f"{what}; give the output_dir of a run") from None
+        what = (
+            f"{path} cannot be read ({error.strerror})" if is_there else "there is no such folder"
+        )
+        raise SettingError(
+            "OUTPUT_DIR", str(output_dir), f"{what}; give the output_dir of a run"
+        ) from None
     return audit_records(iterate_records(path), iterate_records(path))
 
 
@@ -59,14 +63,22 @@ def audit_records(records: Iterable[Record | None], again: Iterable[Record | Non
     for entry in history.entries(again):
         auditor.add(*entry)
     auditor.finish()
-    pairs = [("run log", f"{history.num_records:,} lines, {auditor.num_torn:,} of them torn"), *auditor.report()]
+    pairs = [
+        ("run log", f"{history.num_records:,} lines, {auditor.num_torn:,} of them torn"),
+        *auditor.report(),
+    ]
     if history.num_other_runs:
-        pairs.insert(1, ("", f"the last run is audited; other runs in the file: {history.num_other_runs}"))
+        pairs.insert(
+            1, ("", f"the last run is audited; other runs in the file: {history.num_other_runs}")
+        )
     width = max(len(heading) for heading, _ in pairs)
     shown = [
-        heading if place == 0 or heading != pairs[place - 1][0] else "" for place, (heading, _) in enumerate(pairs)
+        heading if place == 0 or heading != pairs[place - 1][0] else ""
+        for place, (heading, _) in enumerate(pairs)
     ]
-    lines = tuple(f"{heading:<{width}}  {line}" for heading, (_, line) in zip(shown, pairs, strict=True))
+    lines = tuple(
+        f"{heading:<{width}}  {line}" for heading, (_, line) in zip(shown, pairs, strict=True)
+    )
     return Audit(lines, tuple(auditor.problems))
 
 
@@ -80,7 +92,9 @@ class _Auditor:
         self._steps = self._samples = self._tokens = self._num_rows = 0
         self._position = 0  # rows of the epoch so far
         self._is_over = False
-        self._trusts = not has_beginning  # after a gap that was named, the next counts are taken as they come
+        self._trusts = (
+            not has_beginning
+        )  # after a gap that was named, the next counts are taken as they come
         self._epochs: list[_Epoch] = []
         self._dropped: dict[int, list[list[Any]]] = {}  # by epoch, before its first step
         self._repeats = _Repeats()
@@ -102,7 +116,9 @@ class _Auditor:
             self._repeats.roll_back(steps, record)
         self._changes.event(record, steps, counts=counts)
         if kind == "start":
-            self._num_rows = max(0, rows) if (rows := whole(record, "rows")) is not None else self._num_rows
+            self._num_rows = (
+                max(0, rows) if (rows := whole(record, "rows")) is not None else self._num_rows
+            )
         if not counts:
             return
         if kind == "start":
@@ -118,7 +134,9 @@ class _Auditor:
         elif kind == "replanned":
             self._forget_dropped(epoch)
         elif kind == "epoch_restarted":
-            self._repeats.forget(f"epoch {epoch} began again after step {self._steps}, as its data was changed")
+            self._repeats.forget(
+                f"epoch {epoch} began again after step {self._steps}, as its data was changed"
+            )
             self._dropped.clear()
         elif kind == "plan":
             self._changes.unit = "row" if whole(record, "batch_tokens") is None else "token"
@@ -141,7 +159,9 @@ class _Auditor:
             return
         for name, counted in (("samples", self._samples), ("tokens", self._tokens)):
             if (there := whole(progress, name)) not in (None, counted):
-                self._wrong(f"resumed at step {steps} with {there:,} {name}, the steps up to it have {counted:,}")
+                self._wrong(
+                    f"resumed at step {steps} with {there:,} {name}, the steps up to it have {counted:,}"
+                )
         place: tuple[Any, Any] = progress.get("epoch"), progress.get("epoch_rows")
         epoch = self._epochs[-1] if self._epochs else None
         here = (epoch.number, self._position) if epoch else (0, 0)
@@ -190,10 +210,17 @@ class _Auditor:
                 ("samples_seen", samples, self._samples),
             ):
                 if value != before + size:
-                    self._wrong(f"step {step}: {name} {value}, not {before + size} = {before} + {size}")
+                    self._wrong(
+                        f"step {step}: {name} {value}, not {before + size} = {before} + {size}"
+                    )
             if tokens < self._tokens:
                 self._wrong(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
-        self._position, self._samples, self._tokens, self._trusts = position or 0, samples or 0, tokens, False
+        self._position, self._samples, self._tokens, self._trusts = (
+            position or 0,
+            samples or 0,
+            tokens,
+            False,
+        )
         epoch.first_step, epoch.last_step = epoch.first_step or step, step
         self._changes.step(step, record, size)
 
@@ -218,7 +245,9 @@ class _Auditor:
 
     def _drop(self, rows: object, number: int | None) -> None:
         if number is None or not isinstance(rows, list):
-            self._wrong(f"after step {self._steps}: dropped rows without their numbers or their epoch")
+            self._wrong(
+                f"after step {self._steps}: dropped rows without their numbers or their epoch"
+            )
         elif self._epochs and self._epochs[-1].number == number:
             self._wrong(*self._epochs[-1].mark(2, rows), of=f"epoch {number}: ")
         else:
@@ -241,7 +270,9 @@ class _Auditor:
     def _close(self, *, is_done: bool) -> None:
         """Judge the current epoch."""
         if self._epochs:
-            self._wrong(*self._epochs[-1].close(is_done=is_done), of=f"epoch {self._epochs[-1].number}: ")
+            self._wrong(
+                *self._epochs[-1].close(is_done=is_done), of=f"epoch {self._epochs[-1].number}: "
+            )
 
     def finish(self) -> None:
         """Judge what only the end of the log shows."""
@@ -262,7 +293,11 @@ class _Auditor:
     def report(self) -> Iterator[tuple[str, str]]:
         """Yield everything as pairs of a heading and one line, the verdict last."""
         starts = [start.steps for start in self._repeats.starts]
-        yield "starts", f"{len(starts)}" + (f", resumed at step {_first_ten(starts[1:])}" if starts[1:] else "")
+        yield (
+            "starts",
+            f"{len(starts)}"
+            + (f", resumed at step {_first_ten(starts[1:])}" if starts[1:] else ""),
+        )
         for epoch in self._epochs:
             yield f"epoch {epoch.number}", epoch.describe()
         yield from self._changes.lines()
@@ -272,7 +307,10 @@ class _Auditor:
             yield "loss", f"skipped steps, which changed no weight: {which}"
         yield from (("repeats", line) for line in self._repeats.lines())
         notes = self._repeats.explained
-        for heading, lines, num in (("note", notes, len(notes)), ("problem", self.problems, self.num_problems)):
+        for heading, lines, num in (
+            ("note", notes, len(notes)),
+            ("problem", self.problems, self.num_problems),
+        ):
             yield from ((heading, line) for line in lines[:_MOST])
             if num > _MOST:
                 yield heading, f"and {num - _MOST:,} more"
@@ -284,7 +322,9 @@ class _Auditor:
         parts = []
         for (rows, left_out), alike in groupby(self._epochs, key=_Epoch.proved):
             numbers = [epoch.number for epoch in alike]
-            parts.append(f"{rows} exactly once in {_span('epoch', numbers[0], numbers[-1])}{left_out}")
+            parts.append(
+                f"{rows} exactly once in {_span('epoch', numbers[0], numbers[-1])}{left_out}"
+            )
         return "holds: " + ("; ".join(parts) or "no step counts yet")
 
 
@@ -342,7 +382,9 @@ class _Epoch:
         if "an error" in self.reasons:
             problems.append(f"{count(self.reasons['an error'], 'row')} lost by an error")
         if sum(self.reasons.values()) != self.left_out:
-            problems.append(f"the reasons {self.reasons} do not add up to {count(self.left_out, 'row')} left out")
+            problems.append(
+                f"the reasons {self.reasons} do not add up to {count(self.left_out, 'row')} left out"
+            )
         return problems
 
     @property
@@ -390,7 +432,9 @@ class _Repeats:
         self.different: list[str] = []
         self.explained: list[str] = []
         self._num_compared = self._num_alike = 0
-        self._rolled_back: dict[int, list[tuple[dict[str, str], int]]] = {}  # by step: values, starts before it
+        self._rolled_back: dict[
+            int, list[tuple[dict[str, str], int]]
+        ] = {}  # by step: values, starts before it
         self._limit_changed_at: list[int] = []  # steps after which
 
     def event(self, record: Record, steps: int) -> None:
@@ -427,10 +471,16 @@ class _Repeats:
         for before, num_starts in unlike[:1]:
             names = [name for name in _COMPARED if before[name] != now[name]]
             what = ", ".join(
-                "rows" if name == "rows" else f"{name} ({before[name]}, then {now[name]})" for name in names
+                "rows" if name == "rows" else f"{name} ({before[name]}, then {now[name]})"
+                for name in names
             )
-            sentence, reason = f"step {step} was repeated with another {what}", self._reason(names, num_starts)
-            (self.explained if reason else self.different).append(f"{sentence}: {reason}" if reason else sentence)
+            sentence, reason = (
+                f"step {step} was repeated with another {what}",
+                self._reason(names, num_starts),
+            )
+            (self.explained if reason else self.different).append(
+                f"{sentence}: {reason}" if reason else sentence
+            )
 
     def _has_stepped(self) -> None:
         if self.starts:
@@ -473,10 +523,15 @@ class _Changes:
         rate, asked = as_number(record.get("lr")), whole(record, "asked") or rows
         if asked != self._asked:
             in_rows = f" ({count(rows, 'row', ',')})" if self.unit == "token" else ""
-            self._lines["batch size"].append(f"step {step:,}: {count(asked, self.unit, ',')}{in_rows}, lr {rate:g}")
+            self._lines["batch size"].append(
+                f"step {step:,}: {count(asked, self.unit, ',')}{in_rows}, lr {rate:g}"
+            )
             self._asked = asked
         low, high = self._rates or [(rate, step)] * 2
-        self._rates = [min(low, (rate, step), key=itemgetter(0)), max(high, (rate, step), key=itemgetter(0))]
+        self._rates = [
+            min(low, (rate, step), key=itemgetter(0)),
+            max(high, (rate, step), key=itemgetter(0)),
+        ]
 
     def event(self, record: Record, steps: int, *, counts: bool) -> None:
         """Add what was logged about the rate, once, or a change of what a micro-batch may hold."""
@@ -495,7 +550,9 @@ class _Changes:
         """Yield headings with one line each."""
         if self._rates:
             (least, at_least), (most, at_most) = self._rates
-            self._lines["lr"].insert(0, f"least {least:g} (step {at_least:,}), most {most:g} (step {at_most:,})")
+            self._lines["lr"].insert(
+                0, f"least {least:g} (step {at_least:,}), most {most:g} (step {at_most:,})"
+            )
         for heading, lines in self._lines.items():
             yield from ((heading, line) for line in lines or ["unchanged"])
 
@@ -506,4 +563,6 @@ def _span(name: str, first: int, last: int) -> str:
 
 
 def _first_ten(rows: Sequence[Any]) -> str:
-    return ", ".join(map(repr, rows[:10])) + (f" and {len(rows) - 10:,} more" if len(rows) > 10 else "")
+    return ", ".join(map(repr, rows[:10])) + (
+        f" and {len(rows) - 10:,} more" if len(rows) > 10 else ""
+    )

@@ -40,7 +40,10 @@ DARK: Mapping[str, str] = {
     "ochre": "#d9b84a",
     "red": "#ff6b78",
 }
-GROUNDS = {"light": ("#ffffff", "#f6f8fa"), "dark": ("#0d1117", "#161b22")}  # of the page, of a figure
+GROUNDS = {
+    "light": ("#ffffff", "#f6f8fa"),
+    "dark": ("#0d1117", "#161b22"),
+}  # of the page, of a figure
 # matplotlib's marker of each kind of event, the same as a character, and its colour; the shapes alone tell them apart.
 MARKS: Mapping[str, tuple[str, str, str]] = {
     "batch size changed": ("^", "▲", "blue"),
@@ -58,9 +61,16 @@ _LANE = 12  # points: the height of a row of marks above the axes
 _LARGEST = 1e100  # matplotlib cannot scale an axis beyond it: such a number is marked as not finite
 _POINTS = 300  # of a running mean
 _STYLE: Any = {  # for matplotlib.rc_context, whose type is another in each release
-    **dict.fromkeys(("font.size", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"), _FONT),
-    **dict.fromkeys(("xtick.color", "ytick.color", "axes.labelcolor", "axes.edgecolor"), LIGHT["muted"]),
-    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False),
+    **dict.fromkeys(
+        ("font.size", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"),
+        _FONT,
+    ),
+    **dict.fromkeys(
+        ("xtick.color", "ytick.color", "axes.labelcolor", "axes.edgecolor"), LIGHT["muted"]
+    ),
+    **dict.fromkeys(
+        ("axes.spines.top", "axes.spines.right", "legend.frameon", "text.parse_math"), False
+    ),
     **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
     "axes.grid.axis": "y",
     "axes.facecolor": "none",
@@ -101,8 +111,14 @@ class Points:
     def running_mean(self, window: int) -> Points:
         """Return the mean of a point and the `window` - 1 before it, at up to 300 points; what is not finite is left out."""
         last = len(self.x) - 1
-        places = sorted({round(part * last / (_POINTS - 1)) for part in range(_POINTS)}) if self.x else []
-        windows = [Points((), self.y[max(0, place + 1 - window) : place + 1]).finite for place in places]
+        places = (
+            sorted({round(part * last / (_POINTS - 1)) for part in range(_POINTS)})
+            if self.x
+            else []
+        )
+        windows = [
+            Points((), self.y[max(0, place + 1 - window) : place + 1]).finite for place in places
+        ]
         means = [math.fsum(values) / len(values) if values else math.nan for values in windows]
         return Points([self.x[place] for place in places], means)
 
@@ -143,14 +159,30 @@ def mark_events(axes: Axes, timeline: Timeline, *, seconds: float | None = None)
     """
     axes.set_xlim(left=0)
     for lane, event in enumerate(marks_of(timeline)):
-        places = {one.seconds / seconds if seconds else one.samples for mark, one in timeline.marked if mark == event}
+        places = {
+            one.seconds / seconds if seconds else one.samples
+            for mark, one in timeline.marked
+            if mark == event
+        }
         xs, (marker, _, colour) = _thinned(sorted(places)), MARKS[event]
-        style: dict[str, Any] = {"linestyle": "none", "marker": marker, "markersize": 5.5, "clip_on": False}
+        style: dict[str, Any] = {
+            "linestyle": "none",
+            "marker": marker,
+            "markersize": 5.5,
+            "clip_on": False,
+        }
         transform = _above(axes, axes.get_xaxis_transform(), _LANE * (lane + 0.8))
         axes.plot(xs, [1] * len(xs), color=LIGHT[colour], transform=transform, label="_", **style)
         if event != "saved" and len(xs) <= _MOST_RULES:
             for x in xs:
-                axes.axvline(x, color=LIGHT[colour], linewidth=0.7, alpha=0.7, linestyle=(0, (2, 3)), zorder=0.9)
+                axes.axvline(
+                    x,
+                    color=LIGHT[colour],
+                    linewidth=0.7,
+                    alpha=0.7,
+                    linestyle=(0, (2, 3)),
+                    zorder=0.9,
+                )
     add_legend(axes, above=_LANE * (len(marks_of(timeline)) + 0.5))
 
 
@@ -159,7 +191,14 @@ def add_legend(axes: Axes, *, above: float = 8) -> None:
     if len(axes.get_legend_handles_labels()[1]) > 1:
         place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0}
         transform = _above(axes, axes.transAxes, above, left=40)
-        axes.legend(ncols=2, handlelength=1.6, columnspacing=1, borderpad=0, bbox_transform=transform, **place)
+        axes.legend(
+            ncols=2,
+            handlelength=1.6,
+            columnspacing=1,
+            borderpad=0,
+            bbox_transform=transform,
+            **place,
+        )
 
 
 def _above(axes: Axes, transform: Any, points: float, *, left: float = 0) -> Any:
@@ -197,12 +236,19 @@ def to_svg(figure: Figure) -> str:
         without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         canvas.savefig(drawn, format="svg", transparent=True, metadata=without)
     svg = drawn.getvalue().partition("<svg ")[2]
-    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{figure.name}-", svg)  # figures of one page share no id
+    svg = re.sub(
+        r'(\bid="|url\(#|href="#)', rf"\g<1>{figure.name}-", svg
+    )  # figures of one page share no id
     return f'<svg role="img" aria-labelledby="{figure.name}-title {figure.name}-text" {svg}'
 
 
 def to_png(
-    figures: Sequence[Figure], *, heading: str, lines: Sequence[str], events: Sequence[str] = (), columns: int = 2
+    figures: Sequence[Figure],
+    *,
+    heading: str,
+    lines: Sequence[str],
+    events: Sequence[str] = (),
+    columns: int = 2,
 ) -> bytes:
     """Return all figures on one sheet, with lines of text below the heading and the kinds of events explained."""
     import matplotlib
@@ -212,21 +258,40 @@ def to_png(
     num_rows = max(1, math.ceil(len(figures) / columns))
     top, height = 50 + 16 * len(lines) + 20 * bool(events), num_rows * (_HEIGHT + 30)
     with matplotlib.rc_context(_STYLE):
-        sheet = Canvas(figsize=(columns * (_WIDTH + 20) / 72, (top + height) / 72), layout="constrained", dpi=120)
+        sheet = Canvas(
+            figsize=(columns * (_WIDTH + 20) / 72, (top + height) / 72),
+            layout="constrained",
+            dpi=120,
+        )
         parts: Any = sheet.subfigures(2, 1, height_ratios=[top, height])
         head, body = parts
         head.text(0.015, 1 - 14 / top, heading, va="top", fontsize=16, fontweight="bold")
-        head.text(0.015, 1 - 42 / top, "\n".join(lines), va="top", linespacing=1.3, color=LIGHT["muted"])
+        head.text(
+            0.015, 1 - 42 / top, "\n".join(lines), va="top", linespacing=1.3, color=LIGHT["muted"]
+        )
         places = body.subfigures(num_rows, columns, squeeze=False, wspace=0.03, hspace=0.03).flat
         for figure, place in zip(figures, places, strict=False):
             place.suptitle(figure.title, x=0.02, ha="left", fontsize=12, fontweight="bold")
             figure.draw(place.subplots())
         handles = [
-            Line2D([], [], linestyle="none", marker=MARKS[event][0], color=LIGHT[MARKS[event][2]], label=event)
+            Line2D(
+                [],
+                [],
+                linestyle="none",
+                marker=MARKS[event][0],
+                color=LIGHT[MARKS[event][2]],
+                label=event,
+            )
             for event in events
         ]
         if handles:
-            head.legend(handles=handles, loc="lower left", ncols=len(handles), handletextpad=0.2, columnspacing=1.2)
+            head.legend(
+                handles=handles,
+                loc="lower left",
+                ncols=len(handles),
+                handletextpad=0.2,
+                columnspacing=1.2,
+            )
         drawn = io.BytesIO()
         sheet.savefig(drawn, format="png", facecolor="white", metadata={"Software": None})
     return drawn.getvalue()

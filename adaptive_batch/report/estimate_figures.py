@@ -16,7 +16,14 @@ from .drawing import LIGHT, Figure, Points, add_legend, plot
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLOURS = ("blue", "ochre", "purple", "green", "vermilion", "muted")  # of the kinds, the lowest first
+_COLOURS = (
+    "blue",
+    "ochre",
+    "purple",
+    "green",
+    "vermilion",
+    "muted",
+)  # of the kinds, the lowest first
 _DASHES = ("--", "-.", ":", (0, (8, 2)))  # of the devices
 
 
@@ -26,7 +33,10 @@ def estimate_figures(estimate: MemoryEstimate) -> list[Figure]:
     # Where nothing fits, the least that a step holds is higher than what any device allows.
     least = max(length.peak_bytes(1) for length in estimate.lengths)
     top = max(1.12 * highest, 1.1 * least) / GIB
-    return [_figure(estimate, length, number, top) for number, length in enumerate(estimate.lengths, start=1)]
+    return [
+        _figure(estimate, length, number, top)
+        for number, length in enumerate(estimate.lengths, start=1)
+    ]
 
 
 def summary_lines(estimate: MemoryEstimate) -> list[str]:
@@ -34,9 +44,12 @@ def summary_lines(estimate: MemoryEstimate) -> list[str]:
     lines = []
     for target in estimate.devices:
         fits = (
-            f"{_rows_that_fit(estimate, one, target)} of {one.sequence_length:,} tokens" for one in estimate.lengths
+            f"{_rows_that_fit(estimate, one, target)} of {one.sequence_length:,} tokens"
+            for one in estimate.lengths
         )
-        lines.append(f"{target.name}: {'; '.join(fits)}. {format_bytes(target.budget_bytes)} may be used.")
+        lines.append(
+            f"{target.name}: {'; '.join(fits)}. {format_bytes(target.budget_bytes)} may be used."
+        )
     return lines
 
 
@@ -59,30 +72,53 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
         for kind, colour in zip(parts[0], _COLOURS, strict=True):
             above = [low + part[kind] / GIB for low, part in zip(below, parts, strict=True)]
             if any(part[kind] > 0 for part in parts):
-                axes.fill_between(rows, below, above, color=LIGHT[colour], alpha=0.4, linewidth=0, label=kind)
+                axes.fill_between(
+                    rows, below, above, color=LIGHT[colour], alpha=0.4, linewidth=0, label=kind
+                )
             below = above
         if of_optimizer > _step_bytes(length, 1) / GIB:
-            axes.axhline(of_optimizer, color=LIGHT["purple"], linewidth=1.4, label="optimizer's step")
+            axes.axhline(
+                of_optimizer, color=LIGHT["purple"], linewidth=1.4, label="optimizer's step"
+            )
         for target, dashes in zip(estimate.devices, cycle(_DASHES), strict=False):
             label = f"{target.name.split(' (')[0]}: {_rows_that_fit(estimate, length, target)}"
-            axes.axhline(target.budget_bytes / GIB, color=LIGHT["text"], linewidth=1.2, linestyle=dashes, label=label)
+            axes.axhline(
+                target.budget_bytes / GIB,
+                color=LIGHT["text"],
+                linewidth=1.2,
+                linestyle=dashes,
+                label=label,
+            )
             if bound := estimate.bound(length, target):
                 at_bound = Points([bound], [estimate.fit(length, target).reserved_bytes / GIB])
                 plot(axes, at_bound, "", "text", marker="o", clip_on=False)
         axes.set_xlim(1, last)
         axes.set_ylim(0, top)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel("rows at once" + (f", each of {estimate.world_size} ranks" if estimate.world_size > 1 else ""))
+        axes.set_xlabel(
+            "rows at once"
+            + (f", each of {estimate.world_size} ranks" if estimate.world_size > 1 else "")
+        )
         axes.set_ylabel("peak memory (GiB)")
         add_legend(axes)
 
     of_step = format_bytes(length.optimizer_peak_bytes or 0)
-    words = [f"The optimizer's step holds {of_step} with any number of rows."] if of_optimizer else []
+    words = (
+        [f"The optimizer's step holds {of_step} with any number of rows."] if of_optimizer else []
+    )
     for target in estimate.devices:
         bound, fits = estimate.bound(length, target), _rows_that_fit(estimate, length, target)
         needs = f"{format_bytes(estimate.fit(length, target).reserved_bytes)}."
-        words.append(f"{target.name}: {fits}, {needs}" if bound else f"{target.name}: {fits} fits; one needs {needs}")
-    shares = [f"{kind} {format_bytes(size)}" for kind, size in _composition(length, max(1, most)).items() if size > 0]
+        words.append(
+            f"{target.name}: {fits}, {needs}"
+            if bound
+            else f"{target.name}: {fits} fits; one needs {needs}"
+        )
+    shares = [
+        f"{kind} {format_bytes(size)}"
+        for kind, size in _composition(length, max(1, most)).items()
+        if size > 0
+    ]
     words.append(f"Forward and backward, {max(1, most)} at once: {', '.join(shares)}.")
     title = f"Estimated memory, rows of {length.sequence_length:,} tokens"
     return Figure(f"estimate-{number}", title, " ".join(words), draw)
@@ -99,13 +135,18 @@ def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
     stays = [resident.parameters, resident.buffers, resident.optimizer, resident.gradients, 0, 0]
     passing = sum(kinds.values()) - resident.total
     factor = (_step_bytes(length, rows) - resident.total) / passing if passing else 1.0
-    return {kind: kept + factor * (size - kept) for (kind, size), kept in zip(kinds.items(), stays, strict=True)}
+    return {
+        kind: kept + factor * (size - kept)
+        for (kind, size), kept in zip(kinds.items(), stays, strict=True)
+    }
 
 
 def _corners(length: LengthEstimate, last: int) -> Sequence[int]:
     """Return rows between which each kind is a straight line: the ends, and both sides of where the peak moves."""
     places = {1, 2, last}
     for flatter, steeper in pairwise(length.curve.lines):
-        overtakes = (flatter.fixed_bytes - steeper.fixed_bytes) / (steeper.bytes_per_row - flatter.bytes_per_row)
+        overtakes = (flatter.fixed_bytes - steeper.fixed_bytes) / (
+            steeper.bytes_per_row - flatter.bytes_per_row
+        )
         places |= {math.floor(overtakes), math.floor(overtakes) + 1}
     return sorted(place for place in places if 1 <= place <= last)

@@ -44,14 +44,18 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     folder = Path(output_dir) / "adaptive_batch"
     page = Path(output) if output is not None else folder / "report.html"
     if page.is_dir() or page.suffix == ".png" or (output is not None and not page.parent.is_dir()):
-        raise SettingError("--output", str(page), "give a file that ends in .html, in a folder that is there")
+        raise SettingError(
+            "--output", str(page), "give a file that ends in .html, in a folder that is there"
+        )
     has_log, probe = (folder / "run.jsonl").is_file(), read_probe(folder / "probe.json")
     estimate = read_estimate(folder / "estimate.json")
     if not has_log and probe is None and estimate is None:
         remedy = "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's output_dir"
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     timeline = Timeline.of(read_records(folder / "run.jsonl") if has_log else [])
-    text, picture = render(timeline, probe, estimate, name=_printable(Path(output_dir).resolve().name))
+    text, picture = render(
+        timeline, probe, estimate, name=_printable(Path(output_dir).resolve().name)
+    )
     _write(page, _printable(text))
     _write(page.with_suffix(".png"), picture)
     return page, page.with_suffix(".png")
@@ -77,11 +81,19 @@ def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
     columns = min(2, len(figures))
     wrapper = textwrap.TextWrapper(60 * columns, subsequent_indent="    ")
     lines = [part for line in summary_lines(estimate) for part in wrapper.wrap(line)]
-    _write(path, to_png(figures, heading="Estimated memory", lines=lines, columns=columns), key="output_dir")
+    _write(
+        path,
+        to_png(figures, heading="Estimated memory", lines=lines, columns=columns),
+        key="output_dir",
+    )
 
 
 def render(
-    timeline: Timeline, probe: Mapping[str, Any] | None, estimate: MemoryEstimate | None = None, *, name: str
+    timeline: Timeline,
+    probe: Mapping[str, Any] | None,
+    estimate: MemoryEstimate | None = None,
+    *,
+    name: str,
 ) -> tuple[str, bytes]:
     """Return the page as HTML and the picture as PNG."""
     import jinja2
@@ -93,9 +105,21 @@ def render(
     figures, missing = figures_of(timeline, probe)
     if estimate:
         figures = [*estimate_figures(estimate), *figures]
-        missing = missing if timeline.events or timeline.steps or probe else []  # it may be an estimate and no run
-    kind = "Run report" if timeline.events or timeline.steps else "Probe report" if probe else "Memory estimate"
-    facts, notes, events = facts_of(timeline, probe), _notes_of(timeline, missing), marks_of(timeline)
+        missing = (
+            missing if timeline.events or timeline.steps or probe else []
+        )  # it may be an estimate and no run
+    kind = (
+        "Run report"
+        if timeline.events or timeline.steps
+        else "Probe report"
+        if probe
+        else "Memory estimate"
+    )
+    facts, notes, events = (
+        facts_of(timeline, probe),
+        _notes_of(timeline, missing),
+        marks_of(timeline),
+    )
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -115,7 +139,10 @@ def render(
         dark=DARK,
         grounds=GROUNDS,
     )
-    lines = ["     ".join(f"{k}: {v}" for k, v in facts[place : place + 7]) for place in range(0, len(facts), 7)]
+    lines = [
+        "     ".join(f"{k}: {v}" for k, v in facts[place : place + 7])
+        for place in range(0, len(facts), 7)
+    ]
     return text, to_png(figures, heading=f"{kind}: {name}", lines=[*lines, *notes], events=events)
 
 
@@ -123,8 +150,14 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
     """Return (name, value) of what was recorded, a dozen facts; what was not is left out."""
     steps, events = timeline.steps, timeline.events
     starts = [event.values for event in events if event.values["kind"] == "start"]
-    validated = [as_number(e.values["val_loss"]) for e in events if "val_loss" in e.values and not e.rolled_back]
-    facts: dict[str, float | str] = {"rows": as_number(starts[-1].get("rows")) if starts else math.nan}
+    validated = [
+        as_number(e.values["val_loss"])
+        for e in events
+        if "val_loss" in e.values and not e.rolled_back
+    ]
+    facts: dict[str, float | str] = {
+        "rows": as_number(starts[-1].get("rows")) if starts else math.nan
+    }
     if steps:
         last = steps[-1]
         facts |= {"epochs": last.value("epoch") + 1, "steps": last.number}
@@ -133,14 +166,19 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
     facts["bound"] = f"{bound:,.0f}+" if bound >= most > 0 else bound
     if steps:
         facts["first batch"] = steps[0].value("batch_size")
-        before, rows = steps[-2:][0], last.value("batch_size")  # the last step may be the short end of an epoch
+        before, rows = (
+            steps[-2:][0],
+            last.value("batch_size"),
+        )  # the last step may be the short end of an epoch
         full = before.value("batch_size")
         is_short = rows < full and before.values.get("epoch") == last.values.get("epoch")
         facts["last batch"] = f"{full:,.0f} (last step {rows:,.0f})" if is_short else rows
         if "loss" in last.values:
             loss = last.value("loss")
             facts["final loss"] = f"{loss:.4g}" if math.isfinite(loss) else str(last.values["loss"])
-    facts["final val_loss"] = f"{validated[-1]:.4g}" if validated and math.isfinite(validated[-1]) else ""
+    facts["final val_loss"] = (
+        f"{validated[-1]:.4g}" if validated and math.isfinite(validated[-1]) else ""
+    )
     if events or steps:
         facts["time"] = _duration(timeline.seconds)
         facts["restarts"] = str(sum(event.mark == "restarted" for event in events))
@@ -159,10 +197,14 @@ def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
     if timeline.events and not timeline.steps:
         notes.append("No optimizer step is recorded.")
     if timeline.other_runs:
-        notes.append(f"Only the last run of the file is shown; other runs in it: {timeline.other_runs}.")
+        notes.append(
+            f"Only the last run of the file is shown; other runs in it: {timeline.other_runs}."
+        )
     notes += [f"{line[0].upper()}{line[1:]}." for line in timeline.losses_not_finite.lines()]
     if num := sum(map(len, timeline.rolled_back)):
-        notes.append(f"Steps that restarts rolled back: {num:,}. The figures of loss show them dotted.")
+        notes.append(
+            f"Steps that restarts rolled back: {num:,}. The figures of loss show them dotted."
+        )
     if missing:
         names = ", ".join(title[0].lower() + title[1:] for title in missing)
         notes.append(f"Not recorded, and so not shown: {names}.")
@@ -209,4 +251,6 @@ def _write(path: Path, content: str | bytes, *, key: str = "--output") -> None:
     try:
         atomic_write(path, content)
     except OSError as error:
-        raise SettingError(key, str(path), f"it cannot be written ({error}); give another file") from None
+        raise SettingError(
+            key, str(path), f"it cannot be written ({error}); give another file"
+        ) from None

@@ -25,18 +25,31 @@ _FEW = 20  # values that are shown without their running mean
 _MOST_STRETCHES = 20  # of steps that restarts rolled back
 
 
-def figures_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> tuple[list[Figure], list[str]]:
+def figures_of(
+    timeline: Timeline, probe: Mapping[str, Any] | None
+) -> tuple[list[Figure], list[str]]:
     """Return every figure that has data, of a run and of its ``probe.json``, and the titles of those that have none."""
 
     def metric(
-        key: str, title: str, label: str, colour: str, drawstyle: str = "", *, name: str = "", factor: float = 1.0
+        key: str,
+        title: str,
+        label: str,
+        colour: str,
+        drawstyle: str = "",
+        *,
+        name: str = "",
+        factor: float = 1.0,
     ) -> tuple[str, Figure | None]:
         points = _points(timeline.steps, key, factor=factor)
         if points is None:
             return title, None
         curve = _Curve(points, label, colour, {"drawstyle": drawstyle})
         return title, _over_the_run(
-            timeline, name or key, title, label, [curve] if drawstyle else _with_mean(points, "value", colour)
+            timeline,
+            name or key,
+            title,
+            label,
+            [curve] if drawstyle else _with_mean(points, "value", colour),
         )
 
     possible = [
@@ -53,7 +66,9 @@ def figures_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> tuple[lis
     ]  # fmt: skip
     if probe and probe.get("throughput"):
         possible.insert(1, ("Speed of micro-batches", _throughput(probe["throughput"])))
-    return [figure for _, figure in possible if figure], [title for title, figure in possible if figure is None]
+    return [figure for _, figure in possible if figure], [
+        title for title, figure in possible if figure is None
+    ]
 
 
 @dataclass(frozen=True)
@@ -86,7 +101,9 @@ def _over_the_run(
     return Figure(name, title, " ".join(words), draw)
 
 
-def _points(steps: Sequence[Step], key: str, *, seconds: float | None = None, factor: float = 1.0) -> Points | None:
+def _points(
+    steps: Sequence[Step], key: str, *, seconds: float | None = None, factor: float = 1.0
+) -> Points | None:
     """Return a metric over samples, or over time in a unit of so many seconds; None where no step has it."""
     having = [step for step in steps if step.values.get(key) is not None]
     if not having:
@@ -108,29 +125,56 @@ def _with_mean(points: Points, label: str, colour: str) -> list[_Curve]:
 def _loss(timeline: Timeline, *, over_time: bool) -> Figure | None:
     unit = "hours" if timeline.seconds > _MOST_MINUTES * 60 else "minutes"
     seconds = {"hours": 3600, "minutes": 60}[unit] if over_time else None
-    loss, full = (_points(timeline.steps, key, seconds=seconds) for key in ("loss", "loss_per_full_batch"))
+    loss, full = (
+        _points(timeline.steps, key, seconds=seconds) for key in ("loss", "loss_per_full_batch")
+    )
     validations = [
         event
         for event in timeline.events
-        if event.values["kind"] == "validation" and "val_loss" in event.values and not event.rolled_back
+        if event.values["kind"] == "validation"
+        and "val_loss" in event.values
+        and not event.rolled_back
     ]
     if loss is None and not validations:
         return None
-    stretches = [points for steps in timeline.rolled_back if (points := _points(steps, "loss", seconds=seconds))]
+    stretches = [
+        points
+        for steps in timeline.rolled_back
+        if (points := _points(steps, "loss", seconds=seconds))
+    ]
     curves = [
-        _Curve(points, "" if number else "rolled back", "muted", {"linewidth": 1, "linestyle": ":"}, words=None)
+        _Curve(
+            points,
+            "" if number else "rolled back",
+            "muted",
+            {"linewidth": 1, "linestyle": ":"},
+            words=None,
+        )
         for number, points in enumerate(stretches[-_MOST_STRETCHES:])
     ]
     if loss:
         curves += _with_mean(loss, "loss", "blue")
     if full:
-        curves.append(_Curve(full, "mean of a full batch", "purple", {"drawstyle": "steps-pre"}, "Over full batches: "))
+        curves.append(
+            _Curve(
+                full,
+                "mean of a full batch",
+                "purple",
+                {"drawstyle": "steps-pre"},
+                "Over full batches: ",
+            )
+        )
     if validations:
         validated = Points.of(
             [event.seconds / seconds if seconds else event.samples for event in validations],
             [as_number(event.values["val_loss"]) for event in validations],
         )
-        style = {"linestyle": "none", "marker": "o", "markersize": 5, "markevery": len(validations) // 80 + 1}
+        style = {
+            "linestyle": "none",
+            "marker": "o",
+            "markersize": 5,
+            "markevery": len(validations) // 80 + 1,
+        }
         curves.append(_Curve(validated, "val_loss", "vermilion", style, "On validation rows: "))
     drawn = [value for curve in curves for value in curve.points.finite]
     return _over_the_run(
@@ -157,19 +201,29 @@ def _peak_memory(timeline: Timeline) -> Figure | None:
         if (points := _points(timeline.steps, f"peak_memory_{key}"))
     ]
     title = "Peak memory of steps"
-    return _over_the_run(timeline, "peak-memory", title, "peak memory (GiB)", curves) if curves else None
+    return (
+        _over_the_run(timeline, "peak-memory", title, "peak memory (GiB)", curves)
+        if curves
+        else None
+    )
 
 
 def _noise_scale(timeline: Timeline) -> Figure | None:
     noise, batch = (_points(timeline.steps, key) for key in ("gradient_noise_scale", "batch_size"))
     if noise is None or not noise.finite:
         return None
-    curves = [_Curve(batch, "rows per step", "blue", {"drawstyle": "steps-pre"}, words=None)] if batch else []
+    curves = (
+        [_Curve(batch, "rows per step", "blue", {"drawstyle": "steps-pre"}, words=None)]
+        if batch
+        else []
+    )
     curves.append(_Curve(noise, "gradient noise scale", "vermilion"))
     drawn = noise.finite + (batch.finite if batch else [])
     is_logarithmic = min(drawn) > 0 and max(drawn) > 30 * min(drawn)
     title = "Gradient noise scale"
-    return _over_the_run(timeline, "noise-scale", title, "rows", curves, is_logarithmic=is_logarithmic)
+    return _over_the_run(
+        timeline, "noise-scale", title, "rows", curves, is_logarithmic=is_logarithmic
+    )
 
 
 def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
@@ -178,7 +232,8 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
     if not probe or not isinstance(trials, list):
         return None
     budget, bound, length, most = (
-        as_number(probe.get(key)) for key in ("budget_bytes", "max_batch_size", "sequence_length", "maximum")
+        as_number(probe.get(key))
+        for key in ("budget_bytes", "max_batch_size", "sequence_length", "maximum")
     )
     allowed = format_bytes(budget) if 0 < budget < 2**64 else ""  # more is no amount of memory
     budget = budget / _GIB if allowed else math.nan
@@ -199,11 +254,22 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
 
     def draw(axes: Axes) -> None:
         if budget > 0:
-            axes.axhline(budget, color=LIGHT["muted"], linewidth=1.2, linestyle="--", label=f"budget {allowed}")
+            axes.axhline(
+                budget,
+                color=LIGHT["muted"],
+                linewidth=1.2,
+                linestyle="--",
+                label=f"budget {allowed}",
+            )
         for points, label, colour, style in (
             (fits, "fits", "blue", {"marker": "o", "markersize": 5}),
             (too_large, "does not fit", "vermilion", {"marker": "X", "markersize": 7}),
-            (at_bound, f"bound: {found}", "green", {"marker": "o", "markersize": 12, "fillstyle": "none"}),
+            (
+                at_bound,
+                f"bound: {found}",
+                "green",
+                {"marker": "o", "markersize": 12, "fillstyle": "none"},
+            ),
         ):
             if points:
                 xs, ys = zip(*sorted(set(points)), strict=True)
@@ -216,7 +282,9 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
 
     words = f"Trials that fit: {len(fits)}; that do not: {len(too_large)}. "
     is_known = 0 < bound < math.inf
-    words += f"The largest that fits has {found}{of_tokens}. " if is_known else "None is known to fit. "
+    words += (
+        f"The largest that fits has {found}{of_tokens}. " if is_known else "None is known to fit. "
+    )
     words += f"Allowed are {allowed}." if allowed else ""
     return Figure("probe", "Peak memory of trials", words.strip(), draw)
 
@@ -229,14 +297,14 @@ def _throughput(found: Any) -> Figure | None:
             point = float(trial["limit"]["amount"]), float(trial["tokens_per_second"])
             trials.setdefault(str(trial["kind"]), []).append(point)
         chosen, limit = (found["limit"]["amount"], found["tokens_per_second"]), found["limit"]
-        words = (
-            f"Fastest: {found['kind']}, up to {limit['amount']:,} {limit['unit']} at once, {chosen[1]:,.0f} tokens/s."
-        )
+        words = f"Fastest: {found['kind']}, up to {limit['amount']:,} {limit['unit']} at once, {chosen[1]:,.0f} tokens/s."
     except (KeyError, TypeError, ValueError):
         return None
 
     def draw(axes: Axes) -> None:
-        for (kind, points), colour in zip(trials.items(), ("blue", "vermilion", "purple"), strict=False):
+        for (kind, points), colour in zip(
+            trials.items(), ("blue", "vermilion", "purple"), strict=False
+        ):
             xs, ys = zip(*sorted(points), strict=True)
             plot(axes, Points.of(xs, ys), kind, colour, marker="o", markersize=5)
         ring = {"linestyle": "none", "marker": "o", "markersize": 12, "fillstyle": "none"}

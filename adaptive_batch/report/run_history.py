@@ -19,9 +19,16 @@ from adaptive_batch._util import count
 
 Record = Mapping[str, Any]
 
-_IN_NEXT_STEP = {"limit", "nonfinite_loss"}  # logged before the record of the step in which they happened
+_IN_NEXT_STEP = {
+    "limit",
+    "nonfinite_loss",
+}  # logged before the record of the step in which they happened
 NOT_FINITE = "loss not finite"
-_NEVER_ROLLED_BACK = {"out of memory", "restarted", "preempted"}  # they happened, whatever a restart rolled back
+_NEVER_ROLLED_BACK = {
+    "out of memory",
+    "restarted",
+    "preempted",
+}  # they happened, whatever a restart rolled back
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +69,13 @@ class RunHistory:
         self._kept[len(self._attempts) - 1] = math.inf
         self._run = self._attempts[-1].run
         self.has_beginning = self._run.has_beginning
-        self.num_other_runs = len({attempt.run for attempt in self._attempts} - {self._attempts[0].run, self._run})
+        self.num_other_runs = len(
+            {attempt.run for attempt in self._attempts} - {self._attempts[0].run, self._run}
+        )
 
-    def entries(self, records: Iterable[Record | None]) -> Iterator[tuple[Record | None, int, bool]]:
+    def entries(
+        self, records: Iterable[Record | None]
+    ) -> Iterator[tuple[Record | None, int, bool]]:
         """Read the same records again; what was appended meanwhile is left out.
 
         Yields:
@@ -90,11 +101,17 @@ class RunHistory:
         if not start.get("resumed"):
             return _Attempt(_Run(name, has_beginning=True))
         if name not in (None, run.name):
-            run = next((one.run for one in reversed(self._attempts) if one.run.name == name), _Run(name))
+            run = next(
+                (one.run for one in reversed(self._attempts) if one.run.name == name), _Run(name)
+            )
         steps = steps_at(start)
         mine = [place for place, attempt in enumerate(self._attempts) if attempt.run is run]
         # An attempt without a step of its own counts too: an epoch may have ended in it.
-        reached = [place for place in mine if self._attempts[place].first <= steps <= self._attempts[place].last]
+        reached = [
+            place
+            for place in mine
+            if self._attempts[place].first <= steps <= self._attempts[place].last
+        ]
         parents: list[int | None] = [None, *mine, *reached]
         return _Attempt(run, parents[-1], steps, steps)
 
@@ -102,7 +119,9 @@ class RunHistory:
         """Return an attempt that resumes where an epoch of the newest history began."""
         for place, kept in self._chain():
             attempt = self._attempts[place]
-            before = [min(step, kept) for number, step in attempt.last_of_epoch.items() if number < epoch]
+            before = [
+                min(step, kept) for number, step in attempt.last_of_epoch.items() if number < epoch
+            ]
             if before and (begin := max(before)) > attempt.first:
                 return _Attempt(attempt.run, place, begin, begin)
         return _Attempt(self._attempts[-1].run)
@@ -161,10 +180,21 @@ class Timeline:
     def marked(self) -> list[tuple[str, Event | Step]]:
         """The events that figures mark, each with its mark, and the steps whose loss or gradients are not finite."""
         those = [event for event in self.events if not event.rolled_back]
-        logged = {whole(event.values, "step"): event for event in those if event.values["kind"] == "nonfinite_loss"}
-        steps = [step for step in self.steps if logged.pop(step.number, None) or not_finite(step.values)]
-        wrong: list[Event | Step] = [*steps, *logged.values()]  # of what ended a run there is no step
-        return [(event.mark, event) for event in those if event.mark] + [(NOT_FINITE, one) for one in wrong]
+        logged = {
+            whole(event.values, "step"): event
+            for event in those
+            if event.values["kind"] == "nonfinite_loss"
+        }
+        steps = [
+            step for step in self.steps if logged.pop(step.number, None) or not_finite(step.values)
+        ]
+        wrong: list[Event | Step] = [
+            *steps,
+            *logged.values(),
+        ]  # of what ended a run there is no step
+        return [(event.mark, event) for event in those if event.mark] + [
+            (NOT_FINITE, one) for one in wrong
+        ]
 
     @cached_property
     def losses_not_finite(self) -> LossesNotFinite:
@@ -192,14 +222,18 @@ class Timeline:
             before = now if math.isfinite(now) else before
             if kind == "step":
                 samples = as_number(record.get("samples_seen"))
-                newest = Step(number, samples if math.isfinite(samples) else number, seconds, record)
+                newest = Step(
+                    number, samples if math.isfinite(samples) else number, seconds, record
+                )
                 if not counts and not in_stretch:
                     rolled_back.append([])
                 (steps if counts else rolled_back[-1]).append(newest)
                 in_stretch = not counts
                 continue
             if kind in ("start", "epoch_restarted"):
-                newest = next((step for step in reversed(steps) if step.number <= number), beginning)
+                newest = next(
+                    (step for step in reversed(steps) if step.number <= number), beginning
+                )
                 in_stretch = False
             mark = _mark(record)
             back = not counts and mark not in _NEVER_ROLLED_BACK
@@ -211,7 +245,9 @@ class LossesNotFinite:
     """Counts the steps whose loss is nan or infinite, and keeps the first of each."""
 
     def __init__(self) -> None:
-        self._found: dict[str, tuple[int, int]] = {}  # by what the loss is: the first step, and how many
+        self._found: dict[
+            str, tuple[int, int]
+        ] = {}  # by what the loss is: the first step, and how many
 
     def add(self, number: int, step: Record) -> None:
         """Look at the record of a step."""

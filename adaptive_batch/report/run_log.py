@@ -68,14 +68,19 @@ class RunLog:
         if self._file:
             finite = without_nan(values)
             with self._writing:
-                self._file.write(json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n")
+                self._file.write(
+                    json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n"
+                )
                 self._file.flush()
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -39,7 +39,15 @@ from .learning_rate import (
     write_rate,
 )
 from .noise_scale import NoiseSample, NoiseScale, small_batch, squared_norm
-from .preview import PlannedStep, as_record, batch_sizes_ahead, check_increments, check_stages, stages_of, table
+from .preview import (
+    PlannedStep,
+    as_record,
+    batch_sizes_ahead,
+    check_increments,
+    check_stages,
+    stages_of,
+    table,
+)
 from .progress import Progress
 
 __all__ = [

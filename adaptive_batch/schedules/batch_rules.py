@@ -35,14 +35,20 @@ class ClampedBatch:
 
     def describe(self, before: int) -> str:
         """Return one line, such as ``batch_size 16 -> 24 (asked for 32, cut to the bound 24)``."""
-        line = f"batch_size {before} -> {self.after}" if self.after != before else f"batch_size {before} unchanged"
+        line = (
+            f"batch_size {before} -> {self.after}"
+            if self.after != before
+            else f"batch_size {before} unchanged"
+        )
         if self.after == self.requested:
             return line
         reason = "cut to" if self.after == self.maximum else "already above"
         return f"{line} (asked for {self.requested}, {reason} the bound {self.maximum})"
 
 
-def request_batch(rule: Callable[[Progress], object], progress: Progress, *, maximum: int | None) -> ClampedBatch:
+def request_batch(
+    rule: Callable[[Progress], object], progress: Progress, *, maximum: int | None
+) -> ClampedBatch:
     """Call a schedule before a step, and clamp its answer to `maximum`; None for no bound.
 
     Raises:
@@ -50,7 +56,9 @@ def request_batch(rule: Callable[[Progress], object], progress: Progress, *, max
     """
     call = f"{KEY} {_name_of(rule)}({progress})"
     requested = _call(rule, progress, call=call, least=1, remedy="what a step on one device holds")
-    return ClampedBatch(requested, requested if maximum is None else min(requested, maximum), maximum)
+    return ClampedBatch(
+        requested, requested if maximum is None else min(requested, maximum), maximum
+    )
 
 
 def next_batch_size(
@@ -64,12 +72,25 @@ def next_batch_size(
         GrowthFunctionError: the function raised (its error is the cause), or returned no whole number, 0 to 10**9.
     """
     call = f"{INCREMENT_KEY} {_name_of(increment)}(epoch={epoch}, batch_size={batch_size})"
-    rows = _call(increment, epoch, batch_size, call=call, least=0, remedy="how many rows to add to batch_size")
+    rows = _call(
+        increment,
+        epoch,
+        batch_size,
+        call=call,
+        least=0,
+        remedy="how many rows to add to batch_size",
+    )
     requested = batch_size + rows
-    return ClampedBatch(requested, requested if maximum is None else min(requested, max(maximum, batch_size)), maximum)
+    return ClampedBatch(
+        requested,
+        requested if maximum is None else min(requested, max(maximum, batch_size)),
+        maximum,
+    )
 
 
-def _call(function: Callable[..., object], /, *arguments: object, call: str, least: int, remedy: str) -> int:
+def _call(
+    function: Callable[..., object], /, *arguments: object, call: str, least: int, remedy: str
+) -> int:
     """Call a function of the user's and check its answer; `call` and `remedy` are for the message."""
     try:
         answer = function(*arguments)
@@ -106,7 +127,9 @@ def check_increment(function: object, *, key: str = INCREMENT_KEY) -> None:
 def _check_call(function: object, /, *arguments: object, key: str, form: str) -> None:
     """Check what can be known of a user's function without calling it."""
     if not callable(function):
-        raise SettingError(key, function, f"it is a {type(function).__name__}; give a function {form}")
+        raise SettingError(
+            key, function, f"it is a {type(function).__name__}; give a function {form}"
+        )
     try:
         signature = inspect.signature(function)
     except (ValueError, TypeError):  # some builtins have none
@@ -142,4 +165,8 @@ def whole_number(value: object) -> int | None:
 def _name_of(function: object) -> str:
     """Return how a message names a function: its path, or the object's own `repr`."""
     qualified = getattr(function, "__qualname__", None)
-    return repr(function) if qualified is None else f"{getattr(function, '__module__', '?')}.{qualified}"
+    return (
+        repr(function)
+        if qualified is None
+        else f"{getattr(function, '__module__', '?')}.{qualified}"
+    )

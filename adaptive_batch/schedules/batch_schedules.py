@@ -29,7 +29,9 @@ class Stages(_Rule):
     """A schedule of stages of one batch each."""
 
     batches: tuple[int, ...]
-    ends: tuple[tuple[Fraction, Duration], ...]  # each stage but the last ends at this part of a duration
+    ends: tuple[
+        tuple[Fraction, Duration], ...
+    ]  # each stage but the last ends at this part of a duration
 
     def __call__(self, progress: Progress) -> int:
         return self.batches[self.stage(progress)]
@@ -67,17 +69,25 @@ def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
     for name, values in (("batch_sizes", batch_sizes), ("thresholds", thresholds)):
         if isinstance(values, str) or not isinstance(values, Sequence):
             raise SettingError(
-                f"{KEY}.{name}", values, "give a list, such as [16, 32] of batch_sizes and [1ep] of thresholds"
+                f"{KEY}.{name}",
+                values,
+                "give a list, such as [16, 32] of batch_sizes and [1ep] of thresholds",
             )
     sizes = [_whole(f"{KEY}.batch_sizes", size) for size in batch_sizes]
     ends = [parse_duration(value, key=key) for value in thresholds]
     shown = [str(end) for end in ends]
     if len(ends) != len(sizes) - 1:
         raise SettingError(
-            key, shown, f"{len(sizes)} batch_sizes: give one threshold fewer, where each but the last ends"
+            key,
+            shown,
+            f"{len(sizes)} batch_sizes: give one threshold fewer, where each but the last ends",
         )
     if len({end.unit for end in ends}) > 1:
-        raise SettingError(key, shown, "give all in one unit: which of two units comes first is not known beforehand")
+        raise SettingError(
+            key,
+            shown,
+            "give all in one unit: which of two units comes first is not known beforehand",
+        )
     for before, after in pairwise(ends):
         if before.amount >= after.amount:
             raise SettingError(key, shown, f"they must rise, and {after} comes after {before}")
@@ -115,10 +125,13 @@ def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Sch
         SettingError: a number is not whole or below 1; `multiple_of` is above both ends; `over` cannot be read or is 0.
     """
     first, last, multiple = (
-        _whole(f"{KEY}.{name}", value) for name, value in (("start", start), ("end", end), ("multiple_of", multiple_of))
+        _whole(f"{KEY}.{name}", value)
+        for name, value in (("start", start), ("end", end), ("multiple_of", multiple_of))
     )
     if multiple > max(first, last):
-        raise SettingError(f"{KEY}.multiple_of", multiple_of, f"must not be above start={first} and end={last}")
+        raise SettingError(
+            f"{KEY}.multiple_of", multiple_of, f"must not be above start={first} and end={last}"
+        )
     duration = parse_duration(over, key=f"{KEY}.over")
     made_by = f"linear_ramp(start={first}, end={last}, over='{duration}', multiple_of={multiple})"
     batches = (max(multiple, first - first % multiple), last)
@@ -145,11 +158,17 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
     while halves[0] % 2 == 0:
         halves.insert(0, halves[0] // 2)
     if len(halves) == 1:
-        raise SettingError(f"{KEY}.end", end, "it is odd, so no smaller batch doubles up to it; give an even number")
+        raise SettingError(
+            f"{KEY}.end",
+            end,
+            "it is odd, so no smaller batch doubles up to it; give an even number",
+        )
     first = halves[0] if start is None else _whole(f"{KEY}.start", start)
     if first not in halves[:-1]:
         choices = ", ".join(map(str, halves[:-1]))
-        raise SettingError(f"{KEY}.start", start, f"doubling it never gives end={end}; give one of {choices}")
+        raise SettingError(
+            f"{KEY}.start", start, f"doubling it never gives end={end}; give one of {choices}"
+        )
     duration = parse_duration(over, key=f"{KEY}.over")
     batches = tuple(halves[halves.index(first) :])
     ends = tuple((Fraction(stage, len(batches) - 1), duration) for stage in range(1, len(batches)))
@@ -169,14 +188,21 @@ class _ByNoiseScale(_Rule):
     def __call__(self, progress: Progress) -> int:
         now, noise = progress.batch or self.start, progress.noise_scale
         # an estimate that is not above 0 shows that the gradient is lost in the noise, and no more
-        if noise is None or not 0 < noise < math.inf or not progress.steps or progress.steps % self.every:
+        if (
+            noise is None
+            or not 0 < noise < math.inf
+            or not progress.steps
+            or progress.steps % self.every
+        ):
             return now
         if noise > now * (1 + self.margin):
             grown = max(now + 1, math.floor(now * self.factor + 0.5))
             return grown if self.maximum is None else min(grown, max(now, self.maximum))
         shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
         # the second is implied but for rounding: what is given up must not be requested again at once
-        is_below = noise < now / ((1 + self.margin) * self.factor) and noise <= shrunk * (1 + self.margin)
+        is_below = noise < now / ((1 + self.margin) * self.factor) and noise <= shrunk * (
+            1 + self.margin
+        )
         return shrunk if is_below and not self.monotone else now
 
 
@@ -239,7 +265,9 @@ class Seesaw(_Rule):
     def coupled(self, start: int, decay: Callable[[Progress], float]) -> Seesaw:
         """Return it with the batch that it starts from, and the part of its peak that the rate's schedule has at a progress."""
         if self.most is not None and start > self.most:
-            raise SettingError(f"{KEY}.maximum", self.most, f"training starts with {start}; give that or more")
+            raise SettingError(
+                f"{KEY}.maximum", self.most, f"training starts with {start}; give that or more"
+            )
         return replace(self, start=start, decay=decay)
 
     def __call__(self, progress: Progress) -> int:
@@ -276,7 +304,9 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
         SettingError: a number is out of range.
     """
     if factor is not None and (not _is_finite(factor) or factor <= 1):
-        raise SettingError(f"{KEY}.factor", factor, "must be a number above 1, such as 2.0, or null")
+        raise SettingError(
+            f"{KEY}.factor", factor, "must be a number above 1, such as 2.0, or null"
+        )
     most = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
     factor = factor and float(factor)
     return Seesaw(f"seesaw({factor=}, maximum={most})", factor, most)
@@ -318,7 +348,11 @@ def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
     """
     key = f"{KEY}.points"
     if not isinstance(points, Mapping) or not points:
-        raise SettingError(key, points, "give where in training to the batch there, such as {1e5tok: 16, 1e6tok: 48}")
+        raise SettingError(
+            key,
+            points,
+            "give where in training to the batch there, such as {1e5tok: 16, 1e6tok: 48}",
+        )
     read = [(parse_duration(at, key=key), _whole(key, batch)) for at, batch in points.items()]
     read.sort(key=lambda point: point[0].amount)
     if len({at.unit for at, _ in read}) > 1 or len({at.amount for at, _ in read}) < len(read):
@@ -362,7 +396,10 @@ def at_epochs(additions: Mapping[int | str, int]) -> Increment:
     for given_epoch, given_rows in additions.items():
         # Digits as text: keys of a mapping that came through JSON or the command line.
         is_text = isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit()
-        epoch, rows = int(given_epoch) if is_text else whole_number(given_epoch), whole_number(given_rows)
+        epoch, rows = (
+            int(given_epoch) if is_text else whole_number(given_epoch),
+            whole_number(given_rows),
+        )
         if epoch is None or epoch < 0 or rows is None or not 0 <= rows <= MOST_ROWS:
             remedy = f"epoch {given_epoch!r} and rows {given_rows!r} must be whole numbers, 0 or more, rows at most {MOST_ROWS}"
             raise SettingError(key, additions, remedy)
@@ -398,7 +435,9 @@ def geometric(factor: float, *, every: int = 1) -> Increment:
         SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or more.
     """
     if not _is_finite(factor) or factor <= 1:
-        raise SettingError(f"{INCREMENT_KEY}.factor", factor, "must be a number above 1, such as 2.0")
+        raise SettingError(
+            f"{INCREMENT_KEY}.factor", factor, "must be a number above 1, such as 2.0"
+        )
     every, factor = _whole(f"{INCREMENT_KEY}.every", every), float(factor)
     return _Geometric(f"geometric({factor=}, {every=})", factor, every)
 

@@ -25,15 +25,23 @@ class Clock:
         """Read the key `lr_clock`; raise SettingError for what is neither a unit nor a block of two."""
         if value is None:
             return cls()
-        units: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"warmup": value, "decay": value}
+        units: dict[str, Any] = (
+            dict(value) if isinstance(value, Mapping) else {"warmup": value, "decay": value}
+        )
         units = {key: "samples" if unit is None else unit for key, unit in units.items()}
-        if not units.keys() <= {"warmup", "decay"} or not all(unit in UNITS for unit in units.values()):
+        if not units.keys() <= {"warmup", "decay"} or not all(
+            unit in UNITS for unit in units.values()
+        ):
             remedy = f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay: tokens}}"
             raise SettingError("lr_clock", value, remedy)
         return cls(**units)
 
     def __str__(self) -> str:
-        return self.decay if self.warmup == self.decay else f"warm-up in {self.warmup}, decay in {self.decay}"
+        return (
+            self.decay
+            if self.warmup == self.decay
+            else f"warm-up in {self.warmup}, decay in {self.decay}"
+        )
 
     @property
     def counts_tokens(self) -> bool:
@@ -54,7 +62,9 @@ class TrainingClock:
         total_steps: steps of the scheduler in all.
     """
 
-    def __init__(self, clock: Clock | None = None, *, warmup_steps: int = 0, total_steps: int = 0) -> None:
+    def __init__(
+        self, clock: Clock | None = None, *, warmup_steps: int = 0, total_steps: int = 0
+    ) -> None:
         self._clock = clock or Clock()
         self._warmup_steps = warmup_steps
         self._total_steps = total_steps
@@ -73,7 +83,9 @@ class TrainingClock:
         ended_at, total = self._warmup_ended_at, self._total_steps
         if ended_at >= total:
             return decay
-        return self._warmup_steps + (decay - ended_at) * (total - self._warmup_steps) / (total - ended_at)
+        return self._warmup_steps + (decay - ended_at) * (total - self._warmup_steps) / (
+            total - ended_at
+        )
 
     def state_dict(self) -> dict[str, float | None]:
         """Return when the warm-up ended, by the unit of the decay."""

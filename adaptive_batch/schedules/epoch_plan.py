@@ -29,16 +29,27 @@ class EpochPlan:
     is_estimate: bool = False
 
     @classmethod
-    def of(cls, rows: int, *, step_rows: int, drop_last: bool, max_steps: int | None = None) -> EpochPlan:
+    def of(
+        cls, rows: int, *, step_rows: int, drop_last: bool, max_steps: int | None = None
+    ) -> EpochPlan:
         """Divide `rows` into steps; the last, short one is dropped or trained; `max_steps` cuts the epoch."""
         steps = rows // step_rows if drop_last else -(-rows // step_rows)
-        return cls(rows, step_rows, steps if max_steps is None else min(steps, max_steps), most_steps=max_steps)
+        return cls(
+            rows,
+            step_rows,
+            steps if max_steps is None else min(steps, max_steps),
+            most_steps=max_steps,
+        )
 
     @classmethod
-    def of_sizes(cls, sizes: Sequence[int], *, drop_last: bool = False, max_steps: int | None = None) -> EpochPlan:
+    def of_sizes(
+        cls, sizes: Sequence[int], *, drop_last: bool = False, max_steps: int | None = None
+    ) -> EpochPlan:
         """Divide into steps of given numbers of rows; the last one, which the end of the epoch cut, is dropped or trained."""
         kept = sizes[: len(sizes) - drop_last][:max_steps]
-        return cls(sum(sizes), round(sum(kept) / max(1, len(kept))), len(kept), kept, most_steps=max_steps)
+        return cls(
+            sum(sizes), round(sum(kept) / max(1, len(kept))), len(kept), kept, most_steps=max_steps
+        )
 
     def rows_of_step(self, step: int) -> int:
         """Return the rows of step number `step` of the epoch, counted from 0."""

@@ -94,7 +94,9 @@ def check_scaled(name: str, value: object) -> Mapping[str, str]:
         raise SettingError(name, value, f"give a block of {known}")
     for key, how in value.items():
         if key not in SCALED_WITH_BATCH or how not in (None, SCALED_WITH_BATCH[key]):
-            raise SettingError(f"{name}.{key}", how, f"give {known}; null or nothing for what stays")
+            raise SettingError(
+                f"{name}.{key}", how, f"give {known}; null or nothing for what stays"
+            )
     return {str(key): how for key, how in value.items() if how is not None}
 
 
@@ -158,13 +160,17 @@ class LearningRate:
         self._follow = check_scaled("scale_with_batch", scale_with_batch or {})
         if (rule != "none" or self._follow) and reference is None:
             what = "scale_with_batch" if rule == "none" else f"rule={rule!r}"
-            raise ValueError(f"{what}: give the reference too, the global batch that the rate was chosen for")
+            raise ValueError(
+                f"{what}: give the reference too, the global batch that the rate was chosen for"
+            )
         several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
         self._optimizers: list[Optimizer] = [_unwrapped(each, "optimizer") for each in several]
         self._first = self._optimizers[0]
         self._scheduler = _unwrapped(scheduler, "scheduler")
         self.rule = rule
-        self.reference = reference if isinstance(reference, Reference | None) else parse_reference(reference)
+        self.reference = (
+            reference if isinstance(reference, Reference | None) else parse_reference(reference)
+        )
         self._scaled: dict[Optimizer, list[_Scaled]] = {}  # for a step that is still to be taken
         self._overwritten: list[_Scaled] = []  # before the step
         if not follows_clock(self._scheduler):
@@ -176,7 +182,9 @@ class LearningRate:
         built_around = _unwrapped(getattr(self._scheduler, "optimizer", self._first), "optimizer")
         if built_around is not self._first:
             name = type(self._scheduler).__name__
-            raise ValueError(f"{name} was built around another optimizer: give the one that it was built around first")
+            raise ValueError(
+                f"{name} was built around another optimizer: give the one that it was built around first"
+            )
         self._remember_bases()
         for optimizer in self._optimizers:
             _check_has(optimizer, self._follow)
@@ -184,7 +192,9 @@ class LearningRate:
                 _let_beta2_be_a_tensor(optimizer)
         self.scaled = self._read_scaled()
         for optimizer in self._optimizers if rule != "none" or self._follow else ():
-            with suppress(AttributeError):  # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it
+            with suppress(
+                AttributeError
+            ):  # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it
                 optimizer.register_step_post_hook(lambda stepped, *_: self._after_step(stepped))
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 
@@ -207,16 +217,24 @@ class LearningRate:
         if self.rule != "none" or self._follow:
             assert self.reference is not None
             if batch is None:
-                raise ValueError(f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step")
+                raise ValueError(
+                    f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step"
+                )
             factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
             ratio = batch / self.reference.amount
         overwritten, self._overwritten = self._overwritten, []
         for one in overwritten:
             if not one.is_there:
-                key, value = ("lr_scaling", self.rule) if one.key == "lr" else ("scale_with_batch", str(self._follow))
+                key, value = (
+                    ("lr_scaling", self.rule)
+                    if one.key == "lr"
+                    else ("scale_with_batch", str(self._follow))
+                )
                 remedy = f"another {one.key} was set after the step's own and before optimizer.step(), and is not scaled; set it before or after both"
                 raise SettingError(key, value, remedy)
-            _write(one.group, one.key, one.unscaled)  # torch's get_optimizer_state_dict has taken a step at a rate of 0
+            _write(
+                one.group, one.key, one.unscaled
+            )  # torch's get_optimizer_state_dict has taken a step at a rate of 0
         self.restore()
         if self._scheduler is not None:
             self._schedule(self._scheduler, clock)
@@ -224,11 +242,15 @@ class LearningRate:
         for optimizer in self._optimizers if keys else ():
             # all are read first: groups may share a tensor
             before = [
-                (at, group, key, _read(group, key)) for at, group in enumerate(optimizer.param_groups) for key in keys
+                (at, group, key, _read(group, key))
+                for at, group in enumerate(optimizer.param_groups)
+                for key in keys
             ]
             for _, group, key, value in before:
                 _write(group, key, _scale(optimizer, key, value, ratio, factor))
-            self._scaled[optimizer] = [_Scaled(*one, applied=_read(one[1], one[2])) for one in before]
+            self._scaled[optimizer] = [
+                _Scaled(*one, applied=_read(one[1], one[2])) for one in before
+            ]
         self.scaled = self._read_scaled()
         if self._scheduler is not None:
             self._scheduler._last_lr = [
@@ -251,7 +273,10 @@ class LearningRate:
 
     def _read_scaled(self) -> dict[str, float]:
         groups = self._first.param_groups
-        return {name: next(filter(None, (_number(g[_IN_GROUP[name]]) for g in groups)), 0.0) for name in self._follow}
+        return {
+            name: next(filter(None, (_number(g[_IN_GROUP[name]]) for g in groups)), 0.0)
+            for name in self._follow
+        }
 
     def _after_step(self, optimizer: Optimizer) -> None:
         self._overwritten += [one for one in self._scaled.get(optimizer, ()) if not one.is_there]
@@ -262,7 +287,9 @@ class LearningRate:
             if one.is_there:
                 saved = state["param_groups"][one.number]
                 in_tensor = one.key == "lr" and isinstance(saved["lr"], torch.Tensor)
-                saved[one.key] = torch.full_like(saved["lr"], one.unscaled) if in_tensor else one.unscaled
+                saved[one.key] = (
+                    torch.full_like(saved["lr"], one.unscaled) if in_tensor else one.unscaled
+                )
 
     def _remember_bases(self) -> None:
         """Keep the base rate of each group where an optimizer's state dict keeps it: its lr is saved as it was scheduled."""
@@ -283,7 +310,9 @@ class LearningRate:
             )
             raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
         self._remember_bases()
-        for group, base, factor in zip(self._first.param_groups, part.base_lrs, factors, strict=True):
+        for group, base, factor in zip(
+            self._first.param_groups, part.base_lrs, factors, strict=True
+        ):
             write_rate(group, float(base) * factor)
         for optimizer in self._optimizers[1:]:
             groups = optimizer.param_groups
@@ -334,11 +363,15 @@ def _let_beta2_be_a_tensor(optimizer: Any) -> None:
     """Give the states of torchao's low-bit optimizers the one operation that they lack for it."""
     if math.isinf(optimizer.block_size):  # its AdamW without low-bit states
         return
-    kind = type(optimizer._subclass_zeros(torch.zeros(optimizer.block_size), True, optimizer.block_size))
+    kind = type(
+        optimizer._subclass_zeros(torch.zeros(optimizer.block_size), True, optimizer.block_size)
+    )
 
     @kind.implements(torch.ops.aten.lerp.Tensor)  # type: ignore[untyped-decorator]
     def lerp(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return func(*(each.dequantize() if isinstance(each, kind) else each for each in args), **kwargs)
+        return func(
+            *(each.dequantize() if isinstance(each, kind) else each for each in args), **kwargs
+        )
 
 
 def _number(value: Any) -> float:
@@ -354,13 +387,17 @@ def _check_has(optimizer: Optimizer, names: Mapping[str, str]) -> None:
             remedy = f"the parameter groups of {kind} have no {key}; remove it, or take torch.optim.AdamW"
             raise SettingError(f"scale_with_batch.{name}", how, remedy)
         if not any(_number(group[key]) for group in optimizer.param_groups):
-            raise SettingError(f"scale_with_batch.{name}", how, f"{name} of {kind} is 0; set it, or remove this")
+            raise SettingError(
+                f"scale_with_batch.{name}", how, f"{name} of {kind} is 0; set it, or remove this"
+            )
 
 
 def follows_clock(scheduler: Any) -> bool:
     """Whether a scheduler is a function of the step alone, and keeps no count; so is None."""
     if type(scheduler) is SequentialLR:
-        are_lambdas = all(isinstance(part, LambdaLR) and follows_clock(part) for part in scheduler._schedulers)
+        are_lambdas = all(
+            isinstance(part, LambdaLR) and follows_clock(part) for part in scheduler._schedulers
+        )
         return are_lambdas and scheduler._milestones == sorted(scheduler._milestones)
     is_lambda = isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
     return scheduler is None or is_lambda

@@ -59,9 +59,13 @@ class NoiseSample:
             ValueError: not 0 < `small_rows` < `big_rows`.
         """
         small, big = float(self.small_rows), self.big_rows
-        of_small, of_big, ratio = map(float, (self.small_squared_norm, self.big_squared_norm, self.label_ratio))
+        of_small, of_big, ratio = map(
+            float, (self.small_squared_norm, self.big_squared_norm, self.label_ratio)
+        )
         if not 0 < small < big:
-            raise ValueError(f"small_rows={small}, big_rows={big}: the small batch must be the smaller one")
+            raise ValueError(
+                f"small_rows={small}, big_rows={big}: the small batch must be the smaller one"
+            )
         noise = (ratio * of_small - of_big) / (1 / small - 1 / big)
         return noise, (big * of_big - small * ratio**2 * of_small) / (big - small)
 
@@ -145,5 +149,7 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_type.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
-    norms = [norm for dtype, those in by_type.items() for norm in foreach_norm(those, 2, dtype=dtype)]
+    norms = [
+        norm for dtype, those in by_type.items() for norm in foreach_norm(those, 2, dtype=dtype)
+    ]
     return torch.stack([norm.to(gradients[0].device) for norm in norms]).square().sum()

@@ -105,7 +105,10 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
     head = (*places, f"batch ({unit})", "micro-batches", "global batch", *rates, "steps")
     lines = [head, *(_cells(stage, ranks) for stage in stages)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    text = [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    ]
     first, last = stages[0].first, stages[-1].last
     tokens = last.tokens - first.tokens
     total = (
@@ -113,7 +116,11 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
         f"{count(last.samples - first.samples, 'sample', ',')}, "
         f"{count(tokens, 'token', ',') if tokens else 'a number not known before of tokens'}"
     )
-    merged = [f"one line merges {stage.changes + 1:,} stages of other batches" for stage in stages if stage.changes]
+    merged = [
+        f"one line merges {stage.changes + 1:,} stages of other batches"
+        for stage in stages
+        if stage.changes
+    ]
     return "\n".join([*text, total, *merged, *notes])
 
 
@@ -202,7 +209,9 @@ def check_stages(
     return lines
 
 
-def check_increments(increment: Increment, *, first_epoch: int, epochs: int, batch_size: int) -> None:
+def check_increments(
+    increment: Increment, *, first_epoch: int, epochs: int, batch_size: int
+) -> None:
     """Call a growth function for all epochs that are ahead, before it is known what fits.
 
     How far the batch will be cut is not known then, so an answer is a mistake where it is one both for the batch that nothing
@@ -235,7 +244,8 @@ def batch_sizes_ahead(
     sizes: list[int] = []
     for epoch in range(first_epoch, epochs):
         growth, again = (
-            next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=maximum) for _ in range(2)
+            next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=maximum)
+            for _ in range(2)
         )
         if growth != again:
             answers = (growth.requested - batch_size, again.requested - batch_size)

@@ -118,7 +118,9 @@ class Duration:
 
     def _done(self, progress: Progress) -> Fraction:
         if self.unit != "ep":
-            return Fraction({"ba": progress.steps, "sp": progress.samples, "tok": progress.tokens}[self.unit])
+            return Fraction(
+                {"ba": progress.steps, "sp": progress.samples, "tok": progress.tokens}[self.unit]
+            )
         rows = progress.rows_per_epoch
         return progress.epoch + (Fraction(progress.epoch_rows, rows) if rows else Fraction(0))
 
@@ -133,7 +135,9 @@ def parse_duration(value: object, *, key: str) -> Duration:
     Raises:
         SettingError: it is 0, has no unit or no finite number, or a fraction of something other than epochs.
     """
-    found = re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", value.strip()) if isinstance(value, str) else None
+    found = (
+        re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", value.strip()) if isinstance(value, str) else None
+    )
     if found is None:
         raise SettingError(
             key,
@@ -148,5 +152,7 @@ def parse_duration(value: object, *, key: str) -> Duration:
     if not 0 < amount < math.inf:
         raise SettingError(key, value, f"write it such as 2{unit}, with a finite number above 0")
     if unit != "ep" and amount != int(amount):
-        raise SettingError(key, value, f"{unit} are counted in whole ones; only ep may have a fraction")
+        raise SettingError(
+            key, value, f"{unit} are counted in whole ones; only ep may have a fraction"
+        )
     return Duration(amount if unit == "ep" else int(amount), unit)

@@ -13,7 +13,13 @@ from .epoch_counts import EpochCounts
 from .estimate_changes import with_overrides
 from .estimates import estimate_devices
 from .job import Job
-from .launch import all_ranks, interruptible, no_component_exits, set_up_terminal, use_shipped_config
+from .launch import (
+    all_ranks,
+    interruptible,
+    no_component_exits,
+    set_up_terminal,
+    use_shipped_config,
+)
 from .limit_finder import LimitFinder
 from .log import TrainingLog
 from .lost_run import LostRun

@@ -46,7 +46,9 @@ class AdapterModel(FullModel):
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        common_utils._use_low_cpu_ram = bool(cfg.get("low_cpu_ram", False))  # which torchtune's builders read
+        common_utils._use_low_cpu_ram = bool(
+            cfg.get("low_cpu_ram", False)
+        )  # which torchtune's builders read
         return super().skeleton(cfg, dtype=dtype)
 
     def freeze(self, model: torch.nn.Module) -> None:
@@ -55,60 +57,96 @@ class AdapterModel(FullModel):
 
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the adapters."""
-        return {parameter_name(name): parameter for name, parameter in get_adapter_params(model).items()}
+        return {
+            parameter_name(name): parameter for name, parameter in get_adapter_params(model).items()
+        }
 
-    def to_save(self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device) -> Mapping[str, Any]:
+    def to_save(
+        self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
+    ) -> Mapping[str, Any]:
         """Return the adapters and their configuration and, unless `save_adapter_weights_only`, the weights with them merged."""
         block = cfg.model
         on_output = bool(block.get("apply_lora_to_output", False))
-        modules = get_lora_module_names(list(block.lora_attn_modules), block.apply_lora_to_mlp, on_output)
-        described = {"r": block.lora_rank, "lora_alpha": block.lora_alpha, "target_modules": modules}
+        modules = get_lora_module_names(
+            list(block.lora_attn_modules), block.apply_lora_to_mlp, on_output
+        )
+        described = {
+            "r": block.lora_rank,
+            "lora_alpha": block.lora_alpha,
+            "target_modules": modules,
+        }
         if block.get("use_dora", False):
-            described["use_dora"] = True  # which torchtune's recipe leaves out, and PEFT takes it for LoRA
+            described["use_dora"] = (
+                True  # which torchtune's recipe leaves out, and PEFT takes it for LoRA
+            )
         found: dict[str, Any] = {training.ADAPTER_CONFIG: {**described, "peft_type": "LORA"}}
         if cfg.get("save_adapter_weights_only", False):
             adapters = {name: _whole(one.detach()).cpu() for name, one in self.state(model).items()}
             return found | {training.ADAPTER_KEY: adapters}
         # Merging changes tensors in place, and on a CPU these would be the model's own.
         if distributed.world_size() == 1:
-            state = {name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()}
+            state = {
+                name: tensor.to("cpu", copy=True) for name, tensor in model.state_dict().items()
+            }
         else:
             state = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
         found[training.ADAPTER_KEY] = get_adapter_state_dict(state)
-        return found | {training.MODEL_KEY: get_merged_lora_ckpt(state, block.lora_rank, block.lora_alpha)}
+        return found | {
+            training.MODEL_KEY: get_merged_lora_ckpt(state, block.lora_rank, block.lora_alpha)
+        }
 
-    def _load(self, model: torch.nn.Module, weights: Weights, state: Mapping[str, Any], cfg: DictConfig) -> None:
+    def _load(
+        self, model: torch.nn.Module, weights: Weights, state: Mapping[str, Any], cfg: DictConfig
+    ) -> None:
         with refusing_other_weights(model, state, cfg):
             found = model.load_state_dict(state, strict=False)
         self._check_base(model, map(parameter_name, found.missing_keys), found.unexpected_keys, cfg)
         self._load_adapters(model, weights)
 
     def _load_sharded(
-        self, model: torch.nn.Module, weights: Weights, cfg: DictConfig, *, dtype: torch.dtype, device: torch.device
+        self,
+        model: torch.nn.Module,
+        weights: Weights,
+        cfg: DictConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         with training.set_default_dtype(dtype), device:
             for module in model.modules():
                 if hasattr(module, "adapter_params"):
-                    module.to_empty(device=torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device)
+                    module.to_empty(
+                        device=torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device
+                    )
                     module.initialize_parameters()  # type: ignore[operator]
         compute_rotary_buffers(model, dtype=dtype, device=device)
         base, parameters = weights.load_weights(), named_parameters(model)
         names = set(distributed.from_rank_zero(lambda: list(base)))
-        self._check_base(model, sorted(parameters.keys() - names), sorted(names - parameters.keys()), cfg)
+        self._check_base(
+            model, sorted(parameters.keys() - names), sorted(names - parameters.keys()), cfg
+        )
         quantized = {name for name in names if isinstance(_local(parameters[name]), NF4Tensor)}
-        load_from_rank_zero(model, {name: base[name] for name in base if name not in quantized}, cfg, strict=False)
+        load_from_rank_zero(
+            model, {name: base[name] for name in base if name not in quantized}, cfg, strict=False
+        )
         for name in sorted(quantized):  # which torch's own function cannot divide
             whole = torch.empty(parameters[name].shape, dtype=dtype, device=device)
             if name in base:
                 whole.copy_(base[name])
             distributed.broadcast(whole)
             offload = bool(cfg.get("fsdp_cpu_offload", False))
-            training.load_from_full_model_state_dict(model, {name: whole}, device, cpu_offload=offload)
+            training.load_from_full_model_state_dict(
+                model, {name: whole}, device, cpu_offload=offload
+            )
         training.validate_no_params_on_meta_device(model)
         self._load_adapters(model, weights)
 
     def _check_base(
-        self, model: torch.nn.Module, missing: Iterable[str], unexpected: Iterable[str], cfg: DictConfig
+        self,
+        model: torch.nn.Module,
+        missing: Iterable[str],
+        unexpected: Iterable[str],
+        cfg: DictConfig,
     ) -> None:
         lacks = [f"it has no {name}" for name in missing if name not in self.state(model)]
         differs = [*lacks, *(f"its {name} is none of the model's" for name in unexpected)]
@@ -128,7 +166,9 @@ class AdapterModel(FullModel):
             for name, saved in weights.load_adapters().items():
                 one = state[name]
                 if isinstance(one, DTensor):
-                    saved = distribute_tensor(saved.to(one.to_local()), one.device_mesh, one.placements)
+                    saved = distribute_tensor(
+                        saved.to(one.to_local()), one.device_mesh, one.placements
+                    )
                 one.copy_(saved)
 
 
@@ -143,4 +183,6 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 def builder_of(cfg: DictConfig) -> ModelBuilder | None:
     """Return what builds the model that is configured, by the keys that torchtune's builders of adapters take; None for a full one."""
     block = cfg.get("model", None)
-    return AdapterModel() if isinstance(block, DictConfig) and "lora_attn_modules" in block else None
+    return (
+        AdapterModel() if isinstance(block, DictConfig) and "lora_attn_modules" in block else None
+    )

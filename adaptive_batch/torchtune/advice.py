@@ -45,19 +45,35 @@ def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending
     All ranks call it. It is empty where no such setting is on, and where no estimate can be made, which is logged.
     """
     ranks, random_state = distributed.world_size(), RandomState(job.device)
-    settings, here = spending(job.cfg, world_size=ranks), this_device(job.device, result.budget_bytes)
-    asked = [f"probe.maximum={rows}", f"estimate.world_size={ranks}", "estimate.context=0", "estimate.headroom=0"]
+    settings, here = (
+        spending(job.cfg, world_size=ranks),
+        this_device(job.device, result.budget_bytes),
+    )
+    asked = [
+        f"probe.maximum={rows}",
+        f"estimate.world_size={ranks}",
+        "estimate.context=0",
+        "estimate.headroom=0",
+    ]
     devices, tokens = [here, replace(here, total_bytes=2**50)], result.sequence_length
-    estimate = partial(_estimate, with_overrides(job.cfg, asked), job.builder, settings, devices, tokens)
+    estimate = partial(
+        _estimate, with_overrides(job.cfg, asked), job.builder, settings, devices, tokens
+    )
 
     def apart() -> list[Spending]:
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:  # without a process group
+        with ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn")
+        ) as pool:  # without a process group
             return pool.submit(estimate).result()
 
     try:
         return distributed.from_rank_zero(apart if ranks > 1 else estimate) if settings else []
     except Exception as error:  # it only advises
-        log.info("no advice on settings, as no estimate could be made: %s: %s", type(error).__name__, error)
+        log.info(
+            "no advice on settings, as no estimate could be made: %s: %s",
+            type(error).__name__,
+            error,
+        )
         return []
     finally:
         random_state.restore()
@@ -66,11 +82,17 @@ def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending
 def _estimate(
     cfg: DictConfig, builder: ModelBuilder, settings: Sequence[Candidate], devices: Any, tokens: int
 ) -> list[Spending]:
-    tried = Estimator(cfg, Settings.from_config(cfg), devices, builder).tried([Candidate((), ""), *settings], tokens)
+    tried = Estimator(cfg, Settings.from_config(cfg), devices, builder).tried(
+        [Candidate((), ""), *settings], tokens
+    )
     found = {one.overrides: fits for one, fits in tried}
     if isinstance(found[()], str):
         raise ValueError(found[()])
-    return [(overrides, fits[0], fits[1]) for overrides, fits in found.items() if not isinstance(fits, str)]
+    return [
+        (overrides, fits[0], fits[1])
+        for overrides, fits in found.items()
+        if not isinstance(fits, str)
+    ]
 
 
 def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str:
@@ -91,7 +113,13 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
     for overrides, fit, whole in estimated[1:]:
         before, after = (fit.modelled_tokens_per_second or 1 for fit in (estimated[0][2], whole))
         if fit.max_batch_size == rows and (after > 1.005 * before or _NO_OFFLOADING in overrides):
-            better.append((-after, whole.reserved_bytes, f"{' '.join(overrides)}: {1 - before / after:.0%} less time"))
+            better.append(
+                (
+                    -after,
+                    whole.reserved_bytes,
+                    f"{' '.join(overrides)}: {1 - before / after:.0%} less time",
+                )
+            )
     lines = [f"  {name}, peak {format_bytes(peak)}" for _, peak, name in sorted(better)[:3]]
     unused = f"{count(rows, 'row')} at once leave {1 - used / budget:.0%} of {format_bytes(budget)} unused; settings that would"
     how = this_device(job.device, budget).source or "FLOPs alone"
@@ -99,7 +127,9 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
     return "\n".join([told, *lines]) if lines else ""
 
 
-def tokens_per_second(trainer: Trainer, result: ProbeResult, rows: Sequence[Any], *, repeats: int = 3) -> float:
+def tokens_per_second(
+    trainer: Trainer, result: ProbeResult, rows: Sequence[Any], *, repeats: int = 3
+) -> float:
     """Return the real tokens a second of what a search chose; else of its rows at once, the median of repeats after one that is not counted."""
     if result.throughput is not None:
         return result.throughput.tokens_per_second

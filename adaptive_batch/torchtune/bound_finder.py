@@ -90,7 +90,9 @@ class BoundFinder:
         path: file ``probe.json``, whose results are taken after one trial where they depend on the same things.
     """
 
-    def __init__(self, job: Job, data: Data, *, lost: LostRun | None = None, watch: Watchdog | None = None) -> None:
+    def __init__(
+        self, job: Job, data: Data, *, lost: LostRun | None = None, watch: Watchdog | None = None
+    ) -> None:
         self._job, self._data, self.settings = job, data, job.settings
         self._trials: dict[int | str, WorstRows] = {}
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
@@ -106,24 +108,35 @@ class BoundFinder:
         """
         job, data, ranks = self._job, self._data, distributed.world_size()
         settings, probe = self.settings, self.settings.probe
-        grows_from_configured = settings.batch_increase_function is not None and not settings.use_maximum_batch_size
-        splits, most = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None, self.most_rows
+        grows_from_configured = (
+            settings.batch_increase_function is not None and not settings.use_maximum_batch_size
+        )
+        splits, most = (
+            settings.micro_batch_size is not None or settings.micro_batch_tokens is not None,
+            self.most_rows,
+        )
         if grows_from_configured and not splits and settings.batch_size > most:
-            remedy = (
-                f"{most} rows are tried at most, as probe.maximum and the rows of an epoch allow; give {most} or less"
-            )
+            remedy = f"{most} rows are tried at most, as probe.maximum and the rows of an epoch allow; give {most} or less"
             raise SettingError("batch_size", settings.batch_size, remedy)
         longest = job.max_seq_len or sys.maxsize
 
         def check_length(key: str, value: int | str, tokens: int) -> None:
             if tokens > longest:
                 remedy = f"rows have up to {count(tokens, 'token')}, and the model takes {longest} at most"
-                raise SettingError(key, value, f"{remedy}; set tokenizer.max_seq_len={longest} or less")
+                raise SettingError(
+                    key, value, f"{remedy}; set tokenizer.max_seq_len={longest} or less"
+                )
 
         for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
-            key = "probe.sequence_length" if length == probe.sequence_length else "probe.sequence_lengths"
+            key = (
+                "probe.sequence_length"
+                if length == probe.sequence_length
+                else "probe.sequence_lengths"
+            )
             if isinstance(length, int) and length > longest:
-                raise SettingError(key, length, f"the model takes {count(longest, 'token')} at most")
+                raise SettingError(
+                    key, length, f"the model takes {count(longest, 'token')} at most"
+                )
             self._trials[length] = self.rows_of(length)
             check_length(key, length, self._trials[length].length)
         if settings.validation and settings.validation.fits_itself:
@@ -152,14 +165,22 @@ class BoundFinder:
         if self._fits_whole_step:
             of_use = min(rows, settings.step_rows)
         else:
-            of_use = rows if settings.batch_tokens else max(1, rows // settings.gradient_accumulation_steps)
-        return max(1, min(settings.probe.maximum, of_use, self._half_of_lost.get("trial_rows") or of_use))
+            of_use = (
+                rows
+                if settings.batch_tokens
+                else max(1, rows // settings.gradient_accumulation_steps)
+            )
+        return max(
+            1, min(settings.probe.maximum, of_use, self._half_of_lost.get("trial_rows") or of_use)
+        )
 
     @property
     def _fits_whole_step(self) -> bool:
         """Whether a step fits itself and is always the same."""
         settings = self.settings
-        return settings.fits_itself and not (settings.batch_changes or settings.grows or settings.batch_tokens)
+        return settings.fits_itself and not (
+            settings.batch_changes or settings.grows or settings.batch_tokens
+        )
 
     def of_training(
         self,
@@ -189,7 +210,9 @@ class BoundFinder:
         """
         settings = self.settings
         step_rows = batch_size * settings.gradient_accumulation_steps
-        several = self.has_several or (settings.gradient_accumulation_steps > 1 and not self._fits_whole_step)
+        several = self.has_several or (
+            settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
+        )
         rows = self._trials.get(length) or self.rows_of(length)
 
         def find(accumulates: bool) -> ProbeResult:
@@ -249,24 +272,44 @@ class BoundFinder:
         """Whether some step has several micro-batches whatever fits, accumulation as configured apart."""
         settings = self.settings
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
-        holds_more = self._job.ranks > distributed.data_parallel_size()  # each rank, than batch_size
+        holds_more = (
+            self._job.ranks > distributed.data_parallel_size()
+        )  # each rank, than batch_size
         grows_beyond = settings.grows and settings.grow_beyond_maximum
         cuts = settings.chooses_fastest or settings.micro_batch_layout == "grouped"
-        cuts |= settings.measures_noise and settings.micro_batch_tokens is not None  # off the part that is sampled
+        cuts |= (
+            settings.measures_noise and settings.micro_batch_tokens is not None
+        )  # off the part that is sampled
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits as far as it is known without a trial: rows (0 where unknown), the tokens of each, and the source."""
         probe = self.settings.probe
-        tokens = (self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)).length
+        tokens = (
+            self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)
+        ).length
         if probe.assumed_maximum is not None:
-            return min(probe.assumed_maximum, self.most_rows), tokens, "probe.assumed_maximum says so"
+            return (
+                min(probe.assumed_maximum, self.most_rows),
+                tokens,
+                "probe.assumed_maximum says so",
+            )
         found = load_latest(self.path, settings=settings_name(self._job, self._data, tokens))
         if found is None:
-            return 0, tokens, f"{self.path} has no search of these settings; plan with one by probe.assumed_maximum=N"
-        return min(found.max_batch_size, self.most_rows), tokens, f"a search found that before ({self.path})"
+            return (
+                0,
+                tokens,
+                f"{self.path} has no search of these settings; plan with one by probe.assumed_maximum=N",
+            )
+        return (
+            min(found.max_batch_size, self.most_rows),
+            tokens,
+            f"a search found that before ({self.path})",
+        )
 
-    def of_row(self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool) -> ProbeResult:
+    def of_row(
+        self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool
+    ) -> ProbeResult:
         """Find how many rows like one that is longer than any that was tried fit, up to a maximum.
 
         Raises:
@@ -294,7 +337,13 @@ class BoundFinder:
         most = min(len(order), self.settings.probe.maximum)
         maximum = min(most, self._half_of_lost.get("trial_rows_val") or most)
         name = f"one row of {count(tokens, 'token')} of dataset_val, even without gradients,"
-        return self._find(trainer, WorstRows(rows, tokens, name), maximum=maximum, accumulates=False, evaluates=True)
+        return self._find(
+            trainer,
+            WorstRows(rows, tokens, name),
+            maximum=maximum,
+            accumulates=False,
+            evaluates=True,
+        )
 
     def _find(
         self,
@@ -317,7 +366,13 @@ class BoundFinder:
             round_to_power_of_two=rounds,
             memory_key="probe.device_memory",
         )
-        conditions = [options.maximum, accumulates, rounds, self._shapes_of(rows), choices and asdict(choices)]
+        conditions = [
+            options.maximum,
+            accumulates,
+            rounds,
+            self._shapes_of(rows),
+            choices and asdict(choices),
+        ]
         curve_name = self._curve_name(rows.length, conditions[3], accumulates, evaluates)
         cache = _Cache(
             self._job,
@@ -330,7 +385,9 @@ class BoundFinder:
         )
         evaluation = None
         if evaluates:
-            evaluation = Evaluation(partial(self._evaluate, trainer, rows), self._trials[probe.sequence_length])
+            evaluation = Evaluation(
+                partial(self._evaluate, trainer, rows), self._trials[probe.sequence_length]
+            )
         tried = trainer.tried()
         result = BoundSearch(
             tried,
@@ -353,13 +410,24 @@ class BoundFinder:
     def _curve_name(self, tokens: int, shapes: Any, accumulates: bool, evaluates: bool) -> str:
         """Return a name for everything that a peak depends on, whatever may be used."""
         configured, device = as_dict(self._job.cfg), self._job.device
-        others = {key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")}
+        others = {
+            key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")
+        }
         sources = sources_of({**memory_keys(configured), **others})
         kernels = []
         if device.type == "cuda":
-            kernels = [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
+            kernels = [
+                torch.cuda.get_device_name(device),
+                *torch.cuda.get_device_capability(device),
+            ]
         return fingerprint(
-            _conditions(self._job, self._data, tokens), others, sources, kernels, accumulates, evaluates, shapes
+            _conditions(self._job, self._data, tokens),
+            others,
+            sources,
+            kernels,
+            accumulates,
+            evaluates,
+            shapes,
         )
 
     def _shapes_of(self, rows: WorstRows) -> Any:
@@ -382,7 +450,9 @@ class BoundFinder:
             limit = getattr(self._data.tokenizer, "max_seq_len", None)
             if limit is None:
                 raise SettingError(
-                    "probe.sequence_length", length, "the tokenizer has no max_seq_len; set it, or give a number"
+                    "probe.sequence_length",
+                    length,
+                    "the tokenizer has no max_seq_len; set it, or give a number",
                 )
             length = int(limit)
         target = longest if length == "longest" else int(length)
@@ -409,7 +479,9 @@ class BoundFinder:
         data = self._data  # a schedule changes the order little, and may need a rate
         batching = replace(data.batching(), batch_size_schedule=None)
         divisible = data.shapes.uniform in ("rows", "both")
-        epochs = EpochPlanner(data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible)
+        epochs = EpochPlanner(
+            data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible
+        )
         order = epochs.order(Progress())[:]
         numbers: list[int] = order[data.dataset.lengths[order] <= longest].tolist()
         return numbers
@@ -467,7 +539,12 @@ class _Cache:
             return
         self._curve.learn(result.trials)
         if self._writes and distributed.is_rank_zero():
-            save_result(result, self._writes, fingerprint=self._name(result.budget_bytes), settings=self._settings)
+            save_result(
+                result,
+                self._writes,
+                fingerprint=self._name(result.budget_bytes),
+                settings=self._settings,
+            )
 
     def _name(self, budget: int) -> str:
         allocator = [self._job.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
@@ -487,19 +564,32 @@ class _Cache:
         accumulates = self._conditions[1]
         try:
             curve = expected_curve(
-                job.cfg, job.settings, self._rows.first, accumulates=accumulates, builder=job.builder
+                job.cfg,
+                job.settings,
+                self._rows.first,
+                accumulates=accumulates,
+                builder=job.builder,
             )
         except Exception as error:  # it only shortens the search
-            log.info("searching without an estimate, which could not be made: %s: %s", type(error).__name__, error)
+            log.info(
+                "searching without an estimate, which could not be made: %s: %s",
+                type(error).__name__,
+                error,
+            )
             return None
-        log.info("estimated on fake tensors in %.1f s what trials should peak at", time.perf_counter() - start)
+        log.info(
+            "estimated on fake tensors in %.1f s what trials should peak at",
+            time.perf_counter() - start,
+        )
         return curve
 
 
 def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
     """Return a name for the settings that a bound depends on, for rows of so many tokens."""
     probe = job.settings.probe
-    return fingerprint(_conditions(job, data, tokens), probe.search, probe.device_memory, probe.headroom)
+    return fingerprint(
+        _conditions(job, data, tokens), probe.search, probe.device_memory, probe.headroom
+    )
 
 
 def _conditions(job: Job, data: Data, tokens: int) -> list[Any]:
@@ -526,7 +616,8 @@ def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: configured.get(key) for key in _MEMORY_KEYS}
     found["clip_grad_norm"] = found["clip_grad_norm"] is not None
     found["optimizer"] = {
-        key: _are_zero(value) if key in _RATES else value for key, value in configured["optimizer"].items()
+        key: _are_zero(value) if key in _RATES else value
+        for key, value in configured["optimizer"].items()
     }
     return found
 
@@ -547,7 +638,9 @@ def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
     if set(row) - {"tokens", "labels", "mask"}:
         others = ", ".join(sorted(set(row) - {"tokens", "labels", "mask"}))
         raise SettingError(
-            "probe.sequence_length", length, f"rows with {others} have a length of their own; use longest"
+            "probe.sequence_length",
+            length,
+            f"rows with {others} have a length of their own; use longest",
         )
     return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
 

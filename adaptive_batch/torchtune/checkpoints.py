@@ -31,7 +31,14 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import read_records
 
-from .epoch_checkpoints import ADAPTERS, STATE_KEY, EpochCheckpoints, SavedEpoch, inspect_epoch, orders_of_epochs
+from .epoch_checkpoints import (
+    ADAPTERS,
+    STATE_KEY,
+    EpochCheckpoints,
+    SavedEpoch,
+    inspect_epoch,
+    orders_of_epochs,
+)
 from .settings import Settings
 from .trainer import Trainer
 
@@ -132,14 +139,17 @@ class Checkpoints:
             return found
         if self._cfg.resume_from_checkpoint:
             block = self._cfg.checkpointer
-            if (given := block.get("recipe_checkpoint")) and not Path(block.output_dir, given).exists():
-                remedy = (
-                    f"there is no such file in {block.output_dir}; leave it out: resuming finds the recipe state itself"
-                )
+            if (given := block.get("recipe_checkpoint")) and not Path(
+                block.output_dir, given
+            ).exists():
+                remedy = f"there is no such file in {block.output_dir}; leave it out: resuming finds the recipe state itself"
                 raise SettingError("checkpointer.recipe_checkpoint", given, remedy)
             return self._find_saved()
         saved, skipped = self._saved()
-        return Found("the base checkpoint", holds_earlier_run=bool(saved) or any(one.is_ours for one in skipped))
+        return Found(
+            "the base checkpoint",
+            holds_earlier_run=bool(saved) or any(one.is_ours for one in skipped),
+        )
 
     def _find_of_job(self) -> Found | None:
         """Find what the run has saved that torchrun has restarted; None where that is nothing."""
@@ -159,11 +169,15 @@ class Checkpoints:
             holds_adapters = (found.epoch.path / ADAPTERS).exists()
         if holds_adapters != self._keeps_base:
             other, is_here = (
-                ("adaptive_lora_finetune", "weights") if holds_adapters else ("adaptive_full_finetune", "adapters")
+                ("adaptive_lora_finetune", "weights")
+                if holds_adapters
+                else ("adaptive_full_finetune", "adapters")
             )
             held = "adapters" if holds_adapters else "weights without adapters"
             remedy = f"{found.source} holds {held}, and {is_here} are trained here; resume it with `tune run {other}`"
-            raise SettingError("resume_from_checkpoint", True, f"{remedy}, or give another output_dir")
+            raise SettingError(
+                "resume_from_checkpoint", True, f"{remedy}, or give another output_dir"
+            )
         return found
 
     def _newest_saved(self) -> Found:
@@ -174,17 +188,25 @@ class Checkpoints:
         state = _recipe_state(newest)
         if any(one.is_ours for one in others) and self._last_run() not in (None, _run(state)):
             remedy = "restore what was saved, remove it to resume the earlier run, or begin again (resume_from_checkpoint=False)"
-            raise CheckpointError(f"{'; '.join(passed_over)}; {newest.path} is of an earlier run: {remedy}")
+            raise CheckpointError(
+                f"{'; '.join(passed_over)}; {newest.path} is of an earlier run: {remedy}"
+            )
         if isinstance(newest, SavedEpoch):
             return Found(str(newest.path), state, None, newest, passed_over)
         if given := self._cfg.checkpointer.get("recipe_checkpoint"):
-            passed_over.append(f"checkpointer.recipe_checkpoint={given} has no effect: {newest.path.name} is newer")
+            passed_over.append(
+                f"checkpointer.recipe_checkpoint={given} has no effect: {newest.path.name} is newer"
+            )
         return Found(str(newest.path), state, newest, None, passed_over)
 
     def _last_run(self) -> str | None:
         """Return which run was started last in the folder; None where that is not known."""
         path = self._output_dir / "adaptive_batch" / "run.jsonl"
-        starts = [record for record in read_records(path) if record["kind"] == "start"] if path.exists() else []
+        starts = (
+            [record for record in read_records(path) if record["kind"] == "start"]
+            if path.exists()
+            else []
+        )
         return starts[-1]["run"] if starts else None
 
     def _saved(self) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
@@ -193,7 +215,10 @@ class Checkpoints:
         epoch = inspect_epoch(self._cfg.checkpointer)
         if isinstance(epoch, SkippedCheckpoint):
             skipped.append(epoch)
-        found: list[Checkpoint | SavedEpoch] = [*saved, *([epoch] if isinstance(epoch, SavedEpoch) else [])]
+        found: list[Checkpoint | SavedEpoch] = [
+            *saved,
+            *([epoch] if isinstance(epoch, SavedEpoch) else []),
+        ]
         wanted = [one for one in found if self._only in (None, one.path)]
         return wanted, [one for one in skipped if self._only in (None, one.path)]
 
@@ -205,7 +230,9 @@ class Checkpoints:
         newest = max(self._saved()[0], key=lambda one: (one.order, one.step), default=None)
         if newest is not None and _run(_recipe_state(newest)) == self._run:
             return f"resume_from_checkpoint=True resumes from {newest.path}"
-        return "nothing of this run is saved yet, so there is nothing to resume from; start it again"
+        return (
+            "nothing of this run is saved yet, so there is nothing to resume from; start it again"
+        )
 
     def _nothing_complete(self, passed_over: list[str]) -> str:
         """Return why there is nothing to resume from."""
@@ -239,7 +266,9 @@ class Checkpoints:
         if not (self._keeps_base and self.found.epoch):
             return {}
         path = self.found.epoch.path / ADAPTERS
-        adapters: dict[str, torch.Tensor] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+        adapters: dict[str, torch.Tensor] = torch.load(
+            path, map_location="cpu", mmap=True, weights_only=True
+        )
         return adapters
 
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -255,14 +284,18 @@ class Checkpoints:
                 trainer.optimizers, trainer.names_of_parameters, process_group=self._group
             )
         elif self.found.epoch:
-            saved = torch.load(self.found.epoch.state_file, map_location="cpu", mmap=True, weights_only=True)
+            saved = torch.load(
+                self.found.epoch.state_file, map_location="cpu", mmap=True, weights_only=True
+            )
             state = saved.get(training.OPT_KEY, {})
         if state:
             load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
 
     # --- saving -----------------------------------------------------------------------------------------------------
 
-    def save_epoch(self, trainer: Trainer, *, recipe_state: Mapping[str, Any] | None, epoch: int) -> None:
+    def save_epoch(
+        self, trainer: Trainer, *, recipe_state: Mapping[str, Any] | None, epoch: int
+    ) -> None:
         """Save an epoch, once a resume point that is being written is complete or has failed.
 
         Where training is done, `recipe_state` is None, and the optimizer is not saved either.
@@ -279,14 +312,22 @@ class Checkpoints:
             named = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
             if recipe_state is not None and distributed.any_of_ranks(_holds_low_bit(named)):
                 # which cannot be put together: the epoch holds the weights alone, and a resume point what it takes to resume
-                self.save_step(recipe_state[STATE_KEY]["progress"]["steps"], trainer, state=recipe_state)
+                self.save_step(
+                    recipe_state[STATE_KEY]["progress"]["steps"], trainer, state=recipe_state
+                )
                 recipe_state = None
             optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
-        state = None if recipe_state is None else {**self._with_base(recipe_state), training.OPT_KEY: optimizer}
+        state = (
+            None
+            if recipe_state is None
+            else {**self._with_base(recipe_state), training.OPT_KEY: optimizer}
+        )
 
         def save() -> None:
             try:
-                self._epochs.save(content, recipe_state=state, epoch=epoch, order=self._manager.next_order())
+                self._epochs.save(
+                    content, recipe_state=state, epoch=epoch, order=self._manager.next_order()
+                )
             except CheckpointError as error:
                 raise CheckpointError(f"{error}; {self.after_end()}") from error
 
@@ -305,7 +346,9 @@ class Checkpoints:
         start = time.perf_counter()
         self._settle()
         optimizer = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
-        self._manager.save(step, {"model": trainer.model_state(), "optimizer": optimizer}, self._with_base(state))
+        self._manager.save(
+            step, {"model": trainer.model_state(), "optimizer": optimizer}, self._with_base(state)
+        )
         return time.perf_counter() - start
 
     def _with_base(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -334,7 +377,9 @@ def _warn_of_failure(error: CheckpointError) -> None:
 
 
 def _recipe_state(saved: Checkpoint | SavedEpoch) -> dict[str, Any]:
-    state: dict[str, Any] = saved.load_small_state() if isinstance(saved, Checkpoint) else saved.state
+    state: dict[str, Any] = (
+        saved.load_small_state() if isinstance(saved, Checkpoint) else saved.state
+    )
     return state
 
 

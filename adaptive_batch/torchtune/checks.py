@@ -47,7 +47,10 @@ _SWITCHES = (
 # Numbers that torchtune's components take for something else when they are none of these, or fail on once weights are loaded.
 _WHOLE = (
     "tokenizer.max_seq_len",
-    *(f"model.{name}" for name in ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")),
+    *(
+        f"model.{name}"
+        for name in ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")
+    ),
     "model.vocab_size",
     "model.max_seq_len",
     "loss.num_output_chunks",
@@ -100,10 +103,10 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Refuse a model without adapters, or one whose block does not say what torchtune writes down of them."""
     component = _component(cfg.model)
     if not get_adapter_params(model):
-        remedy = (
-            "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a model with adapters"
+        remedy = "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a model with adapters"
+        raise SettingError(
+            "model", component, f"{remedy}, such as torchtune.models.llama3_2.lora_llama3_2_1b"
         )
-        raise SettingError("model", component, f"{remedy}, such as torchtune.models.llama3_2.lora_llama3_2_1b")
     for key in ("lora_rank", "lora_alpha", "lora_attn_modules", "apply_lora_to_mlp"):
         if key not in cfg.model:
             raise missing(f"model.{key}")
@@ -117,7 +120,11 @@ def _full(component: str, block: DictConfig) -> str:
     module, _, name = component.rpartition(".")
     full = f"{module}.{re.sub('^q?lora_', '', name)}"
     try:
-        takes = inspect.signature(load_function(full, key="model")).parameters if full != component else None
+        takes = (
+            inspect.signature(load_function(full, key="model")).parameters
+            if full != component
+            else None
+        )
     except (SettingError, TypeError):
         takes = None
     if takes is None:
@@ -138,7 +145,9 @@ def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise SettingError(key, str(folder), f"it cannot be made ({error}); give a folder of yours") from None
+        raise SettingError(
+            key, str(folder), f"it cannot be made ({error}); give a folder of yours"
+        ) from None
     if not os.access(folder, os.W_OK):
         raise SettingError(key, str(folder), "it cannot be written to; give a folder of yours")
     return folder
@@ -175,7 +184,11 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
         ),
     )
     if block.get("fused", False) and (dim > 1 or (several and component == "torch.optim.SGD")):
-        raise SettingError("optimizer.fused", True, f"{component} cannot step divided parameters so; set it to False")
+        raise SettingError(
+            "optimizer.fused",
+            True,
+            f"{component} cannot step divided parameters so; set it to False",
+        )
     return dim
 
 
@@ -191,11 +204,24 @@ def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, 
 
 def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse keys that contradict each other, naming one of them, with what to change."""
-    s, size, tokens, rule = settings, settings.micro_batch_size, settings.batch_tokens, settings.batch_size_schedule
-    all_layers, option, most = config.get("enable_activation_checkpointing"), str(config.get("ac_option")), s.step_rows
+    s, size, tokens, rule = (
+        settings,
+        settings.micro_batch_size,
+        settings.batch_tokens,
+        settings.batch_size_schedule,
+    )
+    all_layers, option, most = (
+        config.get("enable_activation_checkpointing"),
+        str(config.get("ac_option")),
+        s.step_rows,
+    )
     finds = "use_maximum_batch_size" if s.use_maximum_batch_size else "batch_increase_function"
-    rows_alike = s.uniform_micro_batches in ("rows", "both") and not (s.batch_changes or s.grows or tokens)
-    one_by_one = isinstance(size, int) and 1 < size < most and largest_divisor(most, at_most=size) == 1
+    rows_alike = s.uniform_micro_batches in ("rows", "both") and not (
+        s.batch_changes or s.grows or tokens
+    )
+    one_by_one = (
+        isinstance(size, int) and 1 < size < most and largest_divisor(most, at_most=size) == 1
+    )
     scheduler = config.get("lr_scheduler")
     warmup = scheduler.get("num_warmup_steps") if isinstance(scheduler, Mapping) else None
     two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
@@ -215,7 +241,8 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     _refuse(
         config,
         (
-            config.get("cudnn_deterministic_mode") not in (None, "default", "warn", "error", 0, 1, 2),
+            config.get("cudnn_deterministic_mode")
+            not in (None, "default", "warn", "error", 0, 1, 2),
             "cudnn_deterministic_mode",
             "give default, warn or error, or null",
         ),
@@ -224,7 +251,11 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "profiler",
             "give a block, such as {enabled: True}",
         ),
-        (str(config.get("dtype")) in ("fp16", "float16"), "dtype", "fp16 needs gradient scaling; use bf16 or fp32"),
+        (
+            str(config.get("dtype")) in ("fp16", "float16"),
+            "dtype",
+            "fp16 needs gradient scaling; use bf16 or fp32",
+        ),
         (
             config.get("device") == "npu" and config.get("compile"),
             "compile",
@@ -286,7 +317,11 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "micro_batch_layout",
             f"packed rows have no padding, and pad_to_multiple_of is {s.pad_to_multiple_of}; remove one",
         ),
-        (packs and why_unpacked(config), "micro_batch_layout", f"{why_unpacked(config)}; give grouped"),
+        (
+            packs and why_unpacked(config),
+            "micro_batch_layout",
+            f"{why_unpacked(config)}; give grouped",
+        ),
         (
             by_rule and s.gradient_accumulation_steps > 1,
             "gradient_accumulation_steps",
@@ -310,7 +345,9 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         _check_optimizer_in_backward(s, config)
     if by_rule and needs_noise_scale(rule) and (why := _hides_noise(s)):
         raise SettingError(
-            "batch_size_schedule", config["batch_size_schedule"], f"it follows the gradient noise scale: {why}"
+            "batch_size_schedule",
+            config["batch_size_schedule"],
+            f"it follows the gradient noise scale: {why}",
         )
 
 
@@ -319,8 +356,14 @@ def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
     checks = (
         (config.get("collate_fn"), "collate_fn makes batches of its own"),
         (config.get("compile"), "compile is on, and packed micro-batches are of ever other shapes"),
-        (int(config.get("tensor_parallel_dim", 1) or 1) > 1, "tensor_parallel_dim divides attention among ranks"),
-        (any(_values(config, "dataset.packed")), "dataset.packed is True: its rows are packed already"),
+        (
+            int(config.get("tensor_parallel_dim", 1) or 1) > 1,
+            "tensor_parallel_dim divides attention among ranks",
+        ),
+        (
+            any(_values(config, "dataset.packed")),
+            "dataset.packed is True: its rows are packed already",
+        ),
     )
     return next((why for applies, why in checks if applies), "")
 
@@ -330,7 +373,9 @@ def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
     name, _, inner = key.partition(".")
     given = config.get(name)
     blocks = given if isinstance(given, list) else [given]
-    values = [block.get(inner) for block in blocks if isinstance(block, Mapping)] if inner else [given]
+    values = (
+        [block.get(inner) for block in blocks if isinstance(block, Mapping)] if inner else [given]
+    )
     return [value for value in values if value is not None]
 
 
@@ -347,7 +392,11 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
     failed = "a step that failed has changed some weights already, and cannot be run again"
     checks: tuple[tuple[object, str, str], ...] = (
         (s.gradient_accumulation_steps > 1, "gradient_accumulation_steps", f"{one}; set it to 1"),
-        (s.clip_grad_norm is not None, "clip_grad_norm", "there is never a whole gradient; set it to null"),
+        (
+            s.clip_grad_norm is not None,
+            "clip_grad_norm",
+            "there is never a whole gradient; set it to null",
+        ),
         (s.on_out_of_memory == "shrink", "on_out_of_memory", f"{failed}; give raise"),
         (
             s.on_nonfinite_loss == "skip",
@@ -380,12 +429,18 @@ class NoEffect(NamedTuple):
         return f"{self.key} {'have' if ', ' in self.key else 'has'} no effect: {self.reason}"
 
 
-def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, ranks: int = 1) -> list[NoEffect]:
+def without_effect(
+    settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, ranks: int = 1
+) -> list[NoEffect]:
     """Return the keys that are set and do nothing in training, each with the reason; those that nothing reads are one."""
     config = as_dict(cfg)
     found = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
     if ranks == 1:
-        found += [(name, _ONE_RANK) for name in ("fsdp_cpu_offload", "custom_sharded_layers") if config.get(name)]
+        found += [
+            (name, _ONE_RANK)
+            for name in ("fsdp_cpu_offload", "custom_sharded_layers")
+            if config.get(name)
+        ]
         if not settings.sync_gradients_every_micro_batch:
             found.append(("sync_gradients_every_micro_batch", _ONE_RANK))
     probe, default = settings.probe, type(settings.probe)()
@@ -394,14 +449,18 @@ def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, r
         if not settings.needs_bound and not fits_itself:
             found.append(("probe", "nothing that needs to know what fits is on"))
         else:
-            for_probe = [name for name in ("sequence_lengths", "critical_batch") if getattr(probe, name)]
+            for_probe = [
+                name for name in ("sequence_lengths", "critical_batch") if getattr(probe, name)
+            ]
             found += [(f"probe.{name}", "it is for adaptive_probe") for name in for_probe]
     if settings.estimate != type(settings.estimate)():
         found.append(("estimate", "it is for adaptive_estimate"))
     return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in found)]
 
 
-def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks: int = 1) -> list[NoEffect]:
+def without_effect_on(
+    recipe: str, settings: Settings, cfg: DictConfig, *, ranks: int = 1
+) -> list[NoEffect]:
     """Return the keys that nothing reads, and those of `probe` that do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
     probe, estimate = settings.probe, settings.estimate
     unused = {"assumed_maximum": "it is for preview"}
@@ -409,21 +468,37 @@ def without_effect_on(recipe: str, settings: Settings, cfg: DictConfig, *, ranks
         of_search = (*_SEARCH_KEYS, "sequence_length", "sequence_lengths", "device_memory", "tune")
         unused |= dict.fromkeys(of_search, "probe.critical_batch does not search")
     elif recipe == "adaptive_probe":
-        unused |= {"sequence_length": "probe.sequence_lengths gives them"} if probe.sequence_lengths else {}
+        unused |= (
+            {"sequence_length": "probe.sequence_lengths gives them"}
+            if probe.sequence_lengths
+            else {}
+        )
         unused |= {"trial_timeout": _ONE_RANK} if ranks == 1 else {}
     else:
         unused |= {"device_memory": "estimate.devices gives it"}
-        unused |= dict.fromkeys(("sequence_lengths", "tune", "critical_batch"), "it is for adaptive_probe")
-        unused |= {"sequence_length": "estimate.sequence_lengths gives them"} if estimate.sequence_lengths else {}
+        unused |= dict.fromkeys(
+            ("sequence_lengths", "tune", "critical_batch"), "it is for adaptive_probe"
+        )
+        unused |= (
+            {"sequence_length": "estimate.sequence_lengths gives them"}
+            if estimate.sequence_lengths
+            else {}
+        )
         unused |= {"headroom": "estimate.headroom gives it"}
-        unused |= dict.fromkeys(_SEARCH_KEYS, "an estimate tries nothing, and returns the largest size that fits")
+        unused |= dict.fromkeys(
+            _SEARCH_KEYS, "an estimate tries nothing, and returns the largest size that fits"
+        )
     if not probe.critical_batch:
         names = (f"critical_batch_{name}" for name in ("from", "rows", "tolerance"))
         unused |= dict.fromkeys(names, "it is for probe.critical_batch, which is not set")
     default = type(probe)()
     changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
     found = [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
-    if recipe == "adaptive_estimate" and cfg.get("device") == "cpu" and estimate.context != type(estimate)().context:
+    if (
+        recipe == "adaptive_estimate"
+        and cfg.get("device") == "cpu"
+        and estimate.context != type(estimate)().context
+    ):
         found.append(NoEffect("estimate.context", "device is cpu, which has none"))
     return found
 
@@ -434,32 +509,47 @@ def _unread(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> list[NoE
     return [NoEffect(", ".join(names), f"nothing reads {pronoun}")] if names else []
 
 
-def _without_what_they_need(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _without_what_they_need(
+    settings: Settings, config: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
     """Yield the keys that are set without the key that they are for."""
 
     def is_set(need: str) -> bool:  # key=value asks for that value
         name, _, value = need.partition("=")
         return bool(getattr(settings, name) == value if value else config.get(name))
 
-    for prefix, block, given in (("", settings, config), ("probe.", settings.probe, config.get("probe") or {})):
+    for prefix, block, given in (
+        ("", settings, config),
+        ("probe.", settings.probe, config.get("probe") or {}),
+    ):
         for name, key in keys_of(type(block)).items():
             does_nothing = given.get(name) in (None, False, getattr(type(block), name, None))
             met = any(is_set(need) or given.get(need.removeprefix(prefix)) for need in key.needs)
             if key.needs and not does_nothing and not met:
                 needs = " or ".join(key.needs)
-                yield prefix + name, f"it is for {needs}" + ("" if "=" in needs else ", which is not set")
+                yield (
+                    prefix + name,
+                    f"it is for {needs}" + ("" if "=" in needs else ", which is not set"),
+                )
 
 
 def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keys whose place another key takes."""
     accumulates = settings.gradient_accumulation_steps > 1
-    if settings.batch_tokens and accumulates and (settings.lr_scaling == "none" or settings.reference_batch_size):
+    if (
+        settings.batch_tokens
+        and accumulates
+        and (settings.lr_scaling == "none" or settings.reference_batch_size)
+    ):
         yield "gradient_accumulation_steps", "batch_tokens sets what a step holds"
     if settings.sample_order != "dataloader" and config.get("shuffle") is False:
         yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    size, changes = settings.micro_batch_size, settings.batch_changes or settings.grows or settings.batch_tokens
+    size, changes = (
+        settings.micro_batch_size,
+        settings.batch_changes or settings.grows or settings.batch_tokens,
+    )
     if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
         yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
     if settings.log_gradient_noise_scale and (why := _hides_noise(settings)):
@@ -473,13 +563,21 @@ def _hides_noise(settings: Settings) -> str:
     if rule is not None:  # one that follows the noise stays where it starts until there is some
         rows = getattr(rule, "start", None) if needs_noise_scale(rule) else None
     stays = not (settings.batch_changes or settings.batch_tokens)
-    whole_steps = size is None and settings.gradient_accumulation_steps == 1 and not settings.grow_beyond_maximum
+    whole_steps = (
+        size is None
+        and settings.gradient_accumulation_steps == 1
+        and not settings.grow_beyond_maximum
+    )
     by_length = settings.micro_batch_tokens is not None or settings.micro_batch_layout == "grouped"
-    if settings.uniform_micro_batches in (("rows", "lengths", "both") if by_length else ("lengths", "both")):
+    if settings.uniform_micro_batches in (
+        ("rows", "lengths", "both") if by_length else ("lengths", "both")
+    ):
         return "uniform_micro_batches leaves no random part of a step a micro-batch of its own; remove it, or use micro_batch_size"
     if settings.sample_order == "seqlen":
         return "rows come sorted by length, so a micro-batch is no random part of a step"
-    one_each = whole_steps or (stays and isinstance(size, int) and isinstance(rows, int) and size >= rows)
+    one_each = whole_steps or (
+        stays and isinstance(size, int) and isinstance(rows, int) and size >= rows
+    )
     if one_each and not by_length:
         return "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"
     return ""

@@ -51,11 +51,15 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
     blocks = value if several and isinstance(value, list) and value else [value]
     for block in blocks:
         if not (isinstance(block, dict) and isinstance(block.get("_component_"), str)):
-            raise SettingError(key, block.get("_component_", block) if isinstance(block, dict) else block, _BLOCK)
+            raise SettingError(
+                key, block.get("_component_", block) if isinstance(block, dict) else block, _BLOCK
+            )
 
 
 @contextmanager
-def building(key: str, value: object, remedy: str = "ADAPTIVE_BATCH_TRACEBACK=1 shows where") -> Iterator[None]:
+def building(
+    key: str, value: object, remedy: str = "ADAPTIVE_BATCH_TRACEBACK=1 shows where"
+) -> Iterator[None]:
     """Inside, a component of the configuration is built; whatever it raises is an error of its key, on one line."""
     try:
         yield
@@ -63,7 +67,9 @@ def building(key: str, value: object, remedy: str = "ADAPTIVE_BATCH_TRACEBACK=1 
         raise
     except Exception as error:  # the user's code, and the libraries that fetch and parse, have many
         kind = "" if isinstance(error, InstantiationError) else f"{type(error).__name__}: "
-        raise SettingError(key, value, f"it cannot be built: {kind}{one_line(error)}; {remedy}") from error
+        raise SettingError(
+            key, value, f"it cannot be built: {kind}{one_line(error)}; {remedy}"
+        ) from error
 
 
 def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> Any:
@@ -103,7 +109,9 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
 
 def one_line(error: BaseException) -> str:
     """Return an error's message on one line: of a long one the first line and the last, which often has the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
+        type(error).__name__
+    ]
     return " ".join(lines if len(lines) <= 4 else (lines[0], "...", lines[-1]))
 
 
@@ -112,15 +120,25 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     with _reading("--config", path):
         cfg = OmegaConf.load(path)
     if not isinstance(cfg, DictConfig):
-        raise SettingError("--config", path, "it holds a list; give a block of keys, as in torchtune's configs")
+        raise SettingError(
+            "--config", path, "it holds a list; give a block of keys, as in torchtune's configs"
+        )
     for key in cfg:
         if not isinstance(key, str) or key == "config":
-            raise SettingError("--config", path, f"it has the key {key!r}; give each a name, and none the name config")
-    removed = [given for given in arguments if given.startswith("~")]  # which is done before anything is set
+            raise SettingError(
+                "--config",
+                path,
+                f"it has the key {key!r}; give each a name, and none the name config",
+            )
+    removed = [
+        given for given in arguments if given.startswith("~")
+    ]  # which is done before anything is set
     for given in arguments:
         values: Any = OmegaConf.to_container(cfg)  # for each anew, as it is changed in place
         with _reading("argument", given):
-            _merge_yaml_and_cli_args(Namespace(**values), [given] if given in removed else [*removed, given])
+            _merge_yaml_and_cli_args(
+                Namespace(**values), [given] if given in removed else [*removed, given]
+            )
 
 
 @contextmanager

@@ -20,7 +20,13 @@ from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.data import EpochPlanner
 from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import TrainingSnapshot
-from adaptive_batch.probe import FEWEST_STEPS, Branch, batches_of_branches, best_branch, critical_batch
+from adaptive_batch.probe import (
+    FEWEST_STEPS,
+    Branch,
+    batches_of_branches,
+    best_branch,
+    critical_batch,
+)
 from adaptive_batch.schedules import LearningRate, Reference
 
 from .checkpoints import Checkpoints
@@ -32,7 +38,9 @@ from .rate import stand_in
 from .resumed_run import ResumedRun
 from .trainer import Trainer
 
-_STEPS = 64  # of the configured batch that a branch has rows for, which make four of 16 times as much
+_STEPS = (
+    64  # of the configured batch that a branch has rows for, which make four of 16 times as much
+)
 _MOST_HELD_OUT, _FEWEST_HELD_OUT = 256, 16  # rows of the dataset; the error of fewer says little
 _ERRORS = 2.0  # standard errors
 # A branch uses none of these, so they may differ from the checkpoint's.
@@ -53,20 +61,34 @@ def measure_critical_batch(job: Job) -> str:
     """
     settings, probe, start = job.settings, job.settings.probe, time.perf_counter()
     if settings.optimizer_in_bwd:
-        raise SettingError("optimizer_in_bwd", True, "a step of a branch has several micro-batches; set it to False")
+        raise SettingError(
+            "optimizer_in_bwd",
+            True,
+            "a step of a branch has several micro-batches; set it to False",
+        )
     if settings.batch_tokens:
-        raise SettingError("batch_tokens", settings.batch_tokens, "probe.critical_batch counts rows; set batch_size")
+        raise SettingError(
+            "batch_tokens",
+            settings.batch_tokens,
+            "probe.critical_batch counts rows; set batch_size",
+        )
     check_output_dir(job.cfg.output_dir)
-    seed = training.set_seed(seed=job.cfg.seed, debug_mode=job.cfg.get("cudnn_deterministic_mode", None))
+    seed = training.set_seed(
+        seed=job.cfg.seed, debug_mode=job.cfg.get("cudnn_deterministic_mode", None)
+    )
     data = Data.read(job)
     data.check_rows()
     checkpoints = _checkpoints(job)
-    job.settings = replace(settings, resume_allow_changes=(*settings.resume_allow_changes, *_NOT_USED))
+    job.settings = replace(
+        settings, resume_allow_changes=(*settings.resume_allow_changes, *_NOT_USED)
+    )
     resumed = ResumedRun(job, data, checkpoints, seed=seed)
     trained, held_out = _rows(job, data, resumed)
     stand_in(job, 1.0)  # which refuses an optimizer without what scale_with_batch names
     trainer = Trainer.load(job, data, checkpoints, data.new_sizer(searches=False))
-    if settings.micro_batch_layout == "packed" and (why := trainer.runner.why_not_packed(data.longest(2))):
+    if settings.micro_batch_layout == "packed" and (
+        why := trainer.runner.why_not_packed(data.longest(2))
+    ):
         raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
     checkpoints.load_optimizer(trainer)
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):
@@ -74,16 +96,29 @@ def measure_critical_batch(job: Job) -> str:
         raise SettingError("probe.critical_batch_from", probe.critical_batch_from, remedy)
     reference = settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
     if reference.unit == "tokens":
-        reference = Reference(reference.amount * len(trained) / sum(map(data.dataset.num_real_tokens, trained)), "rows")
+        reference = Reference(
+            reference.amount * len(trained) / sum(map(data.dataset.num_real_tokens, trained)),
+            "rows",
+        )
     rule = "sqrt" if settings.lr_scaling == "none" else settings.lr_scaling
-    rate = LearningRate(trainer.optimizers, rule=rule, reference=reference, scale_with_batch=settings.scale_with_batch)
+    rate = LearningRate(
+        trainer.optimizers,
+        rule=rule,
+        reference=reference,
+        scale_with_batch=settings.scale_with_batch,
+    )
     before, branches, facts = _branches(job, data, trainer, rate, trained, held_out)
     tolerance, cost = probe.critical_batch_tolerance, len(trained) * len(branches)
     most_rows = (resumed.max_steps_per_epoch or len(data.dataset)) * settings.step_rows * job.ranks
-    critical, at_least, most = (critical_batch(branches, tolerance, errors=n) for n in (0, _ERRORS, -_ERRORS))
+    critical, at_least, most = (
+        critical_batch(branches, tolerance, errors=n) for n in (0, _ERRORS, -_ERRORS)
+    )
     record = {
         "from": checkpoints.found.source,
-        **{name: getattr(resumed.progress, name) for name in ("epoch", "steps", "samples", "tokens")},
+        **{
+            name: getattr(resumed.progress, name)
+            for name in ("epoch", "steps", "samples", "tokens")
+        },
         "critical_batch": critical,
         "at_least": at_least,
         "at_most": most if most < branches[-1].batch else None,
@@ -113,7 +148,9 @@ def _checkpoints(job: Job) -> Checkpoints:
         only = Path(given).absolute()
         cfg.output_dir = cfg.checkpointer.output_dir = str(only.parent)
     saved, skipped = checkpoints_in(Path(cfg.output_dir))
-    found = [one.path for one in (*saved, *skipped, inspect_epoch(cfg.checkpointer)) if one is not None]
+    found = [
+        one.path for one in (*saved, *skipped, inspect_epoch(cfg.checkpointer)) if one is not None
+    ]
     if only is not None and only not in found:
         remedy = "it is no resume point, nor an epoch with its recipe_state; give a folder such as OUTPUT_DIR/step_100"
         raise SettingError("probe.critical_batch_from", given, remedy)
@@ -123,7 +160,11 @@ def _checkpoints(job: Job) -> Checkpoints:
 
 def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[Any]]:
     """Read the rows that training would take next, and those held out: of `dataset_val`, or the next after them; around its end."""
-    given, validation, num_rows = job.settings.probe.critical_batch_rows, job.settings.validation, len(data.dataset)
+    given, validation, num_rows = (
+        job.settings.probe.critical_batch_rows,
+        job.settings.validation,
+        len(data.dataset),
+    )
     step_rows = job.settings.step_rows * job.ranks
     most = num_rows - (0 if validation else _FEWEST_HELD_OUT)
     rows = given or min(_STEPS * step_rows, most, num_rows if validation else num_rows * 3 // 4)
@@ -131,7 +172,9 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     if not fewest <= rows <= most:
         held = "" if validation else f", and holds out {_FEWEST_HELD_OUT}"
         remedy = f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has {num_rows}{held}"
-        raise SettingError("probe.critical_batch_rows", given, f"{remedy}; give as many, or a smaller batch_size")
+        raise SettingError(
+            "probe.critical_batch_rows", given, f"{remedy}; give as many, or a smaller batch_size"
+        )
     rows -= rows % batches_of_branches(step_rows, rows)[-1]  # which each batch divides
     batching = data.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
     epochs = EpochPlanner(data.dataset, batching, ranks=job.ranks, divisible=False)
@@ -145,15 +188,26 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
         return read[:rows], read[rows:]
     validated = validation.rows_of(len(data.dataset_val), ranks=distributed.data_parallel_size())
     if validated < distributed.data_parallel_size():
-        raise SettingError("dataset_val", f"{validated} rows of it", "each rank takes some; give more of them")
+        raise SettingError(
+            "dataset_val", f"{validated} rows of it", "each rank takes some; give more of them"
+        )
     return read, [data.dataset_val[row] for row in range(validated)]
 
 
 def _branches(
-    job: Job, data: Data, trainer: Trainer, rate: LearningRate, trained: Sequence[Any], held_out: Sequence[Any]
+    job: Job,
+    data: Data,
+    trainer: Trainer,
+    rate: LearningRate,
+    trained: Sequence[Any],
+    held_out: Sequence[Any],
 ) -> tuple[Branch, list[Branch], list[dict[str, Any]]]:
     """Return what is held out before, and after each branch, and facts of each for the record."""
-    runner, ranks, rank = trainer.runner, distributed.data_parallel_size(), distributed.data_parallel_rank()
+    runner, ranks, rank = (
+        trainer.runner,
+        distributed.data_parallel_size(),
+        distributed.data_parallel_rank(),
+    )
     loss = data.loss_val(runner.loss) if job.settings.validation else runner.loss
     mine = held_out[: len(held_out) // ranks * ranks][rank::ranks]  # as many on each rank
 
@@ -161,10 +215,14 @@ def _branches(
         trainer.model.eval()
         of_ranks = distributed.all_gather([runner.evaluate([row], loss=loss) for row in mine])
         snapshot.restore()
-        branch = Branch(batch, *zip(*(of_row for of_rank in of_ranks for of_row in of_rank), strict=True))
+        branch = Branch(
+            batch, *zip(*(of_row for of_rank in of_ranks for of_row in of_rank), strict=True)
+        )
         if not branches and not math.isfinite(branch.loss):
             what = f"the held-out loss {f'after steps of {batch}' if batch else 'before any branch'} is {branch.loss}"
-            raise NonfiniteLossError(f"{what}; lower optimizer.lr, or check the weights and the labels of these rows")
+            raise NonfiniteLossError(
+                f"{what}; lower optimizer.lr, or check the weights and the labels of these rows"
+            )
         return branch
 
     trainer.learn_collectives()
@@ -182,7 +240,12 @@ def _branches(
                 trainer.step()
                 bar.advance()
             branches.append(evaluated(batch))
-            of_batch = {"batch": batch, "steps": len(trained) // batch, "lr": lr, "loss": branches[-1].loss}
+            of_batch = {
+                "batch": batch,
+                "steps": len(trained) // batch,
+                "lr": lr,
+                "loss": branches[-1].loss,
+            }
             facts.append({**of_batch, "seconds": round(time.perf_counter() - start, 3)})
     best = best_branch(branches)
     for branch, one in zip(branches, facts, strict=True):
@@ -192,7 +255,11 @@ def _branches(
 
 def _table(record: dict[str, Any], *, ranks: int) -> str:
     """Return the record for people."""
-    branches, tolerance, noise = record["branches"], record["tolerance"], record["gradient_noise_scale"]
+    branches, tolerance, noise = (
+        record["branches"],
+        record["tolerance"],
+        record["gradient_noise_scale"],
+    )
     smallest, largest, found = branches[0]["batch"], branches[-1]["batch"], record["critical_batch"]
     best = next(one for one in branches if one["above"] == 0)
     lines = [
@@ -201,19 +268,29 @@ def _table(record: dict[str, Any], *, ranks: int) -> str:
         f"{'batch':>7} {'steps':>6} {'lr':>10} {'loss':>8} {'above the best':>18}",
     ]
     for one in branches:
-        above = f"{one['above']:+.2%} +- {_ERRORS * one['standard_error']:.2%}" if one is not best else ""
-        lines.append(f"{one['batch']:>7} {one['steps']:>6} {one['lr']:>10.3g} {one['loss']:>8.4f} {above:>18}".rstrip())
+        above = (
+            f"{one['above']:+.2%} +- {_ERRORS * one['standard_error']:.2%}"
+            if one is not best
+            else ""
+        )
+        lines.append(
+            f"{one['batch']:>7} {one['steps']:>6} {one['lr']:>10.3g} {one['loss']:>8.4f} {above:>18}".rstrip()
+        )
     lines.append(
         f"critical batch: {count(found, 'row')}{' or fewer' if found == smallest else ''} at a tolerance of {tolerance:.2%}; "
         f"within two standard errors {record['at_least']} to {record['at_most'] or f'more than {largest}, the largest tried'}"
     )
     if (gained := 1 - best["loss"] / record["loss_before"]) < tolerance:
         why = f"the best branch gained {gained:.2%}, less than the tolerance: one that learns nothing may pass"
-        lines.append(f"{why}; give more probe.critical_batch_rows, or a lower probe.critical_batch_tolerance")
+        lines.append(
+            f"{why}; give more probe.critical_batch_rows, or a lower probe.critical_batch_tolerance"
+        )
     rows = max(1, found // ranks)
     at = f"point {{{record['tokens']}tok: {rows}}}" if record["tokens"] else f"start: {rows}"
     lines.append(f"by_critical_batch takes it, in rows on one device, as {at}")
-    lines.append(f"gradient noise scale in the checkpoint: {f'{noise:.1f} rows' if noise else 'not measured'}")
+    lines.append(
+        f"gradient noise scale in the checkpoint: {f'{noise:.1f} rows' if noise else 'not measured'}"
+    )
     cost = f"{count(record['rows_trained'], 'row', ',')} trained, {record['share_of_run']:.0%} of the run's"
     lines.append(f"cost: {cost}; {record['seconds']:.1f} s")
     return "\n".join(lines)

@@ -15,7 +15,14 @@ from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
-from adaptive_batch.data import Batching, MicroBatchLayout, count_rows, lengthened, longest_rows, plan_token_batches
+from adaptive_batch.data import (
+    Batching,
+    MicroBatchLayout,
+    count_rows,
+    lengthened,
+    longest_rows,
+    plan_token_batches,
+)
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.training import LimitChange, MicroBatchSizer, RowLoss
@@ -56,16 +63,28 @@ class Data:
         self.packed, self.tokenizer = packed, tokenizer
         self.pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
         first = dataset._datasets[0] if isinstance(dataset, ConcatDataset) else dataset
-        self._pack_padding: int = getattr(first, "padding_idx", self.pad_id)  # torchtune's builders leave it at 0
-        collate = load_function(job.cfg.get("collate_fn") or "torchtune.data.padded_collate_sft", key="collate_fn")
-        with building("collate_fn", job.cfg.get("collate_fn"), "give torchtune.data.padded_collate_sft or one like it"):
+        self._pack_padding: int = getattr(
+            first, "padding_idx", self.pad_id
+        )  # torchtune's builders leave it at 0
+        collate = load_function(
+            job.cfg.get("collate_fn") or "torchtune.data.padded_collate_sft", key="collate_fn"
+        )
+        with building(
+            "collate_fn",
+            job.cfg.get("collate_fn"),
+            "give torchtune.data.padded_collate_sft or one like it",
+        ):
             signature(collate).bind([], padding_idx=self.pad_id, ignore_idx=self._ignored)
         self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
         self.collate: Collate = padded_collate_packed if packed else self._padded
         self._packed_val = packed_val
         self._collate_val: Collate = padded_collate_packed if packed_val else self._padded
         self.dataset = Rows(
-            job, "dataset", dataset, name=_names(job.cfg.dataset), real_tokens=self._without_padding if packed else None
+            job,
+            "dataset",
+            dataset,
+            name=_names(job.cfg.dataset),
+            real_tokens=self._without_padding if packed else None,
         )
         self._rows_val = None
         if dataset_val is not None:
@@ -82,16 +101,27 @@ class Data:
                 rows than there are ranks.
         """
         job.check_model()
-        remedy = "give the tokenizer's files (those of demo_cpu are made by `make demo`) and arguments"
+        remedy = (
+            "give the tokenizer's files (those of demo_cpu are made by `make demo`) and arguments"
+        )
         with building("tokenizer", job.cfg.tokenizer._component_, remedy):
             tokenizer = config.instantiate(job.cfg.tokenizer)
         dataset, packed = _dataset(job, "dataset", tokenizer)
-        dataset_val, packed_val = _dataset(job, "dataset_val", tokenizer) if job.settings.validation else (None, False)
+        dataset_val, packed_val = (
+            _dataset(job, "dataset_val", tokenizer) if job.settings.validation else (None, False)
+        )
         rows, ranks = len(dataset), distributed.data_parallel_size()
         if rows < ranks:
             remedy = f"its rows ({rows}) are fewer than the ranks ({ranks}); start at most {rows}, or give it more rows"
             raise SettingError("dataset", _names(job.cfg.dataset), remedy)
-        return cls(job, dataset, packed=packed, tokenizer=tokenizer, dataset_val=dataset_val, packed_val=packed_val)
+        return cls(
+            job,
+            dataset,
+            packed=packed,
+            tokenizer=tokenizer,
+            dataset_val=dataset_val,
+            packed_val=packed_val,
+        )
 
     def _layout(self, uniform: str | None, *, packed: bool) -> MicroBatchLayout:
         """Return what micro-batches are padded to.
@@ -106,7 +136,9 @@ class Data:
         if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
             chunks = getattr(job.loss_fn, "num_output_chunks", 1)
             shortest = min(chunks * (chunks - 1) + 1, job.max_seq_len or sys.maxsize)
-        return MicroBatchLayout(uniform, multiple, job.max_seq_len if multiple > 1 else None, shortest, kind)
+        return MicroBatchLayout(
+            uniform, multiple, job.max_seq_len if multiple > 1 else None, shortest, kind
+        )
 
     def loss_val(self, loss: RowLoss) -> RowLoss:
         """Return the loss of rows of validation, of training's loss."""
@@ -130,10 +162,10 @@ class Data:
     def _lengthened(self, rows: Sequence[dict[str, Any]], length: int) -> Sequence[dict[str, Any]]:
         if length <= max(len(row["tokens"]) for row in rows):
             return rows
-        if any(row.get("labels") is None for row in rows):  # a function that makes them would label the padding, too
-            remedy = (
-                "rows are padded to one length before it makes their labels; have the dataset give each row its labels"
-            )
+        if any(
+            row.get("labels") is None for row in rows
+        ):  # a function that makes them would label the padding, too
+            remedy = "rows are padded to one length before it makes their labels; have the dataset give each row its labels"
             raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
         return lengthened(rows, length, pad_id=self.pad_id, ignore_index=self._ignored)
 
@@ -156,7 +188,9 @@ class Data:
     def dummy_row(self) -> Any:
         """The first row, every token of it labelled, for a rank that has none when others have."""
         row = self.read_row(0)
-        tokens = row["tokens"] if len(row["tokens"]) > 1 else [*row["tokens"]] * 2  # one has no label after the shift
+        tokens = (
+            row["tokens"] if len(row["tokens"]) > 1 else [*row["tokens"]] * 2
+        )  # one has no label after the shift
         return {**row, "tokens": tokens, "labels": tokens}
 
     @property
@@ -172,7 +206,10 @@ class Data:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def new_sizer(
-        self, on_change: Callable[[LimitChange], object] = lambda change: None, *, searches: bool = True
+        self,
+        on_change: Callable[[LimitChange], object] = lambda change: None,
+        *,
+        searches: bool = True,
     ) -> MicroBatchSizer:
         """Return what decides what a micro-batch may hold, as configured, before anything was found.
 
@@ -195,10 +232,16 @@ class Data:
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured."""
         settings = self._settings
-        same = {each.name: getattr(settings, each.name) for each in fields(Batching) if hasattr(settings, each.name)}
+        same = {
+            each.name: getattr(settings, each.name)
+            for each in fields(Batching)
+            if hasattr(settings, each.name)
+        }
         same |= {
             "shuffle": bool(self._job.cfg.shuffle),
-            "seed": 0 if settings.sample_order == "dataloader" else seed,  # 0 is the seed of torchtune's sampler
+            "seed": 0
+            if settings.sample_order == "dataloader"
+            else seed,  # 0 is the seed of torchtune's sampler
             "max_steps_per_epoch": max_steps_per_epoch,
         }
         return Batching(**same)
@@ -217,7 +260,9 @@ class Data:
         if settings.micro_batch_layout == "packed" and (why := self.why_unpacked):
             raise SettingError("micro_batch_layout", "packed", f"{why}; give grouped")
         if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
-            _ = self.dataset.lengths  # a row that the model does not take is refused now, not when training asks
+            _ = (
+                self.dataset.lengths
+            )  # a row that the model does not take is refused now, not when training asks
         if isinstance(settings.micro_batch_tokens, int):
             needed = self.shapes.padded(int(self.dataset.lengths.max()))
             if settings.micro_batch_tokens < needed:
@@ -233,14 +278,19 @@ class Data:
                 raise SettingError("long_rows", settings.long_rows, remedy)
             if settings.drop_last and len(steps) == 1:
                 remedy = "a step holds all rows of an epoch, and drop_last would drop it; lower batch_tokens"
-                raise SettingError("batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False")
+                raise SettingError(
+                    "batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False"
+                )
         if settings.validation:
             validated = (
-                self.dataset_val[row] for row in range(settings.validation.rows_of(len(self.dataset_val), ranks=ranks))
+                self.dataset_val[row]
+                for row in range(settings.validation.rows_of(len(self.dataset_val), ranks=ranks))
             )
             random_state = RandomState(self._job.device)
             has_labels = any(
-                int(label) != self._ignored for row in validated for label in row.get("labels", row["tokens"])[1:]
+                int(label) != self._ignored
+                for row in validated
+                for label in row.get("labels", row["tokens"])[1:]
             )
             random_state.restore()
             if not has_labels:
@@ -255,13 +305,19 @@ class Data:
     def why_unpacked(self) -> str:
         """Why the rows of a micro-batch cannot be packed; empty where they can."""
         others = ", ".join(self._measured_by_more)
-        why = "pad_to_multiple_of is set" if self._settings.pad_to_multiple_of > 1 else why_unpacked(self._job.cfg)
+        why = (
+            "pad_to_multiple_of is set"
+            if self._settings.pad_to_multiple_of > 1
+            else why_unpacked(self._job.cfg)
+        )
         return why or (f"rows have {others}" if others else "")
 
     def _check_tokens_measure_rows(self) -> None:
         settings = self._settings
         keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
-        keys += ["micro_batch_layout"] if settings.micro_batch_layout not in (None, "padded") else []
+        keys += (
+            ["micro_batch_layout"] if settings.micro_batch_layout not in (None, "padded") else []
+        )
         keys += ["pad_to_multiple_of"] if settings.pad_to_multiple_of > 1 else []
         if not keys:
             return
@@ -282,14 +338,18 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
     try:
         dataset = ConcatDataset(datasets)
     except ValueError as error:
-        raise SettingError(key, _names(blocks), f"{one_line(error).rstrip('.')}; set packed alike in all") from error
+        raise SettingError(
+            key, _names(blocks), f"{one_line(error).rstrip('.')}; set packed alike in all"
+        ) from error
     return dataset, bool(dataset.packed)
 
 
 def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
     """Build the dataset of one block, and refuse one that has no rows by number."""
     name = _names(block)
-    remedy = "set streaming=False" if block.get("streaming", False) else "check its source and arguments"
+    remedy = (
+        "set streaming=False" if block.get("streaming", False) else "check its source and arguments"
+    )
     with building(key, name, remedy):
         try:
             dataset = config.instantiate(block, tokenizer)

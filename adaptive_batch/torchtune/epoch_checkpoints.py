@@ -77,7 +77,9 @@ class _Manifest:
 
     def text(self) -> str:
         state = self.recipe_state and asdict(self.recipe_state)
-        return manifest_text({**self.identity, "recipe_state": state, "preempted": self.preempted}, self.weights)
+        return manifest_text(
+            {**self.identity, "recipe_state": state, "preempted": self.preempted}, self.weights
+        )
 
     def files(self, state_file: Path) -> dict[str, SavedFile]:
         """Return all that resuming reads, by names in the folder of the weights, which may be a link."""
@@ -124,20 +126,28 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
     """
     output_dir = Path(cfg.output_dir)
     given = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
-    state_file = given if given.exists() else output_dir / _RECIPE_STATE  # of a run that torchrun starts again, too
-    with_state = [(folder, manifest) for folder, manifest in _manifests(output_dir) if manifest.recipe_state]
+    state_file = (
+        given if given.exists() else output_dir / _RECIPE_STATE
+    )  # of a run that torchrun starts again, too
+    with_state = [
+        (folder, manifest) for folder, manifest in _manifests(output_dir) if manifest.recipe_state
+    ]
     if not with_state and not state_file.exists():
         return None
     try:
         state, identity = _read_state(state_file)
     except Exception as error:
         if not with_state:
-            return SkippedCheckpoint(state_file, f"it cannot be read ({reason(error)})", is_ours=False)
+            return SkippedCheckpoint(
+                state_file, f"it cannot be read ({reason(error)})", is_ours=False
+            )
         folder, manifest = max(with_state, key=lambda found: found[1].identity["order"])
         files = dict([manifest.files(state_file).popitem()])
         why = changed_size(folder, files) or changed_content(folder, files) or reason(error)
         return SkippedCheckpoint(folder, why, True, manifest.identity["order"])
-    folder = output_dir / (identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}")
+    folder = output_dir / (
+        identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}"
+    )
     files = cfg.get("checkpoint_files")
     for name in files if not isinstance(files, DictConfig) and files else ():
         typed = output_dir / str(name)
@@ -147,7 +157,10 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
             return SkippedCheckpoint(folder, why, False)
     if identity is None:
         return _of_torchtune(state, state_file, folder, dict(with_state).get(folder))
-    for place in (folder, folder.with_name(_REPLACED + folder.name)):  # where a killed save has left it
+    for place in (
+        folder,
+        folder.with_name(_REPLACED + folder.name),
+    ):  # where a killed save has left it
         for found, manifest in with_state:
             if found == place and manifest.identity["id"] == identity["id"]:
                 state[STATE_KEY]["preempted"] = manifest.preempted
@@ -166,12 +179,18 @@ def _read_state(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Return a recipe state without its optimizer, and the identity of its save; None for a recipe of torchtune's own."""
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if missing := [key for key in _OF_A_RECIPE if key not in state]:
-        raise ValueError(f"it holds no {', '.join(missing)}: it is not the state of a fine-tuning recipe")
+        raise ValueError(
+            f"it holds no {', '.join(missing)}: it is not the state of a fine-tuning recipe"
+        )
     state.pop(training.OPT_KEY, None)
     if STATE_KEY not in state:
         return state, None
     identity = state[STATE_KEY]["weights"]
-    return state, {"id": str(identity["id"]), "folder": str(identity["folder"]), "order": int(identity["order"])}
+    return state, {
+        "id": str(identity["id"]),
+        "folder": str(identity["folder"]),
+        "order": int(identity["order"]),
+    }
 
 
 def _of_ours(
@@ -180,7 +199,9 @@ def _of_ours(
     files, order = manifest.files(state_file), manifest.identity["order"]
     if why := changed_size(folder, files):
         return SkippedCheckpoint(folder, why, True, order)
-    return SavedEpoch(folder, order, [folder / name for name in manifest.weights], state, state_file, files)
+    return SavedEpoch(
+        folder, order, [folder / name for name in manifest.weights], state, state_file, files
+    )
 
 
 def _of_torchtune(
@@ -197,7 +218,9 @@ def _of_torchtune(
     if missing := sorted(indexed - {path.name for path in weights}):
         return SkippedCheckpoint(folder, f"{missing[0]} is missing", False, 0)
     if not weights:
-        return SkippedCheckpoint(folder, "it holds no weights; resuming needs the folder as it was saved", False, 0)
+        return SkippedCheckpoint(
+            folder, "it holds no weights; resuming needs the folder as it was saved", False, 0
+        )
     return SavedEpoch(folder, 0, weights, state, state_file)
 
 
@@ -215,13 +238,20 @@ class EpochCheckpoints:
     def __init__(self, cfg: DictConfig, epoch: SavedEpoch | None = None) -> None:
         self._output_dir = Path(cfg.output_dir)
         self._temporary = self._output_dir / ".saving"
-        overrides: dict[str, Any] = {"output_dir": str(self._temporary), "should_load_recipe_state": False}
+        overrides: dict[str, Any] = {
+            "output_dir": str(self._temporary),
+            "should_load_recipe_state": False,
+        }
         if epoch:
             overrides["checkpoint_files"] = [str(path.resolve()) for path in epoch.weights]
         check_output_dir(self._output_dir, key="checkpointer.output_dir")
         base = Path(cfg.checkpoint_dir)
         if not base.is_dir():
-            raise SettingError("checkpointer.checkpoint_dir", str(base), "there is no such folder; see `tune download`")
+            raise SettingError(
+                "checkpointer.checkpoint_dir",
+                str(base),
+                "there is no such folder; see `tune download`",
+            )
         try:
             self._checkpointer = instantiate("checkpointer", cfg, **overrides)
         except SettingError as error:
@@ -250,7 +280,9 @@ class EpochCheckpoints:
             raise
         return state
 
-    def check_base(self, saved: Mapping[str, Mapping[str, int]] | None) -> dict[str, dict[str, int]]:
+    def check_base(
+        self, saved: Mapping[str, Mapping[str, int]] | None
+    ) -> dict[str, dict[str, int]]:
         """Return size and checksum of each file that the weights are read from, by name, unless they differ from those that were saved.
 
         Raises:
@@ -268,7 +300,12 @@ class EpochCheckpoints:
         return found
 
     def save(
-        self, content: Mapping[str, Any], *, recipe_state: Mapping[str, Any] | None, epoch: int, order: int
+        self,
+        content: Mapping[str, Any],
+        *,
+        recipe_state: Mapping[str, Any] | None,
+        epoch: int,
+        order: int,
     ) -> None:
         """Save as `epoch_{epoch}`, unless training is done with the recipe state.
 
@@ -286,10 +323,14 @@ class EpochCheckpoints:
         state = {**content, **(recipe_state or {})}
         if recipe_state is not None:
             state[STATE_KEY] = {**state.get(STATE_KEY, {}), "weights": identity}
-        num_bytes = sum(leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor))
+        num_bytes = sum(
+            leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)
+        )
         saved, new_state = self._temporary / target.name, self._temporary / _RECIPE_STATE
 
-        def replace_recipe_state() -> None:  # once the weights that it names are there, and while those before are
+        def replace_recipe_state() -> (
+            None
+        ):  # once the weights that it names are there, and while those before are
             if recipe_state is not None:
                 state_file = self._output_dir / _RECIPE_STATE
                 state_file.parent.mkdir(parents=True, exist_ok=True)
@@ -305,7 +346,9 @@ class EpochCheckpoints:
             if training.ADAPTER_CONFIG in content:
                 self._order_rows_for_peft(saved)
             weights = {path.name: SavedFile.of(path) for path in _weights_in(saved)}
-            manifest = _Manifest(identity, weights, None if recipe_state is None else SavedFile.of(new_state))
+            manifest = _Manifest(
+                identity, weights, None if recipe_state is None else SavedFile.of(new_state)
+            )
             (saved / _MANIFEST).write_text(manifest.text())
             _flush_to_disk(self._temporary)
             move_into_place(saved, target, then=replace_recipe_state)
@@ -323,7 +366,10 @@ class EpochCheckpoints:
             in_safetensors = path.suffix == ".safetensors"
             adapters = load_file(path) if in_safetensors else torch.load(path, weights_only=True)
             config = self._checkpointer._config
-            heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+            heads = {
+                "q_proj": config["num_attention_heads"],
+                "k_proj": config["num_key_value_heads"],
+            }
             in_turns = self._checkpointer._model_type != training.ModelType.QWEN2
             kind, halves = ("lora_magnitude_vector", (-1, 2)) if in_turns else ("lora_B", (2, -1))
             for name, rows in adapters.items():

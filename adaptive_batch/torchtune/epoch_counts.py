@@ -45,7 +45,9 @@ class EpochCounts:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self._job.cfg.dataset), remedy)
         num_nonfinite = self._nonfinite.count()
-        self._log.epoch_ends(progress, planner, unlabelled=self._num_unlabelled, nonfinite=num_nonfinite)
+        self._log.epoch_ends(
+            progress, planner, unlabelled=self._num_unlabelled, nonfinite=num_nonfinite
+        )
         self._num_unlabelled = 0
         skips = self._job.settings.on_nonfinite_loss == "skip"
         if skips and num_nonfinite == num_steps > 0:

@@ -29,7 +29,9 @@ class Candidate:
     allocator: AllocatorSettings | None = None
 
 
-def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_size: int) -> Iterator[Candidate]:
+def candidates(
+    cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_size: int
+) -> Iterator[Candidate]:
     """Yield the changes that apply to a configuration with rows of so many tokens; the model may be without memory."""
     optimizer, loss = str(cfg.optimizer._component_), str(cfg.loss._component_)
     if str(cfg.device) != "cpu" and not AllocatorSettings.from_environment().expandable_segments:
@@ -41,7 +43,9 @@ def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_si
         yield Candidate(("enable_activation_checkpointing=True",), cost)
         cost = f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute"
         yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
-    if not cfg.get("optimizer_in_bwd", False) and not (world_size > 1 and optimizer.startswith("torchao.")):
+    if not cfg.get("optimizer_in_bwd", False) and not (
+        world_size > 1 and optimizer.startswith("torchao.")
+    ):
         overrides = ["optimizer_in_bwd=True"]
         if int(cfg.get("gradient_accumulation_steps", 1) or 1) > 1:
             overrides.append("gradient_accumulation_steps=1")
@@ -51,31 +55,61 @@ def candidates(cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_si
         yield Candidate(tuple(overrides), cost)
     if optimizer in ("torch.optim.AdamW", "torch.optim.Adam"):
         overrides = [f"optimizer=torchao.optim.{optimizer.rpartition('.')[2]}8bit"]
-        overrides += [f"~optimizer.{key}" for key in ("fused", "foreach") if cfg.optimizer.get(key, None) is not None]
+        overrides += [
+            f"~optimizer.{key}"
+            for key in ("fused", "foreach")
+            if cfg.optimizer.get(key, None) is not None
+        ]
         yield Candidate(tuple(overrides), "the optimizer's states are rounded to 8 bits")
-    if optimizer in _FUSED and not any(cfg.optimizer.get(key, None) for key in ("fused", "foreach")):
-        yield Candidate(("optimizer.fused=True",), "the optimizer's step is one kernel: results differ by rounding")
+    if optimizer in _FUSED and not any(
+        cfg.optimizer.get(key, None) for key in ("fused", "foreach")
+    ):
+        yield Candidate(
+            ("optimizer.fused=True",),
+            "the optimizer's step is one kernel: results differ by rounding",
+        )
     is_half = str(cfg.dtype) in ("bf16", "bfloat16", "fp16", "float16")
     if is_half and any(type(module) is modules.RMSNorm for module in model.modules()):
-        yield Candidate(("fused_rms_norm=True",), "norms are one operation each: results differ by rounding")
+        yield Candidate(
+            ("fused_rms_norm=True",), "norms are one operation each: results differ by rounding"
+        )
     if loss in ("torch.nn.CrossEntropyLoss", "torchtune.modules.loss.CrossEntropyLoss"):
-        yield Candidate(("loss=torchtune.modules.loss.CEWithChunkedOutputLoss",), "the same loss, summed in 8 parts")
+        yield Candidate(
+            ("loss=torchtune.modules.loss.CEWithChunkedOutputLoss",),
+            "the same loss, summed in 8 parts",
+        )
     elif loss.endswith("CEWithChunkedOutputLoss"):
         chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
-        yield Candidate((f"loss.num_output_chunks={chunks}",), f"the same loss, summed in {chunks} parts")
+        yield Candidate(
+            (f"loss.num_output_chunks={chunks}",), f"the same loss, summed in {chunks} parts"
+        )
     if str(cfg.dtype) in ("fp32", "float32"):
-        yield Candidate(("dtype=bf16",), "weights, gradients and states with 8 bits of precision: results differ")
+        yield Candidate(
+            ("dtype=bf16",),
+            "weights, gradients and states with 8 bits of precision: results differ",
+        )
     if tokens >= 256:
         half = tokens // 2
-        yield Candidate((f"tokenizer.max_seq_len={half}",), f"rows are cut to {half} tokens", sequence_length=half)
+        yield Candidate(
+            (f"tokenizer.max_seq_len={half}",),
+            f"rows are cut to {half} tokens",
+            sequence_length=half,
+        )
     if "lora_attn_modules" in cfg.model:
         yield from _of_adapters(cfg.model)
     if world_size > 1 and not cfg.get("fsdp_reshard_after_forward", True):
-        yield Candidate(("fsdp_reshard_after_forward=True",), "each layer is gathered again in backward")
+        yield Candidate(
+            ("fsdp_reshard_after_forward=True",), "each layer is gathered again in backward"
+        )
     if world_size > 1 and cfg.get("sync_gradients_every_micro_batch", None) is False:
-        yield Candidate(("sync_gradients_every_micro_batch=True",), "gradients are reduced after each micro-batch")
+        yield Candidate(
+            ("sync_gradients_every_micro_batch=True",),
+            "gradients are reduced after each micro-batch",
+        )
     for more in (number for number in (2, 4, 8) if number > world_size):
-        cost = f"{more} devices, which gather and reduce each layer's parameters; rows of each device"
+        cost = (
+            f"{more} devices, which gather and reduce each layer's parameters; rows of each device"
+        )
         yield Candidate((f"--nproc_per_node {more}",), cost, world_size=more)
 
 
@@ -85,7 +119,10 @@ def _of_adapters(block: DictConfig) -> Iterator[Candidate]:
     if rank > 1:
         yield Candidate((f"model.lora_rank={rank // 2}",), "adapters of half the rank hold less")
     if block.get("apply_lora_to_mlp", False):
-        yield Candidate(("model.apply_lora_to_mlp=False",), "no adapters in the MLP, whose inputs are then not kept")
+        yield Candidate(
+            ("model.apply_lora_to_mlp=False",),
+            "no adapters in the MLP, whose inputs are then not kept",
+        )
     if {*block.lora_attn_modules} - {"q_proj", "v_proj"}:
         cost = "adapters of queries and values alone in attention"
         yield Candidate(("model.lora_attn_modules=[q_proj,v_proj]",), cost)
@@ -99,15 +136,23 @@ def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
     """Return up to 8 joint settings that spend memory to save time, where settings of a configuration do the reverse; most change first."""
     every, mode = bool(cfg.get("enable_activation_checkpointing", False)), cfg.get("ac_mode", None)
     off = ("enable_activation_checkpointing=False",) if every else ("ac_mode=null",)
-    recomputing = [off, (*off[:every], "ac_mode=selective", "ac_option=2")] if every or mode == "full" else []
+    recomputing = (
+        [off, (*off[:every], "ac_mode=selective", "ac_option=2")] if every or mode == "full" else []
+    )
     if cfg.get("enable_activation_offloading", False):  # which needs that every layer is recomputed
         recomputing = [(*one, "enable_activation_offloading=False") for one in (*recomputing, ())]
     is_chunked = str(cfg.loss._component_).endswith("CEWithChunkedOutputLoss")
     ways = [[off] if mode == "selective" and not every else recomputing]
-    ways.append([("loss.num_output_chunks=1",)] if is_chunked and cfg.loss.get("num_output_chunks", 8) > 1 else [])
+    ways.append(
+        [("loss.num_output_chunks=1",)]
+        if is_chunked and cfg.loss.get("num_output_chunks", 8) > 1
+        else []
+    )
     reshards = world_size > 1 and cfg.get("fsdp_reshard_after_forward", True)
     ways.append([("fsdp_reshard_after_forward=False",)] if reshards else [])
-    return [Candidate(tuple(chain(*some)), "memory") for some in product(*((*way, ()) for way in ways))][:-1][:8]
+    return [
+        Candidate(tuple(chain(*some)), "memory") for some in product(*((*way, ()) for way in ways))
+    ][:-1][:8]
 
 
 def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
@@ -121,7 +166,9 @@ def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
             OmegaConf.select(changed, block).pop(key)
         elif not key.startswith(("--", "PYTORCH")):
             key += "._component_" if key in ("model", "optimizer", "loss") else ""
-            OmegaConf.update(changed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True)
+            OmegaConf.update(
+                changed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True
+            )
     return changed
 
 
@@ -129,8 +176,14 @@ def _share_of_layers(model: torch.nn.Module) -> float:
     """Return the share of a forward's multiplications that is in the layers, by parameters; a backward has twice as many."""
     sizes = {"layers": 0, "others": 0}
     for name, parameter in model.named_parameters():
-        if "embeddings" not in name or not hasattr(model, "output"):  # looking up multiplies nothing
+        if "embeddings" not in name or not hasattr(
+            model, "output"
+        ):  # looking up multiplies nothing
             sizes["layers" if "layers." in name else "others"] += parameter.numel()
-    if not isinstance(getattr(model, "output", None), torch.nn.Linear) and hasattr(model, "tok_embeddings"):
-        sizes["others"] += cast(torch.nn.Embedding, model.tok_embeddings).weight.numel()  # a tied output layer
+    if not isinstance(getattr(model, "output", None), torch.nn.Linear) and hasattr(
+        model, "tok_embeddings"
+    ):
+        sizes["others"] += cast(
+            torch.nn.Embedding, model.tok_embeddings
+        ).weight.numel()  # a tied output layer
     return sizes["layers"] / max(1, sum(sizes.values()))

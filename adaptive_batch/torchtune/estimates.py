@@ -49,7 +49,9 @@ from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
 
-_LEAST_SHORTER = 8  # tokens that half of the rows are shorter than the longest by, at least, where lengths vary
+_LEAST_SHORTER = (
+    8  # tokens that half of the rows are shorter than the longest by, at least, where lengths vary
+)
 _STEPS = 5  # of training's own, after one of the longest rows
 
 
@@ -128,7 +130,9 @@ class Estimator:
         estimate = settings.estimate
         context = estimate.context if self._on_accelerator else 0
         self._devices = devices
-        self._targets = [one.target(context_bytes=context, headroom=estimate.headroom) for one in devices]
+        self._targets = [
+            one.target(context_bytes=context, headroom=estimate.headroom) for one in devices
+        ]
         self._alike = alike(devices) if self._on_accelerator else [list(range(len(devices)))]
         self._first_length: int | str = "longest"
         self._skeleton: torch.nn.Module | None = None
@@ -142,13 +146,22 @@ class Estimator:
         self._skeleton = run.job.skeleton
         not_counted = list(run.left_out)
         if self._settings.fits_itself:
-            not_counted.append("a step that fits as one micro-batch needs less: gradients of earlier ones are counted")
+            not_counted.append(
+                "a step that fits as one micro-batch needs less: gradients of earlier ones are counted"
+            )
         if self._on_accelerator:
-            not_counted += left_out([one.architecture for one in self._devices], world_size=asked.world_size)
+            not_counted += left_out(
+                [one.architecture for one in self._devices], world_size=asked.world_size
+            )
         else:
             not_counted.append("what is no tensor: Python, libraries, the dataset")
-            not_counted.append(f"device={self._cfg.device}: nothing that an accelerator takes besides is counted")
-        devices = (replace(target, lengths=tuple(some)) for target, some in zip(self._targets, fits, strict=True))
+            not_counted.append(
+                f"device={self._cfg.device}: nothing that an accelerator takes besides is counted"
+            )
+        devices = (
+            replace(target, lengths=tuple(some))
+            for target, some in zip(self._targets, fits, strict=True)
+        )
         return lengths, tuple(devices), not_counted
 
     def _estimate(
@@ -192,7 +205,9 @@ class Estimator:
         if limit is None:
             key, lengths = self._settings.estimate.lengths_of(self._settings.probe)
             value = length if len(lengths) == 1 else list(lengths)
-            raise SettingError(key, value, "tokenizer.max_seq_len is not set; set it, or give a number of tokens")
+            raise SettingError(
+                key, value, "tokenizer.max_seq_len is not set; set it, or give a number of tokens"
+            )
         return check_whole("tokenizer.max_seq_len", limit)
 
     def changes(self, length: LengthEstimate) -> Iterator[Change]:
@@ -200,11 +215,15 @@ class Estimator:
         asked = {"tokens": length.sequence_length, "world_size": self._settings.estimate.world_size}
         maximum = self._settings.probe.maximum
         assert self._skeleton is not None
-        for one, fits in self.tried(candidates(self._cfg, self._skeleton, **asked), self._first_length):
+        for one, fits in self.tried(
+            candidates(self._cfg, self._skeleton, **asked), self._first_length
+        ):
             if isinstance(fits, str):
                 yield Change(one.overrides, one.cost, refused=fits)
             else:
-                rows = tuple(None if fit.max_batch_size == maximum else fit.max_batch_size for fit in fits)
+                rows = tuple(
+                    None if fit.max_batch_size == maximum else fit.max_batch_size for fit in fits
+                )
                 speeds = tuple(fit.modelled_tokens_per_second for fit in fits)
                 yield Change(one.overrides, one.cost, rows, modelled_tokens_per_second=speeds)
 
@@ -214,7 +233,10 @@ class Estimator:
         """Yield for each change what fits on each device at a length, or why it cannot be estimated."""
         for one in changes:
             try:
-                cfg, ranks = with_overrides(self._cfg, one.overrides), self._settings.estimate.world_size
+                cfg, ranks = (
+                    with_overrides(self._cfg, one.overrides),
+                    self._settings.estimate.world_size,
+                )
                 wanted = [one.sequence_length or length]
                 _, fits, _ = self._estimate(
                     cfg, wanted, one.world_size or ranks, is_change=True, allocator=one.allocator
@@ -228,14 +250,26 @@ class Estimator:
     def _step(
         self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int, of: EstimatedDevice
     ) -> Iterator[_Step]:
-        with distributed.fake_process_group(world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)):
+        with distributed.fake_process_group(
+            world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)
+        ):
             settings = Settings.from_config(cfg)
-            reads_data = any(isinstance(length, str) for length in lengths) or cfg.get("collate_fn", None) is not None
+            reads_data = (
+                any(isinstance(length, str) for length in lengths)
+                or cfg.get("collate_fn", None) is not None
+            )
             device = FakeDevice(of.kernels if self._on_accelerator else None)
             try:
                 with warnings.catch_warnings():  # of torch about bf16 norms
-                    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-                    yield _Step(FakeRun(cfg, settings, device, reads_data=reads_data, builder=self._builder), lengths)
+                    warnings.filterwarnings(
+                        "ignore", message="Mismatch dtype between input and weight"
+                    )
+                    yield _Step(
+                        FakeRun(
+                            cfg, settings, device, reads_data=reads_data, builder=self._builder
+                        ),
+                        lengths,
+                    )
             except Exception as error:
                 if (remedy := needs_values(error)) is None:
                     raise
@@ -254,7 +288,9 @@ class _Step:
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
         self._step = run.step(
             rows,
-            accumulates=bounds.has_several or settings.fits_itself or settings.gradient_accumulation_steps > 1,
+            accumulates=bounds.has_several
+            or settings.fits_itself
+            or settings.gradient_accumulation_steps > 1,
             keeps_gradients=keeps,
         )
 
@@ -306,7 +342,9 @@ class _Step:
             allocator=allocator,
         )
 
-    def _of_steps(self, longest: Run, tokens: int) -> Callable[[int], Sequence[Run | Between]] | None:
+    def _of_steps(
+        self, longest: Run, tokens: int
+    ) -> Callable[[int], Sequence[Run | Between]] | None:
         """A step of the longest rows, and training's first steps; None where all rows are of about one length."""
         lengths = self.run.data.dataset.lengths
         shorter = sorted(map(int, lengths))[len(lengths) // 2]
@@ -318,8 +356,17 @@ class _Step:
 
         def of_steps(rows: int) -> list[Run | Between]:
             of_each = (range(number * rows, (number + 1) * rows) for number in range(_STEPS))
-            padded = (self.run.data.shapes.padded(max(drawn[i % len(drawn)] for i in one)) for one in of_each)
-            return [longest, *(Between(short, longest, Fraction(one - shorter, tokens - shorter)) for one in padded)]
+            padded = (
+                self.run.data.shapes.padded(max(drawn[i % len(drawn)] for i in one))
+                for one in of_each
+            )
+            return [
+                longest,
+                *(
+                    Between(short, longest, Fraction(one - shorter, tokens - shorter))
+                    for one in padded
+                ),
+            ]
 
         return of_steps
 

@@ -60,7 +60,9 @@ class FakeRun:
         self.left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
-        if settings.micro_batch_layout == "packed" and not one_kernel:  # each number of rows would run other operations
+        if (
+            settings.micro_batch_layout == "packed" and not one_kernel
+        ):  # each number of rows would run other operations
             self._leave_out(
                 "micro_batch_layout=packed: rows are counted beside each other, of which all have the longest's length"
             )
@@ -68,7 +70,9 @@ class FakeRun:
         self.job = Job(self._eager_on_cpu(cfg), settings, builder, needs=TO_PLAN)
         self.data = self._read_what_is_at_hand() if reads_data else self._make_up_data()
         if self.data.packed and self._on_accelerator:
-            self._leave_out("flex attention: packed rows are counted with a mask of tokens x tokens, and it needs less")
+            self._leave_out(
+                "flex attention: packed rows are counted with a mask of tokens x tokens, and it needs less"
+            )
         real = self.data.collate
 
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -92,7 +96,9 @@ class FakeRun:
             )
         if on_cpu.get("compile", False):
             on_cpu.compile = False
-            self._leave_out("compile: the eager program is counted, which holds more than a compiled one as a rule")
+            self._leave_out(
+                "compile: the eager program is counted, which holds more than a compiled one as a rule"
+            )
         return on_cpu
 
     def _leave_out(self, sentence: str) -> None:
@@ -104,7 +110,10 @@ class FakeRun:
     def _make_up_data(self) -> Data:
         self.job.check_model()
         blocks = self.job.cfg.dataset
-        packed = any(block.get("packed", False) for block in (blocks if isinstance(blocks, ListConfig) else [blocks]))
+        packed = any(
+            block.get("packed", False)
+            for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
+        )
         return Data(self.job, [made_up_row(8, packed=packed)], packed=packed)
 
     def _read_what_is_at_hand(self) -> Data:
@@ -116,15 +125,22 @@ class FakeRun:
                 raise
             key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
             value: object = lengths[0] if len(lengths) == 1 else list(lengths)
-            if not any(isinstance(length, str) for length in lengths):  # then rows are read for it alone
+            if not any(
+                isinstance(length, str) for length in lengths
+            ):  # then rows are read for it alone
                 key, value = "collate_fn", self.job.cfg.collate_fn
             remedy = f"the rows of the dataset that it takes are not at hand ({error})"
-            numbers = "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
+            numbers = (
+                "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
+            )
             raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from error
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake from the start."""
-        batch = {key: torch.stack([row[key] for row in rows]) for key in ("tokens", "labels", "input_pos")}
+        batch = {
+            key: torch.stack([row[key] for row in rows])
+            for key in ("tokens", "labels", "input_pos")
+        }
         count, tokens = batch["tokens"].shape
         with self._device.mode:
             batch["mask"] = torch.empty(count, tokens, tokens, dtype=torch.bool)
@@ -152,7 +168,9 @@ class FakeRun:
             accumulates=accumulates,
             device=self._device,
             sharding=trainer.runner.sharding,
-            keep_gradients=(lambda: trainer.runner.keep_gradients(rows(1))) if keeps_gradients else None,
+            keep_gradients=(lambda: trainer.runner.keep_gradients(rows(1)))
+            if keeps_gradients
+            else None,
         )
 
     def forward_backward(self, rows: Rows) -> Callable[[int], object]:
@@ -163,7 +181,9 @@ class FakeRun:
         job = self.job
         if distributed.world_size() > 1:
             model = build_sharded(job.cfg, job.builder, dtype=job.dtype, device=job.device)
-            compute_rotary_buffers(model, dtype=job.dtype, device=job.device)  # some look at their values
+            compute_rotary_buffers(
+                model, dtype=job.dtype, device=job.device
+            )  # some look at their values
             self._device.move(model)
         else:
             model = self._device.build(lambda: job.builder.skeleton(job.cfg, dtype=job.dtype))
@@ -186,7 +206,10 @@ class FakeRun:
         if component.startswith(_COMPILED_OPTIMIZERS):
             from torchao.optim import subclass_4bit, subclass_8bit
 
-            for states in (subclass_4bit, subclass_8bit):  # tables that are looked into when they are made, and kept
+            for states in (
+                subclass_4bit,
+                subclass_8bit,
+            ):  # tables that are looked into when they are made, and kept
                 states.get_qmap_signed()
                 states.get_qmap_unsigned()
         with self._device.mode:
@@ -198,7 +221,9 @@ class FakeRun:
             for group in optimizer.param_groups:  # what torch takes there
                 group["foreach"] = True
         if component.startswith(_COMPILED_OPTIMIZERS):
-            self._leave_out("torchao: its step is compiled on a device, so only the states that it keeps are counted")
+            self._leave_out(
+                "torchao: its step is compiled on a device, so only the states that it keeps are counted"
+            )
             step = optimizer.step
 
             def uncounted(*args: Any, **kwargs: Any) -> Any:
@@ -214,18 +239,32 @@ def made_up_row(tokens: int, *, packed: bool) -> dict[str, Any]:
     if not packed:
         return {"tokens": [0] * tokens, "labels": [0] * tokens}
     row = torch.zeros(tokens, dtype=torch.int64)
-    return {"tokens": row, "labels": row, "input_pos": torch.arange(tokens), "seq_lens": torch.tensor([tokens])}
+    return {
+        "tokens": row,
+        "labels": row,
+        "input_pos": torch.arange(tokens),
+        "seq_lens": torch.tensor([tokens]),
+    }
 
 
 def expected_curve(
-    cfg: DictConfig, settings: Settings, rows: Rows, *, accumulates: bool, builder: ModelBuilder | None = None
+    cfg: DictConfig,
+    settings: Settings,
+    rows: Rows,
+    *,
+    accumulates: bool,
+    builder: ModelBuilder | None = None,
 ) -> MemoryCurve:
     """Return what trials of these rows should peak at on the configured device."""
-    device = FakeDevice(CudaKernels.of_this_device() if str(cfg.device).startswith("cuda") else None)
+    device = FakeDevice(
+        CudaKernels.of_this_device() if str(cfg.device).startswith("cuda") else None
+    )
     run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
     if run.data.packed and _SUPPORTS_FLEX_ATTENTION:
         raise SettingError(
-            "dataset.packed", True, "flex attention, which packed rows have here, cannot run on fake tensors"
+            "dataset.packed",
+            True,
+            "flex attention, which packed rows have here, cannot run on fake tensors",
         )
     step = run.step(rows, accumulates=accumulates)
     few, more = ((size, one.trace) for size, one in traces_alike(step))
@@ -264,15 +303,20 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
         SettingError: an optimizer whose states are not known.
     """
 
-    _MOMENTS: ClassVar[dict[str, int]] = {"AdamW": 2, "Adam": 2, "Lion": 1, "SGD": 1, "RMSprop": 1, "Adagrad": 1}
+    _MOMENTS: ClassVar[dict[str, int]] = {
+        "AdamW": 2,
+        "Adam": 2,
+        "Lion": 1,
+        "SGD": 1,
+        "RMSprop": 1,
+        "Adagrad": 1,
+    }
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], component: str) -> None:
         name = component.rpartition(".")[2].removeprefix("Paged")
         kind = name.removesuffix("8bit").removesuffix("32bit")
         if kind not in self._MOMENTS:
-            remedy = (
-                f"the size of its states is not known; estimate with one of {', '.join(self._MOMENTS)} of bitsandbytes"
-            )
+            remedy = f"the size of its states is not known; estimate with one of {', '.join(self._MOMENTS)} of bitsandbytes"
             raise SettingError("optimizer._component_", component, remedy)
         self._moments = self._MOMENTS[kind]
         self._is_8bit = name.endswith("8bit")
@@ -280,10 +324,14 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for parameter in (
+            p for group in self.param_groups for p in group["params"] if p.grad is not None
+        ):
             state, is_8bit = self.state[parameter], self._is_8bit and parameter.numel() >= 4096
             for number in range(self._moments if not state else 0):
                 dtype = torch.uint8 if is_8bit else torch.float32
                 state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
                 if is_8bit:
-                    state[f"absmax{number}"] = torch.zeros(-(-parameter.numel() // 256), dtype=torch.float32)
+                    state[f"absmax{number}"] = torch.zeros(
+                        -(-parameter.numel() // 256), dtype=torch.float32
+                    )

@@ -45,10 +45,16 @@ class Job:
         complete(cfg, needs=needs)
         self.cfg, self.settings, self.builder = cfg, settings, builder or FullModel()
         self.ranks = distributed.data_parallel_size()
-        self.device = _usable("device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device))
-        self.dtype = _usable("dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device))
+        self.device = _usable(
+            "device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device)
+        )
+        self.dtype = _usable(
+            "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
+        )
         if cfg.get("enable_activation_offloading", False) and self.device.type != "cuda":
-            raise SettingError("enable_activation_offloading", True, "it needs CUDA; set it to False")
+            raise SettingError(
+                "enable_activation_offloading", True, "it needs CUDA; set it to False"
+            )
         self.loss_fn = instantiate("loss", cfg.loss)
 
     def check_model(self) -> None:
@@ -73,7 +79,9 @@ class Job:
         try:
             return self.skeleton
         except Exception as error:
-            if isinstance(error, AdaptiveBatchError) and not isinstance(error.__cause__, RuntimeError):  # torch's own
+            if isinstance(error, AdaptiveBatchError) and not isinstance(
+                error.__cause__, RuntimeError
+            ):  # torch's own
                 raise
             log.debug("the model cannot be built without memory: %s", error)
             return None
@@ -86,12 +94,23 @@ class Job:
     @cached_property
     def vocab_size(self) -> int | None:
         """The number of token ids that the model has embeddings of; None where it does not say."""
-        embeddings = getattr(getattr(self._outline, "decoder", self._outline), "tok_embeddings", torch.nn.Identity())
-        return sum(part.num_embeddings for part in embeddings.modules() if isinstance(part, torch.nn.Embedding)) or None
+        embeddings = getattr(
+            getattr(self._outline, "decoder", self._outline), "tok_embeddings", torch.nn.Identity()
+        )
+        return (
+            sum(
+                part.num_embeddings
+                for part in embeddings.modules()
+                if isinstance(part, torch.nn.Embedding)
+            )
+            or None
+        )
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be built."""
-        self.new_optimizer([torch.nn.Parameter(torch.zeros(1, dtype=self.dtype, device=self.device))])
+        self.new_optimizer(
+            [torch.nn.Parameter(torch.zeros(1, dtype=self.dtype, device=self.device))]
+        )
 
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Build the configured optimizer of some parameters."""

@@ -30,7 +30,9 @@ _THEIRS: Mapping[Resume, str] = {
     "low_cpu_ram max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler resume_from_checkpoint "
     "save_adapter_weights_only seed tensor_parallel_dim tensor_parallel_plan tokenizer",
 }
-TORCHTUNE_KEYS: Mapping[str, Resume] = {name: policy for policy, names in _THEIRS.items() for name in names.split()}
+TORCHTUNE_KEYS: Mapping[str, Resume] = {
+    name: policy for policy, names in _THEIRS.items() for name in names.split()
+}
 # What earlier versions called a key; refused with the name of now.
 RENAMED = {
     "plan_only": "preview",
@@ -62,7 +64,9 @@ class Key:
     fills_steps: bool = False
 
 
-def key(read: Callable[[str, Any], Any], doc: str = "", *, default: Any = MISSING, **more: Any) -> Any:
+def key(
+    read: Callable[[str, Any], Any], doc: str = "", *, default: Any = MISSING, **more: Any
+) -> Any:
     """Return the dataclass field of a key, which must be given where it has no default; for the arguments see :class:`Key`."""
     return field(default=default, metadata={"key": Key(read, doc, **more)})
 
@@ -91,7 +95,9 @@ def block(keys: type[T]) -> Callable[[str, Any], T]:
         for each in value:
             full = f"{name}.{each}"
             if each not in known:
-                meant = f"{RENAMED[full]} is meant" if full in RENAMED else nearest(str(each), known)
+                meant = (
+                    f"{RENAMED[full]} is meant" if full in RENAMED else nearest(str(each), known)
+                )
                 raise SettingError(full, value[each], f"there is no such key; {meant}")
         return keys(**read_keys(keys, value, prefix=f"{name}."))
 
@@ -159,7 +165,9 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
         found = _load(value, key=name)
         if example := next((example for build, example in EXAMPLES.items() if build is found), ""):
             raise SettingError(
-                name, value, f"it builds the function; give a block: {name}={{_component_: {value}, {example}}}"
+                name,
+                value,
+                f"it builds the function; give a block: {name}={{_component_: {value}, {example}}}",
             )
         check(found, key=name)
         return found
@@ -171,7 +179,9 @@ def load_function(path: object, *, key: str) -> Any:
     """Import what a dotted path names; refuse one that cannot be imported, naming what is missing."""
     parts = path.split(".") if isinstance(path, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
-        raise SettingError(key, path, "give the dotted path of a function, such as my_module.my_function")
+        raise SettingError(
+            key, path, "give the dotted path of a function, such as my_module.my_function"
+        )
     for split in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:split])
         try:
@@ -179,7 +189,9 @@ def load_function(path: object, *, key: str) -> Any:
         except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
                 continue
-            why = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+            why = (
+                str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+            )
             raise SettingError(key, path, f"importing {module} failed: {why}") from error
         for part in parts[split:]:
             if not hasattr(found, part):
@@ -208,4 +220,8 @@ def _load(value: object, *, key: str) -> Any:
                 f"it is called with {arguments} to build the function, and failed: {error}; "
                 f"for a function itself write {key}: {value['_component_']}",
             ) from error
-    raise SettingError(key, value, "give the dotted path of a function, or a block with _component_ that builds one")
+    raise SettingError(
+        key,
+        value,
+        "give the dotted path of a function, or a block with _component_ that builds one",
+    )

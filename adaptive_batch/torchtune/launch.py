@@ -44,12 +44,18 @@ def use_shipped_config(arguments: list[str]) -> None:
     others = [*arguments[1 : index - 1], *arguments[index + 1 :]]
     for given in others:
         if not re.fullmatch(_ARGUMENT, given, re.DOTALL):
-            remedy = "give key=value, without dashes, spaces around = or a second =; ~key removes a key"
+            remedy = (
+                "give key=value, without dashes, spaces around = or a second =; ~key removes a key"
+            )
             raise SettingError("argument", given, remedy)
     path = Path(name) if Path(name).is_file() else config_path(name)
     if path is None:
         names = ", ".join(name for name, _ in shipped_configs())
-        raise SettingError("--config", name, f"there is no such file and no such shipped config; shipped are {names}")
+        raise SettingError(
+            "--config",
+            name,
+            f"there is no such file and no such shipped config; shipped are {names}",
+        )
     check_file(str(path), [given for given in others if not given.startswith("-")])
     arguments[index] = str(path)
 
@@ -85,7 +91,9 @@ def no_component_exits() -> Iterator[None]:
         *_, where = traceback.extract_tb(ended.__traceback__)
         place = f"{where.name} ({where.filename}:{where.lineno})"
         remedy = "nothing was trained or saved after it; let it return or raise an error"
-        raise AdaptiveBatchError(f"sys.exit({ended.code!r}) was called in {place}: {remedy}") from ended
+        raise AdaptiveBatchError(
+            f"sys.exit({ended.code!r}) was called in {place}: {remedy}"
+        ) from ended
 
 
 @contextmanager
@@ -127,7 +135,9 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     watch.start()
     try:
         _check_same(cfg)
-        _begin_group(cfg, ranks_of_a_model=check_parallel(cfg, world_size=int(os.environ["WORLD_SIZE"])))
+        _begin_group(
+            cfg, ranks_of_a_model=check_parallel(cfg, world_size=int(os.environ["WORLD_SIZE"]))
+        )
         with no_component_exits():
             yield watch
     except SystemExit:
@@ -147,12 +157,18 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
     try:
         device = utils.get_device(device=cfg.device)
     except RuntimeError as error:
-        machine = f"rank {os.environ['RANK']} is number {os.environ.get('LOCAL_RANK', 0)} of its machine"
+        machine = (
+            f"rank {os.environ['RANK']} is number {os.environ.get('LOCAL_RANK', 0)} of its machine"
+        )
         remedy = f"{machine}: {error}; start as many ranks on each machine as it has devices (--nproc_per_node)"
         raise SettingError("device", cfg.device, remedy) from error
-    on_host = bool(cfg.get("fsdp_cpu_offload", False)) or bool(cfg.get("enable_async_checkpointing", False))
+    on_host = bool(cfg.get("fsdp_cpu_offload", False)) or bool(
+        cfg.get("enable_async_checkpointing", False)
+    )
     distributed.init_process_group(
-        training.get_distributed_backend(device.type, offload_ops_to_cpu=on_host and device.type != "cpu"),
+        training.get_distributed_backend(
+            device.type, offload_ops_to_cpu=on_host and device.type != "cpu"
+        ),
         ranks_of_a_model=ranks_of_a_model,
     )
     if cfg.get("fsdp_cpu_offload", False):
@@ -165,7 +181,9 @@ def _check_same(cfg: DictConfig) -> None:
     They are compared in the store: the process group itself depends on the configuration, and one that ranks begin
     differently is waited for.
     """
-    mine = {key: json.dumps(value, sort_keys=True, default=str) for key, value in as_dict(cfg).items()}
+    mine = {
+        key: json.dumps(value, sort_keys=True, default=str) for key, value in as_dict(cfg).items()
+    }
     mine |= {"torch": torch.__version__}
     store, rank, _ = distributed.meet_ranks()
     if rank == 0:

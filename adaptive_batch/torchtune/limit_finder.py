@@ -67,10 +67,10 @@ class LimitFinder:
             DoesNotFitError: not one row fits.
         """
         data, settings, sizer, planner = self._data, self._settings, self._sizer, self._planner
-        if has_batch_norm(self._trainer.model) and (settings.adaptive or settings.on_out_of_memory == "shrink"):
-            message = (
-                "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones change results"
-            )
+        if has_batch_norm(self._trainer.model) and (
+            settings.adaptive or settings.on_out_of_memory == "shrink"
+        ):
+            message = "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones change results"
             self._log.event("batch_norm", message)
         for key, which in TRIALS.items():
             if rows := self._lost.trial_rows(key):
@@ -82,12 +82,16 @@ class LimitFinder:
             sizer.load_throughput(saved, kinds=choices.kinds)
             if sizer.throughput is not None:
                 choices = None
-        if settings.micro_batch_layout == "packed" and (why := self._trainer.runner.why_not_packed(data.longest(2))):
+        if settings.micro_batch_layout == "packed" and (
+            why := self._trainer.runner.why_not_packed(data.longest(2))
+        ):
             raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
         results = []
         if settings.needs_bound:
             results = self._search(choices, keeps_batch=keeps_batch)
-            planner.take_batch_size(self._batch_size_within(results[-1], planner.batch_size, keeps_batch=keeps_batch))
+            planner.take_batch_size(
+                self._batch_size_within(results[-1], planner.batch_size, keeps_batch=keeps_batch)
+            )
         if saved is not None:
             sizer.load_state_dict(saved)
         sizer.count_out_of_memory(sum(map(_trials_out_of_memory, results)))
@@ -98,7 +102,9 @@ class LimitFinder:
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
             self.try_longer(data.longest(1))
-        if results and (advice := advise(self._job, data, results[-1], batch_size=planner.batch_size)):
+        if results and (
+            advice := advise(self._job, data, results[-1], batch_size=planner.batch_size)
+        ):
             self._log.event("advice", advice)
 
     def _search(self, choices: Choices | None, *, keeps_batch: bool) -> list[ProbeResult]:
@@ -155,7 +161,9 @@ class LimitFinder:
             message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
             self._log.event("batch_size", message, before=before, after=batch_size, bound=bound)
         if not (self._sizer.splits or is_scheduled) and batch_size > bound:
-            smaller = f"set batch_size={bound} or less (gradient_accumulation_steps makes up for it)"
+            smaller = (
+                f"set batch_size={bound} or less (gradient_accumulation_steps makes up for it)"
+            )
             remedy = f"{rows_fit(bound)}; {smaller}, or micro_batch_size=auto, or allow more memory"
             raise SettingError("batch_size", batch_size, remedy)
         return batch_size
@@ -175,19 +183,30 @@ class LimitFinder:
             return
         limit = sizer.limit(batch_size)
         tried_rows = self._data.shapes.rows_within(limit, length)
-        if settings.grows and settings.micro_batch_size is None and sizer.max_batch_size and limit.unit == "rows":
+        if (
+            settings.grows
+            and settings.micro_batch_size is None
+            and sizer.max_batch_size
+            and limit.unit == "rows"
+        ):
             # The batch may grow to so many.
             tried_rows = max(tried_rows, sizer.max_batch_size)
         can_split = not settings.optimizer_in_bwd
-        result = self._bounds.of_row(self._trainer, dict(row), maximum=tried_rows, accumulates=can_split)
+        result = self._bounds.of_row(
+            self._trainer, dict(row), maximum=tried_rows, accumulates=can_split
+        )
         sizer.count_out_of_memory(result.num_out_of_memory)
         fitting_rows = result.max_batch_size
-        longer = f"a row of {count(length, 'token')} is longer than the {tried_length} that were tried"
+        longer = (
+            f"a row of {count(length, 'token')} is longer than the {tried_length} that were tried"
+        )
         message = f"{longer}: {fitting_rows} of these fit at once"
         if not can_split and fitting_rows < batch_size:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
-        sizer.found_longer(result, tried_rows=tried_rows, rows_at_once=batch_size, can_split=can_split)
+        sizer.found_longer(
+            result, tried_rows=tried_rows, rows_at_once=batch_size, can_split=can_split
+        )
         after = sizer.limit(batch_size)
         self._log.event(
             "limit",
@@ -202,7 +221,10 @@ class LimitFinder:
 
     def log_if_one_by_one(self) -> None:
         """Log where equal numbers of rows leave no choice but micro-batches of one row."""
-        if self._settings.uniform_micro_batches not in ("rows", "both") or self._settings.batch_tokens:
+        if (
+            self._settings.uniform_micro_batches not in ("rows", "both")
+            or self._settings.batch_tokens
+        ):
             return
         batch_size = self._planner.batch_size
         limit = self._sizer.limit(batch_size)

@@ -39,7 +39,9 @@ def keys_against_padding(settings: Settings, *, splits: bool) -> str:
     if settings.uniform_micro_batches in ("lengths", "both"):
         return f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one length"
     if splits and settings.micro_batch_tokens is None and settings.uniform_micro_batches is None:
-        return "micro_batch_tokens=auto, without micro_batch_size, groups the rows of a step by length"
+        return (
+            "micro_batch_tokens=auto, without micro_batch_size, groups the rows of a step by length"
+        )
     if settings.sample_order != "seqlen":
         return "sample_order=seqlen with a sample_window brings rows of like length into a step"
     return "a lower pad_to_multiple_of leaves less" if settings.pad_to_multiple_of > 1 else ""
@@ -58,7 +60,11 @@ class TrainingLog:
         self._record = RunLog(self._path, enabled=False)
         self._metrics: Any = None
         self._last_step = 0
-        self._ran = [0.0, 0.0, 0]  # tokens, with padding, and most micro-batches of a step, in the epoch so far
+        self._ran = [
+            0.0,
+            0.0,
+            0,
+        ]  # tokens, with padding, and most micro-batches of a step, in the epoch so far
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
         self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
         if cfg.get("log_peak_memory_stats", False) and not self._memory:
@@ -121,7 +127,11 @@ class TrainingLog:
             event("passed_over", line)
         resumed, ranks = checkpoints.found.recipe_state is not None, distributed.world_size()
         begins = f"resuming from {checkpoints.found.source}" if resumed else "starting"
-        within = f", row {progress.epoch_rows} of it (step {progress.steps})" if progress.epoch_steps else ""
+        within = (
+            f", row {progress.epoch_rows} of it (step {progress.steps})"
+            if progress.epoch_steps
+            else ""
+        )
         of_ranks = f", {ranks} ranks" if ranks > 1 else ""
         event(
             "start",
@@ -136,7 +146,9 @@ class TrainingLog:
             message = f"epoch {progress.epoch} begins again: which of its rows are left is not known with other rows"
             event("epoch_restarted", message, epoch=progress.epoch)
         if not resumed and checkpoints.found.holds_earlier_run:
-            message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
+            message = (
+                f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
+            )
             event("replaces", f"{message}; until its first save, resuming takes the earlier")
 
     def changes(self, run: ResumedRun, *, without_effect: Sequence[NoEffect]) -> None:
@@ -145,16 +157,20 @@ class TrainingLog:
         if run.epochs not in (None, settings.epochs):
             message = f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
             event("epochs", message, before=run.epochs, after=settings.epochs)
-        configured, ranks, began_on = settings.batch_size, distributed.data_parallel_size(), self._job.ranks
+        configured, ranks, began_on = (
+            settings.batch_size,
+            distributed.data_parallel_size(),
+            self._job.ranks,
+        )
         before = saved["steps"]["batch_size"] if saved else configured
         if ranks != began_on:
             rows = before * settings.gradient_accumulation_steps * began_on
-            share = f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
+            share = (
+                f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
+            )
             if settings.batch_tokens:
                 share = "the rows of each step are dealt to them by their tokens"
-            message = (
-                f"{ranks} ranks, and {began_on} began the run: batches, their order and the learning rate stay; {share}"
-            )
+            message = f"{ranks} ranks, and {began_on} began the run: batches, their order and the learning rate stay; {share}"
             event("ranks", message, before=began_on, after=ranks)
         scheduled = settings.batch_size_schedule is not None  # which decides what a step holds
         if configured != before and run.keeps_batch:
@@ -187,7 +203,10 @@ class TrainingLog:
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
         settings, event = self._settings, self.event
-        before, now = saved.get("learning_rate", {}).get("rule", settings.lr_scaling), settings.lr_scaling
+        before, now = (
+            saved.get("learning_rate", {}).get("rule", settings.lr_scaling),
+            settings.lr_scaling,
+        )
         if before != now:
             changed = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
             event("lr_scaling", changed, before=before, after=now)
@@ -232,16 +251,16 @@ class TrainingLog:
         if settings.batch_size_schedule is None:  # whose plan shows its batches
             self._log_unscaled(rate, plan.step_rows)
 
-    def epoch_ends(self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int) -> None:
+    def epoch_ends(
+        self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int
+    ) -> None:
         """Log the rows of an epoch that were trained and left out, and how many steps had no label or no finite loss."""
         if unlabelled:
             message = f"{unlabelled} of {count(progress.epoch_steps, 'step')} had no label at all, and changed nothing"
             self.event("no_labels", message, steps=unlabelled)
         if nonfinite:
             end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
-            message = (
-                f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that are not finite{end}"
-            )
+            message = f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that are not finite{end}"
             self.event("nonfinite_steps", message, steps=nonfinite)
         reasons = planner.epochs.left_out(progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
@@ -259,7 +278,11 @@ class TrainingLog:
         (tokens, padded, micro_batches), self._ran = self._ran, [0.0, 0.0, 0]
         share = 1 - tokens / padded if padded else 0.0
         key = keys_against_padding(self._settings, splits=micro_batches > 1)
-        return f"; {share:.0%} of the tokens that ran were padding: {key}" if share > _MUCH_PADDING and key else ""
+        return (
+            f"; {share:.0%} of the tokens that ran were padding: {key}"
+            if share > _MUCH_PADDING and key
+            else ""
+        )
 
     def step(
         self,
@@ -281,7 +304,8 @@ class TrainingLog:
         metrics = {
             "loss": result.loss,
             **rates,
-            "tokens_per_second_per_gpu": label_tokens / (seconds * distributed.data_parallel_size()),
+            "tokens_per_second_per_gpu": label_tokens
+            / (seconds * distributed.data_parallel_size()),
             "batch_size": result.rows,
             "micro_batches": result.micro_batches,
             "padding_fraction": result.padding_fraction,

@@ -13,7 +13,10 @@ from adaptive_batch.data import MicroBatchLimit
 
 from .job import Job
 
-TRIALS = {"trial_rows": "", "trial_rows_val": "of validation "}  # that ended all ranks: which, in words
+TRIALS = {
+    "trial_rows": "",
+    "trial_rows_val": "of validation ",
+}  # that ended all ranks: which, in words
 
 
 class LostRun:
@@ -32,7 +35,9 @@ class LostRun:
         self._path = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._name = name
         self._trials_name = trials_name
-        self._facts: dict[str, Any] = distributed.from_rank_zero(lambda: self._read(resumes=resumes))
+        self._facts: dict[str, Any] = distributed.from_rank_zero(
+            lambda: self._read(resumes=resumes)
+        )
 
     def trial_rows(self, key: str) -> int | None:
         """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None where none did."""
@@ -65,7 +70,9 @@ class LostRun:
     def _read(self, *, resumes: bool) -> dict[str, Any]:
         try:
             facts: dict[str, Any] = json.loads(self._path.read_text())
-            is_restart = facts["launch"] is not None and facts["launch"] == distributed.launch_name()
+            is_restart = (
+                facts["launch"] is not None and facts["launch"] == distributed.launch_name()
+            )
             if not (is_restart or (resumes and facts["run"] == self._name)):
                 self._path.unlink()
                 return {}

@@ -66,7 +66,9 @@ class ModelBuilder(Protocol):
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
 
-    def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    def build(
+        self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.nn.Module:
         """Return the model with its weights on its device, divided where there are several ranks."""
 
     def freeze(self, model: torch.nn.Module) -> None:
@@ -78,7 +80,9 @@ class ModelBuilder(Protocol):
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """Return what a resume point holds of the model by name, as this rank holds it."""
 
-    def to_save(self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device) -> Mapping[str, Any]:
+    def to_save(
+        self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
+    ) -> Mapping[str, Any]:
         """Return what torchtune's checkpointer saves of an epoch, by its keys, on rank zero and its host; a collective."""
 
 
@@ -98,7 +102,9 @@ class FullModel:
         _fuse_norms(model, cfg)
         return model
 
-    def build(self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    def build(
+        self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.nn.Module:
         """Return the model with its weights on its device, compiled and checkpointed as configured."""
         if distributed.world_size() > 1:
             sharded = build_sharded(cfg, self, dtype=dtype, device=device)
@@ -116,7 +122,9 @@ class FullModel:
         self._load(model, weights, state, cfg)
         return model
 
-    def _load(self, model: torch.nn.Module, weights: Weights, state: Mapping[str, Any], cfg: DictConfig) -> None:
+    def _load(
+        self, model: torch.nn.Module, weights: Weights, state: Mapping[str, Any], cfg: DictConfig
+    ) -> None:
         """Load the weights on one rank."""
         if weights.is_divided:
             weights.load_divided(self.state(model))
@@ -125,14 +133,25 @@ class FullModel:
             model.load_state_dict(state)
 
     def _load_sharded(
-        self, model: torch.nn.Module, weights: Weights, cfg: DictConfig, *, dtype: torch.dtype, device: torch.device
+        self,
+        model: torch.nn.Module,
+        weights: Weights,
+        cfg: DictConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """Give each rank its part of the weights: as it was saved, or of what rank zero has read."""
         whole = weights.load_weights()
         if weights.is_divided:
-            model.to_empty(device=torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device)
+            model.to_empty(
+                device=torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device
+            )
             for module in model.modules():  # parameters alone are offloaded
-                buffers = {name: None if each is None else each.to(device) for name, each in module._buffers.items()}
+                buffers = {
+                    name: None if each is None else each.to(device)
+                    for name, each in module._buffers.items()
+                }
                 module._buffers.update(buffers)
         compute_rotary_buffers(model, dtype=dtype, device=device)
         if weights.is_divided:
@@ -153,7 +172,9 @@ class FullModel:
         state: Mapping[str, torch.Tensor] = model.state_dict()
         return state
 
-    def to_save(self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device) -> Mapping[str, Any]:
+    def to_save(
+        self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
+    ) -> Mapping[str, Any]:
         """Return the whole model's state dict."""
         if distributed.world_size() == 1:
             return {training.MODEL_KEY: model.state_dict()}
@@ -162,7 +183,9 @@ class FullModel:
 
 
 @contextmanager
-def refusing_other_weights(model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig) -> Iterator[None]:
+def refusing_other_weights(
+    model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig
+) -> Iterator[None]:
     """Inside, weights are loaded; refuse those of another model."""
     remedy = "give the model that the checkpoint is of"
     for name, tensor in named_parameters(model).items():
@@ -204,11 +227,16 @@ def _fuse_norms(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Recompute activations as configured: those of each layer, or with `ac_mode` of the layers that `ac_option` chooses."""
-    all_layers, mode = bool(cfg.get("enable_activation_checkpointing", False)), cfg.get("ac_mode", None)
+    all_layers, mode = (
+        bool(cfg.get("enable_activation_checkpointing", False)),
+        cfg.get("ac_mode", None),
+    )
     if mode is not None and not all_layers:
         apply_selective_activation_checkpointing(model, mode, cfg.get("ac_option", None))
     elif all_layers and mode is None:
-        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+        training.set_activation_checkpointing(
+            model, auto_wrap_policy={modules.TransformerSelfAttentionLayer}
+        )
 
 
 # --- several ranks ------------------------------------------------------------------------------------------------------
@@ -228,7 +256,10 @@ def build_sharded(
     builder.freeze(model)
     if cfg.compile:
         training.compile_model(model, verbose=distributed.is_rank_zero())
-    ranks, dim = distributed.data_parallel_size(), distributed.world_size() // distributed.data_parallel_size()
+    ranks, dim = (
+        distributed.data_parallel_size(),
+        distributed.world_size() // distributed.data_parallel_size(),
+    )
     mesh = init_device_mesh(device.type, mesh_shape=(ranks, dim), mesh_dim_names=("dp", "tp"))
     tied = _tied_modules(model)
     if dim > 1:
@@ -236,23 +267,35 @@ def build_sharded(
         for pattern in plan if isinstance(plan, Mapping) else ():
             if any(fnmatch(name, pattern) for name in tied):
                 remedy = f"the model's output layer is tied to {pattern}, whose weights the plan divides; give 1"
-                raise SettingError("tensor_parallel_dim", dim, f"{remedy}, and ranks divide the model by FSDP alone")
+                raise SettingError(
+                    "tensor_parallel_dim",
+                    dim,
+                    f"{remedy}, and ranks divide the model by FSDP alone",
+                )
         try:
             model = training.prepare_mha_for_tp(model, mesh["tp"])
         except ValueError as error:  # the heads cannot be divided
-            raise SettingError("tensor_parallel_dim", dim, f"{one_line(error)} Give a divisor of both") from error
+            raise SettingError(
+                "tensor_parallel_dim", dim, f"{one_line(error)} Give a divisor of both"
+            ) from error
         parallelize_module(model, mesh["tp"], parallelize_plan=plan)
     apply_checkpointing(model, cfg)
     if ranks > 1:
         reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
         apart = [name for name in cfg.get("custom_sharded_layers", None) or () if name in tied]
         if apart and reshards:
-            needs = f"the output layer is tied to {apart[0]}, and needs its weights after it was called"
+            needs = (
+                f"the output layer is tied to {apart[0]}, and needs its weights after it was called"
+            )
             remedy = f"{needs}; leave it out, or set fsdp_reshard_after_forward=False"
             raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
         training.shard_model(
             model=model,
-            shard_conditions=[partial(training.get_shard_conditions, names_to_match=cfg.get("custom_sharded_layers"))],
+            shard_conditions=[
+                partial(
+                    training.get_shard_conditions, names_to_match=cfg.get("custom_sharded_layers")
+                )
+            ],
             cpu_offload=bool(cfg.get("fsdp_cpu_offload", False)),
             reshard_after_forward=reshards,
             dp_mesh=mesh["dp"],
@@ -278,14 +321,20 @@ def load_from_rank_zero(
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in whole.items()}
     offload = bool(cfg.get("fsdp_cpu_offload", False))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=strict, cpu_offload=offload)
+    options = StateDictOptions(
+        full_state_dict=True, broadcast_from_rank0=True, strict=strict, cpu_offload=offload
+    )
     with warnings.catch_warnings():  # torch's own words to itself
-        warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are registered")
+        warnings.filterwarnings(
+            "ignore", message=".*_get_pg_default_device|Multiple backends are registered"
+        )
         with refusing_other_weights(model, state, cfg):
             set_model_state_dict(model, state, options=options)
 
 
-def compute_rotary_buffers(model: torch.nn.Module, *, dtype: torch.dtype, device: torch.device) -> None:
+def compute_rotary_buffers(
+    model: torch.nn.Module, *, dtype: torch.dtype, device: torch.device
+) -> None:
     """Fill the buffers that no checkpoint holds."""
     with training.set_default_dtype(dtype), device:
         for module in model.modules():

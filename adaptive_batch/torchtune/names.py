@@ -37,7 +37,9 @@ def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
             raise SettingError(key, component, f"{reason}; remove it, and every weight is trained")
     for name in unread(settings, config):
         if name in RENAMED:
-            raise SettingError(name, config[name], f"there is no such key; {RENAMED[name]} is meant")
+            raise SettingError(
+                name, config[name], f"there is no such key; {RENAMED[name]} is meant"
+            )
         matches = difflib.get_close_matches(name, _known(settings), n=1, cutoff=_CLOSE)
         if matches:
             remedy = f"there is no such key; {matches[0]} is probably meant"

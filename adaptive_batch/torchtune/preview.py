@@ -63,14 +63,21 @@ class TrainingPreview:
             self._stage_notes = self._check_stages(progress)
         elif function is not None:
             if not (begun := progress.epoch_steps > 0):
-                grown = next_batch_size(function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None)
+                grown = next_batch_size(
+                    function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None
+                )
                 same_answers({"batch_increase_function": grown.after})
             ahead = {"first_epoch": progress.epoch + begun, "epochs": settings.epochs}
             check_increments(function, **ahead, batch_size=batches.batch_size)
         random_state.restore()
 
     def look_ahead(
-        self, progress: Progress, *, saved: Mapping[str, Any], first: bool = False, changed: bool = False
+        self,
+        progress: Progress,
+        *,
+        saved: Mapping[str, Any],
+        first: bool = False,
+        changed: bool = False,
     ) -> None:
         """Ask the growth function ahead for the epochs that come; find where schedules end.
 
@@ -100,7 +107,12 @@ class TrainingPreview:
             if why:
                 self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {why}"
         self._batch_sizes = dict(enumerate(sizes, start=epoch))
-        same_answers({f"batch_increase_function in epoch {at}": size for at, size in self._batch_sizes.items()})
+        same_answers(
+            {
+                f"batch_increase_function in epoch {at}": size
+                for at, size in self._batch_sizes.items()
+            }
+        )
         reference = batches.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
@@ -111,7 +123,9 @@ class TrainingPreview:
             self.full_batch_rows = min(most * self._job.ranks, batches.epochs.num_rows)
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
-            is_same = saved.get("epochs") == settings.epochs and not changed  # then what was estimated stays
+            is_same = (
+                saved.get("epochs") == settings.epochs and not changed
+            )  # then what was estimated stays
             known = saved["learning_rate"]["total_steps"] if is_same else None
             self.schedule_steps = known or progress.steps + self._count_steps(progress)
 
@@ -131,13 +145,19 @@ class TrainingPreview:
         if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if isinstance(settings.batch_size_schedule, Seesaw):
-            notes.append(f"all epochs with the configured batch would be {count(self.schedule_steps, 'step', ',')}")
+            notes.append(
+                f"all epochs with the configured batch would be {count(self.schedule_steps, 'step', ',')}"
+            )
         if batches.plan.is_estimate:
-            notes.append("the schedule follows what training measures: this is what comes if nothing new is measured")
+            notes.append(
+                "the schedule follows what training measures: this is what comes if nothing new is measured"
+            )
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
-    def alone(self, progress: Progress, *, bounds: BoundFinder, saved: Mapping[str, Any], resumes: bool) -> str:
+    def alone(
+        self, progress: Progress, *, bounds: BoundFinder, saved: Mapping[str, Any], resumes: bool
+    ) -> str:
         """Return the preview where nothing is tried or trained: with the bound that is known, if any is needed.
 
         `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
@@ -150,8 +170,14 @@ class TrainingPreview:
             lines.append(f"bound: {rows or unknown} ({why})")
             if rows:
                 self._sizer.assume(ProbeResult(rows, rows, (), (), sequence_length=tokens))
-                if settings.use_maximum_batch_size and not resumes and settings.batch_size_schedule is None:
-                    batch_size = 1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
+                if (
+                    settings.use_maximum_batch_size
+                    and not resumes
+                    and settings.batch_size_schedule is None
+                ):
+                    batch_size = (
+                        1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
+                    )
                     lines += filter(None, [left_by_rounding(rows, batch_size)])
         known_first = batches.first_batch_size
         batches.begin(progress, batch_size=batch_size)
@@ -168,13 +194,17 @@ class TrainingPreview:
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
         last = [self._batches.batch_size, *self._batch_sizes.values()][-1]
-        stays = dict.fromkeys(unknown, last)  # where it is not known, that nothing changes is the best guess
+        stays = dict.fromkeys(
+            unknown, last
+        )  # where it is not known, that nothing changes is the best guess
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
     def _planned(self, progress: Progress, rate: AdaptiveRate) -> Iterator[PlannedStep]:
         lengths = self._data.dataset.real_lengths
         key, num_micro_batches = None, 0
-        scheduled = self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
+        scheduled = (
+            self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
+        )
         for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
             tokens = int(lengths[rows].sum())
             if key != (key := (at.epoch, at.batch)):
@@ -185,7 +215,8 @@ class TrainingPreview:
                 rows=len(rows),
                 micro_batches=num_micro_batches,
                 rates=rate.apply(
-                    replace(at, pace=self._batches.pace(plan)), batch=tokens if rate.counts_tokens else len(rows)
+                    replace(at, pace=self._batches.pace(plan)),
+                    batch=tokens if rate.counts_tokens else len(rows),
                 ),
                 tokens=tokens,
             )
@@ -222,6 +253,8 @@ class TrainingPreview:
             maximum=batches.maximum,
             unit="tokens" if settings.batch_tokens else "rows",
         )
-        deque(ahead, maxlen=0)  # a rule of the user's has no stages to look for, and is asked about every step too
+        deque(
+            ahead, maxlen=0
+        )  # a rule of the user's has no stages to look for, and is asked about every step too
         same_answers(changes)
         return notes

@@ -86,7 +86,9 @@ def build_rate(
     if block:
         # a resumed run builds it for the first step too: it is evaluated at the clock, or stepped to where training is
         rewind_rates(optimizers)
-        scheduler = instantiate("lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1)
+        scheduler = instantiate(
+            "lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1
+        )
     kind = AdaptiveRate if follows_clock(scheduler) else SteppedRate
     rate = kind(
         optimizers,
@@ -130,7 +132,9 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
     optimizer, block = stand_in(job, 1.0), job.cfg.get("lr_scheduler", None)
     if isinstance(job.settings.batch_size_schedule, Seesaw):
         steps = job.settings.epochs * planner.reference.steps
-        scheduler = block and instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
+        scheduler = block and instantiate(
+            "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
+        )
         planner.couple(schedule_of(scheduler), job.settings.lr_clock)
 
 
@@ -183,10 +187,14 @@ def stand_in(job: Job, rate: float) -> Optimizer:
     """Return an optimizer of nothing that has what of the configured one follows the batch; refuse one that has not."""
     optimizer = optimizer_of_nothing(rate)
     if scaled := job.settings.scale_with_batch:
-        configured = job.new_optimizer([torch.nn.Parameter(torch.zeros(1, 1, dtype=job.dtype, device=job.device))])
+        configured = job.new_optimizer(
+            [torch.nn.Parameter(torch.zeros(1, 1, dtype=job.dtype, device=job.device))]
+        )
         LearningRate(configured, reference=1, scale_with_batch=scaled)
         (values, *_) = configured.param_groups
-        optimizer.param_groups[0].update({key: values[key] for key in ("betas", "weight_decay") if key in values})
+        optimizer.param_groups[0].update(
+            {key: values[key] for key in ("betas", "weight_decay") if key in values}
+        )
     return optimizer
 
 

@@ -56,7 +56,10 @@ class ResumedRun:
             job.ranks = self.saved["steps"]["ranks"]
         check_fewer_ranks(job)
         self._now = {"conditions": run_conditions(job, data), "optimizer": _kind_of_optimizer(job)}
-        self.progress, self.name = Progress(), distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
+        self.progress, self.name = (
+            Progress(),
+            distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12]),
+        )
         self.seed, self.max_steps_per_epoch = seed, self._settings.max_steps_per_epoch
         self.differs: list[str] = []
         self._ignored: dict[str, tuple[Any, Any]] = {}
@@ -66,7 +69,10 @@ class ResumedRun:
             return
         self.epochs = state[training.TOTAL_EPOCHS_KEY]
         self.progress = Progress(epoch=state[training.EPOCHS_KEY])
-        for name, key in (("seed", training.SEED_KEY), ("max_steps_per_epoch", training.MAX_STEPS_KEY)):
+        for name, key in (
+            ("seed", training.SEED_KEY),
+            ("max_steps_per_epoch", training.MAX_STEPS_KEY),
+        ):
             if (configured := getattr(self, name)) != state[key]:
                 self._ignored[name] = configured, state[key]
                 setattr(self, name, state[key])
@@ -89,7 +95,9 @@ class ResumedRun:
             self.progress = self.progress.at_epoch_start()
         if saved and settings.batch_changes:
             # a batch that was found or grown is kept; one that now is to be found for the first time is found
-            found_before = saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
+            found_before = (
+                saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
+            )
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
             self.keeps_batch = found_before and knows_bound
 
@@ -97,7 +105,10 @@ class ResumedRun:
         cfg, kept = self._job.cfg, saved.get(_KEPT, now[_KEPT])
         if kept != now[_KEPT]:
             self._job.check_optimizer()  # what has no effect must be known all the same
-            self._ignored["optimizer"] = _shown(_KEPT, now, saved), _shown(_KEPT, saved, now) or "default"
+            self._ignored["optimizer"] = (
+                _shown(_KEPT, now, saved),
+                _shown(_KEPT, saved, now) or "default",
+            )
             own = {key: value for key, value in cfg.optimizer.items() if key in _OWN_WORDS}
             cfg.optimizer, now[_KEPT] = {**kept, **own}, kept
 
@@ -107,12 +118,16 @@ class ResumedRun:
 
     def state_of(self, name: str) -> dict[str, Any] | None:
         """Return the state that a part resumes from; None where it begins without one."""
-        if not self.saved or (name in ("full_batch_loss", "nonfinite", "epoch") and self.begins_epoch_again):
+        if not self.saved or (
+            name in ("full_batch_loss", "nonfinite", "epoch") and self.begins_epoch_again
+        ):
             return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and self.begins_epoch_again:
             state["planned_by"] = []  # by the lengths of other rows
-        if name == "steps" and not self.keeps_batch:  # the configured batch counts, and growth begins with it
+        if (
+            name == "steps" and not self.keeps_batch
+        ):  # the configured batch counts, and growth begins with it
             state |= {"first_batch_size": None, "grown_in": -1}
             if self._settings.batch_size_schedule is None:
                 state["batch_size"] = self._settings.batch_size
@@ -131,7 +146,11 @@ class ResumedRun:
 
     def _restore_random_state(self, progress: Progress) -> None:
         """Restore the random numbers of the checkpoint, after everything that building and searching drew."""
-        restores = self._settings.restores_random_state or self.saved.get("preempted") or progress.epoch_steps
+        restores = (
+            self._settings.restores_random_state
+            or self.saved.get("preempted")
+            or progress.epoch_steps
+        )
         if not self.saved or not restores:
             return
         states: list[dict[str, torch.Tensor]] = self.saved["random_states"]
@@ -182,7 +201,9 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
             found[name] = getattr(settings, name)
     return found | {
         "lr_clock": str(settings.lr_clock),
-        "reference_batch_size": str(settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")),
+        "reference_batch_size": str(
+            settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
+        ),
         "shuffle": bool(job.cfg.shuffle),
         "dataset": _name_of_rows(job, data),
         "rows": len(data.dataset),
@@ -202,18 +223,22 @@ def compare(
     moves_rows = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
     for name in allowed:
         if name not in (known := refused | moves_rows | set(FILLS_STEPS)):
-            raise SettingError("resume_allow_changes", list(allowed), f"{name} is none of {', '.join(sorted(known))}")
+            raise SettingError(
+                "resume_allow_changes",
+                list(allowed),
+                f"{name} is none of {', '.join(sorted(known))}",
+            )
     if now["batch_tokens"]:
         moves_rows |= set(FILLS_STEPS)
-    differs = [name for name in now if name in saved and saved[name] != now[name] and name != "rows"]
+    differs = [
+        name for name in now if name in saved and saved[name] != now[name] and name != "rows"
+    ]
     if in_mid_epoch:
         refused |= moves_rows
     for name in differs:
         if name in refused and name not in allowed:
             after, before = _shown(name, now, saved), _shown(name, saved, now)
-            remedy = (
-                f"the checkpoint was trained with {before!r}; resume with that, or set resume_allow_changes=[{name}]"
-            )
+            remedy = f"the checkpoint was trained with {before!r}; resume with that, or set resume_allow_changes=[{name}]"
             raise SettingError(name, after, remedy)
     return differs, in_mid_epoch and any(name in moves_rows for name in differs)
 
@@ -236,7 +261,9 @@ def _name_of_rows(job: Job, data: Data) -> str:
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
-    numbers = sorted({round(i * (rows - 1) / max(1, _SAMPLED_ROWS - 1)) for i in range(min(rows, _SAMPLED_ROWS))})
+    numbers = sorted(
+        {round(i * (rows - 1) / max(1, _SAMPLED_ROWS - 1)) for i in range(min(rows, _SAMPLED_ROWS))}
+    )
     try:
         sampled = [_tokens(data.dataset[number]) for number in numbers]
     finally:

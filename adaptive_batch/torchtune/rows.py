@@ -15,7 +15,13 @@ from torch.utils.data import Dataset
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
-from adaptive_batch._util import cache_directory, count, described_with_files, fingerprint, installed_version
+from adaptive_batch._util import (
+    cache_directory,
+    count,
+    described_with_files,
+    fingerprint,
+    installed_version,
+)
 from adaptive_batch.data import Measured, ReadAhead, measure_rows
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
@@ -52,8 +58,12 @@ class Rows(Dataset[Any]):
         real_tokens: Callable[[Mapping[str, Any]], int] | None = None,
     ) -> None:
         self._job, self._key, self._dataset, self._name = job, key, dataset, name
-        self._ahead = ReadAhead(dataset)  # each row is checked where it is used, not where it is read
-        if job.device.type != "cpu":  # which training itself keeps busy: there it cost up to 3% of a step
+        self._ahead = ReadAhead(
+            dataset
+        )  # each row is checked where it is used, not where it is read
+        if (
+            job.device.type != "cpu"
+        ):  # which training itself keeps busy: there it cost up to 3% of a step
             self.expect = self._ahead.expect
         self._real_tokens = real_tokens or (lambda row: len(row["tokens"]))
         self._measured: Measured | None = None
@@ -87,7 +97,11 @@ class Rows(Dataset[Any]):
 
         They are counted again when they are asked for. A collective, if the lengths came from the cache.
         """
-        if self._measured is None or not self._measured.is_cached or not distributed.any_of_ranks(bool(self._changed)):
+        if (
+            self._measured is None
+            or not self._measured.is_cached
+            or not distributed.any_of_ranks(bool(self._changed))
+        ):
             return ""
         changed = next(filter(None, distributed.all_gather(self._changed)))
         if self._cache_file is not None:
@@ -103,16 +117,20 @@ class Rows(Dataset[Any]):
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {one_line(error)}"
-            raise self._refused(number, f"cannot be read ({why}); correct it, or filter it out") from error
+            raise self._refused(
+                number, f"cannot be read ({why}); correct it, or filter it out"
+            ) from error
         numbers = self._measure(number, row)
         self._check(number, numbers)
-        counted = int(self._measured.numbers[number, _TOKENS]) if self._measured else numbers[_TOKENS]
+        counted = (
+            int(self._measured.numbers[number, _TOKENS]) if self._measured else numbers[_TOKENS]
+        )
         if counted != numbers[_TOKENS] and not self._changed:
-            self._changed = (
-                f"row {number} has {count(numbers[_TOKENS], 'token')}, and had {counted} when it was counted"
-            )
+            self._changed = f"row {number} has {count(numbers[_TOKENS], 'token')}, and had {counted} when it was counted"
             if self._measured and not self._measured.is_cached:
-                message = "rows change as they are read, so that a step may hold other than was planned"
+                message = (
+                    "rows change as they are read, so that a step may hold other than was planned"
+                )
                 log.warning("%s: %s; %s", self._key, self._changed, message)
         return row
 
@@ -121,8 +139,14 @@ class Rows(Dataset[Any]):
         if self._measured is None:
             self._measured = distributed.from_rank_zero(self._measure_all)
             numbers = self._measured.numbers
-            worst = numbers[:, _TOKENS].argmax(), numbers[:, _WORST].argmin(), numbers[:, _WORST].argmax()
-            for number in map(int, worst):  # what was cached may have been measured for another model
+            worst = (
+                numbers[:, _TOKENS].argmax(),
+                numbers[:, _WORST].argmin(),
+                numbers[:, _WORST].argmax(),
+            )
+            for number in map(
+                int, worst
+            ):  # what was cached may have been measured for another model
                 self._check(number, numbers[number].tolist())
         return self._measured.numbers
 
@@ -133,19 +157,26 @@ class Rows(Dataset[Any]):
         name = fingerprint("rows", described, installed_version("torchtune"))
         self._cache_file = cache_directory() / f"lengths-{name}.bin"
         return measure_rows(
-            self, self._measure, num_numbers=3, cache_file=self._cache_file, reads_cache=self._trusts_cache
+            self,
+            self._measure,
+            num_numbers=3,
+            cache_file=self._cache_file,
+            reads_cache=self._trusts_cache,
         )
 
     def _measure(self, number: int, row: Any) -> list[int]:
         """Return the tokens of a row, those that are not padding, and its token id that is most likely outside of a vocabulary."""
-        tokens, labels = (row.get(key) if isinstance(row, Mapping) else None for key in ("tokens", "labels"))
+        tokens, labels = (
+            row.get(key) if isinstance(row, Mapping) else None for key in ("tokens", "labels")
+        )
         ids = self._ids(number, "tokens", tokens)
         if not len(ids):
             raise self._refused(number, "has no tokens; filter it out")
         extremes = [int(ids.min()), int(ids.max())]
         if labels is None and self._job.cfg.get("collate_fn") is None:
             raise self._refused(
-                number, f"has no labels; give each token its label, or {self._job.loss_fn.ignore_index} for none"
+                number,
+                f"has no labels; give each token its label, or {self._job.loss_fn.ignore_index} for none",
             )
         if labels is not None:
             targets = self._ids(number, "labels", labels)
@@ -164,13 +195,17 @@ class Rows(Dataset[Any]):
         ids = ids.cpu() if isinstance(ids, torch.Tensor) else ids
         if isinstance(ids, list | tuple) or len(getattr(ids, "shape", ())) == 1:
             try:  # numpy takes four times as long to find out what a list holds
-                packed = struct.pack(f"{len(ids)}q", *ids) if isinstance(ids, list | tuple) else None
+                packed = (
+                    struct.pack(f"{len(ids)}q", *ids) if isinstance(ids, list | tuple) else None
+                )
                 found = np.asarray(ids) if packed is None else np.frombuffer(packed, np.int64)
             except (TypeError, ValueError, struct.error):
                 found = np.empty((0, 0))
             if found.ndim == 1 and found.dtype.kind in "iu":
                 return found
-        raise self._refused(number, f"must be a mapping with a list or 1-D tensor of whole numbers '{key}'")
+        raise self._refused(
+            number, f"must be a mapping with a list or 1-D tensor of whole numbers '{key}'"
+        )
 
     def _check(self, number: int, numbers: list[int]) -> None:
         """Refuse a row that the model does not take."""
@@ -181,7 +216,9 @@ class Rows(Dataset[Any]):
             raise self._refused(number, remedy)
         if job.vocab_size is not None and not 0 <= worst < job.vocab_size:
             has = f"has the token id {worst}, and the model's vocabulary has 0 to {job.vocab_size - 1}"
-            raise self._refused(number, f"{has}; give the tokenizer of this model, and the model its vocab_size")
+            raise self._refused(
+                number, f"{has}; give the tokenizer of this model, and the model its vocab_size"
+            )
 
     def _refused(self, number: int, why: str) -> SettingError:
         return SettingError(self._key, self._name, f"row {number} {why}")

@@ -79,7 +79,9 @@ class RunSaver:
         state = None if is_last else self._state(preempted=ends)
         self._log.sync()
         self._checkpoints.save_epoch(trainer, recipe_state=state, epoch=epoch)
-        self._log.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self._queue.progress.steps)
+        self._log.event(
+            "checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self._queue.progress.steps
+        )
         if distributed.any_of_ranks(self._preemption.requested) and not is_last:
             self._checkpoints.mark_preempted(epoch)
             self._checkpoints.wait()
@@ -104,7 +106,9 @@ class RunSaver:
             self._log.failed_save(error)
             return
         message = f"step {step}: resume point, training stood still for {seconds:.2f} s"
-        self._log.event("resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4))
+        self._log.event(
+            "resume_point", message, step=step, path=f"step_{step}", seconds=round(seconds, 4)
+        )
         if ends:
             self._end_early()
 

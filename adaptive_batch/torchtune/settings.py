@@ -66,7 +66,9 @@ def _length(name: str, value: Any) -> int | str:
 def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise SettingError(name, value, "give a list of lengths, such as [512, 1024, 2048]")
-    if twice := next((length for number, length in enumerate(value) if length in value[:number]), None):
+    if twice := next(
+        (length for number, length in enumerate(value) if length in value[:number]), None
+    ):
         raise SettingError(name, value, f"{twice} is there twice; leave one out")
     return tuple(_length(name, length) for length in value)
 
@@ -75,9 +77,13 @@ def _size(name: str, value: Any) -> int:
     try:
         if value == 0 and not isinstance(value, bool):
             return 0
-        return parse_size("" if isinstance(value, float) else value, total_bytes=0)  # a share would be of nothing
+        return parse_size(
+            "" if isinstance(value, float) else value, total_bytes=0
+        )  # a share would be of nothing
     except ValueError:
-        raise SettingError(name, value, 'give a size such as "600MiB", or a whole number of bytes') from None
+        raise SettingError(
+            name, value, 'give a size such as "600MiB", or a whole number of bytes'
+        ) from None
 
 
 def _headroom(name: str, value: Any) -> int | float | str:
@@ -97,7 +103,9 @@ def _reference(name: str, value: Any) -> Reference:
 
 
 def _number_of_batches(name: str, value: Any) -> int | None:
-    return None if value == -1 else check_whole(name, value)  # torchtune's later recipes write all so
+    return (
+        None if value == -1 else check_whole(name, value)
+    )  # torchtune's later recipes write all so
 
 
 def _seed(name: str, value: Any) -> int:
@@ -108,17 +116,23 @@ def _seed(name: str, value: Any) -> int:
 
 def _norm(name: str, value: Any) -> float:
     try:
-        norm = math.nan if isinstance(value, bool) else float(value)  # torchtune's recipes take "inf"
+        norm = (
+            math.nan if isinstance(value, bool) else float(value)
+        )  # torchtune's recipes take "inf"
     except (TypeError, ValueError):
         norm = math.nan
     if not norm > 0:
-        raise SettingError(name, value, "give the largest norm of all gradients, above 0, such as 1.0, or null")
+        raise SettingError(
+            name, value, "give the largest norm of all gradients, above 0, such as 1.0, or null"
+        )
     return norm
 
 
 def _layers(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise SettingError(name, value, "give a list of names, such as [tok_embeddings,output], or null")
+        raise SettingError(
+            name, value, "give a list of names, such as [tok_embeddings,output], or null"
+        )
     return tuple(value)
 
 
@@ -146,7 +160,9 @@ class ProbeSettings:
         default=None,
     )
     headroom: float = key(
-        checked(check_share), "share of that which is left free, at least 0 and below 1", default=0.05
+        checked(check_share),
+        "share of that which is left free, at least 0 and below 1",
+        default=0.05,
     )
     sequence_length: int | str = key(
         _length,
@@ -174,7 +190,10 @@ class ProbeSettings:
         default=600,
     )
     assumed_maximum: int | None = key(
-        check_whole, "for `preview`, which tries nothing: rows that fit", default=None, needs=("preview",)
+        check_whole,
+        "for `preview`, which tries nothing: rows that fit",
+        default=None,
+        needs=("preview",),
     )
     cache: bool = key(
         check_bool,
@@ -226,10 +245,17 @@ class EstimateSettings:
         default=None,
     )
     sequence_lengths: tuple[int | str, ...] = key(
-        _lengths, "a list of lengths, each as `probe.sequence_length`; null: that one alone", default=(), shown="null"
+        _lengths,
+        "a list of lengths, each as `probe.sequence_length`; null: that one alone",
+        default=(),
+        shown="null",
     )
     world_size: int = key(partial(check_whole, most=10**5), "ranks that share the model", default=1)
-    changes: bool = key(check_bool, "also estimate what single changes of the configuration would bring", default=True)
+    changes: bool = key(
+        check_bool,
+        "also estimate what single changes of the configuration would bring",
+        default=True,
+    )
     headroom: int | float | str = key(
         _headroom,
         "what is left free beside that: a size such as `2GiB`, a number of bytes, or a share such as `0.05`",
@@ -261,7 +287,11 @@ class ValidationSettings:
 
     def rows_of(self, rows: int, *, ranks: int = 1) -> int:
         """Return how many of the `rows` of a dataset are validated on: its first; `ranks` run a batch each at a time."""
-        return rows if self.max_batches is None else min(rows, self.max_batches * self.batch_size * ranks)
+        return (
+            rows
+            if self.max_batches is None
+            else min(rows, self.max_batches * self.batch_size * ranks)
+        )
 
 
 @dataclass(frozen=True)
@@ -368,7 +398,11 @@ class Settings:
         needs=("batch_tokens",),
     )
     max_rows_per_batch: int | None = key(
-        check_whole, "most rows of a step by `batch_tokens`", default=None, resume="epoch", needs=("batch_tokens",)
+        check_whole,
+        "most rows of a step by `batch_tokens`",
+        default=None,
+        resume="epoch",
+        needs=("batch_tokens",),
     )
     long_rows: str = key(
         one_of(*LONG_ROWS),
@@ -487,7 +521,9 @@ class Settings:
         "micro-batches or more; by tokens or `grouped` a step that is sampled has about one more",
         default=False,
     )
-    save_every_n_steps: int | None = key(check_whole, "optimizer steps from one resume point to the next", default=None)
+    save_every_n_steps: int | None = key(
+        check_whole, "optimizer steps from one resume point to the next", default=None
+    )
     keep_last_n_checkpoints: int | None = key(
         check_whole,
         "resume points that are kept; older ones go when a newer one is whole. null: all. Epoch checkpoints stay",
@@ -555,7 +591,11 @@ class Settings:
     @property
     def chooses_fastest(self) -> bool:
         """Whether a micro-batch holds what is fastest, rather than as much as fits; with the optimizer in backward a step is one."""
-        return self.fits_itself and OBJECTIVES[self.probe.objective].cost is not None and not self.optimizer_in_bwd
+        return (
+            self.fits_itself
+            and OBJECTIVES[self.probe.objective].cost is not None
+            and not self.optimizer_in_bwd
+        )
 
     @property
     def needs_bound(self) -> bool:
@@ -572,7 +612,14 @@ class Settings:
             or self.grows
             or self.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
-            or any((self.micro_batch_size, self.micro_batch_tokens, self.batch_tokens, self.uniform_micro_batches))
+            or any(
+                (
+                    self.micro_batch_size,
+                    self.micro_batch_tokens,
+                    self.batch_tokens,
+                    self.uniform_micro_batches,
+                )
+            )
             or self.micro_batch_layout not in (None, "padded")
         )
 
@@ -583,7 +630,9 @@ class Settings:
             return None
         size = self.batch_size_val
         rows = size if isinstance(size, int) else self.batch_size
-        return ValidationSettings(self.run_val_every_n_steps, rows, size == "auto", self.max_validation_batches)
+        return ValidationSettings(
+            self.run_val_every_n_steps, rows, size == "auto", self.max_validation_batches
+        )
 
     @classmethod
     def from_config(cls, given: Mapping[str, Any] | DictConfig) -> Settings:
@@ -591,15 +640,26 @@ class Settings:
         config = as_dict(given)
         check_names(cls, given)
         schedule = config.get("batch_size_schedule")
-        if config.get("batch_increase_function") is not None and schedule is not None:  # before either is imported
-            remedy = "batch_increase_function is set too; both set how the batch grows, so remove one"
+        if (
+            config.get("batch_increase_function") is not None and schedule is not None
+        ):  # before either is imported
+            remedy = (
+                "batch_increase_function is set too; both set how the batch grows, so remove one"
+            )
             raise SettingError("batch_size_schedule", schedule, remedy)
         values = read_keys(cls, config)
-        if values.get("batch_tokens") and not values.keys() & {"micro_batch_size", "micro_batch_tokens"}:
-            values["micro_batch_tokens"] = "auto"  # the tokens of a step do not tell what fits at once
+        if values.get("batch_tokens") and not values.keys() & {
+            "micro_batch_size",
+            "micro_batch_tokens",
+        }:
+            values["micro_batch_tokens"] = (
+                "auto"  # the tokens of a step do not tell what fits at once
+            )
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
-        values["lr_scaling"] = rate_rule(values.get("batch_size_schedule"), values.get("lr_scaling", "none"))
+        values["lr_scaling"] = rate_rule(
+            values.get("batch_size_schedule"), values.get("lr_scaling", "none")
+        )
         settings = cls(**values)
         if "drop_last" not in values:
             settings = replace(settings, drop_last=not settings.adaptive)
@@ -608,7 +668,10 @@ class Settings:
 
 
 OURS = tuple(name for name in keys_of(Settings) if name not in TORCHTUNE_KEYS)
-RESUME: Mapping[str, Resume] = {**{name: each.resume for name, each in keys_of(Settings).items()}, **TORCHTUNE_KEYS}
+RESUME: Mapping[str, Resume] = {
+    **{name: each.resume for name, each in keys_of(Settings).items()},
+    **TORCHTUNE_KEYS,
+}
 # Keys that, with `batch_tokens`, decide which rows a step holds.
 FILLS_STEPS = tuple(name for name, each in keys_of(Settings).items() if each.fills_steps)
 
@@ -619,7 +682,9 @@ def reference_tables() -> dict[str, str]:
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in names)
 
-    refused, rows = (listed(name for name in RESUME if RESUME[name] == policy) for policy in ("refuse", "epoch"))
+    refused, rows = (
+        listed(name for name in RESUME if RESUME[name] == policy) for policy in ("refuse", "epoch")
+    )
     by_tokens = listed(name for name in FILLS_STEPS if RESUME[name] != "refuse")
     return {
         "keys": table(Settings),

@@ -48,7 +48,9 @@ def sources_of(*roots: object) -> list[Any]:
             found.append(digest)
             continue
         waiting.extend((part, depth + 1) for part in _parts(value))
-    files = {str(file) for module in modules.values() if (file := getattr(module, "__file__", None))}
+    files = {
+        str(file) for module in modules.values() if (file := getattr(module, "__file__", None))
+    }
     return [sorted([file, file_signature(file)] for file in files), sorted(found, key=str)]
 
 
@@ -83,7 +85,9 @@ def _add(modules: dict[str, ModuleType], *names: str) -> None:
 def _taken_from(values: Iterable[object]) -> Iterator[str]:
     """Yield the names of the modules, not installed, that some values are or were defined in."""
     for value in values:
-        name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        name = (
+            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        )
         module = sys.modules.get(name) if isinstance(name, str) else None
         if module is not None and not _is_installed(getattr(module, "__file__", None) or ""):
             yield module.__name__
@@ -92,5 +96,10 @@ def _taken_from(values: Iterable[object]) -> Iterator[str]:
 @cache
 def _is_installed(file: str) -> bool:
     """Whether a module's file is of a package whose version tells what it is, or of none."""
-    places = (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), str(Path(__file__).parents[1]))
-    return not file or any(Path(file).resolve().is_relative_to(Path(place).resolve()) for place in places)
+    places = (
+        *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+        str(Path(__file__).parents[1]),
+    )
+    return not file or any(
+        Path(file).resolve().is_relative_to(Path(place).resolve()) for place in places
+    )

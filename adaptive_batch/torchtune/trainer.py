@@ -47,7 +47,8 @@ class Trainer:
         sizer: MicroBatchSizer,
         *,
         to_device: Callable[[dict[str, Any]], None] | None = None,
-        new_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+        new_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+        | None = None,
     ) -> None:
         cfg, settings, self._loss_fn = job.cfg, job.settings, job.loss_fn
         if cfg.compile:
@@ -113,13 +114,17 @@ class Trainer:
         """Pack rows into one sequence; torchtune's models compare its length with what a row may have, which each row was."""
         batch = pack_rows(rows, ignore_index=self._loss_fn.ignore_index)
         if hasattr(self.model, "max_seq_len"):
-            self.model.max_seq_len = max(cast(int, self.model.max_seq_len), batch["tokens"].shape[-1])
+            self.model.max_seq_len = max(
+                cast(int, self.model.max_seq_len), batch["tokens"].shape[-1]
+            )
         return batch
 
     def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the mean loss of a batch over its label tokens; position `i` predicts the label at `i + 1`."""
         labels = batch.pop("labels")
-        if self._offloading and self._activations.tracker:  # a step that failed has left it as it was
+        if (
+            self._offloading and self._activations.tracker
+        ):  # a step that failed has left it as it was
             self._activations = training.OffloadActivations()
         with self._activations:
             logits = self.model(**batch)
@@ -147,7 +152,9 @@ class Trainer:
     def learn_collectives(self) -> None:
         """Let even the first micro-batch be retried that runs out of memory on one of several ranks."""
         shrinks = self._job.settings.on_out_of_memory == "shrink"
-        if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:  # which would be for one row more
+        if (
+            distributed.world_size() > 1 and shrinks and not self._job.cfg.compile
+        ):  # which would be for one row more
             self.runner.learn_from_a_row()
 
     def step(self) -> None:
@@ -165,7 +172,9 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             failure = str(error)
-        if failure is not None:  # outside the except block, which keeps the tensors of the step alive
+        if (
+            failure is not None
+        ):  # outside the except block, which keeps the tensors of the step alive
             raise DoesNotFitError(
                 f"the optimizer's step ran out of memory on {self._device}: {failure}; some weights are stepped and others are "
                 "not, so it cannot be tried again: what was saved before is whole, resume from it with "
@@ -175,8 +184,12 @@ class Trainer:
 
     def tried(self) -> TriedStep:
         """Return the step that a search tries."""
-        keeps_gradients = not self._job.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1
-        return self.runner.tried(self.in_backward or self.optimizer, keeps_gradients=keeps_gradients)
+        keeps_gradients = (
+            not self._job.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1
+        )
+        return self.runner.tried(
+            self.in_backward or self.optimizer, keeps_gradients=keeps_gradients
+        )
 
     def try_step(self) -> None:
         """Clip and step, as a trial does."""

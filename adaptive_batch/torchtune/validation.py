@@ -86,11 +86,15 @@ class Validation:
             loss = self._evaluator.run(self._rows())
         finally:
             random_state.restore()
-        if changed := self._data.dataset_val.recount():  # a collective, which no rank that fails may begin alone
+        if (
+            changed := self._data.dataset_val.recount()
+        ):  # a collective, which no rank that fails may begin alone
             message = f"dataset_val: {changed}: the lengths that were cached are dropped"
             self._log.event("recounted", message)
         return loss
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        mine = range(distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size())
+        mine = range(
+            distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size()
+        )
         return (self._data.dataset_val[row] for row in mine)

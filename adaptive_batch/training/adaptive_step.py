@@ -105,7 +105,11 @@ class AdaptiveStep:
         options = options or StepOptions()
         options.check_of_step()
         check_sizes(micro_batch_size, micro_batch_tokens)
-        for key, function in (("forward_backward", forward_backward), ("split", split), ("num_labels", num_labels)):
+        for key, function in (
+            ("forward_backward", forward_backward),
+            ("split", split),
+            ("num_labels", num_labels),
+        ):
             if not callable(function) and (function is not None or key == "forward_backward"):
                 raise SettingError(key, function, "give a function")
         if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
@@ -117,7 +121,9 @@ class AdaptiveStep:
         self._split_batch = split or partial(RowsOfBatch, trims=not self._is_compiled)
         self._labels = LabelCounter(num_labels)
         device = next(model.parameters()).device
-        self.memory = options.memory or device_memory(device, shared_by=distributed.local_world_size())
+        self.memory = options.memory or device_memory(
+            device, shared_by=distributed.local_world_size()
+        )
         self.sizer = MicroBatchSizer(
             micro_batch_size=micro_batch_size,
             micro_batch_tokens=micro_batch_tokens,
@@ -127,12 +133,19 @@ class AdaptiveStep:
             on_change=_log_change,
         )
         self.sharding = Sharding(
-            model, finishes=not is_replicated(model), syncs_every_micro_batch=options.sync_gradients_every_micro_batch
+            model,
+            finishes=not is_replicated(model),
+            syncs_every_micro_batch=options.sync_gradients_every_micro_batch,
         )
         check_ranks(model, is_sharded=self.sharding.is_sharded)
         retries = options.on_out_of_memory == "shrink"
         self.runner = StepRunner(
-            model, self.sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=REMEDIES
+            model,
+            self.sizer,
+            memory=self.memory,
+            sharding=self.sharding,
+            retries=retries,
+            remedies=REMEDIES,
         )
         self._check = SplitCheck(
             self.runner,
@@ -145,14 +158,20 @@ class AdaptiveStep:
         # Whether the bound was tried without the gradients that a second part meets.
         self._tried_one_part = False
         # A rank can be brought to the end of a micro-batch whose collectives are known.
-        self._learns_collectives = distributed.world_size() > 1 and retries and not self._is_compiled
+        self._learns_collectives = (
+            distributed.world_size() > 1 and retries and not self._is_compiled
+        )
         if has_batch_norm(model):
-            log.warning("the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results")
+            log.warning(
+                "the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results"
+            )
         if self.sizer.waits_for_search:
             log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
 
     @classmethod
-    def of(cls, model: nn.Module, **arguments: Any) -> Callable[[Callable[[Part], Any]], AdaptiveStep]:
+    def of(
+        cls, model: nn.Module, **arguments: Any
+    ) -> Callable[[Callable[[Part], Any]], AdaptiveStep]:
         """Return a decorator that makes an AdaptiveStep of a `forward_backward` function."""
 
         def decorate(forward_backward: Callable[[Part], Any]) -> AdaptiveStep:
@@ -238,7 +257,9 @@ class AdaptiveStep:
             raise OutOfMemoryElsewhereError
         return results
 
-    def _parts(self, rows: Splittable, pieces: Sequence[MicroBatch], num_pieces: int) -> list[Part | None]:
+    def _parts(
+        self, rows: Splittable, pieces: Sequence[MicroBatch], num_pieces: int
+    ) -> list[Part | None]:
         """Return the parts with their shares, counted before the first backward; None for one that has no label."""
 
         def make() -> list[Any]:
@@ -249,7 +270,10 @@ class AdaptiveStep:
         batches = self.runner.retry.prepare(make) or []
         if num_pieces == 1 and not over_ranks:
             return [Part(batch, rows.num_rows) for batch in batches] or [None]
-        counts = [self._labels.counts(batch, len(piece.rows)) for batch, piece in zip(batches, pieces, strict=False)]
+        counts = [
+            self._labels.counts(batch, len(piece.rows))
+            for batch, piece in zip(batches, pieces, strict=False)
+        ]
         if num_pieces > 1 and self._check.is_due(counts):
             self._check.check(rows.to_check(), [piece.rows for piece in pieces])
         labels = [count[self._check.way] for count in counts]
@@ -330,7 +354,9 @@ class AdaptiveStep:
         length = length_in_sample(sample, self._split_batch, self.memory.device)
         if self.sizer.limit(1).unit == "tokens" and not length:
             raise SettingError("micro_batch_tokens", "auto", _LENGTHS_REMEDY)
-        tried = TriedStep(self.runner, optimizer, partial(self._try_sample, beside_gradients=accumulates))
+        tried = TriedStep(
+            self.runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
+        )
         worst = WorstRows.of_sample(sample, length)
         results = find_in_step(
             lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
@@ -341,7 +367,9 @@ class AdaptiveStep:
         self._tried_one_part = len(results) == 1 and not (accumulates or self.sizer.splits)
         return results[-1]
 
-    def _try_sample(self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True) -> None:
+    def _try_sample(
+        self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True
+    ) -> None:
         """Run forward and backward of a batch at once, as a trial.
 
         Args:
@@ -392,7 +420,10 @@ def check_sizes(micro_batch_size: int | str | None, micro_batch_tokens: int | st
     if micro_batch_tokens is not None and micro_batch_size is not None:
         remedy = "micro_batch_size is given too; give one of them"
         raise SettingError("micro_batch_tokens", micro_batch_tokens, remedy)
-    for key, value in (("micro_batch_size", micro_batch_size), ("micro_batch_tokens", micro_batch_tokens)):
+    for key, value in (
+        ("micro_batch_size", micro_batch_size),
+        ("micro_batch_tokens", micro_batch_tokens),
+    ):
         if value not in (None, "auto"):
             check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
 

@@ -91,7 +91,12 @@ def agree_on_step(
     agreed = distributed.all_reduce_max([*answers, *division.own_counts])
     any_ends, any_eases, any_stays, most_batch, least_batch, most_rows, least_rows, *counts = agreed
     if most_batch != -least_batch or most_rows != -least_rows:
-        same_answers({"batch_size_schedule": question.batch, "the rows of the next step, which": question.num_rows})
+        same_answers(
+            {
+                "batch_size_schedule": question.batch,
+                "the rows of the next step, which": question.num_rows,
+            }
+        )
     division = replace(division, counts=tuple(counts))
     if any_eases:
         sizer.ease(fullest, rows_at_once=rows_at_once)
@@ -111,7 +116,9 @@ def same_answers(answers: Mapping[str, int]) -> None:
     Raises:
         GrowthFunctionError: naming the rank.
     """
-    first, *others = distributed.all_gather({asked: str(answer) for asked, answer in answers.items()})
+    first, *others = distributed.all_gather(
+        {asked: str(answer) for asked, answer in answers.items()}
+    )
     for rank, mine in enumerate(others, start=1):
         for name, value, of_first in differences(mine, first):
             raise GrowthFunctionError(
@@ -120,7 +127,9 @@ def same_answers(answers: Mapping[str, int]) -> None:
             )
 
 
-def differences(mine: Mapping[str, str], first: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
+def differences(
+    mine: Mapping[str, str], first: Mapping[str, str]
+) -> Iterator[tuple[str, str, str]]:
     """Yield the name of each difference between two ranks, and the value of each."""
     for name in sorted(first.keys() | mine.keys()):
         if first.get(name) != mine.get(name):

@@ -15,7 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_bool, check_choice, check_share, check_whole, count, format_bytes
+from adaptive_batch._util import (
+    check_bool,
+    check_choice,
+    check_share,
+    check_whole,
+    count,
+    format_bytes,
+)
 from adaptive_batch.data import micro_batches
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
@@ -162,7 +169,9 @@ class BoundSearch:
         """
         model = self._tried.runner.model
         optimizer = self._tried.optimizer
-        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer.optimizers.values()
+        optimizers = (
+            [optimizer] if isinstance(optimizer, Optimizer) else optimizer.optimizers.values()
+        )
         resident = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
         available = self._memory.available_bytes(resident)
         if self._memory.device.type == "cpu":
@@ -247,7 +256,9 @@ class BoundSearch:
                 torch.compiler.reset()
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
-            raise DoesNotFitError(f"{self._rows.name} does not fit in {budget}; {self._tried.runner.retry.remedies}")
+            raise DoesNotFitError(
+                f"{self._rows.name} does not fit in {budget}; {self._tried.runner.retry.remedies}"
+            )
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
         return replace(
@@ -297,7 +308,9 @@ class BoundSearch:
                 lost.facts["trial_rows_val"] = size
                 raise
 
-    def _fastest(self, choices: Choices, result: ProbeResult, seconds_of_search: float) -> Throughput | None:
+    def _fastest(
+        self, choices: Choices, result: ProbeResult, seconds_of_search: float
+    ) -> Throughput | None:
         """Return what is fastest within what fits, found in about twice the time of the search by memory."""
         start = time.perf_counter()
         seconds = distributed.maximum(int(1e6 * seconds_of_search)) * 2e-6
@@ -315,7 +328,11 @@ class BoundSearch:
         longest_steps = [partial(tried.try_rows, self._rows.first(size))] * per_step
         yield longest_steps
         limit = sizer.limit(size)
-        amount = sizer.layout.padded_tokens([self._rows.length] * size) if limit.unit == "tokens" else size
+        amount = (
+            sizer.layout.padded_tokens([self._rows.length] * size)
+            if limit.unit == "tokens"
+            else size
+        )
         limit = replace(limit, amount=amount)
         for step in range(_DRAWN_STEPS):
             drawn = in_order(step * per_step * size, per_step * size)
@@ -330,7 +347,9 @@ class BoundSearch:
     def _halve(self, *, maximum: int, **facts: Any) -> Search:
         return Halving(start=maximum)
 
-    def _predict(self, *, budget_bytes: int, maximum: int, resident_bytes: int, expected: MemoryCurve | None) -> Search:
+    def _predict(
+        self, *, budget_bytes: int, maximum: int, resident_bytes: int, expected: MemoryCurve | None
+    ) -> Search:
         if expected is not None:
             expected_rows = expected.max_rows(budget_bytes)
             rows = maximum if expected_rows is None else min(expected_rows, maximum)

@@ -10,7 +10,9 @@ from torch import nn
 from adaptive_batch.distributed import Sharding
 
 
-def clip_gradients(model: nn.Module, sharding: Sharding, max_grad_norm: float | None) -> torch.Tensor | None:
+def clip_gradients(
+    model: nn.Module, sharding: Sharding, max_grad_norm: float | None
+) -> torch.Tensor | None:
     """Clip the norm of all gradients to a maximum; return the norm that they had.
 
     Args:

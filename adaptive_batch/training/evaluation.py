@@ -35,7 +35,9 @@ class Evaluator:
         self._runner = runner
         self._loss = loss
         self._sizer = sizer
-        self._retry = OOMRetry(sizer, memory=runner.memory, sharding=runner.sharding, is_of_training=False)
+        self._retry = OOMRetry(
+            sizer, memory=runner.memory, sharding=runner.sharding, is_of_training=False
+        )
 
     @property
     def limit(self) -> MicroBatchLimit:
@@ -113,7 +115,9 @@ class Evaluator:
             loss_sum += loss
             label_tokens += labels
 
-        self._retry.run_in_turn(pieces, run, drop=self._runner.sharding.reset, idle=idle, evaluates=True)
+        self._retry.run_in_turn(
+            pieces, run, drop=self._runner.sharding.reset, idle=idle, evaluates=True
+        )
         if distributed.any_of_ranks(self._retry.has_failed):
             raise OutOfMemoryElsewhereError
         return loss_sum, label_tokens

@@ -159,9 +159,7 @@ class AdaptiveLoop:
         lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
         self._reference = reference_batch_size
         if self._seeks_maximum and lr_scaling != "none" and reference_batch_size is None:
-            remedy = (
-                "with batch_size='max' it is not known before a search; give the global batch that lr was chosen for"
-            )
+            remedy = "with batch_size='max' it is not known before a search; give the global batch that lr was chosen for"
             raise SettingError("reference_batch_size", None, remedy)
         self._rate = AdaptiveRate(
             optimizer,
@@ -172,7 +170,9 @@ class AdaptiveLoop:
             scale_with_batch=options.scale_with_batch,
         )
         self._nonfinite = NonfiniteSteps(
-            options.on_nonfinite_loss, drop_gradients=self._step.step.runner.drop_gradients, event=_log_event
+            options.on_nonfinite_loss,
+            drop_gradients=self._step.step.runner.drop_gradients,
+            event=_log_event,
         )
         self._reader = RowReader(rows)
         self._built_with = {
@@ -247,7 +247,9 @@ class AdaptiveLoop:
             replace(options, maximum=min(maximum, rows_of_epoch)),
             step_rows=self._rows_at_most(self.batch_size),
             # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
-            splits=planner.batching.grow_beyond_maximum or self._sizer.splits or planner.ranks > ranks,
+            splits=planner.batching.grow_beyond_maximum
+            or self._sizer.splits
+            or planner.ranks > ranks,
             order=lambda: planner.epochs.order(self.progress.at_epoch_start()),
             batch_tokens=planner.batching.batch_tokens,
         )
@@ -256,14 +258,21 @@ class AdaptiveLoop:
         return result
 
     def estimate(
-        self, devices: Any, *, maximum: int = 4096, context: int | None = None, headroom: int | float | str = 0
+        self,
+        devices: Any,
+        *,
+        maximum: int = 4096,
+        context: int | None = None,
+        headroom: int | float | str = 0,
     ) -> MemoryEstimate:
         """Estimate how many of the longest rows a step of this loop can hold on CUDA devices that are not here.
 
         The rows are collated as in training, on the host; `to_device` is not called. For arguments and errors see
         :func:`adaptive_batch.estimate_memory`.
         """
-        return self._step.estimate(self._optimizer, devices, maximum=maximum, context=context, headroom=headroom)
+        return self._step.estimate(
+            self._optimizer, devices, maximum=maximum, context=context, headroom=headroom
+        )
 
     # --- training ---------------------------------------------------------------------------------------------------------
 
@@ -312,7 +321,9 @@ class AdaptiveLoop:
             self._describe_batch()
             rows = self._reader.read(step.own, following=step.following)
             if asks_for_tokens:
-                queue.count_tokens(sum(distributed.all_gather(sum(map(self._step.dataset.length, rows)))))
+                queue.count_tokens(
+                    sum(distributed.all_gather(sum(map(self._step.dataset.length, rows))))
+                )
             self._rows_ahead.add(rows)
             yield rows
 
@@ -343,7 +354,9 @@ class AdaptiveLoop:
         rows_at_once = self._rows_at_most(step.progress.batch)
         self._step.check_fits(rows_at_once)
         reshard(self._model)
-        check_gradients_are_clear(self._model, self._optimizer, mine=self._step.step.sharding.of_this_rank)
+        check_gradients_are_clear(
+            self._model, self._optimizer, mine=self._step.step.sharding.of_this_rank
+        )
         question = Question(step.progress.batch, len(step.numbers))
         result = self._step.run(rows, rows_at_once=rows_at_once, question=question)
         batch = result.tokens if self._rate.counts_tokens else result.rows
@@ -364,7 +377,8 @@ class AdaptiveLoop:
         if not result.micro_batches and not self._warned_unlabelled:
             self._warned_unlabelled = True
             log.warning(
-                "a step of %d rows had no label to learn from; see num_labels, if that should not be", result.rows
+                "a step of %d rows had no label to learn from; see num_labels, if that should not be",
+                result.rows,
             )
         self._rows_ahead.drop_first()
         self._batches.queue.done(tokens=result.tokens)
@@ -381,7 +395,9 @@ class AdaptiveLoop:
             return
         self._described_batch = planner.batch_size
         configured = planner.batching.batch_size * planner.ranks
-        line = self._rate.describe_unscaled(planner.batch_size * planner.ranks, configured=configured)
+        line = self._rate.describe_unscaled(
+            planner.batch_size * planner.ranks, configured=configured
+        )
         if line and distributed.is_rank_zero():
             log.info("%s", line)
 
@@ -412,7 +428,9 @@ class AdaptiveLoop:
         for key, value in self._built_with.items():
             saved = state["built_with"][key]
             if saved != value:
-                raise SettingError(key, value, f"the saved loop was built with {saved}; resume with that")
+                raise SettingError(
+                    key, value, f"the saved loop was built with {saved}; resume with that"
+                )
         self._batches.load_state_dict(state["batches"])
         self._rows_ahead.clear()
         self._step.load_state_dict(state["step"])
@@ -447,11 +465,15 @@ class _RowsAhead:
             )
         # Rows may have been copied on their way, so only those of another step are known to be wrong.
         if not _are_same(rows, waiting[0]) and any(_are_same(rows, later) for later in waiting):
-            raise ValueError("a step that was handed out before has not been run: run each step once, in order")
+            raise ValueError(
+                "a step that was handed out before has not been run: run each step once, in order"
+            )
 
 
 def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(rows) == len(others) and all(row is other for row, other in zip(rows, others, strict=True))
+    return len(rows) == len(others) and all(
+        row is other for row, other in zip(rows, others, strict=True)
+    )
 
 
 def _log_event(kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:

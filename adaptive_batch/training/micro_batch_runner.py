@@ -89,14 +89,18 @@ class MicroBatchRunner(StepRunner):
         measures_noise: bool = False,
         **options: Any,
     ) -> None:
-        assert scale_gradients or not measures_noise, "there are no gradients to measure with the optimizer in backward"
+        assert scale_gradients or not measures_noise, (
+            "there are no gradients to measure with the optimizer in backward"
+        )
         super().__init__(model, sizer, **options)
         self.loss = loss
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
         self._measures_noise = measures_noise
 
-    def _divide(self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit) -> Division:
+    def _divide(
+        self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit
+    ) -> Division:
         if _copies_of_each_row() > 1:
             small_rows = None
         lengths = list(map(self.loss.row_length, rows))
@@ -111,7 +115,9 @@ class MicroBatchRunner(StepRunner):
         small_rows: tuple[int, ...] | None = None,
     ) -> tuple[Division, bool]:
         """Agree with all ranks on a step before it runs, see :func:`agree_on_step`; for the arguments see :meth:`run`."""
-        return self.agree_on(partial(self._divide, rows, small_rows), question, rows_at_once=rows_at_once)
+        return self.agree_on(
+            partial(self._divide, rows, small_rows), question, rows_at_once=rows_at_once
+        )
 
     def run(
         self,
@@ -136,7 +142,9 @@ class MicroBatchRunner(StepRunner):
         """
         assert small_rows is None or self._measures_noise
         divide = partial(self._divide, rows, small_rows)
-        return self.run_step(partial(self._attempt, rows), divide, rows_at_once=rows_at_once, division=division)
+        return self.run_step(
+            partial(self._attempt, rows), divide, rows_at_once=rows_at_once, division=division
+        )
 
     def learn_from_a_row(self) -> None:
         """Let even the first micro-batch be brought to its end; all of several ranks call it, where no trial has run.
@@ -168,7 +176,9 @@ class MicroBatchRunner(StepRunner):
             self.try_rows(rows)
         self.try_rows(rows, is_last=False)
 
-    def tried(self, optimizer: Optimizer | OptimizerInBackward, *, keeps_gradients: bool = False) -> TriedStep:
+    def tried(
+        self, optimizer: Optimizer | OptimizerInBackward, *, keeps_gradients: bool = False
+    ) -> TriedStep:
         """Return the step that a search tries.
 
         Args:
@@ -176,10 +186,17 @@ class MicroBatchRunner(StepRunner):
             keeps_gradients: whether unsharded gradients are there between the micro-batches of a step.
         """
         keep_gradients = self.keep_gradients if keeps_gradients else None
-        return TriedStep(self, optimizer, self.try_rows, self.clip, self.loss.row_length, keep_gradients)
+        return TriedStep(
+            self, optimizer, self.try_rows, self.clip, self.loss.row_length, keep_gradients
+        )
 
     def evaluate(
-        self, rows: Sequence[Row], *, loss: RowLoss | None = None, length: int = 0, is_trial: bool = False
+        self,
+        rows: Sequence[Row],
+        *,
+        loss: RowLoss | None = None,
+        length: int = 0,
+        is_trial: bool = False,
     ) -> tuple[float, int]:
         """Return the sum of the token losses of a micro-batch and its label tokens, without gradients.
 
@@ -222,7 +239,9 @@ class MicroBatchRunner(StepRunner):
             return mean * count
 
         assert self.loss.pack is not None, "rows that cannot be packed"
-        return why_not_packed(self.model, token_loss, rows, collate=self.loss.collate, pack=self.loss.pack)
+        return why_not_packed(
+            self.model, token_loss, rows, collate=self.loss.collate, pack=self.loss.pack
+        )
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""
@@ -231,8 +250,14 @@ class MicroBatchRunner(StepRunner):
     def _attempt(self, rows: Sequence[Row], division: Division) -> StepResult:
         """Run the micro-batches of a step; where a rank fails, all of them come to the end of it."""
         counts = division.counts or ()
-        assert self._scale_gradients or sum(counts) == 1, "with the optimizer in backward a step is one micro-batch"
-        sums = _Sums(rows=len(rows), tokens=sum(map(self.loss.num_real_tokens, rows)), device=self.memory.device)
+        assert self._scale_gradients or sum(counts) == 1, (
+            "with the optimizer in backward a step is one micro-batch"
+        )
+        sums = _Sums(
+            rows=len(rows),
+            tokens=sum(map(self.loss.num_real_tokens, rows)),
+            device=self.memory.device,
+        )
         small_pieces, *other_pieces = division.parts
         measures = bool(other_pieces) and all(counts)
 
@@ -241,9 +266,13 @@ class MicroBatchRunner(StepRunner):
             if measures and is_last and sums.small is None:
                 # The gradients so far are those of the small batch, and reduced.
                 num_rows = sum(len(small.rows) for small in small_pieces)
-                sums.small = _Small(num_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches)
+                sums.small = _Small(
+                    num_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches
+                )
 
-        idle = MicroBatch([], 0) if rows else MicroBatch([0], self.loss.row_length(self._dummy_row()))
+        idle = (
+            MicroBatch([], 0) if rows else MicroBatch([0], self.loss.row_length(self._dummy_row()))
+        )
         self.run_micro_batches(division, run, idle=idle)
         return self._finish(sums, sum(counts))
 
@@ -269,7 +298,9 @@ class MicroBatchRunner(StepRunner):
             sums.add(token_loss.detach(), labels if together else count)
         if not self._scale_gradients and not together:
             token_loss = mean
-        elif not self._scale_gradients:  # each parameter is stepped as soon as its gradient is there
+        elif (
+            not self._scale_gradients
+        ):  # each parameter is stepped as soon as its gradient is there
             sums.all_reduce_sum()
             if not sums.label_tokens:
                 return  # on no rank is there anything to step by
@@ -310,7 +341,12 @@ class MicroBatchRunner(StepRunner):
         is_part = 0 < micro_batches < sums.micro_batches  # on one rank, which waits for nothing
         if ranks > 1:
             mine = (rows, labels, squared, whole)
-            total = torch.stack([torch.as_tensor(one, dtype=torch.float64, device=self.memory.device) for one in mine])
+            total = torch.stack(
+                [
+                    torch.as_tensor(one, dtype=torch.float64, device=self.memory.device)
+                    for one in mine
+                ]
+            )
             distributed.all_reduce_sum(total)
             rows, labels, squared, whole = total
             is_part = bool(0 < labels < sums.label_tokens)
@@ -334,16 +370,23 @@ class MicroBatchRunner(StepRunner):
         return squared_norm(held) if held else torch.zeros(())
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return [
+            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
+        ]
 
     def _multiply_gradients_by(self, scale: torch.Tensor) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad *= scale.to(parameter.grad.device)  # which is the host's where parameters are offloaded
+                parameter.grad *= scale.to(
+                    parameter.grad.device
+                )  # which is the host's where parameters are offloaded
 
 
 def _split(
-    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout, small_rows: tuple[int, ...] | None
+    lengths: Sequence[int],
+    limit: MicroBatchLimit,
+    layout: MicroBatchLayout,
+    small_rows: tuple[int, ...] | None,
 ) -> tuple[list[MicroBatch], ...]:
     """Split the rows of a step into micro-batches: of the small batch that noise is sampled with, and of the others; None for one part.
 

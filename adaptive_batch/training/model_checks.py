@@ -37,7 +37,9 @@ def has_batch_norm(model: nn.Module) -> bool:
 
 def is_compiled(model: nn.Module) -> bool:
     """Return whether the model, or a part of it, is compiled."""
-    return any(hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules())
+    return any(
+        hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules()
+    )
 
 
 @contextmanager
@@ -57,20 +59,26 @@ def check_parameters(model: object, optimizer: object) -> None:
     if not isinstance(model, nn.Module):
         raise SettingError("model", type(model).__name__, "give an nn.Module")
     if not isinstance(optimizer, Optimizer):
-        remedy = "give one torch.optim.Optimizer; where several step the model, that with most state"
+        remedy = (
+            "give one torch.optim.Optimizer; where several step the model, that with most state"
+        )
         raise SettingError("optimizer", type(optimizer).__name__, remedy)
     reshard(model)
     known = {id(parameter) for parameter in model.parameters()}
     if not known:
         raise SettingError("model", type(model).__name__, "it has no parameters")
-    others = sum(id(one) not in known for group in optimizer.param_groups for one in group["params"])
+    others = sum(
+        id(one) not in known for group in optimizer.param_groups for one in group["params"]
+    )
     if others:
-        remedy = (
-            f"{others} tensors of the optimizer are no parameters of it; put all that is trained into one nn.Module"
-        )
+        remedy = f"{others} tensors of the optimizer are no parameters of it; put all that is trained into one nn.Module"
         raise SettingError("model", type(model).__name__, remedy)
     stepped = _stepped_by(optimizer)
-    left = [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in stepped]
+    left = [
+        name
+        for name, one in model.named_parameters()
+        if one.requires_grad and id(one) not in stepped
+    ]
     if left and distributed.is_rank_zero():
         log.warning(
             "%s need gradients and are not the optimizer's: freeze them with requires_grad_(False), or, where another optimizer steps "
@@ -100,14 +108,18 @@ def check_ranks(model: nn.Module, *, is_sharded: bool) -> None:
         needed = "several ranks need one that torch's fully_shard, and nothing else, has divided over all of them"
         raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
     if whole := _undivided(model):
-        needed = f"{some_names(whole)} are not divided by fully_shard, so each rank would train its own"
+        needed = (
+            f"{some_names(whole)} are not divided by fully_shard, so each rank would train its own"
+        )
         remedy = "call fully_shard on the whole model too, after its parts"
         raise SettingError("model", type(model).__name__, f"{needed}; {remedy}")
 
 
 def _is_divided_by_rows(model: nn.Module) -> bool:
     """Whether each rank runs rows of its own: with tensor parallelism some run the same."""
-    dimensions = [sum(not place.is_replicate() for place in one.placements) for one in _divided(model)]
+    dimensions = [
+        sum(not place.is_replicate() for place in one.placements) for one in _divided(model)
+    ]
     everywhere = all(one.device_mesh.size() == distributed.world_size() for one in _divided(model))
     return everywhere and max(dimensions) <= 1
 
@@ -123,8 +135,16 @@ def _divided(model: nn.Module) -> list[Any]:
 
 def _undivided(model: nn.Module) -> list[str]:
     """The parameters that train and of which each rank holds a whole one."""
-    divided = {id(one) for one in _divided(model) if not all(place.is_replicate() for place in one.placements)}
-    return [name for name, one in model.named_parameters() if one.requires_grad and id(one) not in divided]
+    divided = {
+        id(one)
+        for one in _divided(model)
+        if not all(place.is_replicate() for place in one.placements)
+    }
+    return [
+        name
+        for name, one in model.named_parameters()
+        if one.requires_grad and id(one) not in divided
+    ]
 
 
 def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: Any) -> None:

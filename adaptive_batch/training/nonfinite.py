@@ -78,11 +78,16 @@ class NonfiniteSteps:
         message = f"step {step}: {wrong}{in_a_row}, lr {lr:g}{self._before}{changes}"
         would = "stop would end training" if self._is_taken else "skip or stop would not take it"
         skips = self._policy == "skip"
-        what_next = "it is skipped: weights and optimizer stay as they are" if skips else f"on_nonfinite_loss={would}"
+        what_next = (
+            "it is skipped: weights and optimizer stay as they are"
+            if skips
+            else f"on_nonfinite_loss={would}"
+        )
         self._event(
             "nonfinite_loss",
             f"{message}; {what_next}",
-            prints=(self._num_in_a_row == 1 or self._num_in_a_row % 100 == 0) and self._policy != "stop",
+            prints=(self._num_in_a_row == 1 or self._num_in_a_row % 100 == 0)
+            and self._policy != "stop",
             step=step,
             loss=result.loss,
             skipped=skips,
@@ -91,9 +96,15 @@ class NonfiniteSteps:
             return False
         self._drop_gradients()
         if self._policy == "stop":
-            which = "; the weights have been stepped by it" if self._is_taken else " before this step is taken"
+            which = (
+                "; the weights have been stepped by it"
+                if self._is_taken
+                else " before this step is taken"
+            )
             remedy = f"; {self._remedy()}" if self._remedy else ""
-            raise NonfiniteLossError(f"{message}; on_nonfinite_loss=stop ends training{which}{remedy}")
+            raise NonfiniteLossError(
+                f"{message}; on_nonfinite_loss=stop ends training{which}{remedy}"
+            )
         return True
 
     def count(self) -> int:

@@ -171,7 +171,11 @@ class OOMRetry:
         own = [piece for piece in pieces if piece is not None]
         fullest = self.sizer.limit(self._rows_at_once).fullest(own) if own else idle
         self.current = fullest
-        kinds = [{"evaluates": True}] * len(pieces) if evaluates else [{"is_last": each} for each in reduced]
+        kinds = (
+            [{"evaluates": True}] * len(pieces)
+            if evaluates
+            else [{"is_last": each} for each in reduced]
+        )
         for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
             if self.has_failed:
                 self._sharding.run_dummy_collectives(**kind)
@@ -182,14 +186,20 @@ class OOMRetry:
             self.current = fullest
 
     def _run_micro_batch(
-        self, run: Callable[[], object], *, drop: Callable[[], object], following: Sequence[dict[str, bool]]
+        self,
+        run: Callable[[], object],
+        *,
+        drop: Callable[[], object],
+        following: Sequence[dict[str, bool]],
     ) -> None:
         """Run one micro-batch; where it runs out of memory beside other ranks, bring its collectives to their end."""
         try:
             run()
             return
         except Exception as error:
-            can_finish = distributed.world_size() > 1 and self._retries and self._sharding.can_finish
+            can_finish = (
+                distributed.world_size() > 1 and self._retries and self._sharding.can_finish
+            )
             is_known = all(self._sharding.knows(**kind) for kind in following)
             if not (can_finish and is_out_of_memory(error) and is_known):
                 raise
@@ -205,7 +215,12 @@ class OOMRetry:
         request = self.sizer.after_out_of_memory(self.current, "", rows_at_once=self._rows_at_once)
         rows, length, after = request.rows, request.length, request.limit
         limit = self.sizer.limit(self._rows_at_once)
-        facts: dict[str, Any] = {"rows": rows, "length": length, "before": limit.amount, "error": message}
+        facts: dict[str, Any] = {
+            "rows": rows,
+            "length": length,
+            "before": limit.amount,
+            "error": message,
+        }
         what_next = self.remedies
         if after is not None:
             what_next = f"{after} would be less"

@@ -74,7 +74,9 @@ class StepOptions:
         norm = self.max_grad_norm
         is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
         if norm is not None and not (is_number and 0 < norm < math.inf):
-            raise SettingError("max_grad_norm", norm, "give a number above 0, or None to clip nothing")
+            raise SettingError(
+                "max_grad_norm", norm, "give a number above 0, or None to clip nothing"
+            )
         check_choice("on_out_of_memory", self.on_out_of_memory, ("shrink", "raise"))
         check_choice("count_labels_over", self.count_labels_over, ("rank", "ranks"))
         check_choice("on_nonfinite_loss", self.on_nonfinite_loss, ON_NONFINITE_LOSS)
@@ -89,7 +91,11 @@ class StepOptions:
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in _OF_LOOP and value != field.default:
-                raise SettingError(field.name, value, f"it is of AdaptiveLoop; {_OF_LOOP[field.name]}")
+                raise SettingError(
+                    field.name, value, f"it is of AdaptiveLoop; {_OF_LOOP[field.name]}"
+                )
         if self.micro_batch_layout == "packed":
-            remedy = "a batch that is made cannot be packed; give padded or grouped, or use AdaptiveLoop"
+            remedy = (
+                "a batch that is made cannot be packed; give padded or grouped, or use AdaptiveLoop"
+            )
             raise SettingError("micro_batch_layout", "packed", remedy)

@@ -29,7 +29,9 @@ class PackedAttention:
         self._lengths, self._longest, self._attend = list(lengths), max(lengths), attend
         self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any
+    ) -> Tensor:
         """Return ``[1, heads, tokens, head_dim]``, as the query is; raise ValueError where a tensor is of another shape."""
         tensors, tokens = (query, key, value), sum(self._lengths)
         if any(one.dim() != 4 or one.shape[::2] != (1, tokens) for one in tensors):
@@ -40,12 +42,20 @@ class PackedAttention:
         self.calls, self.dtype = self.calls + 1, query.dtype
         how.update(zip(("attn_mask", "dropout_p"), given, strict=False))
         how.update(attn_mask=None, is_causal=True)
-        is_even = query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0 and not how.get("dropout_p")
+        is_even = (
+            query.shape[3] == value.shape[3]
+            and query.shape[3] % 8 == 0
+            and not how.get("dropout_p")
+        )
         if is_even:
             estimated = estimated_attention(*tensors, self._lengths)
             if estimated is not None:
                 return estimated
-        if query.is_cuda and is_even and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True)):
+        if (
+            query.is_cuda
+            and is_even
+            and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True))
+        ):
             self._ends = self._ends.to(query.device)
             where = self._ends, self._ends, self._longest, self._longest
             out = _varlen_attention()(
@@ -54,15 +64,21 @@ class PackedAttention:
             return out.transpose(0, 1)[None]
         rows = zip(*(torch.split(one, self._lengths, 2) for one in tensors), strict=True)
         # Joined as [1, tokens, heads, head_dim], which kernels return and models go on to ask for.
-        return torch.cat([self._attend(*row, **how).transpose(1, 2) for row in rows], 1).transpose(1, 2)
+        return torch.cat([self._attend(*row, **how).transpose(1, 2) for row in rows], 1).transpose(
+            1, 2
+        )
 
 
 @cache
 def _varlen_attention() -> Callable[..., Tensor]:
     """PyTorch's kernel for rows of several lengths, as its version is asked for causal attention and grouped heads."""
-    attend: Any = import_module("torch.nn.attention.varlen").varlen_attn  # takes two seconds to import
+    attend: Any = import_module(
+        "torch.nn.attention.varlen"
+    ).varlen_attn  # takes two seconds to import
     options = {"window_size": (-1, 0), "is_causal": True, "enable_gqa": True}
-    return partial(attend, **{name: options[name] for name in signature(attend).parameters if name in options})
+    return partial(
+        attend, **{name: options[name] for name in signature(attend).parameters if name in options}
+    )
 
 
 @contextmanager
@@ -99,12 +115,17 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
         also an ``attention_mask`` of four dimensions and one element, in whose place it would make one of tokens by tokens.
     """
     name = "tokens" if "tokens" in rows[0] else "input_ids"
-    ids, labels = (torch.cat([torch.as_tensor(row[key]).long() for row in rows]) for key in (name, "labels"))
+    ids, labels = (
+        torch.cat([torch.as_tensor(row[key]).long() for row in rows]) for key in (name, "labels")
+    )
     positions = torch.cat([torch.arange(len(row[name])) for row in rows])
     batch = {name: ids[None], "labels": labels.masked_fill(positions == 0, ignore_index)[None]}
     if name == "tokens":
         return batch | {"input_pos": positions[None]}
-    return batch | {"position_ids": positions[None], "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}
+    return batch | {
+        "position_ids": positions[None],
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    }
 
 
 def packed_lengths(batch: Batch) -> list[int]:
@@ -139,14 +160,16 @@ def why_not_packed(
     config: Any = getattr(model, "config", None)  # of transformers
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     is_full = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
-    windows: list[Any] = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    windows: list[Any] = [
+        getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
+    ]
     if not is_full and (seen := min((one for one in windows if one), default=longest)) < longest:
-        return (
-            f"a layer sees {seen} tokens, and packed it would see all {longest} of the longest row: cut rows to {seen}"
-        )
+        return f"a layer sees {seen} tokens, and packed it would see all {longest} of the longest row: cut rows to {seen}"
     short = [
         {
-            key: one[:tokens] if isinstance(one, list | tuple) or getattr(one, "ndim", False) else one
+            key: one[:tokens]
+            if isinstance(one, list | tuple) or getattr(one, "ndim", False)
+            else one
             for key, one in row.items()
         }
         | {"labels": row[name][:tokens]}
@@ -158,7 +181,10 @@ def why_not_packed(
     model.eval()
     try:
         with torch.no_grad():
-            alone, packed = sum(float(token_loss(collate([row], len(row[name])))) for row in short), []
+            alone, packed = (
+                sum(float(token_loss(collate([row], len(row[name])))) for row in short),
+                [],
+            )
             for order, parts in ((1, lengths), (-1, lengths[::-1]), (1, [sum(lengths)])):
                 with rows_apart(parts) as attention:
                     packed.append(float(token_loss(pack(short[::order]))))
@@ -171,8 +197,12 @@ def why_not_packed(
     if not attention.calls:
         return "it does not attend by torch's scaled_dot_product_attention: load a model of transformers with attn_implementation='sdpa'"
     eps = torch.finfo(attention.dtype).eps
-    is_rounded = torch.tensor(packed, dtype=torch.float64).to(attention.dtype).tolist() == packed  # as the logits are
-    seen = max(eps, 2**-10) ** 0.5 * abs(packed.pop() - alone)  # float32 on CUDA may be multiplied in TF32, of 2**-10
+    is_rounded = (
+        torch.tensor(packed, dtype=torch.float64).to(attention.dtype).tolist() == packed
+    )  # as the logits are
+    seen = max(eps, 2**-10) ** 0.5 * abs(
+        packed.pop() - alone
+    )  # float32 on CUDA may be multiplied in TF32, of 2**-10
     allowed = seen + (2 * eps * is_rounded + 2**-13) * abs(alone)
     if all(abs(one - alone) <= allowed for one in packed):
         return ""

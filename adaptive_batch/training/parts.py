@@ -141,7 +141,9 @@ class RowsOfBatch:
         """Return the batch of some rows; the script's own tensors of all of them."""
         if len(rows) == self.num_rows:
             # What a function pops from its batch is there when memory has run out and it is called again.
-            return copy.copy(self._batch) if isinstance(self._batch, Mapping | list) else self._batch
+            return (
+                copy.copy(self._batch) if isinstance(self._batch, Mapping | list) else self._batch
+            )
         width, used_width = None, None
         if self._trims and self.lengths is not None:
             used = self._used_columns()
@@ -206,7 +208,9 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
         return items
 
 
-def length_in_sample(sample: Callable[[int], Any], split: Callable[[Any], Splittable], device: torch.device) -> int:
+def length_in_sample(
+    sample: Callable[[int], Any], split: Callable[[Any], Splittable], device: torch.device
+) -> int:
     """Return the tokens of the longest row of a sample of one, and leave random numbers as they were; 0 where nothing shows them."""
     random_state = RandomState(device)
     try:

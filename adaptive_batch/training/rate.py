@@ -67,11 +67,17 @@ class AdaptiveRate:
             remedy = "give the global batch, in rows or as in 8192tok, that the learning rate was chosen for"
             raise SettingError("reference_batch_size", None, remedy)
         self._rate = LearningRate(
-            optimizer, lr_scheduler, rule=lr_scaling, reference=reference, scale_with_batch=scale_with_batch
+            optimizer,
+            lr_scheduler,
+            rule=lr_scaling,
+            reference=reference,
+            scale_with_batch=scale_with_batch,
         )
         self._has_scheduler = lr_scheduler is not None
         self._total_steps = total_steps
-        self._training_clock = TrainingClock(self._clock, warmup_steps=warmup_steps, total_steps=total_steps)
+        self._training_clock = TrainingClock(
+            self._clock, warmup_steps=warmup_steps, total_steps=total_steps
+        )
         # Steps whose rate was set, for a clock of steps without progress.
         self._steps = 0
 
@@ -90,7 +96,11 @@ class AdaptiveRate:
         self._rate.reference = reference
 
     def set(
-        self, *, rows: int | None = None, tokens: int | None = None, progress: Progress | None = None
+        self,
+        *,
+        rows: int | None = None,
+        tokens: int | None = None,
+        progress: Progress | None = None,
     ) -> dict[str, float]:
         """Apply the rate of the next step, before ``optimizer.step()``; on several ranks a collective where it is scaled.
 
@@ -108,7 +118,11 @@ class AdaptiveRate:
         """
         name, own_batch = ("tokens", tokens) if self.counts_tokens else ("rows", rows)
         if self._scales and own_batch is None:
-            raise SettingError(name, None, f"the rate belongs to {self.reference}; give set({name}=...) of this step")
+            raise SettingError(
+                name,
+                None,
+                f"the rate belongs to {self.reference}; give set({name}=...) of this step",
+            )
         if progress is None:
             if self._has_scheduler and self._clock != Clock("steps", "steps"):
                 remedy = "its clock is the part of training that is done; give set(progress=batches.progress)"
@@ -139,7 +153,9 @@ class AdaptiveRate:
         scaled = []
         if self._rate.rule != "none":
             scaled.append(("lr", self.base, self._rate.rule))
-        scaled += [(name, base, SCALED_WITH_BATCH[name]) for name, base in self._rate.scaled.items()]
+        scaled += [
+            (name, base, SCALED_WITH_BATCH[name]) for name, base in self._rate.scaled.items()
+        ]
         belongs = f"belongs to {self.reference} a step, and is scaled by the rule"
         return "; ".join(f"{name} {base:g} {belongs} {rule}" for name, base, rule in scaled) or None
 

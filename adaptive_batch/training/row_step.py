@@ -104,7 +104,9 @@ class RowStep:
         self._written_layout = options.micro_batch_layout
         self._max_grad_norm = norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss)
         self._chooses = micro_batch_tokens == "auto"
-        self._keeps_gradients = distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
+        self._keeps_gradients = (
+            distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
+        )
         self.step = AdaptiveStep(
             model,
             self._forward_backward,
@@ -180,7 +182,9 @@ class RowStep:
         ranks = distributed.world_size()
         if ranks > 1:
             own = [loss / ranks, float(num_labels), float(num_tokens), float(padded_tokens)]
-            loss, *counts = (sum(values) for values in zip(*distributed.all_gather(own), strict=True))
+            loss, *counts = (
+                sum(values) for values in zip(*distributed.all_gather(own), strict=True)
+            )
             num_labels, num_tokens, padded_tokens = map(int, counts)
             num_parts = self.step.num_pieces if num_labels else 0
             if not num_labels:
@@ -233,7 +237,9 @@ class RowStep:
         dataset = self.dataset
         # Reading a row of some datasets draws from it.
         random_state = RandomState(self.step.memory.device)
-        choices = self._choices(self._rows_of_tokens(batch_tokens) if batch_tokens else step_rows, options.objective)
+        choices = self._choices(
+            self._rows_of_tokens(batch_tokens) if batch_tokens else step_rows, options.objective
+        )
         numbers = order()
         (longest,) = dataset.longest(1)
         random_state.restore()
@@ -242,21 +248,27 @@ class RowStep:
             places = torch.arange(begin, begin + num_rows) % len(numbers)
             return [dataset[row] for row in numbers[places].tolist()]
 
-        worst = WorstRows(dataset.longest, dataset.length(longest), dataset.describe(longest), in_order)
+        worst = WorstRows(
+            dataset.longest, dataset.length(longest), dataset.describe(longest), in_order
+        )
         tried = TriedStep(
             self.step.runner,
             optimizer,
             self._try_rows,
             self.clip,
             row_length=dataset.length,
-            keep_gradients=partial(self._try_rows, is_last=False) if self._keeps_gradients else None,
+            keep_gradients=partial(self._try_rows, is_last=False)
+            if self._keeps_gradients
+            else None,
         )
 
         def find(accumulates: bool) -> ProbeResult:
             if accumulates and self._keeps_gradients:
                 # What is kept can be dropped once FSDP has run.
                 self.step.learn_collectives(_RowsOfStep(self, [longest]))
-            return BoundSearch(tried, worst, options, accumulates=accumulates, choices=choices).run()
+            return BoundSearch(
+                tried, worst, options, accumulates=accumulates, choices=choices
+            ).run()
 
         try:
             results = find_in_step(find, accumulates=splits, step_rows=step_rows)
@@ -301,7 +313,11 @@ class RowStep:
         if is_compiled(self._model):
             return "the model is compiled, and packed micro-batches change shape every step, which recompiles"
         for row in rows:
-            if not (isinstance(row, Mapping) and "labels" in row and row.keys() & {"tokens", "input_ids"}):
+            if not (
+                isinstance(row, Mapping)
+                and "labels" in row
+                and row.keys() & {"tokens", "input_ids"}
+            ):
                 return "rows are no mappings with `labels` and `tokens` or `input_ids`"
 
         def token_loss(batch: Batch) -> torch.Tensor:
@@ -323,11 +339,19 @@ class RowStep:
             SettingError: the bound has to be sought again.
         """
         if self._chooses and not self.sizer.tried_length:
-            raise SettingError("micro_batch_tokens", "auto", "call find_bound first, or give a number")
+            raise SettingError(
+                "micro_batch_tokens", "auto", "call find_bound first, or give a number"
+            )
         bound = self.sizer.max_batch_size
-        if bound is not None and num_rows > bound and not (self.bound_accumulates or self.sizer.splits):
+        if (
+            bound is not None
+            and num_rows > bound
+            and not (self.bound_accumulates or self.sizer.splits)
+        ):
             fits = f"{bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
-            remedy = f"{fits}; call find_bound again, which sees this batch, or give {bound} or less"
+            remedy = (
+                f"{fits}; call find_bound again, which sees this batch, or give {bound} or less"
+            )
             raise SettingError("batch_size", num_rows, remedy)
 
     def estimate(

@@ -143,7 +143,9 @@ class OOMPolicy:
             amount = min(fits, fewer_rows * row_amount)
         return replace(limit, amount=max(row_amount, amount))
 
-    def after_allocator_retry(self, limit: MicroBatchLimit, *, rows: int, length: int) -> MicroBatchLimit | None:
+    def after_allocator_retry(
+        self, limit: MicroBatchLimit, *, rows: int, length: int
+    ) -> MicroBatchLimit | None:
         """Return the limit after a micro-batch only just fit, at least one row less.
 
         None where it was one row; for the arguments see :meth:`after_out_of_memory`.
@@ -154,7 +156,9 @@ class OOMPolicy:
         row_amount = 1 if limit.unit == "rows" else length
         return replace(limit, amount=fewer_rows * row_amount)
 
-    def after_good_steps(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
+    def after_good_steps(
+        self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit
+    ) -> MicroBatchLimit:
         """Return the limit that a lowered one grows to next, on its way to the `ceiling`."""
         step = max(1, ceiling.amount // self.grow_divisor)
         return replace(limit, amount=min(ceiling.amount, limit.amount + step))
@@ -516,7 +520,9 @@ class MicroBatchSizer:
         if result.throughput is not None:
             self._choose(result.throughput)
 
-    def found_longer(self, result: ProbeResult, *, tried_rows: int, rows_at_once: int, can_split: bool) -> None:
+    def found_longer(
+        self, result: ProbeResult, *, tried_rows: int, rows_at_once: int, can_split: bool
+    ) -> None:
         """Take what a search found for rows that are longer than any that were tried.
 
         Args:
@@ -570,7 +576,9 @@ class MicroBatchSizer:
         if error and failures <= _BELIEVED_FAILURES:
             amount = rows if limit.unit == "rows" else rows * failed.length
             fits = self._room.fitting_amount(error, amount=amount)
-        smaller = self._policy.after_out_of_memory(limit, rows=rows, length=failed.length, fits=fits)
+        smaller = self._policy.after_out_of_memory(
+            limit, rows=rows, length=failed.length, fits=fits
+        )
         return SmallerLimit(rows, failed.length, smaller, error)
 
     def after_attempt(self, *, allocator_retried: bool) -> None:
@@ -619,7 +627,9 @@ class MicroBatchSizer:
         after = replace(current, amount=limits[rank].amount)
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
         has_failed = bool(request.error)
-        change = LimitChange(current, after, request.rows, request.length, has_failed, request.error, ranks)
+        change = LimitChange(
+            current, after, request.rows, request.length, has_failed, request.error, ranks
+        )
         self.num_out_of_memory += has_failed
         self._room.remember()
         self._lowered.lower(change)

@@ -78,14 +78,21 @@ class SplitCheck:
     """
 
     def __init__(
-        self, runner: StepRunner, forward_backward: Callable[[Part], object], labels: LabelCounter, *, name: str
+        self,
+        runner: StepRunner,
+        forward_backward: Callable[[Part], object],
+        labels: LabelCounter,
+        *,
+        name: str,
     ) -> None:
         self._runner = runner
         self._forward_backward = forward_backward
         self._labels = labels
         self._name = name
         self._sharding = runner.sharding
-        self._retry = OOMRetry(MicroBatchSizer(), memory=runner.memory, sharding=runner.sharding, is_of_training=False)
+        self._retry = OOMRetry(
+            MicroBatchSizer(), memory=runner.memory, sharding=runner.sharding, is_of_training=False
+        )
         self._snapshot = StepSnapshot(runner.model, runner.memory.device)
         self._epsilon = torch.finfo(torch.float32).eps
         self._loss_epsilon = 0.0
@@ -156,7 +163,9 @@ class SplitCheck:
             whole = whole[: (len(whole) + 1) // 2]
             pieces = _halves(whole)
 
-    def _losses(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> list[float | None] | None:
+    def _losses(
+        self, rows: Splittable, pieces: Sequence[Sequence[int]]
+    ) -> list[float | None] | None:
         """Return the loss that `run` calls backward on, of each piece; None where memory ran out on any rank."""
         restore = self._snapshot.take()
         losses: list[float | None] = []
@@ -175,7 +184,11 @@ class SplitCheck:
         try:
             with self._evaluating():
                 self._retry.run_in_turn(
-                    [largest] * num_pieces, run, drop=self._sharding.reset, idle=largest, evaluates=True
+                    [largest] * num_pieces,
+                    run,
+                    drop=self._sharding.reset,
+                    idle=largest,
+                    evaluates=True,
                 )
         except Exception as error:
             if not is_out_of_memory(error):
@@ -194,7 +207,11 @@ class SplitCheck:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        with evaluation_mode(self._runner.model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            evaluation_mode(self._runner.model),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             yield
 
     def _loss(self, make_batch: Callable[[], Any], num_rows: int) -> float | None:
@@ -210,7 +227,9 @@ class SplitCheck:
         self._loss_epsilon = max(self._loss_epsilon, catcher.loss_epsilon)
         return None if catcher.loss is None else float(catcher.loss)
 
-    def _decide(self, rows: Splittable, pieces: Sequence[Sequence[int]], losses: Sequence[float | None]) -> None:
+    def _decide(
+        self, rows: Splittable, pieces: Sequence[Sequence[int]], losses: Sequence[float | None]
+    ) -> None:
         """Take the way of counting labels that gives the loss of the whole batch, over all ranks."""
         seen = [loss for loss in losses if loss is not None]
         if distributed.any_of_ranks(len(seen) < len(losses)):
@@ -227,12 +246,18 @@ class SplitCheck:
         scale = max((abs(loss) for loss in seen if not math.isnan(loss)), default=0.0)
         num_labels = sum(count[0] for count in counts)
         gathered = distributed.all_gather([whole_loss, scale, num_labels, *sums])
-        whole_loss, scale, num_labels, *sums = torch.tensor(gathered, dtype=torch.float64).sum(dim=0).tolist()
+        whole_loss, scale, num_labels, *sums = (
+            torch.tensor(gathered, dtype=torch.float64).sum(dim=0).tolist()
+        )
         if not math.isfinite(whole_loss) or any(map(math.isinf, sums)):
             return
         epsilon = max(distributed.all_gather(self._epsilon))
         loss_epsilon = max(distributed.all_gather(self._loss_epsilon))
-        rounding = _ROUNDING + _EPSILONS * epsilon / max(1.0, num_labels) ** 0.5 + _LOSS_EPSILONS * loss_epsilon
+        rounding = (
+            _ROUNDING
+            + _EPSILONS * epsilon / max(1.0, num_labels) ** 0.5
+            + _LOSS_EPSILONS * loss_epsilon
+        )
         # Where a part has a share and its loss is no number, its labels are counted wrong.
         differences = [math.inf if math.isnan(total) else abs(total - whole_loss) for total in sums]
         fitting = [difference for difference in differences if difference <= rounding * scale]
@@ -244,7 +269,9 @@ class SplitCheck:
         if len(fitting) == 1 or self._num_checks == _MOST_CHECKS:
             self._way = self.way
             if self._way > 0 and distributed.is_rank_zero():
-                log.info("labels are shifted already where they reach the model, so the first of each row counts too")
+                log.info(
+                    "labels are shifted already where they reach the model, so the first of each row counts too"
+                )
 
     def _refusal(self, whole_loss: float, sums: Sequence[float]) -> SettingError:
         parts = " or ".join(f"{total:.6g}" for total in sums)

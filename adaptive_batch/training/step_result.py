@@ -38,4 +38,6 @@ class StepResult:
     @property
     def is_finite(self) -> bool:
         """Whether the loss and, where it was measured, the norm of the gradients are numbers; waits for the norm."""
-        return math.isfinite(self.loss) and (self.grad_norm is None or math.isfinite(float(self.grad_norm)))
+        return math.isfinite(self.loss) and (
+            self.grad_norm is None or math.isfinite(float(self.grad_norm))
+        )

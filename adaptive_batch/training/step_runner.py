@@ -55,12 +55,18 @@ class StepRunner:
         device = next(model.parameters()).device
         self.memory = memory or device_memory(device, shared_by=distributed.local_world_size())
         self.sharding = sharding or Sharding(model)
-        self.retry = OOMRetry(sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies)
+        self.retry = OOMRetry(
+            sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
+        )
         self.is_trial = False
         self._snapshot = StepSnapshot(model, self.memory.device)
 
     def agree_on(
-        self, divide: Callable[[MicroBatchLimit], Division], question: Question, *, rows_at_once: int
+        self,
+        divide: Callable[[MicroBatchLimit], Division],
+        question: Question,
+        *,
+        rows_at_once: int,
     ) -> tuple[Division, bool]:
         """Agree with all ranks on a step before it runs, see :func:`agree_on_step`.
 
@@ -118,7 +124,9 @@ class StepRunner:
             restore()
 
         try:
-            result = self.retry.run(attempt_within, rows_at_once=rows_at_once, undo=undo, doing="in a step")
+            result = self.retry.run(
+                attempt_within, rows_at_once=rows_at_once, undo=undo, doing="in a step"
+            )
         except BaseException:
             gradients.put_back()
             raise
@@ -126,7 +134,11 @@ class StepRunner:
         return result
 
     def run_micro_batches(
-        self, division: Division, run: Callable[[MicroBatch | None, bool], object], *, idle: MicroBatch
+        self,
+        division: Division,
+        run: Callable[[MicroBatch | None, bool], object],
+        *,
+        idle: MicroBatch,
     ) -> None:
         """Run the micro-batches of a division in turn, as many on all ranks.
 
@@ -140,7 +152,9 @@ class StepRunner:
         ends = set()
         assert division.counts is not None, "ranks have not agreed on the division"
         for part, num_pieces in zip(division.parts, division.counts, strict=True):
-            assert len(part) <= num_pieces, f"{len(part)} micro-batches on this rank of {num_pieces} agreed upon"
+            assert len(part) <= num_pieces, (
+                f"{len(part)} micro-batches on this rank of {num_pieces} agreed upon"
+            )
             pieces += [*part, *[None] * (num_pieces - len(part))]
             ends.add(len(pieces) - 1)
         reduced = [number in ends for number in range(len(pieces))]
@@ -149,7 +163,9 @@ class StepRunner:
             with self.sharding.micro_batch(is_last=reduced[number]):
                 run(pieces[number], reduced[number])
 
-        self.retry.run_in_turn(pieces, run_number, drop=self.drop_gradients, idle=idle, reduced=reduced)
+        self.retry.run_in_turn(
+            pieces, run_number, drop=self.drop_gradients, idle=idle, reduced=reduced
+        )
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:

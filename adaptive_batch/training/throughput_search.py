@@ -46,7 +46,9 @@ class ThroughputSearch:
         worst: rows of trials, with those of training in their order.
     """
 
-    def __init__(self, tried: TriedStep, dry_run: DryRun, choices: Choices, worst: WorstRows) -> None:
+    def __init__(
+        self, tried: TriedStep, dry_run: DryRun, choices: Choices, worst: WorstRows
+    ) -> None:
         assert worst.in_order is not None, "rows of no order are not trained on"
         self._tried = tried
         self._dry_run = dry_run
@@ -58,25 +60,42 @@ class ThroughputSearch:
     def __call__(self, bound: int, *, seconds: float) -> Throughput | None:
         """Find it, among what holds no more than `bound` of the longest rows, in about so many seconds; None where nothing else fits."""
         step_rows, before = self._choices.step_rows or bound, self._layout
-        steps = [self._in_order(step * step_rows, step_rows) for step in range(max(1, _MODELLED_ROWS // step_rows))]
+        steps = [
+            self._in_order(step * step_rows, step_rows)
+            for step in range(max(1, _MODELLED_ROWS // step_rows))
+        ]
         lengths = [list(map(self._tried.row_length, rows)) for rows in steps]
         layouts = [replace(before, kind=kind) for kind in self._choices.kinds]
-        longest, capacity = before.padded(self._worst.length), dict.fromkeys(self._choices.kinds, bound)
+        longest, capacity = (
+            before.padded(self._worst.length),
+            dict.fromkeys(self._choices.kinds, bound),
+        )
 
         def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
             by_rows = layout.is_usual and self._choices.unit == "rows"
             of_step = step_rows if by_rows else max(map(layout.padded_tokens, lengths))
             least = 1 if by_rows else longest
             most = max(least, min(capacity[layout.kind] * least, of_step))
-            amounts = [most >> halvings for halvings in range(most.bit_length()) if most >> halvings >= least]
-            return [MicroBatchLimit(amount, "rows" if by_rows else "tokens") for amount in reversed(amounts)]
+            amounts = [
+                most >> halvings
+                for halvings in range(most.bit_length())
+                if most >> halvings >= least
+            ]
+            return [
+                MicroBatchLimit(amount, "rows" if by_rows else "tokens")
+                for amount in reversed(amounts)
+            ]
 
         pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
         (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
-        of_step = self._dry_run.time([partial(self._tried.try_rows, steps[0][:1]), self._tried.step])
+        of_step = self._dry_run.time(
+            [partial(self._tried.try_rows, steps[0][:1]), self._tried.step]
+        )
         if warm is None or of_step is None:
             return None
-        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm)))
+        tokens = max(
+            _LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm))
+        )
         rows = max(8, sum(so_far <= tokens for so_far in accumulate(lengths[0])))
         while any(capacity.values()):
             search = FastestSearch(
@@ -109,7 +128,11 @@ class ThroughputSearch:
                 with self._tried.runner.sizer.trying(layout):
                     seconds = self._dry_run.time(
                         [
-                            partial(self._tried.try_rows, [sample[row] for row in piece.rows], is_last=place == last)
+                            partial(
+                                self._tried.try_rows,
+                                [sample[row] for row in piece.rows],
+                                is_last=place == last,
+                            )
                             for place, piece in enumerate(of_layout, start=1)
                         ]
                     )

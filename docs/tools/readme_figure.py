@@ -27,9 +27,13 @@ def main(output_dir: str = "adaptive_batch_demo/tuned", picture: str | Path = PI
     """
     record = Path(output_dir) / "adaptive_batch"
     timeline = Timeline.of(read_records(record / "run.jsonl"))
-    drawn = {figure.name: figure for figure in figures_of(timeline, read_probe(record / "probe.json"))[0]}
+    drawn = {
+        figure.name: figure for figure in figures_of(timeline, read_probe(record / "probe.json"))[0]
+    }
     figures = [drawn[name] for name in NAMES]
-    sheet = to_png(figures, heading="make demo", lines=[drawn["probe"].description], events=marks_of(timeline))
+    sheet = to_png(
+        figures, heading="make demo", lines=[drawn["probe"].description], events=marks_of(timeline)
+    )
     Path(picture).write_bytes(sheet)
 
 

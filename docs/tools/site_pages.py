@@ -14,8 +14,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-LINK = re.compile(r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))")  # of Markdown, to a file: no scheme, not only an anchor
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+}
+LINK = re.compile(
+    r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))"
+)  # of Markdown, to a file: no scheme, not only an anchor
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -29,7 +35,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         The same and the added ones.
     """
     for path, name in PAGES.items():
-        files.append(File.generated(config, name, content=(ROOT / path).read_text(encoding="utf-8")))
+        files.append(
+            File.generated(config, name, content=(ROOT / path).read_text(encoding="utf-8"))
+        )
     for file in list(files.documentation_pages()):
         for link in LINK.finditer(file.content_string):
             place = place_on_site(folder_of(file), link[2])
@@ -47,7 +55,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         config: of the site.
         files: of the site.
     """
-    return LINK.sub(lambda link: link[1] + place_on_site(folder_of(page.file), link[2]) + link[3], markdown)
+    return LINK.sub(
+        lambda link: link[1] + place_on_site(folder_of(page.file), link[2]) + link[3], markdown
+    )
 
 
 def folder_of(file: File) -> PurePosixPath:

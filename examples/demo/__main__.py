@@ -39,20 +39,42 @@ PROMPT_BACK = "Return the lines, joined by the separator."
 
 def main() -> None:
     """Make the files, train on them with `tune run`, then compare the tuned model with the base."""
-    parser = argparse.ArgumentParser(prog="python examples/demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--directory", default=demo.DIRECTORY, help="where everything goes (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python examples/demo", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--directory", default=demo.DIRECTORY, help="where everything goes (default: %(default)s)"
+    )
     either = parser.add_mutually_exclusive_group()
-    either.add_argument("--files-only", action="store_true", help="make data and base model, and train nothing")
-    either.add_argument("--lora", action="store_true", help="train adapters on the model that the demo has tuned")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="passed on to tune run, after the demo's own")
+    either.add_argument(
+        "--files-only", action="store_true", help="make data and base model, and train nothing"
+    )
+    either.add_argument(
+        "--lora", action="store_true", help="train adapters on the model that the demo has tuned"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="passed on to tune run, after the demo's own",
+    )
     arguments = parser.parse_args()
     if "=" in arguments.directory:
         parser.error("--directory must not contain '=': tune run could not pass it on")
 
     recipe, own, prompt = "adaptive_full_finetune", ["batch_increase_function=demo.grow"], PROMPT
     if arguments.lora:
-        recipe, own, prompt = "adaptive_lora_finetune", _of_adapters(Path(arguments.directory)), PROMPT_BACK
-    settings = [f"demo_dir={arguments.directory}", "use_maximum_batch_size=True", *own, *arguments.overrides]
+        recipe, own, prompt = (
+            "adaptive_lora_finetune",
+            _of_adapters(Path(arguments.directory)),
+            PROMPT_BACK,
+        )
+    settings = [
+        f"demo_dir={arguments.directory}",
+        "use_maximum_batch_size=True",
+        *own,
+        *arguments.overrides,
+    ]
     started = time.perf_counter()
     cfg = _resolved(settings)
     demo.prepare(cfg.demo_dir)
@@ -60,9 +82,15 @@ def main() -> None:
         return
 
     command = ["tune", "run", recipe, "--config", "demo_cpu", *settings]
-    path = os.pathsep.join(filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH"))))  # demo.grow is found there
-    print(f"$ PYTHONPATH={shlex.quote(os.path.relpath(EXAMPLES))} {shlex.join(command)}", flush=True)
-    finished = subprocess.run([_installed("tune"), *command[1:]], env={**os.environ, "PYTHONPATH": path}, check=False)
+    path = os.pathsep.join(
+        filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
+    )  # demo.grow is found there
+    print(
+        f"$ PYTHONPATH={shlex.quote(os.path.relpath(EXAMPLES))} {shlex.join(command)}", flush=True
+    )
+    finished = subprocess.run(
+        [_installed("tune"), *command[1:]], env={**os.environ, "PYTHONPATH": path}, check=False
+    )
     if finished.returncode:
         sys.exit(finished.returncode)
 
@@ -77,7 +105,9 @@ def _of_adapters(directory: Path) -> list[str]:
     base = directory / "tuned" / "epoch_2"
     weights = sorted(path.name for path in base.glob("model*.safetensors"))
     if not weights:
-        sys.exit(f"there is no tuned model in {base}: `make demo` makes it, or this command without --lora")
+        sys.exit(
+            f"there is no tuned model in {base}: `make demo` makes it, or this command without --lora"
+        )
     return [
         "model._component_=torchtune.models.qwen2.lora_qwen2",
         "model.lora_attn_modules=[q_proj,k_proj,v_proj,output_proj]",
@@ -168,7 +198,8 @@ def compare(cfg: DictConfig, tuned: Path, prompt: str) -> None:
         print(f"\n{name} ({folder}):")
         print("\n".join(f"    {line}" for line in text.splitlines()))
     print(
-        f"\nmean loss per token on {len(rows)} held-out rows: " + ", ".join(f"{n} {v:.3f}" for n, v in losses.items())
+        f"\nmean loss per token on {len(rows)} held-out rows: "
+        + ", ".join(f"{n} {v:.3f}" for n, v in losses.items())
     )
 
 

@@ -40,7 +40,9 @@ def stdlib_sources() -> Iterator[tuple[str, str]]:
             if spec.submodule_search_locations:
                 locations = list(spec.submodule_search_locations)
                 yield from walk(
-                    {module.name for module in pkgutil.iter_modules(locations)}, locations, f"{prefix}{name}."
+                    {module.name for module in pkgutil.iter_modules(locations)},
+                    locations,
+                    f"{prefix}{name}.",
                 )
 
     yield from walk(sys.stdlib_module_names, [sysconfig.get_path("stdlib")], "")
@@ -55,9 +57,9 @@ def docstring_rows(name: str, source: str) -> Iterator[dict[str, str]]:
 
     def walk(node: ast.Module | ast.ClassDef, prefix: str) -> Iterator[dict[str, str]]:
         for child in node.body:
-            if not isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or child.name.startswith(
-                "_"
-            ):
+            if not isinstance(
+                child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ) or child.name.startswith("_"):
                 continue
             dotted = f"{prefix}.{child.name}"
             if isinstance(child, ast.ClassDef):
@@ -104,7 +106,9 @@ def write_data(folder: Path, *, num_rows: int | None = None) -> None:
         )
     held_out, train = rows[:NUM_HELD_OUT_ROWS], rows[NUM_HELD_OUT_ROWS:][:NUM_TRAIN_ROWS]
     for name, part in zip(DATA_FILES, (train, held_out), strict=True):
-        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        (folder / name).write_text(
+            "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
+        )
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:

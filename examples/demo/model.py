@@ -34,9 +34,7 @@ INITIALIZER_RANGE = 0.02
 
 END_OF_TEXT, IM_START, IM_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 # Qwen2's pre-tokenizer, which torchtune has built in: a tokenizer for it must be trained on the same pieces.
-PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # What torchtune's Qwen2 tokenizer makes of a dialogue, for transformers.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -77,7 +75,9 @@ def prepare(directory: str | Path, *, num_rows: int | None = None) -> None:
     make_once(data, DATA_FILES, lambda folder: write_data(folder, num_rows=num_rows))
     make_once(directory / "base", BASE_FILES, lambda folder: write_base(folder, texts()))
     if json.loads((directory / "base" / "config.json").read_text(encoding="utf-8")) != _hf_config():
-        raise RuntimeError(f"{directory / 'base'} was made for another version of the demo: remove it, and run again")
+        raise RuntimeError(
+            f"{directory / 'base'} was made for another version of the demo: remove it, and run again"
+        )
 
 
 def make_once(folder: Path, names: tuple[str, ...], write: Callable[[Path], None]) -> None:
@@ -105,7 +105,9 @@ def make_once(folder: Path, names: tuple[str, ...], write: Callable[[Path], None
         print(f"demo: made {folder} in {time.perf_counter() - started:.1f} s", flush=True)
     missing = [name for name in names if not (folder / name).exists()]
     if missing:
-        raise RuntimeError(f"{folder} lacks {', '.join(missing)}: remove the folder, and it is made again")
+        raise RuntimeError(
+            f"{folder} lacks {', '.join(missing)}: remove the folder, and it is made again"
+        )
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str]) -> None:
@@ -158,7 +160,9 @@ def write_base(folder: Path, texts: Iterable[str]) -> None:
     write_tokenizer(folder, texts)
     special_ids = {
         token["content"]: token["id"]
-        for token in json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"]
+        for token in json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))[
+            "added_tokens"
+        ]
     }
     _write_json(folder / "config.json", _hf_config())
     _write_json(
@@ -225,7 +229,9 @@ def load(folder: Path) -> TransformerDecoder:
     for path in sorted(folder.glob("model*.safetensors")):
         weights |= load_file(path)
     model = build_model()
-    model.load_state_dict(qwen2_hf_to_tune(weights, tie_word_embeddings=bool(MODEL["tie_word_embeddings"])))
+    model.load_state_dict(
+        qwen2_hf_to_tune(weights, tie_word_embeddings=bool(MODEL["tie_word_embeddings"]))
+    )
     return model.eval()
 
 
@@ -245,12 +251,16 @@ def held_out_loss(model: TransformerDecoder, rows: list[dict[str, Any]], *, pad_
         batch = padded_collate_sft(rows[start : start + batch_size], padding_idx=pad_id)
         logits = model(batch["tokens"])[:, :-1].flatten(0, 1).float()
         labels = batch["labels"][:, 1:].flatten()
-        total += torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum").item()
+        total += torch.nn.functional.cross_entropy(
+            logits, labels, ignore_index=-100, reduction="sum"
+        ).item()
         num_labels += int((labels != -100).sum())
     return total / num_labels
 
 
-def sample(model: TransformerDecoder, tokenizer: Qwen2Tokenizer, prompt: str, *, max_new_tokens: int = 64) -> str:
+def sample(
+    model: TransformerDecoder, tokenizer: Qwen2Tokenizer, prompt: str, *, max_new_tokens: int = 64
+) -> str:
     """Return what the model writes for a signature, drawn with a fixed seed."""
     import torch
     from torchtune.data import Message

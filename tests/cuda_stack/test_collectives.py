@@ -18,8 +18,12 @@ pytestmark = pytest.mark.cuda_stack
 def run(what: str, *, ranks: int) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
     script = TESTS / "support/cuda_stack/collectives.py"
-    variables = subprocess_environment(STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1")
-    return subprocess.run([*command, str(script), what], env=variables, capture_output=True, text=True, timeout=120)
+    variables = subprocess_environment(
+        STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1"
+    )
+    return subprocess.run(
+        [*command, str(script), what], env=variables, capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -42,7 +42,8 @@ def test_memory_that_others_took_is_refused_by_name_and_given_once_it_is_back():
     torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
     torch.cuda.empty_cache()
     with pytest.raises(
-        torch.OutOfMemoryError, match=r"Tried to allocate 102\.00 MiB.* of which 1\d\d\.\d\d MiB is free"
+        torch.OutOfMemoryError,
+        match=r"Tried to allocate 102\.00 MiB.* of which 1\d\d\.\d\d MiB is free",
     ):
         torch.empty(102 * MIB, dtype=torch.uint8, device="cuda")
     leave(torch.cuda.memory_reserved() + 200 * MIB)
@@ -66,7 +67,9 @@ def test_expandable_segments_are_accounted_for():
 
 def test_the_device_is_the_one_that_was_asked_for():
     program = "print(torch.cuda.get_device_name(1), torch.cuda.get_device_capability(1), torch.cuda.mem_get_info(1))"
-    said = on_the_stack(program, STUB_CUDA_DEVICE="l4", STUB_CUDA_COUNT="2", STUB_CUDA_RESERVED="1000")
+    said = on_the_stack(
+        program, STUB_CUDA_DEVICE="l4", STUB_CUDA_COUNT="2", STUB_CUDA_RESERVED="1000"
+    )
     assert said == "NVIDIA L4 (8, 9) (23679007768, 23679008768)"
 
 

@@ -25,12 +25,17 @@ class Layer(nn.Module):
     def __init__(self):
         super().__init__()
         self.qkv = nn.Linear(WIDTH, WIDTH + WIDTH // 2, bias=False)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.up, self.down = (
+            nn.Linear(WIDTH, 4 * WIDTH, bias=False),
+            nn.Linear(4 * WIDTH, WIDTH, bias=False),
+        )
 
     def forward(self, x):
         heads = self.qkv(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
         q, k, v = heads.split([HEADS, HEADS // 4, HEADS // 4], 1)
-        x = x + functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(-2)
+        x = x + functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(
+            1, 2
+        ).flatten(-2)
         return x + self.down(functional.gelu(self.up(x)))
 
 
@@ -38,7 +43,10 @@ class Decoder(nn.Module):
     def __init__(self, *, checkpointing=False):
         super().__init__()
         self.ids, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(16384, WIDTH)
-        self.layers, self.out = nn.ModuleList(Layer() for _ in range(3)), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.layers, self.out = (
+            nn.ModuleList(Layer() for _ in range(3)),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
         self.checkpointing = checkpointing
 
     def forward(self, tokens, input_pos):
@@ -80,11 +88,16 @@ def operators(model, lengths):
 
 
 @pytest.mark.parametrize(("checkpointing", "forwards"), [(False, 3), (True, 6)])
-def test_attention_is_one_kernel_of_rows_of_several_lengths_in_backward_too(checkpointing, forwards):
+def test_attention_is_one_kernel_of_rows_of_several_lengths_in_backward_too(
+    checkpointing, forwards
+):
     model = Decoder(checkpointing=checkpointing).to(CUDA, torch.bfloat16)
     calls, ran = operators(model, [100, 17, 300, 5])
     assert calls == forwards
-    assert (ran["torch_attn::_varlen_attn"], ran["torch_attn::_varlen_attn_backward"]) == (forwards, 3)
+    assert (ran["torch_attn::_varlen_attn"], ran["torch_attn::_varlen_attn_backward"]) == (
+        forwards,
+        3,
+    )
     assert not any("scaled_dot_product" in name for name in ran)
 
 
@@ -104,7 +117,11 @@ def test_the_peak_is_linear_in_tokens_whatever_the_lengths_of_so_many_rows(check
     model, peaks = Decoder(checkpointing=checkpointing).to(CUDA, torch.bfloat16), {}
     for tokens in (4096, 8192, 16384):
         rows = tokens // 128
-        shapes = [[128] * rows, [tokens - 3 * (rows - 1), *[3] * (rows - 1)], [8, 248] * (rows // 2)]
+        shapes = [
+            [128] * rows,
+            [tokens - 3 * (rows - 1), *[3] * (rows - 1)],
+            [8, 248] * (rows // 2),
+        ]
         assert {(sum(lengths), len(lengths)) for lengths in shapes} == {(tokens, rows)}
         of_shapes = [peak(model, lengths) for lengths in shapes]
         assert max(of_shapes) < 1.01 * min(of_shapes)
@@ -115,7 +132,10 @@ def test_the_peak_is_linear_in_tokens_whatever_the_lengths_of_so_many_rows(check
 def test_in_backward_a_row_takes_as_much_as_128_tokens_of_one_layers_float32_queries():
     def of_attention(rows):
         lengths = [4096 // rows] * rows
-        heads = [torch.zeros(1, 8, 4096, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+        heads = [
+            torch.zeros(1, 8, 4096, 64, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
+            for _ in range(3)
+        ]
         with rows_apart(lengths):
             out = functional.scaled_dot_product_attention(*heads)
             before = torch.cuda.memory_allocated()

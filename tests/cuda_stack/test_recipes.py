@@ -33,11 +33,17 @@ SQUEEZED = (
 
 @pytest.fixture(scope="module")
 def setup(tmp_path_factory) -> SmallSetup:
-    return make_setup(tmp_path_factory.mktemp("mid"), num_layers=4, embed_dim=256, intermediate_dim=1024)
+    return make_setup(
+        tmp_path_factory.mktemp("mid"), num_layers=4, embed_dim=256, intermediate_dim=1024
+    )
 
 
 def records(folder, kind):
-    return [record for record in read_records(folder / "adaptive_batch" / "run.jsonl") if record["kind"] == kind]
+    return [
+        record
+        for record in read_records(folder / "adaptive_batch" / "run.jsonl")
+        if record["kind"] == kind
+    ]
 
 
 def bound(folder) -> int:
@@ -54,13 +60,24 @@ def test_the_bound_is_trained_with_and_twice_of_it_does_not_fit(setup):
     assert audit(folder).problems == ()
     torch.cuda.empty_cache()
     with pytest.raises((DoesNotFitError, torch.OutOfMemoryError)):
-        setup.run_in_process(OURS, *ON_CUDA, f"batch_size={2 * found}", "on_out_of_memory=raise", "epochs=1")
+        setup.run_in_process(
+            OURS, *ON_CUDA, f"batch_size={2 * found}", "on_out_of_memory=raise", "epochs=1"
+        )
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_adapters_train_at_their_bound_and_go_on_where_memory_is_taken_away(setup, kind):
     leave(ROOM // 2)
-    keys = (*LORA, *KINDS[kind], *ON_CUDA, "dtype=bf16", MAXIMUM, *SQUEEZED, "epochs=1", "save_every_n_steps=1")
+    keys = (
+        *LORA,
+        *KINDS[kind],
+        *ON_CUDA,
+        "dtype=bf16",
+        MAXIMUM,
+        *SQUEEZED,
+        "epochs=1",
+        "save_every_n_steps=1",
+    )
     folder = setup.run_in_process(OURS_WITH_ADAPTERS, *keys).output_dir
     (found,) = records(folder, "bound")
     assert 2 < found["max_batch_size"] < NUM_ROWS
@@ -84,30 +101,45 @@ def test_memory_that_is_taken_away_in_mid_run_costs_no_row(setup):
     assert audit(folder).problems == ()
 
 
-@pytest.mark.parametrize("saves", ["enable_async_checkpointing=False", "enable_async_checkpointing=True"])
+@pytest.mark.parametrize(
+    "saves", ["enable_async_checkpointing=False", "enable_async_checkpointing=True"]
+)
 def test_a_run_that_was_asked_to_end_goes_on_in_mid_epoch(setup, saves):
     folder = setup.fresh_folder()
-    ends = ("metric_logger._component_=support.stops.AskingToEnd", "metric_logger.at_step=3", "save_every_n_steps=1")
+    ends = (
+        "metric_logger._component_=support.stops.AskingToEnd",
+        "metric_logger.at_step=3",
+        "save_every_n_steps=1",
+    )
     with pytest.raises(AssertionError, match="exit status"):
         setup.run_in_process(OURS, *ON_CUDA, saves, *ends, f"output_dir={folder}")
     again = ("save_every_n_steps=1", "resume_from_checkpoint=True", f"output_dir={folder}")
     setup.run_in_process(OURS, *ON_CUDA, saves, *again)
     assert [start["progress"]["epoch_steps"] for start in records(folder, "start")] == [0, 3]
-    assert [step["step"] for step in records(folder, "step")] == list(range(1, 2 * NUM_ROWS // 4 + 1))
+    assert [step["step"] for step in records(folder, "step")] == list(
+        range(1, 2 * NUM_ROWS // 4 + 1)
+    )
     assert audit(folder).problems == ()
 
 
 def test_two_ranks_probe_survive_an_error_of_one_and_go_on(setup, monkeypatch):
     for name, value in {"COUNT": 2, "KEEP": 65536, "CAPACITY": 500 * MIB + ROOM - 40 * MIB}.items():
         monkeypatch.setenv(f"STUB_CUDA_{name}", str(value))
-    folder = setup.run(OURS, *ON_CUDA, MAXIMUM, *SQUEEZED, "save_every_n_steps=1", "epochs=1", ranks=2).output_dir
+    folder = setup.run(
+        OURS, *ON_CUDA, MAXIMUM, *SQUEEZED, "save_every_n_steps=1", "epochs=1", ranks=2
+    ).output_dir
     assert 1 < bound(folder) < NUM_ROWS // 2
     change, *_ = records(folder, "limit")
     assert change["out_of_memory"]
     assert change["message"].startswith("out of memory on rank 0 with")
     first, second = (step["micro_batches"] for step in records(folder, "step"))
     assert first == 1 < second
-    goes_on = ("save_every_n_steps=1", "epochs=2", "resume_from_checkpoint=True", f"output_dir={folder}")
+    goes_on = (
+        "save_every_n_steps=1",
+        "epochs=2",
+        "resume_from_checkpoint=True",
+        f"output_dir={folder}",
+    )
     setup.run(OURS, *ON_CUDA, MAXIMUM, *goes_on, ranks=2)
     assert [start["resumed"] for start in records(folder, "start")] == [False, True]
     assert sum(step["batch_size"] for step in records(folder, "step")) == 2 * NUM_ROWS

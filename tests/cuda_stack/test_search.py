@@ -43,13 +43,20 @@ def skewed(rows: int = 3000) -> list[dict[str, list[int]]]:
 
 def collate(rows):
     longest = max(len(row["tokens"]) for row in rows)
-    return {k: torch.tensor([row[k] + [0] * (longest - len(row[k])) for row in rows]) for k in ("tokens", "labels")}
+    return {
+        k: torch.tensor([row[k] + [0] * (longest - len(row[k])) for row in rows])
+        for k in ("tokens", "labels")
+    }
 
 
 class Run:
     def __init__(self, **options) -> None:
         torch.cuda.empty_cache()
-        net = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *(Layer() for _ in range(8)), nn.Linear(WIDTH, VOCABULARY))
+        net = nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH),
+            *(Layer() for _ in range(8)),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
         net = net.to(CUDA, torch.bfloat16)
         self.optimizer = torch.optim.AdamW(net.parameters())
         self.loop = AdaptiveLoop(
@@ -57,7 +64,9 @@ class Run:
             self.optimizer,
             skewed(),
             collate=collate,
-            mean_loss=lambda b: F.cross_entropy(net(b["tokens"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten()),
+            mean_loss=lambda b: F.cross_entropy(
+                net(b["tokens"])[:, :-1].flatten(0, 1), b["labels"][:, 1:].flatten()
+            ),
             batch_size=1,
             **options,
         )

@@ -52,7 +52,12 @@ class Script:
     """
 
     def __init__(
-        self, model: Decoder, *, phase: str = "forward", most_rows: int = 10**9, trials_fit: bool = False
+        self,
+        model: Decoder,
+        *,
+        phase: str = "forward",
+        most_rows: int = 10**9,
+        trials_fit: bool = False,
     ) -> None:
         self.model = model
         self.phase = phase
@@ -98,9 +103,12 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("reshards", "checkpointing", "syncs"), [(True, False, True), (False, True, True), (True, True, False)]
+    ("reshards", "checkpointing", "syncs"),
+    [(True, False, True), (False, True, True), (True, True, False)],
 )
-def test_what_runs_out_of_memory_on_one_rank_is_run_again_on_both(phase, reshards, checkpointing, syncs):
+def test_what_runs_out_of_memory_on_one_rank_is_run_again_on_both(
+    phase, reshards, checkpointing, syncs
+):
     results = run_on_ranks(retried, 2, phase, reshards, checkpointing, syncs)
     for result in results:
         assert max(result["errors"]) <= CLOSE
@@ -116,7 +124,9 @@ def uneven(lengths: tuple[tuple[int, ...], ...], over: str) -> dict[str, Any]:
         expected = by_hand(twin(model), [row for each in rows for row in each])[0]
     divided(model)
     script = Script(model)
-    step = AdaptiveStep(model, script, micro_batch_size=2, options=StepOptions(count_labels_over=over))
+    step = AdaptiveStep(
+        model, script, micro_batch_size=2, options=StepOptions(count_labels_over=over)
+    )
     results = step(collate(rows[distributed.rank()]))
     return {
         "error": relative_error(whole_gradients(model), expected),
@@ -193,7 +203,9 @@ def refused() -> tuple[list[str], bool]:
     def forward_backward(part: Part) -> None:
         labels = part.batch["labels"]
         losses = [
-            token_losses(model, {"tokens": part.batch["tokens"][[row]], "labels": labels[[row]]}, "mean")
+            token_losses(
+                model, {"tokens": part.batch["tokens"][[row]], "labels": labels[[row]]}, "mean"
+            )
             for row in range(len(labels))
         ]
         (torch.stack(losses).mean() * part.share).backward()

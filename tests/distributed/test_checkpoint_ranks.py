@@ -49,13 +49,20 @@ def rank_facts():
         "first": ranks.first(lambda: ranks.rank),
         "wrapped": caught(lambda: ranks.each(lambda: wrapped() if is_last else None)),
         "failed": [
-            caught(lambda error=error: ranks.each(lambda: failing(error) if is_last else None)) for error in errors
+            caught(lambda error=error: ranks.each(lambda: failing(error) if is_last else None))
+            for error in errors
         ],
         "failed on both": caught(lambda: ranks.each(lambda: failing(OSError(ranks.rank, "full")))),
         "failed on zero": caught(lambda: ranks.first(wrapped)),
-        "interrupted": caught(lambda: ranks.each(lambda: failing(KeyboardInterrupt()) if is_last else None)),
+        "interrupted": caught(
+            lambda: ranks.each(lambda: failing(KeyboardInterrupt()) if is_last else None)
+        ),
         "as itself": [
-            caught(lambda error=error: distributed.from_each_rank(lambda: failing(error) if is_last else None, group))
+            caught(
+                lambda error=error: distributed.from_each_rank(
+                    lambda: failing(error) if is_last else None, group
+                )
+            )
             for error in errors
         ],
         "of all": distributed.from_each_rank(lambda: ranks.rank),
@@ -87,14 +94,19 @@ def test_a_failure_of_one_rank_is_raised_on_all_with_its_cause_and_the_rank(fact
             ("TypeError", "rank 1: a set"),
         ]
         assert one["failed on both"] == ("CheckpointError", "rank 0: [Errno 0] full")
-        assert one["failed on zero"] == ("CheckpointError", "rank 0: [Errno 28] No space left on device")
+        assert one["failed on zero"] == (
+            "CheckpointError",
+            "rank 0: [Errno 28] No space left on device",
+        )
 
 
 def test_without_the_rank_an_error_is_raised_as_itself_where_it_can_be_sent(facts):
     for rank, one in enumerate(facts):
         assert one["as itself"] == [
             ("OSError", "[Errno 28] full"),
-            ("HoldsALambda", "held") if rank == 1 else ("RuntimeError", "rank 1 failed with HoldsALambda: held"),
+            ("HoldsALambda", "held")
+            if rank == 1
+            else ("RuntimeError", "rank 1 failed with HoldsALambda: held"),
             ("CheckpointError", "truncated"),
             ("TypeError", "a set"),
         ]
@@ -114,7 +126,11 @@ def test_one_process_needs_no_group_and_sees_the_error_itself():
     alone = Ranks()
     assert (alone.rank, alone.count) == (0, 1)
     result, error = object(), HoldsALambda()
-    for act in (lambda call: alone.each(call)[0], alone.first, lambda call: distributed.from_each_rank(call)[0]):
+    for act in (
+        lambda call: alone.each(call)[0],
+        alone.first,
+        lambda call: distributed.from_each_rank(call)[0],
+    ):
         assert act(lambda: result) is result
         with pytest.raises(HoldsALambda) as caught:
             act(lambda: failing(error))

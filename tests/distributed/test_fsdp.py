@@ -87,7 +87,10 @@ def when_it_can_finish() -> dict[str, Any]:
     found["that kind, known"] = sharding.can_finish
     sharding.reset()
     group = next(iter(sharding._param_groups()))
-    group._all_gather_comm._comm, comm = FailingCollective(group._all_gather_comm._comm), group._all_gather_comm._comm
+    group._all_gather_comm._comm, comm = (
+        FailingCollective(group._all_gather_comm._comm),
+        group._all_gather_comm._comm,
+    )
     with pytest.raises(Broken):
         run.try_rows(my_rows())
     found["within a collective"] = sharding.can_finish
@@ -163,7 +166,11 @@ def standing_in() -> dict[str, Any]:
     sharding.reset()
     model.zero_grad(set_to_none=True)
     run.run(my_rows())
-    return {"kept": kept, "gradients": gradients, "error": relative_error(whole_gradients(model), expected)}
+    return {
+        "kept": kept,
+        "gradients": gradients,
+        "error": relative_error(whole_gradients(model), expected),
+    }
 
 
 def what_is_kept() -> dict[str, Any]:
@@ -223,14 +230,18 @@ def everything() -> dict[str, Any]:
     return {
         "can finish": when_it_can_finish(),
         "one failed": {
-            (phase, reshard, checkpointing): after_one_rank_failed(phase, reshard=reshard, checkpointing=checkpointing)
+            (phase, reshard, checkpointing): after_one_rank_failed(
+                phase, reshard=reshard, checkpointing=checkpointing
+            )
             for phase in PHASES
             for reshard, checkpointing in ((True, True), (True, False), (False, False))
         },
         "standing in": standing_in(),
         "kept": what_is_kept(),
         "resets": {
-            (phase, reshard, old, is_last): after_resets(phase, reshard=reshard, old=old, is_last=is_last)
+            (phase, reshard, old, is_last): after_resets(
+                phase, reshard=reshard, old=old, is_last=is_last
+            )
             for phase in PHASES
             for reshard in flags
             for old in flags

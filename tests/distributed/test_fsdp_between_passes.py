@@ -106,7 +106,9 @@ def replayed_after_own_forward() -> tuple[float, float]:
 def moved_without_labels() -> tuple[list[float], list[int]]:
     """How far the parameters go in steps with the optimizer in backward: with labels, on one rank alone, with none, with labels."""
     model = divided(Decoder())
-    OptimizerInBackward({p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad})
+    OptimizerInBackward(
+        {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad}
+    )
     accumulates = runner_of(model, MicroBatchLimit(8), scale_gradients=False, retries=False)
     moved, run = [], []
     on_one_rank = (0, 1) if dist.get_rank() else ()

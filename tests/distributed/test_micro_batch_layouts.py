@@ -52,7 +52,9 @@ class Positioned(Decoder):
         self.given: torch.Tensor | None = None
         self.embed.register_forward_hook(self._add_positions)
 
-    def _add_positions(self, _: nn.Module, inputs: tuple[torch.Tensor], embedded: torch.Tensor) -> torch.Tensor:
+    def _add_positions(
+        self, _: nn.Module, inputs: tuple[torch.Tensor], embedded: torch.Tensor
+    ) -> torch.Tensor:
         given = torch.arange(inputs[0].shape[1])[None] if self.given is None else self.given
         return embedded + self.positions(given)
 
@@ -63,10 +65,14 @@ def mean_loss(model: Positioned, batch: dict[str, torch.Tensor]) -> torch.Tensor
         logits = model(batch["tokens"])[:, :-1]
     finally:
         model.given = None
-    return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED)
+    return cross_entropy(
+        logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=IGNORED
+    )
 
 
-def runner(model: Positioned, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any) -> MicroBatchRunner:
+def runner(
+    model: Positioned, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any
+) -> MicroBatchRunner:
     run = runner_of(model, limit, mean_loss=partial(mean_loss, model), layout=layout, **options)
     run.loss = replace(run.loss, pack=partial(pack_rows, ignore_index=IGNORED))
     return run
@@ -75,11 +81,18 @@ def runner(model: Positioned, limit: MicroBatchLimit, layout: MicroBatchLayout, 
 def deals(world_size: int) -> dict[str, list[list[Row]]]:
     """The rows of each rank: as recipes deal them, and by no rule at all."""
     draw, found = random.Random(world_size), {}
-    for name, number, unlabelled in (("many", 23, (2, 9, 17)), ("few", 3, (1,)), ("of no label", 4, (0, 1, 2, 3))):
-        rows = make_rows([draw.randint(1, 30) for _ in range(number)], unlabelled=unlabelled, seed=number)
+    for name, number, unlabelled in (
+        ("many", 23, (2, 9, 17)),
+        ("few", 3, (1,)),
+        ("of no label", 4, (0, 1, 2, 3)),
+    ):
+        rows = make_rows(
+            [draw.randint(1, 30) for _ in range(number)], unlabelled=unlabelled, seed=number
+        )
         owners = [draw.randrange(world_size) for _ in rows]
         found[f"{name}, anywhere"] = [
-            [row for row, owner in zip(rows, owners, strict=True) if owner == rank] for rank in range(world_size)
+            [row for row, owner in zip(rows, owners, strict=True) if owner == rank]
+            for rank in range(world_size)
         ]
         for kind in ("grouped", "packed"):
             lengths = [len(row["tokens"]) for row in rows]
@@ -109,7 +122,9 @@ def _errors(*, checkpointing: bool) -> dict[tuple[str, str, str, bool], tuple[fl
     divided(model)
     found = {}
     runs = {
-        (kind, limit): runner(model, limit, MicroBatchLayout(kind=kind, time=MicroBatchTime(fixed=20.0)))
+        (kind, limit): runner(
+            model, limit, MicroBatchLayout(kind=kind, time=MicroBatchTime(fixed=20.0))
+        )
         for kind in KINDS
         for limit in LIMITS
     }
@@ -126,14 +141,25 @@ def _errors(*, checkpointing: bool) -> dict[tuple[str, str, str, bool], tuple[fl
             run.drop_gradients()
             result = run.run(dealt[rank])
             real = sum(len(row["tokens"]) for row in rows)
-            counts = (int(result.label_tokens), result.rows, result.tokens) == (label_tokens, len(rows), real)
-            error = max(relative_error(whole_gradients(model), expected), abs(result.loss - loss) / max(loss, 1e-300))
+            counts = (int(result.label_tokens), result.rows, result.tokens) == (
+                label_tokens,
+                len(rows),
+                real,
+            )
+            error = max(
+                relative_error(whole_gradients(model), expected),
+                abs(result.loss - loss) / max(loss, 1e-300),
+            )
             is_padded = result.padding_fraction > 0
             found[deal, kind, str(limit), checkpointing] = error, counts, is_padded
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"{n} ranks")
+@pytest.fixture(
+    scope="module",
+    params=[1, 2, pytest.param(4, marks=pytest.mark.slow)],
+    ids=lambda n: f"{n} ranks",
+)
 def ranks(request):
     if request.param == 1:
         return [errors()]
@@ -143,7 +169,11 @@ def ranks(request):
 def test_gradients_loss_and_counts_are_those_of_rows_one_by_one(ranks):
     for facts in ranks:
         assert len(facts) == 9 * len(KINDS) * (2 * len(LIMITS) if len(ranks) == 1 else 2)
-        assert {case: error for case, (error, counts, _) in facts.items() if not (error <= CLOSE and counts)} == {}
+        assert {
+            case: error
+            for case, (error, counts, _) in facts.items()
+            if not (error <= CLOSE and counts)
+        } == {}
 
 
 def test_packed_rows_have_no_padding(ranks):
@@ -202,4 +232,9 @@ def test_rows_that_see_each_other_would_be_off_by_far_more():
     model.zero_grad(set_to_none=True)
     (mean_loss(model, batch) * 1.0).backward()  # without rows_apart
     assert labels
-    assert relative_error({name: p.grad for name, p in model.named_parameters() if p.requires_grad}, apart) > 1e-3
+    assert (
+        relative_error(
+            {name: p.grad for name, p in model.named_parameters() if p.requires_grad}, apart
+        )
+        > 1e-3
+    )

@@ -34,13 +34,19 @@ CAPACITIES = {"rows": MicroBatchLimit(2), "tokens": MicroBatchLimit(18, "tokens"
 LENGTHS = (9, 7, 9, 4, 6, 9, 8, 2, 5, 3)
 
 # For two ranks and for four: the rows of each rank, and which of them have no label at all.
-DEALS: dict[str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[int, ...]]] = {
+DEALS: dict[
+    str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[int, ...]]
+] = {
     "even": (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 4), (1, 5), (2, 6), (3, 7)), ()),
     "uneven": (((0, 1, 2, 3, 4, 5, 6), (7, 8)), ((0, 1, 2, 3, 4), (5, 6, 7), (8,), (9,)), ()),
     "the last rank has no rows": (((0, 1, 2, 3, 4), ()), ((0, 1, 2), (3,), (4, 5), ()), ()),
     "the first rank has no rows": (((), (0, 1, 2)), ((), (), (), (0, 1, 2)), ()),
     "some rows have no label": (((0, 1, 2, 3), (4, 5, 6)), ((0, 1), (2, 3), (4, 5), (6,)), (1, 4)),
-    "a micro-batch has no label": (((0, 1, 2, 3, 4), (5, 6, 7)), ((0, 1, 2), (3, 4), (5,), (6,)), (0, 1, 2, 3)),
+    "a micro-batch has no label": (
+        ((0, 1, 2, 3, 4), (5, 6, 7)),
+        ((0, 1, 2), (3, 4), (5,), (6,)),
+        (0, 1, 2, 3),
+    ),
     "one rank has no label": (((0, 1, 2), (3, 4)), ((0, 1), (2,), (3, 4), (5,)), (3, 4)),
     "no row has a label": (((0, 1, 2), (3,)), ((0,), (1, 2), (3,), ()), tuple(range(10))),
     "a single token": (((7, 9), (0,)), ((7,), (9,), (0,), ()), (7,)),
@@ -60,14 +66,21 @@ class Way:
         return ", ".join(f"{key}={value}" for key, value in vars(self).items())
 
 
-ALL_WAYS = [Way(*way) for way in itertools.product((True, False), CAPACITIES, (True, False), (True, False))]
+ALL_WAYS = [
+    Way(*way) for way in itertools.product((True, False), CAPACITIES, (True, False), (True, False))
+]
 
 
 def ways(number: int) -> list[Way]:
     """Four of them, the same for every fourth number: each pair of values, and all ways for four numbers in a row."""
     reshards, checkpoints = divmod(number % 4, 2)
     return [
-        Way(sync, unit, bool(reshards ^ sync ^ (unit == "rows")), bool(checkpoints ^ (unit == "rows")))
+        Way(
+            sync,
+            unit,
+            bool(reshards ^ sync ^ (unit == "rows")),
+            bool(checkpoints ^ (unit == "rows")),
+        )
         for sync in (True, False)
         for unit in CAPACITIES
     ]
@@ -78,7 +91,9 @@ def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list
     of_two, of_four, unlabelled = DEALS[deal]
     rows = make_rows(LENGTHS, unlabelled=unlabelled)
     numbers: Sequence[Sequence[int]] = {1: [sum(of_two, ())], 2: of_two, 4: of_four}[world_size]
-    return [[rows[number] for number in mine] for mine in numbers], [rows[n] for mine in numbers for n in mine]
+    return [[rows[number] for number in mine] for mine in numbers], [
+        rows[n] for mine in numbers for n in mine
+    ]
 
 
 def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
@@ -88,27 +103,40 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
     model = Decoder(checkpointing=way.checkpointing)
     reference = twin(model)
     divided(model, reshard_after_forward=way.reshards)
-    how: dict[str, Any] = {"limit": CAPACITIES[way.unit], "syncs_every_micro_batch": way.syncs_every_micro_batch}
+    how: dict[str, Any] = {
+        "limit": CAPACITIES[way.unit],
+        "syncs_every_micro_batch": way.syncs_every_micro_batch,
+    }
     free = runner_of(model, **how)
     most = max(1, *(free.division(mine).own_counts[0] for mine in dealt))
     expected, loss, label_tokens = by_hand(reference, rows)
     norm = norm_of(expected)
     found: dict[str, Any] = {}
     for name, limit in (("gradients", None), ("clipped", 0.3 * norm + 1e-9)):
-        run = free if limit is None else runner_of(model, max_grad_norm=limit, sharding=free.sharding, **how)
+        run = (
+            free
+            if limit is None
+            else runner_of(model, max_grad_norm=limit, sharding=free.sharding, **how)
+        )
         known = replace(run.division(dealt[rank]), counts=(most,))
         result = run.run(dealt[rank], division=None if asks or world_size == 1 else known)
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
-        found[name] = relative_error(whole_gradients(model), {k: v * scale for k, v in expected.items()})
+        found[name] = relative_error(
+            whole_gradients(model), {k: v * scale for k, v in expected.items()}
+        )
         if limit is not None:
-            found[f"{name}: norm"] = abs(float(result.grad_norm) - norm) / max(norm, 1e-300) if label_tokens else 0.0
+            found[f"{name}: norm"] = (
+                abs(float(result.grad_norm) - norm) / max(norm, 1e-300) if label_tokens else 0.0
+            )
         found[f"{name}: loss"] = abs(result.loss - loss) / max(loss, 1e-300)
         found[f"{name}: counts"] = (int(result.label_tokens), result.rows, result.tokens) != (
             label_tokens,
             len(rows),
             sum(len(row["tokens"]) for row in rows),
         )
-        found[f"{name}: micro-batches"] = world_size > 1 and result.micro_batches != (most if label_tokens else 0)
+        found[f"{name}: micro-batches"] = world_size > 1 and result.micro_batches != (
+            most if label_tokens else 0
+        )
         if name != "clipped":
             model.zero_grad(set_to_none=True)
     if label_tokens:
@@ -119,9 +147,13 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
         for name, parameter in reference.named_parameters():
             parameter.grad = expected[name] * scale if name in expected else None
         optimizer.step()
-        found["weights after a step"] = relative_error(whole_parameters(model), whole_parameters(reference))
+        found["weights after a step"] = relative_error(
+            whole_parameters(model), whole_parameters(reference)
+        )
     else:
-        found["gradients of no label"] = any(parameter.grad is not None for parameter in model.parameters())
+        found["gradients of no label"] = any(
+            parameter.grad is not None for parameter in model.parameters()
+        )
     return found
 
 
@@ -132,10 +164,19 @@ def steps_in_a_row(way: Way) -> float:
     reference = twin(model)
     divided(model, reshard_after_forward=way.reshards)
     run = runner_of(
-        model, limit=CAPACITIES[way.unit], syncs_every_micro_batch=way.syncs_every_micro_batch, max_grad_norm=0.5
+        model,
+        limit=CAPACITIES[way.unit],
+        syncs_every_micro_batch=way.syncs_every_micro_batch,
+        max_grad_norm=0.5,
     )
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-3) for m in (model, reference)]
-    for deal in ("uneven", "the first rank has no rows", "some rows have no label", "no row has a label", "even"):
+    for deal in (
+        "uneven",
+        "the first rank has no rows",
+        "some rows have no label",
+        "no row has a label",
+        "even",
+    ):
         dealt, rows = _dealt(deal, world_size)
         if not int(run.run(dealt[rank]).label_tokens):
             continue
@@ -164,7 +205,10 @@ def noise_of(way: Way, deal: str) -> dict[str, Any]:
         max_grad_norm=0.1,
         measures_noise=True,
     )
-    numbers = [CAPACITIES["rows"].amount if way.unit == "rows" else (3, 0, 1, 1)[other] for other in range(world_size)]
+    numbers = [
+        CAPACITIES["rows"].amount if way.unit == "rows" else (3, 0, 1, 1)[other]
+        for other in range(world_size)
+    ]
     sample = run.run(dealt[rank], small_rows=tuple(range(numbers[rank]))).noise
     first = [row for mine, number in zip(dealt, numbers, strict=True) for row in mine[:number]]
     small, _, small_tokens = by_hand(reference, first)
@@ -230,7 +274,11 @@ def _everything() -> dict[str, Any]:
     return facts
 
 
-@pytest.fixture(scope="module", params=[1, 2, pytest.param(4, marks=pytest.mark.slow)], ids=lambda n: f"{n} ranks")
+@pytest.fixture(
+    scope="module",
+    params=[1, 2, pytest.param(4, marks=pytest.mark.slow)],
+    ids=lambda n: f"{n} ranks",
+)
 def ranks(request):
     if request.param == 1:
         return [everything()]
@@ -249,7 +297,9 @@ def test_gradients_loss_and_norms_are_those_of_one_device(ranks):
 
 
 def test_steps_after_each_other_leave_the_weights_of_one_device(ranks):
-    assert [error for facts in ranks for error in facts["in a row"].values() if not error <= CLOSE] == []
+    assert [
+        error for facts in ranks for error in facts["in a row"].values() if not error <= CLOSE
+    ] == []
 
 
 def test_the_noise_is_that_of_the_first_micro_batches_or_rows_of_all_ranks(ranks):

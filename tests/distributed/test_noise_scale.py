@@ -16,7 +16,9 @@ TRUE, STEPS = 12.0, 300
 BY_TOKENS = MicroBatchLimit(48, "tokens")
 
 
-def samples_of(kind: str, syncs_every_micro_batch: bool, steps: int) -> tuple[list[list[float]], float | None]:
+def samples_of(
+    kind: str, syncs_every_micro_batch: bool, steps: int
+) -> tuple[list[list[float]], float | None]:
     """The numbers of the first samples by tokens, and the value after some steps."""
     torch.set_num_threads(1)
     problem = TokenMeans(noise_scale=TRUE, seed=3)

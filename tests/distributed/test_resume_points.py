@@ -75,7 +75,17 @@ def host_group():
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def made(kind, group, *, in_backward=False, seed=0, optimizer=torch.optim.AdamW, groups=2, mesh=None, empty=False):
+def made(
+    kind,
+    group,
+    *,
+    in_backward=False,
+    seed=0,
+    optimizer=torch.optim.AdamW,
+    groups=2,
+    mesh=None,
+    empty=False,
+):
     """A model, sharded where there is a group, its optimizers, and the names of its parameters."""
     torch.manual_seed(seed)
     with torch.device("meta" if empty else "cpu"):
@@ -91,7 +101,11 @@ def made(kind, group, *, in_backward=False, seed=0, optimizer=torch.optim.AdamW,
     parameters = list(names)
     if groups == 1:
         return model, [optimizer(parameters, lr=0.05)], names
-    return model, [optimizer([{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:]}], lr=0.05)], names
+    return (
+        model,
+        [optimizer([{"params": parameters[:3], "lr": 0.1}, {"params": parameters[3:]}], lr=0.05)],
+        names,
+    )
 
 
 def train(model, optimizers, steps=2):
@@ -126,7 +140,11 @@ def parts(value):
         return ["of a DTensor", parts(value.to_local())]
     if hasattr(value, "__tensor_flatten__"):
         names, _ = value.__tensor_flatten__()
-        return [type(value).__name__, tuple(value.shape), *(parts(getattr(value, name)) for name in names)]
+        return [
+            type(value).__name__,
+            tuple(value.shape),
+            *(parts(getattr(value, name)) for name in names),
+        ]
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -156,7 +174,9 @@ def loaded(folder, group, kind=Small, **options):
     model, optimizers, names = made(kind, group, empty=True, **options)
     point, _ = newest_complete(*checkpoints_in(folder))
     point.load_into({"model": model.state_dict()}, process_group=group)
-    load_named_optimizer_state(point.load_optimizer(optimizers, names, process_group=group), optimizers, names)
+    load_named_optimizer_state(
+        point.load_optimizer(optimizers, names, process_group=group), optimizers, names
+    )
     return model, optimizers, names
 
 
@@ -168,7 +188,9 @@ def saved(folder, group, kind=Small, *, asynchronous=False, **options):
     with CheckpointManager(folder, process_group=group, asynchronous=asynchronous) as points:
         points.save(2, state_of(*trained), {"from": 0 if group is None else group.rank()})
         if asynchronous:
-            train(*trained[:2], steps=1)  # goes on in what is being saved, with collectives of its own
+            train(
+                *trained[:2], steps=1
+            )  # goes on in what is being saved, with collectives of its own
     return expected
 
 
@@ -216,8 +238,14 @@ def goes_on(folder, group):
     train(model, optimizers)
     train(model, optimizers)
     resumed = loaded(folder, group)
-    state = newest_complete(*checkpoints_in(folder))[0].load_optimizer(*resumed[1:], process_group=group)
-    kinds = {key: type(tensor).__name__ for entries in state["state"].values() for key, tensor in entries.items()}
+    state = newest_complete(*checkpoints_in(folder))[0].load_optimizer(
+        *resumed[1:], process_group=group
+    )
+    kinds = {
+        key: type(tensor).__name__
+        for entries in state["state"].values()
+        for key, tensor in entries.items()
+    }
     train(*resumed[:2])
     return whole(state_of(model, optimizers, names)), whole(state_of(*resumed)), kinds
 
@@ -282,8 +310,12 @@ def four_ranks(folder):
         "four": saved(folder / "four", group),
         "one, loaded": whole(state_of(*loaded(folder / "one", group))),
         "two, loaded": whole(state_of(*loaded(folder / "two", group))),
-        "in backward, loaded": whole(state_of(*loaded(folder / "two in backward", group, in_backward=True))),
-        "eight bits": message_of(lambda: loaded(folder / "eight bits", group, Wide, optimizer=torchao.optim.AdamW8bit)),
+        "in backward, loaded": whole(
+            state_of(*loaded(folder / "two in backward", group, in_backward=True))
+        ),
+        "eight bits": message_of(
+            lambda: loaded(folder / "eight bits", group, Wide, optimizer=torchao.optim.AdamW8bit)
+        ),
     }
 
 
@@ -321,19 +353,25 @@ def two_by_two(folder, group):
     def load(point):
         model, optimizers, names = make(99)
         point.load_into({"model": model.state_dict()}, process_group=group)
-        load_named_optimizer_state(point.load_optimizer(optimizers, names, process_group=group), optimizers, names)
+        load_named_optimizer_state(
+            point.load_optimizer(optimizers, names, process_group=group), optimizers, names
+        )
         return model, optimizers, names
 
     of_one = load(newest_complete(*checkpoints_in(folder / "parallel one"))[0])
     facts = {"one, loaded": whole(state_of(*of_one))}
     tree, _ = newest_complete(*checkpoints_in(folder / "parallel one"))[0].load()
-    load_named_optimizer_state(tree["optimizer"], *(again := make(98))[1:])  # each rank takes its part of the whole
+    load_named_optimizer_state(
+        tree["optimizer"], *(again := make(98))[1:]
+    )  # each rank takes its part of the whole
     facts["one, taken"] = whole(named_optimizer_state(*again[1:]))
     train(*of_one[:2], steps=1)
     facts["saved"] = whole(state_of(*of_one))
     with CheckpointManager(folder / "two by two", process_group=group) as points:
         points.save(3, state_of(*of_one), None)
-    facts["loaded"] = whole(state_of(*load(newest_complete(*checkpoints_in(folder / "two by two"))[0])))
+    facts["loaded"] = whole(
+        state_of(*load(newest_complete(*checkpoints_in(folder / "two by two"))[0]))
+    )
     return facts
 
 
@@ -364,7 +402,9 @@ def one(folder):
         "one": saved(folder / "one", None),
         "parallel": saved(folder / "parallel one", None, Parallel, groups=1),
         "factored": saved(folder / "factored one", None, optimizer=ByColumn),
-        "eight bits": saved(folder / "eight bits of one", None, Wide, optimizer=torchao.optim.AdamW8bit),
+        "eight bits": saved(
+            folder / "eight bits of one", None, Wide, optimizer=torchao.optim.AdamW8bit
+        ),
     }
     model, optimizers, _ = made(Small, None)
     train(model, optimizers)
@@ -417,7 +457,9 @@ def test_with_the_optimizer_in_backward_too(folder, two, four):
     assert len(expected["optimizer"]["param_groups"]) == 6
     for facts in [*two, *four]:
         assert_equal(facts["in backward, loaded"], expected)
-    assert_equal(whole(state_of(*loaded(folder / "two in backward", None, in_backward=True))), expected)
+    assert_equal(
+        whole(state_of(*loaded(folder / "two in backward", None, in_backward=True))), expected
+    )
 
 
 def test_with_tensor_parallelism_too(folder, one, four):
@@ -427,14 +469,17 @@ def test_with_tensor_parallelism_too(folder, one, four):
         assert_equal(found["one, taken"], one["parallel"]["optimizer"])
         assert_equal(found["loaded"], found["saved"])
     assert_equal(
-        whole(state_of(*loaded(folder / "two by two", None, Parallel, groups=1))), four[0]["two by two"]["saved"]
+        whole(state_of(*loaded(folder / "two by two", None, Parallel, groups=1))),
+        four[0]["two by two"]["saved"],
     )
 
 
 def test_with_replicas_of_the_shards_too(folder, four):
     for facts in four:
         assert_equal(facts["replicated, loaded"], four[0]["replicated"])
-    assert_equal(newest_complete(*checkpoints_in(folder / "replicated"))[0].load()[0], four[0]["replicated"])
+    assert_equal(
+        newest_complete(*checkpoints_in(folder / "replicated"))[0].load()[0], four[0]["replicated"]
+    )
 
 
 def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, four):
@@ -481,14 +526,21 @@ def test_a_point_can_be_told_to_other_ranks(folder, two):
     ("damage", "reason"),
     [
         (lambda path: path.unlink(), "__1_0.distcp is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"__1_0.distcp has [\d,]+ bytes, [\d,]+ were saved"),
         (
-            lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]),
+            lambda path: path.write_bytes(path.read_bytes()[:-1]),
+            r"__1_0.distcp has [\d,]+ bytes, [\d,]+ were saved",
+        ),
+        (
+            lambda path: path.write_bytes(
+                bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]
+            ),
             "__1_0.distcp has another checksum",
         ),
     ],
 )
-def test_a_point_without_the_part_of_a_rank_is_passed_over_and_the_file_is_named(tmp_path, folder, two, damage, reason):
+def test_a_point_without_the_part_of_a_rank_is_passed_over_and_the_file_is_named(
+    tmp_path, folder, two, damage, reason
+):
     with CheckpointManager(tmp_path / "out") as older:
         older.save(1, {"model": torch.ones(2)}, None)
     shutil.copytree(folder / "two" / "step_2", tmp_path / "out" / "step_2")
@@ -504,7 +556,9 @@ def test_a_part_that_vanished_after_it_was_vouched_for_is_named(tmp_path, folder
     point, _ = newest_complete(*checkpoints_in(tmp_path / "out"))
     (point.path / "__1_0.distcp").unlink()
     model, _, _ = made(Small, None)
-    with pytest.raises(CheckpointError, match=r"step_2 cannot be read \(.*No such file.*__1_0.distcp"):
+    with pytest.raises(
+        CheckpointError, match=r"step_2 cannot be read \(.*No such file.*__1_0.distcp"
+    ):
         point.load_into({"model": model.state_dict()})
 
 
@@ -523,7 +577,9 @@ def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all_and_leaves_the_la
 
 def test_a_state_that_cannot_be_saved_is_named_on_all_ranks(two):
     for facts in two:
-        assert facts["failures"]["unfit"] == ("rank 0: unfit is a set, which a checkpoint cannot hold")
+        assert facts["failures"]["unfit"] == (
+            "rank 0: unfit is a set, which a checkpoint cannot hold"
+        )
 
 
 def test_a_save_in_the_background_that_fails_on_one_rank_is_told_on_all_and_the_next_is_whole(two):
@@ -551,7 +607,9 @@ def test_a_point_of_another_model_is_refused_on_all_ranks(two):
 def test_low_bit_states_come_back_on_as_many_ranks_as_saved_them(two):
     for facts in two:
         assert_equal(facts["eight bits, loaded"], facts["eight bits"])
-    first, second = (facts["eight bits"]["optimizer"]["state"]["0.weight"]["exp_avg"][1] for facts in two)
+    first, second = (
+        facts["eight bits"]["optimizer"]["state"]["0.weight"]["exp_avg"][1] for facts in two
+    )
     assert isinstance(first, torch.Tensor)  # 65 rows of 64: no whole blocks
     assert second[0] == "OptimState8bit"
 

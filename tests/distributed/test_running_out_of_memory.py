@@ -23,11 +23,20 @@ def test_a_step_is_retried_to_the_bit_or_all_ranks_end(seen):
     way = Way(False, measures_noise=True)
     replayed, lost = chosen(seen, every=max(1, len(seen) // 10), lost_of_each_phase=1)
     collective = next(
-        place for place, (phase, _) in zip(lost, _lost_phases(seen), strict=True) if phase == "collective"
+        place
+        for place, (phase, _) in zip(lost, _lost_phases(seen), strict=True)
+        if phase == "collective"
     )
     outcomes = list(sweep(way, [*replayed, collective, *once_more(replayed, after=[8])]))
-    assert [outcome for outcome in outcomes if outcome.differing or outcome.ended not in ("replayed", "lost")] == []
-    assert [outcome.ended for outcome in outcomes] == ["replayed"] * len(replayed) + ["lost", "lost"]
+    assert [
+        outcome
+        for outcome in outcomes
+        if outcome.differing or outcome.ended not in ("replayed", "lost")
+    ] == []
+    assert [outcome.ended for outcome in outcomes] == ["replayed"] * len(replayed) + [
+        "lost",
+        "lost",
+    ]
     assert all(outcome.seconds < 10 for outcome in outcomes if outcome.seconds is not None)
 
 
@@ -37,6 +46,13 @@ def _lost_phases(seen):
 
 
 def test_a_trial_in_which_one_rank_fails_does_not_fit_and_leaves_nothing():
-    places = [Place((800, 0)), Place((0, 900)), Place((700, 700)), Place((120, 0))]  # the last before the trial itself
+    places = [
+        Place((800, 0)),
+        Place((0, 900)),
+        Place((700, 700)),
+        Place((120, 0)),
+    ]  # the last before the trial itself
     outcomes = list(sweep(Way(False, trials=True), places))
-    assert [(outcome.ended, outcome.differing) for outcome in outcomes] == [("replayed", [])] * 3 + [("lost", [])]
+    assert [(outcome.ended, outcome.differing) for outcome in outcomes] == [
+        ("replayed", [])
+    ] * 3 + [("lost", [])]

@@ -67,7 +67,9 @@ class Trained:
             memory=CountedMemory(CPU),
             budget_bytes=budget_bytes,
             sharding=self.runner.sharding,
-            keep_gradients=None if self.sync else lambda: self.runner.try_rows(rows(1), is_last=False),
+            keep_gradients=None
+            if self.sync
+            else lambda: self.runner.try_rows(rows(1), is_last=False),
         )
 
     def state(self) -> dict[str, Any]:
@@ -83,7 +85,9 @@ def searched(sync: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"peaks": peaks, "searches": {}}
     for smaller in (0, 1):
         room = [PLENTY, PLENTY]
-        room[smaller] = (distributed.all_gather(peaks)[smaller][3] + distributed.all_gather(peaks)[smaller][4]) // 2
+        room[smaller] = (
+            distributed.all_gather(peaks)[smaller][3] + distributed.all_gather(peaks)[smaller][4]
+        ) // 2
         with trained.rehearsal(room[distributed.rank()]) as trial:
             result = run_search(trial, search=BinarySearch(maximum=MOST))
             again = peak(trial, 3)
@@ -115,7 +119,9 @@ def burdened(sync: bool, phase: str, whom: tuple[int, ...]) -> dict[str, Any]:
             fits.append(trial(3).fits)
             trained.model.burden = {}
         then = [peak(trial, size) for size in (2, 3)]
-        evaluated = [trial.evaluation(lambda size: evaluate(trained, size), 3) for _ in range(TIMES)]
+        evaluated = [
+            trial.evaluation(lambda size: evaluate(trained, size), 3) for _ in range(TIMES)
+        ]
         trained.model.burden = {"forward": allocate} if distributed.rank() in whom else {}
         evaluation_fits = trial.evaluation(lambda size: evaluate(trained, size), 3).fits
         trained.model.burden = {}
@@ -130,7 +136,8 @@ def burdened(sync: bool, phase: str, whom: tuple[int, ...]) -> dict[str, Any]:
             all(one.fits for one in evaluated),
             evaluation_fits,
             all(one.fits for one in again),
-            min(one.peak_bytes or 0 for one in evaluated) == min(one.peak_bytes or 0 for one in again),
+            min(one.peak_bytes or 0 for one in evaluated)
+            == min(one.peak_bytes or 0 for one in again),
         ),
         "traces": [name for name, value in before.items() if value != after[name]],
     }
@@ -143,16 +150,27 @@ def evaluate(trained: Trained, size: int) -> None:
 def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]:
     """The peak of a micro-batch by counting, and by the allocator's own reports."""
     torch.manual_seed(0)
-    model = divided(Decoder(width=64, dtype=torch.float32, checkpointing=checkpointing), reshard_after_forward=reshards)
+    model = divided(
+        Decoder(width=64, dtype=torch.float32, checkpointing=checkpointing),
+        reshard_after_forward=reshards,
+    )
     run = runner_of(model, MicroBatchLimit(2), syncs_every_micro_batch=sync)
     optimizer = torch.optim.AdamW(model.parameters())
     run.run(rows(3))
     optimizer.step()
 
     def resident() -> list[torch.Tensor]:
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [
+            parameter.grad for parameter in model.parameters() if parameter.grad is not None
+        ]
         kept = list(run.sharding.kept_gradients())
-        return [*model.parameters(), *model.buffers(), *gradients, *kept, *optimizer_state_tensors([optimizer])]
+        return [
+            *model.parameters(),
+            *model.buffers(),
+            *gradients,
+            *kept,
+            *optimizer_state_tensors([optimizer]),
+        ]
 
     def prepare() -> None:
         model.zero_grad(set_to_none=True)
@@ -175,7 +193,11 @@ def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]
         live = peak = storage_bytes(resident())
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
             run.try_rows(rows(16, 24))
-        events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+        events = [
+            event
+            for event in profiler.profiler.kineto_results.events()
+            if event.name() == "[memory]"
+        ]
         for event in sorted(events, key=lambda event: event.start_ns()):
             live += event.nbytes()
             peak = max(peak, live)
@@ -247,7 +269,9 @@ def test_what_passes_the_budget_of_one_rank_fits_on_none(ranks):
 def test_trials_leave_no_trace_on_any_rank(ranks):
     for facts in ranks:
         assert [found["traces"] for found in facts["searched"].values()] == [[], []]
-        assert {case: found["traces"] for case, found in facts["burdened"].items() if found["traces"]} == {}
+        assert {
+            case: found["traces"] for case, found in facts["burdened"].items() if found["traces"]
+        } == {}
 
 
 def test_counted_peaks_are_those_of_the_allocator(ranks):

@@ -26,7 +26,9 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 def started(folder: Path, **settings: object) -> Watchdog:
     """A watch whose rank zero writes into `folder` why the run ended."""
-    watch = Watchdog(on_end=lambda end: (folder / "end.json").write_text(json.dumps(asdict(end))), **settings)
+    watch = Watchdog(
+        on_end=lambda end: (folder / "end.json").write_text(json.dumps(asdict(end))), **settings
+    )
     watch.start()
     return watch
 
@@ -102,10 +104,14 @@ def rank_zero_fails_before_there_is_a_group(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_rank_zero_that_fails_before_there_is_a_process_group_ends_the_others(tmp_path, capfd):
-    ended = end_of_ranks(rank_zero_fails_before_there_is_a_group, 2, tmp_path, timeout=60, begins_group=False)
+    ended = end_of_ranks(
+        rank_zero_fails_before_there_is_a_group, 2, tmp_path, timeout=60, begins_group=False
+    )
     assert how(ended) == [(1, None)] * 2
     assert seconds_since(tmp_path) < 3
-    said = capfd.readouterr().err  # three threads failed; an error that is not ours has its traceback
+    said = (
+        capfd.readouterr().err
+    )  # three threads failed; an error that is not ours has its traceback
     assert said.startswith("\nrank 0:\nTraceback (most recent call last):\n")
     assert said.endswith("\nValueError: cuda:7 is not there\n")
     assert said.count("ValueError: cuda:7 is not there") == said.count("Traceback") == 1
@@ -142,11 +148,17 @@ def one_is_killed_while_the_others_do_not_notice(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rank_that_is_killed_ends_those_of_its_machine_that_do_not_notice(tmp_path, capfd):
-    ended = end_of_ranks(one_is_killed_while_the_others_do_not_notice, 3, tmp_path, timeout=60, begins_group=False)
+    ended = end_of_ranks(
+        one_is_killed_while_the_others_do_not_notice, 3, tmp_path, timeout=60, begins_group=False
+    )
     assert how(ended) == [(1, None), (1, None), (-signal.SIGKILL, None)]
     assert seconds_since(tmp_path) < 4
     said = capfd.readouterr().err
-    assert said.count("another rank has gone without a word") == said.count("(rank 2 is no longer there)") == 1
+    assert (
+        said.count("another rank has gone without a word")
+        == said.count("(rank 2 is no longer there)")
+        == 1
+    )
     assert written(tmp_path).kind == "lost_peer"
 
 
@@ -183,11 +195,15 @@ def test_a_rank_that_stands_still_longer_than_its_limit_ends_all(tmp_path, capfd
     assert said.startswith(f"\nrank 1: {message}; it stands at\n")
     assert said.endswith("in one_hangs_within_a_limit\n    time.sleep(100)\n")
     assert said.count("no progress") == 1
-    assert written(tmp_path) == End(1, "stalled", message, {"seconds": 0.8, "doing": "reading the lengths"})
+    assert written(tmp_path) == End(
+        1, "stalled", message, {"seconds": 0.8, "doing": "reading the lengths"}
+    )
 
 
 def all_hang(folder: Path) -> None:
-    watch = Watchdog(stall_seconds=1.0, on_end=lambda end: (folder / "not" / "there").write_text(end.kind))
+    watch = Watchdog(
+        stall_seconds=1.0, on_end=lambda end: (folder / "not" / "there").write_text(end.kind)
+    )
     dist.barrier()
     watch.start()
     watch.beat("step 3")
@@ -208,7 +224,10 @@ def test_ranks_that_fail_at_once_say_so_once_even_where_it_cannot_be_written_dow
 
 def ranks_end_at_different_times(folder: Path) -> list:
     facts = []
-    for first in (1, 0):  # rank zero, which hosts the store here, goes last, and then first: its process ends at once
+    for first in (
+        1,
+        0,
+    ):  # rank zero, which hosts the store here, goes last, and then first: its process ends at once
         watch = started(folder)
         dist.barrier()
         if dist.get_rank() != first:
@@ -269,7 +288,9 @@ def test_a_rank_whose_store_has_gone_ends(tmp_path, capfd):
     assert how(ended) == [(-signal.SIGKILL, None), (1, None)]
     assert seconds_since(tmp_path) < 3
     assert (
-        capfd.readouterr().err.count("rank 1: torchrun, or rank zero where that holds the ranks together, has gone")
+        capfd.readouterr().err.count(
+            "rank 1: torchrun, or rank zero where that holds the ranks together, has gone"
+        )
         == 1
     )
 
@@ -277,7 +298,9 @@ def test_a_rank_whose_store_has_gone_ends(tmp_path, capfd):
 ON_ONE_NODE = ("--standalone", "--nproc-per-node", "2")
 
 
-def torchrun(folder: Path, program: str, *arguments: str, nodes: Sequence[str] = ON_ONE_NODE) -> subprocess.Popen:
+def torchrun(
+    folder: Path, program: str, *arguments: str, nodes: Sequence[str] = ON_ONE_NODE
+) -> subprocess.Popen:
     script = folder / "script.py"
     script.write_text(
         textwrap.dedent(
@@ -296,10 +319,14 @@ def torchrun(folder: Path, program: str, *arguments: str, nodes: Sequence[str] =
     )
     command = [sys.executable, "-m", "torch.distributed.run", *nodes]
     paths = os.pathsep.join([str(Path(__file__).parent), subprocess_environment()["PYTHONPATH"]])
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    variables = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
+    }
     variables |= {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     with open(folder / "said", "a") as said:
-        return subprocess.Popen([*command, *arguments, str(script)], env=variables, stdout=said, stderr=said)
+        return subprocess.Popen(
+            [*command, *arguments, str(script)], env=variables, stdout=said, stderr=said
+        )
 
 
 @pytest.mark.slow
@@ -346,7 +373,16 @@ def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
         distributed.destroy_process_group()
     """
     endpoint = f"localhost:{port}"
-    nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    nodes = (
+        "--nnodes",
+        "2",
+        "--nproc-per-node",
+        "1",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        endpoint,
+    )
     both = [torchrun(tmp_path, program, "--max-restarts", "1", nodes=nodes) for _ in range(2)]
     assert [process.wait(90) for process in both] == [0, 0], (tmp_path / "said").read_text()
     assert "<met with 0+1>" in (tmp_path / "said").read_text()

@@ -59,7 +59,9 @@ def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes_and_that_fr
         shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
         shutil.rmtree(folder / "epoch_1")
         (folder / "logs" / LOG).unlink()
-        return small.run_in_process(recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
+        return small.run_in_process(
+            recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
+        )
 
     expected = resume(STOCK, stock)
     for recipe, begun in ((OURS, ours), (OURS, stock), (STOCK, ours)):
@@ -69,9 +71,15 @@ def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes_and_that_fr
 
 @pytest.mark.slow
 def test_two_ranks_do_what_the_stock_recipe_does_on_them(wide):
-    asked = [("LoRA", "clip_grad_norm=0.5"), ("DoRA", "gradient_accumulation_steps=2"), ("QLoRA", ALONE)]
+    asked = [
+        ("LoRA", "clip_grad_norm=0.5"),
+        ("DoRA", "gradient_accumulation_steps=2"),
+        ("QLoRA", ALONE),
+    ]
     each = [(*LORA, *KINDS[kind], "epochs=1", SHORT, own) for kind, own in asked]
-    tasks = [Task(recipe, wide.fresh_folder(), own) for own in each for recipe in (OURS, STOCK_ON_RANKS)]
+    tasks = [
+        Task(recipe, wide.fresh_folder(), own) for own in each for recipe in (OURS, STOCK_ON_RANKS)
+    ]
     finished = run_tasks(wide, tasks, ranks=2)
     for ours, stock in zip(finished[::2], finished[1::2], strict=True):
         assert_alike(ours, stock, 0)

@@ -53,7 +53,10 @@ def floats(finished):
 
 def largest_relative_difference(one, other):
     assert one.keys() == other.keys()
-    return max(((one[name] - other[name]).norm() / other[name].norm().clamp_min(1e-12)).item() for name in one)
+    return max(
+        ((one[name] - other[name]).norm() / other[name].norm().clamp_min(1e-12)).item()
+        for name in one
+    )
 
 
 def gradients(small, recipe, *overrides):
@@ -73,7 +76,9 @@ def gradients(small, recipe, *overrides):
 # --- the same, to the bit ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("features", COMBINATIONS, ids=lambda features: " + ".join(features) or "defaults")
+@pytest.mark.parametrize(
+    "features", COMBINATIONS, ids=lambda features: " + ".join(features) or "defaults"
+)
 def test_losses_and_final_weights_are_those_of_the_stock_recipe(small, features):
     overrides = overrides_of(features)
     stock, ours = (small.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
@@ -90,7 +95,9 @@ def test_every_feature_is_in_some_combination():
 @pytest.mark.slow
 def test_the_command_line_gives_what_the_stock_recipe_gives(small):
     overrides = overrides_of(["accumulation", "dropout"])
-    ours = small.run(OURS, *overrides, "use_maximum_batch_size=False", "batch_increase_function=null")
+    ours = small.run(
+        OURS, *overrides, "use_maximum_batch_size=False", "batch_increase_function=null"
+    )
     assert ours.losses == small.run_in_process(STOCK, *overrides).losses
 
 
@@ -99,7 +106,9 @@ def test_the_command_line_gives_what_the_stock_recipe_gives(small):
 def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoint(small, features):
     overrides = overrides_of(features)
     stock, ours = (small.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
-    from_stock, from_ours = (interrupted_after_first_epoch(finished, small) for finished in (stock, ours))
+    from_stock, from_ours = (
+        interrupted_after_first_epoch(finished, small) for finished in (stock, ours)
+    )
     from_stock_by_ours = interrupted_after_first_epoch(stock, small)
     from_ours_by_stock = interrupted_after_first_epoch(ours, small)
     expected = resume(small, STOCK, from_stock, *overrides)
@@ -118,19 +127,28 @@ def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoi
 def test_splitting_a_step_leaves_gradients_as_they_are_even_where_the_first_label_counts(small):
     def of_both_splits(recipe):
         split = ("batch_size=2", "gradient_accumulation_steps=4")
-        return [gradients(small, recipe, "dataset.train_on_input=True", *sizes) for sizes in (("batch_size=8",), split)]
+        return [
+            gradients(small, recipe, "dataset.train_on_input=True", *sizes)
+            for sizes in (("batch_size=8",), split)
+        ]
 
     whole, split = of_both_splits(OURS)
     stock_whole, stock_split = of_both_splits(STOCK)
     assert largest_relative_difference(split, whole) < 1e-5
-    assert largest_relative_difference(whole, stock_whole) < 1e-5  # in one piece the stock weights cancel
-    assert largest_relative_difference(stock_split, stock_whole) > 1e-3  # its labels are counted before the shift
+    assert (
+        largest_relative_difference(whole, stock_whole) < 1e-5
+    )  # in one piece the stock weights cancel
+    assert (
+        largest_relative_difference(stock_split, stock_whole) > 1e-3
+    )  # its labels are counted before the shift
 
 
 def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
     five_batches_in_twos = ("batch_size=6", "gradient_accumulation_steps=2")
     ours = small.run_in_process(OURS, *five_batches_in_twos).losses
-    stock_without_the_rest = small.run_in_process(STOCK, *five_batches_in_twos, "max_steps_per_epoch=2").losses
+    stock_without_the_rest = small.run_in_process(
+        STOCK, *five_batches_in_twos, "max_steps_per_epoch=2"
+    ).losses
     stock = small.run_in_process(STOCK, *five_batches_in_twos).losses
     assert ours == stock_without_the_rest
     assert ours[:2] == stock[:2]
@@ -139,7 +157,9 @@ def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
 
 def test_a_batch_may_grow_beyond_the_configured_one(small):
     ours = small.run_in_process(OURS, "batch_size=2", "batch_increase_function=demo.grow")
-    assert ours.figures("batch_size") == ["2"] * 16 + ["6"] * 5 + ["2"]  # 2, then 2 + 4, and the 2 rows that are left
+    assert ours.figures("batch_size") == ["2"] * 16 + ["6"] * 5 + [
+        "2"
+    ]  # 2, then 2 + 4, and the 2 rows that are left
 
 
 def test_in_backward_the_optimizer_sees_the_mean_and_not_its_multiple(small):
@@ -155,7 +175,9 @@ def test_in_backward_the_optimizer_sees_the_mean_and_not_its_multiple(small):
 # --- every stock configuration, by its name ----------------------------------------------------------------------------
 
 FOLDER = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
-STOCK_CONFIGS = [found.name for recipe in get_all_recipes() if recipe.name == STOCK for found in recipe.configs]
+STOCK_CONFIGS = [
+    found.name for recipe in get_all_recipes() if recipe.name == STOCK for found in recipe.configs
+]
 
 
 def test_there_are_seventeen_stock_configurations():
@@ -168,9 +190,15 @@ def test_a_stock_configuration_is_taken_as_it_is(name):
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     assert not settings.adaptive
     assert settings.drop_last
-    cfg.merge_with({"device": "cpu", "enable_activation_offloading": False})  # offloading needs CUDA in both recipes
+    cfg.merge_with(
+        {"device": "cpu", "enable_activation_offloading": False}
+    )  # offloading needs CUDA in both recipes
     job = Job(cfg, settings)
-    with torch.device("meta"), training.set_default_dtype(job.dtype), without("torchvision", cfg.model):
+    with (
+        torch.device("meta"),
+        training.set_default_dtype(job.dtype),
+        without("torchvision", cfg.model),
+    ):
         model = config.instantiate(cfg.model)
         with without("bitsandbytes", cfg.optimizer):
             config.instantiate(cfg.optimizer, model.parameters())
@@ -226,6 +254,8 @@ def test_the_stock_vision_configuration_trains_by_its_name_as_the_stock_recipe_d
 
 def assert_trains_as_stock(small, name, overrides, *, steps):
     here = ["device=cpu", "seed=7", f"metric_logger.filename={LOG}"]
-    stock, ours = (small.run_in_process(recipe, *overrides, *here, config=name) for recipe in (STOCK, OURS))
+    stock, ours = (
+        small.run_in_process(recipe, *overrides, *here, config=name) for recipe in (STOCK, OURS)
+    )
     assert len(stock.losses) == steps
     assert ours.losses == stock.losses

@@ -32,7 +32,11 @@ def both(small):
     """Of each case the stock recipe's run and ours."""
     cases = {**CASES, "unlabelled": UNLABELLED}
     recipes = (STOCK_ON_RANKS, OURS)
-    tasks = [Task(recipe, small.fresh_folder(), overrides) for overrides in cases.values() for recipe in recipes]
+    tasks = [
+        Task(recipe, small.fresh_folder(), overrides)
+        for overrides in cases.values()
+        for recipe in recipes
+    ]
     finished = iter(run_tasks(small, tasks, ranks=2))
     return {name: (next(finished), next(finished)) for name in cases}
 
@@ -50,7 +54,9 @@ def test_losses_rates_norms_and_weights_are_those_of_the_stock_recipe(both, name
 
 
 def test_the_cases_train_otherwise_than_each_other(both):
-    last = {name: ours.losses[-1] for name, (_, ours) in both.items() if name != "optimizer in backward"}
+    last = {
+        name: ours.losses[-1] for name, (_, ours) in both.items() if name != "optimizer in backward"
+    }
     assert len(set(last.values())) == len(last)  # in backward, it is the same to rounding
 
 

@@ -34,9 +34,15 @@ def parts():
         python = [block for block in here if block.language == "python"]
         for block, following in zip_longest(here, here[1:]):
             if block.language == "bash":
-                commands = [c for c in block.commands if not c.startswith(BY_CI) and not is_read_only(c)]
+                commands = [
+                    c for c in block.commands if not c.startswith(BY_CI) and not is_read_only(c)
+                ]
                 for command in commands:
-                    says = following if following and following.is_output and command == commands[-1] else None
+                    says = (
+                        following
+                        if following and following.is_output and command == commands[-1]
+                        else None
+                    )
                     found.append(pytest.param(command, says, id=f"{block.name}-{command[:60]}"))
             if block.language == "yaml" and block.file:
                 found.append(pytest.param(block, None, id=f"{block.name}-{block.file}"))
@@ -81,10 +87,18 @@ def test_a_command_works_and_prints_what_its_page_says(folder, command, says):
 def run(folder, command):
     """Run a command in a folder, as on a machine that has searched nothing yet; return what it prints."""
     program, *arguments = shlex.split(command.replace("OUTPUT_DIR", "adaptive_batch_demo/tuned"))
-    found = {"tune": [str(Path(sys.executable).parent / "tune")], "python": [sys.executable]}[program]
+    found = {"tune": [str(Path(sys.executable).parent / "tune")], "python": [sys.executable]}[
+        program
+    ]
     fresh = {**os.environ, "ADAPTIVE_BATCH_CACHE": str(folder / "cache")}
     done = subprocess.run(
-        [*found, *arguments], cwd=folder, env=fresh, capture_output=True, text=True, timeout=500, check=False
+        [*found, *arguments],
+        cwd=folder,
+        env=fresh,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -93,18 +107,27 @@ def run(folder, command):
 def train_the_demo_instead(config):
     """In a config for a GPU and weights of the hub, put the demo's model and data on a CPU; all else stays."""
     shipped = OmegaConf.load(config_path("demo_cpu"))
-    demo_parts = OmegaConf.masked_copy(shipped, ["demo_dir", "model", "tokenizer", "checkpointer", "dataset"])
+    demo_parts = OmegaConf.masked_copy(
+        shipped, ["demo_dir", "model", "tokenizer", "checkpointer", "dataset"]
+    )
     here = {"device": "cpu", "dtype": "fp32", "output_dir": "./mine", "max_steps_per_epoch": 1}
     OmegaConf.save(
-        OmegaConf.merge(OmegaConf.load(config), demo_parts, here, {"probe": {"device_memory": "256MiB"}}), config
+        OmegaConf.merge(
+            OmegaConf.load(config), demo_parts, here, {"probe": {"device_memory": "256MiB"}}
+        ),
+        config,
     )
 
 
 def test_the_commands_that_the_demo_ends_with_work(folder, monkeypatch):
     monkeypatch.chdir(folder)
     output_dir = Path("adaptive_batch_demo") / "tuned"
-    lines = runpy.run_path(str(ROOT / "examples" / "demo" / "__main__.py"))["next_steps"](demo.DIRECTORY, output_dir)
-    commands = [line.strip() for line in lines.splitlines() if line.startswith("  ") and "# " not in line]
+    lines = runpy.run_path(str(ROOT / "examples" / "demo" / "__main__.py"))["next_steps"](
+        demo.DIRECTORY, output_dir
+    )
+    commands = [
+        line.strip() for line in lines.splitlines() if line.startswith("  ") and "# " not in line
+    ]
     assert len(commands) == 3
     for command in commands:
         program, _, rest = command.partition(" ")

@@ -26,7 +26,11 @@ def made(tmp_path_factory):
 
 
 def contents(directory):
-    return {str(p.relative_to(directory)): p.read_bytes() for p in sorted(directory.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(directory)): p.read_bytes()
+        for p in sorted(directory.rglob("*"))
+        if p.is_file()
+    }
 
 
 def held_out_texts(directory):
@@ -78,7 +82,9 @@ def test_the_standard_library_gives_thousands_of_rows_of_very_uneven_length_and_
         "lengths = sorted(len(row['docstring']) for row in rows)\n"
         "print(len(rows), lengths[len(lengths) // 2], lengths[-1], *set(sys.modules) - before)"
     )
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
     num_rows, median, longest, *imported = finished.stdout.split()
     assert int(num_rows) > 3000
     assert int(longest) > 10 * int(median)
@@ -149,7 +155,11 @@ def test_a_base_of_changed_sizes_is_named_and_not_used(made, tmp_path):
 
 def test_a_text_comes_back_from_its_tokens(made):
     tokenizer = tokenizer_of(made)
-    for text in [*held_out_texts(made), "Ünïcödé, 漢字 and \N{ROCKET}\ttabs  \r\n\n end ", "don't 12345"]:
+    for text in [
+        *held_out_texts(made),
+        "Ünïcödé, 漢字 and \N{ROCKET}\ttabs  \r\n\n end ",
+        "don't 12345",
+    ]:
         tokens = tokenizer.encode(text, add_bos=False, add_eos=False)
         assert tokenizer.decode(tokens) == unicodedata.normalize("NFC", text)
         assert max(tokens) < demo.MODEL["vocab_size"]
@@ -160,7 +170,11 @@ def test_torchtune_and_transformers_give_the_same_tokens(made):
 
     ours = tokenizer_of(made)
     theirs = AutoTokenizer.from_pretrained(made / "base")
-    for text in [*held_out_texts(made), "Ünïcödé 漢字 \N{ROCKET} don't\r\n\n  x", "<|im_start|>user\nhi<|im_end|>"]:
+    for text in [
+        *held_out_texts(made),
+        "Ünïcödé 漢字 \N{ROCKET} don't\r\n\n  x",
+        "<|im_start|>user\nhi<|im_end|>",
+    ]:
         assert theirs(text)["input_ids"] == ours.encode(text, add_bos=False, add_eos=False)
     assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
     assert len(theirs) <= demo.MODEL["vocab_size"]
@@ -182,7 +196,10 @@ def test_rows_are_cut_to_max_seq_len(made):
     from torchtune.data import Message
 
     tokenizer = tokenizer_of(made, max_seq_len=16)
-    messages = [Message(role="user", content="def f(x)"), Message(role="assistant", content="word " * 100)]
+    messages = [
+        Message(role="user", content="def f(x)"),
+        Message(role="assistant", content="word " * 100),
+    ]
     assert len(tokenizer.tokenize_messages(messages)[0]) == 16
 
 
@@ -191,7 +208,10 @@ def test_rows_are_cut_to_max_seq_len(made):
 
 def test_the_configs_model_is_the_one_that_is_made():
     cfg = OmegaConf.load(config_path("demo_cpu"))
-    assert OmegaConf.to_container(cfg.model) == {"_component_": "torchtune.models.qwen2.qwen2", **demo.MODEL}
+    assert OmegaConf.to_container(cfg.model) == {
+        "_component_": "torchtune.models.qwen2.qwen2",
+        **demo.MODEL,
+    }
     assert cfg.tokenizer.max_seq_len == demo.MODEL["max_seq_len"]
     assert cfg.demo_dir == demo.DIRECTORY
 
@@ -206,20 +226,31 @@ def test_torchtune_and_transformers_give_the_same_logits(made, tmp_path):
     model = config.instantiate(cfg.model).eval()
     model.load_state_dict(config.instantiate(cfg.checkpointer).load_checkpoint()["model"])
     theirs = AutoModelForCausalLM.from_pretrained(made / "base").eval()
-    tokens = torch.randint(0, cfg.model.vocab_size, (3, 40), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        0, cfg.model.vocab_size, (3, 40), generator=torch.Generator().manual_seed(0)
+    )
     logits, their_logits = model(tokens), theirs(tokens).logits
     assert (logits - their_logits).abs().max() < 1e-4
     assert torch.equal(logits.argmax(-1), their_logits.argmax(-1))
     assert torch.equal(demo.load(made / "base")(tokens), logits)
 
 
-def test_a_tuned_epoch_is_the_same_model_in_transformers_and_torchtune(made, small, tmp_path, monkeypatch):
+def test_a_tuned_epoch_is_the_same_model_in_transformers_and_torchtune(
+    made, small, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     from checkpoint import compare
 
-    overrides = (f"demo_dir={made}", f"metric_logger.log_dir={tmp_path}", "epochs=1", "max_steps_per_epoch=2")
+    overrides = (
+        f"demo_dir={made}",
+        f"metric_logger.log_dir={tmp_path}",
+        "epochs=1",
+        "max_steps_per_epoch=2",
+    )
     finished = small.run_in_process("adaptive_full_finetune", *overrides, config="demo_cpu")
-    found = compare(finished.output_dir / "epoch_0", held_out_texts(made)[:8], aside=tmp_path / "aside")
+    found = compare(
+        finished.output_dir / "epoch_0", held_out_texts(made)[:8], aside=tmp_path / "aside"
+    )
     assert found["largest_difference"] < 1e-4
     assert found["same_choices"] == found["positions"] > 100
 
@@ -251,7 +282,9 @@ def test_a_sample_is_the_same_each_time(made):
 
 @pytest.mark.slow
 def test_a_demo_that_was_not_made_is_one_line(small, tmp_path):
-    finished = small.run("adaptive_full_finetune", f"demo_dir={tmp_path}", config="demo_cpu", expect=1)
+    finished = small.run(
+        "adaptive_full_finetune", f"demo_dir={tmp_path}", config="demo_cpu", expect=1
+    )
     assert f"No such file or directory: '{tmp_path}/base/tokenizer.json'" in finished.output
     assert "those of demo_cpu are made by `make demo`" in finished.output
     assert "Traceback" not in finished.output
@@ -263,7 +296,11 @@ def test_growth_starts_in_epoch_1_and_asks_for_more_in_epoch_2():
 
 def test_the_epochs_of_the_latest_run_are_shown_and_no_earlier_ones(tmp_path, capsys):
     step = {"kind": "step", "epoch": 0, "batch_size": 4, "loss": 9.0}
-    later = [{**step, "loss": 3.0}, {**step, "loss": 2.0}, {**step, "epoch": 1, "batch_size": 8, "loss": 1.0}]
+    later = [
+        {**step, "loss": 3.0},
+        {**step, "loss": 2.0},
+        {**step, "epoch": 1, "batch_size": 8, "loss": 1.0},
+    ]
     records = [{"kind": "start"}, step, {"kind": "start"}, {"kind": "bound"}, *later]
     (tmp_path / "run.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     runpy.run_path(str(DEMO))["print_epochs"](tmp_path / "run.jsonl")
@@ -275,12 +312,20 @@ def test_the_epochs_of_the_latest_run_are_shown_and_no_earlier_ones(tmp_path, ca
     ("arguments", "status", "says"),
     [
         (["--directory", "a=b"], 2, "must not contain '='"),
-        (["--lora"], 1, "there is no tuned model in adaptive_batch_demo/tuned/epoch_2: `make demo` makes it"),
+        (
+            ["--lora"],
+            1,
+            "there is no tuned model in adaptive_batch_demo/tuned/epoch_2: `make demo` makes it",
+        ),
     ],
 )
-def test_what_the_demo_cannot_do_is_refused_before_anything_is_made(tmp_path, arguments, status, says):
+def test_what_the_demo_cannot_do_is_refused_before_anything_is_made(
+    tmp_path, arguments, status, says
+):
     command = [sys.executable, str(DEMO), *arguments]
-    finished = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(
+        command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=60
+    )
     assert finished.returncode == status
     assert says in finished.stderr
     assert list(Path(tmp_path).iterdir()) == []

@@ -10,7 +10,15 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
 from support.pages import PAGES, ROOT
 
-SOURCES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml", "docs", "benchmarks/results", "examples")
+SOURCES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "mkdocs.yml",
+    "docs",
+    "benchmarks/results",
+    "examples",
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +57,20 @@ def site(copied, tmp_path, monkeypatch):
 def test_every_page_is_on_the_site_in_its_navigation_and_fetches_nothing(site):
     folder = site()
     assert folder is not None, "mkdocs build --strict says which link is wrong"
-    names = {path.removeprefix("docs/").replace("README", "index").replace(".md", ".html") for path in PAGES}
+    names = {
+        path.removeprefix("docs/").replace("README", "index").replace(".md", ".html")
+        for path in PAGES
+    }
     first = (folder / "index.html").read_text()
     for name in names:
         html = (folder / name).read_text()
         assert f'href="{name}"' in first
-        assert re.findall(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"', html) == []
+        assert (
+            re.findall(
+                r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:https?:)?//[^"]*"', html
+            )
+            == []
+        )
         for picture in re.findall(r'<img[^>]* src="([^"]*)"', html):
             assert (folder / picture).is_file()
     assert not (folder / "tools").exists()
@@ -80,8 +96,16 @@ def test_a_link_that_leads_nowhere_fails_the_build(site, caplog, page, text, sai
 
 
 def test_links_between_readme_and_pages_work_in_both_directions(site):
-    assert site("README.md", "[x](docs/configuration.md#the-plan) [z](CHANGELOG.md#unreleased)") is not None
-    assert site("docs/many_gpus.md", "[x](../README.md#install) [y](../CHANGELOG.md) [z](../mkdocs.yml)") is not None
+    assert (
+        site("README.md", "[x](docs/configuration.md#the-plan) [z](CHANGELOG.md#unreleased)")
+        is not None
+    )
+    assert (
+        site(
+            "docs/many_gpus.md", "[x](../README.md#install) [y](../CHANGELOG.md) [z](../mkdocs.yml)"
+        )
+        is not None
+    )
 
 
 def test_the_readmes_figure_is_small_and_a_picture():

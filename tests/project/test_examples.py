@@ -26,7 +26,12 @@ MOST_LINES = 15
 
 def run(*command: object, folder: Path = ROOT) -> str:
     """What a Python program prints."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, command)],
         env=environment,
@@ -46,7 +51,9 @@ def glue(text: str) -> list[str]:
 
 
 def numbers(output: str, name: str) -> list[float]:
-    return [float(number) for number in re.search(rf"^{name}: (.*)$", output, re.MULTILINE)[1].split()]
+    return [
+        float(number) for number in re.search(rf"^{name}: (.*)$", output, re.MULTILINE)[1].split()
+    ]
 
 
 @pytest.fixture(scope="module", params=EXAMPLES, ids=lambda path: path.stem)
@@ -68,7 +75,12 @@ def on_rank(example: Path, other_port: int) -> tuple[str, str]:
 
 
 def test_there_is_an_example_for_each_kind_of_loop():
-    assert {path.stem for path in EXAMPLES} == {"fsdp2", "hugging_face", "lightning_module", "plain_pytorch"}
+    assert {path.stem for path in EXAMPLES} == {
+        "fsdp2",
+        "hugging_face",
+        "lightning_module",
+        "plain_pytorch",
+    }
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -80,7 +92,11 @@ def test_an_example_has_a_few_lines_that_are_about_adaptive_batch(path):
     assert all(len(line) <= 120 for line in lines)
     code = re.sub(r'""".*?"""', "", text, flags=re.DOTALL)
     rest = [line for line in code.splitlines() if line not in lines and "# ---" not in line]
-    outside = [line for line in rest if re.search(r"adaptive_batch|AdaptiveLoop|\bloop\.(?!batch_size)", line)]
+    outside = [
+        line
+        for line in rest
+        if re.search(r"adaptive_batch|AdaptiveLoop|\bloop\.(?!batch_size)", line)
+    ]
     assert outside == []
 
 
@@ -100,11 +116,16 @@ def test_an_example_finds_its_bound_and_grows(outputs):
 
 
 def test_an_example_ends_with_the_loss_of_the_same_training_without_adaptive_batch(outputs):
-    (adaptive,), (plain,) = numbers(outputs.adaptive, "final loss"), numbers(outputs.plain, "final loss")
+    (adaptive,), (plain,) = (
+        numbers(outputs.adaptive, "final loss"),
+        numbers(outputs.plain, "final loss"),
+    )
     assert 1.0 < plain < 4.0  # it began at the logarithm of 256, 5.5
     assert adaptive == pytest.approx(plain, rel=2e-6)
     if "optimizer steps" in outputs.plain:
-        assert numbers(outputs.adaptive, "optimizer steps") == numbers(outputs.plain, "optimizer steps")
+        assert numbers(outputs.adaptive, "optimizer steps") == numbers(
+            outputs.plain, "optimizer steps"
+        )
 
 
 def test_what_the_page_says_in_code_runs(tmp_path):
@@ -116,5 +137,7 @@ def test_what_the_page_says_in_code_runs(tmp_path):
 
 
 def test_the_page_says_how_many_lines_each_example_has():
-    said = dict(re.findall(r"^\| \[`examples/(\w+)\.py`\].*\| (\d+) \|$", PAGE.read_text(), re.MULTILINE))
+    said = dict(
+        re.findall(r"^\| \[`examples/(\w+)\.py`\].*\| (\d+) \|$", PAGE.read_text(), re.MULTILINE)
+    )
     assert said == {path.stem: str(len(glue(path.read_text()))) for path in EXAMPLES}

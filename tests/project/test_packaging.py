@@ -17,12 +17,29 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 SITE_PACKAGES = Path(importlib.metadata.distribution("torch").locate_file(""))
-SHIPPED_FOLDERS = ("adaptive_batch", "recipes", "configs", "tests", "benchmarks", "docs", "examples")
+SHIPPED_FOLDERS = (
+    "adaptive_batch",
+    "recipes",
+    "configs",
+    "tests",
+    "benchmarks",
+    "docs",
+    "examples",
+)
 MADE = {".pyc", ".so"}
 
 
 def build(source, folder, *what):
-    command = [sys.executable, "-m", "build", *what, "--no-isolation", "--outdir", str(folder), str(source)]
+    command = [
+        sys.executable,
+        "-m",
+        "build",
+        *what,
+        "--no-isolation",
+        "--outdir",
+        str(folder),
+        str(source),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     (path,) = folder.iterdir()
     return path
@@ -70,7 +87,11 @@ def needs_of(name):
         if name not in found:
             found[name] = importlib.metadata.distribution(name)
             needs = map(Requirement, found[name].requires or ())
-            left += [need.name for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+            left += [
+                need.name
+                for need in needs
+                if need.marker is None or need.marker.evaluate({"extra": ""})
+            ]
     return found
 
 
@@ -81,14 +102,27 @@ def installed(wheel, folder, distributions):
     """
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--no-index", "--quiet"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--quiet",
+    ]
     subprocess.run([*pip, str(wheel)], check=True, timeout=120)
     seen = SITE_PACKAGES
     if distributions is not None:
         seen = folder / "seen"
         seen.mkdir()
         for distribution in distributions.values():
-            for name in {file.parts[0] for file in distribution.files or ()} - {"..", "__pycache__"}:
+            for name in {file.parts[0] for file in distribution.files or ()} - {
+                "..",
+                "__pycache__",
+            }:
                 if not (seen / name).exists():
                     (seen / name).symlink_to(distribution.locate_file(name))
     (path,) = (folder / "venv").glob("lib/python*/site-packages")
@@ -97,7 +131,9 @@ def installed(wheel, folder, distributions):
 
 
 def run(*command, cwd, status=0):
-    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == status, done.stdout + done.stderr[-3000:]
     return done
 
@@ -109,12 +145,20 @@ def test_the_wheel_holds_recipes_as_modules_and_configs_inside_the_package(wheel
     names = zipfile.ZipFile(wheel).namelist()
     modules = {name for name in names if "/" not in name}
     assert modules == {path.name for path in (ROOT / "recipes").glob("*.py")}
-    assert modules == {f"adaptive_{name}.py" for name in ("full_finetune", "lora_finetune", "probe", "estimate")}
+    assert modules == {
+        f"adaptive_{name}.py" for name in ("full_finetune", "lora_finetune", "probe", "estimate")
+    }
     configs = {f"adaptive_batch/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "adaptive_batch").rglob("*.py")}
-    assert configs | package | {"adaptive_batch/py.typed", "adaptive_batch/report/page.html.jinja"} <= set(names)
+    assert configs | package | {
+        "adaptive_batch/py.typed",
+        "adaptive_batch/report/page.html.jinja",
+    } <= set(names)
     assert {name.split("/")[0] for name in names} - modules == {"adaptive_batch", dist_info(wheel)}
-    assert zipfile.ZipFile(wheel).read(f"{dist_info(wheel)}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert (
+        zipfile.ZipFile(wheel).read(f"{dist_info(wheel)}/licenses/LICENSE")
+        == (ROOT / "LICENSE").read_bytes()
+    )
 
 
 def dist_info(wheel):
@@ -123,7 +167,11 @@ def dist_info(wheel):
 
 def test_the_core_depends_on_torch_alone(wheel):
     metadata = zipfile.ZipFile(wheel).read(f"{dist_info(wheel)}/METADATA").decode()
-    needs = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    needs = [
+        line
+        for line in metadata.splitlines()
+        if line.startswith("Requires-Dist") and "extra ==" not in line
+    ]
     assert [need.split()[1].split(">")[0] for need in needs] == ["torch"]
 
 
@@ -153,7 +201,9 @@ def test_configs_are_listed_and_copied_with_torch_alone(with_torch_alone, tmp_pa
         p.stem for p in (ROOT / "configs").glob("*.yaml")
     )
     run(with_torch_alone, "-m", "adaptive_batch", "configs", "demo_cpu", "mine.yaml", cwd=tmp_path)
-    assert (tmp_path / "mine.yaml").read_bytes() == (ROOT / "configs" / "demo_cpu.yaml").read_bytes()
+    assert (tmp_path / "mine.yaml").read_bytes() == (
+        ROOT / "configs" / "demo_cpu.yaml"
+    ).read_bytes()
 
 
 @pytest.mark.slow
@@ -167,23 +217,35 @@ def test_check_says_with_torch_alone_that_the_recipes_need_more(with_torch_alone
 
 
 @pytest.mark.slow
-def test_installed_from_the_wheel_the_recipe_is_found_from_any_directory(with_everything, tmp_path, small):
-    where = (
-        "import adaptive_full_finetune, adaptive_batch; print(adaptive_full_finetune.__file__, adaptive_batch.__file__)"
-    )
+def test_installed_from_the_wheel_the_recipe_is_found_from_any_directory(
+    with_everything, tmp_path, small
+):
+    where = "import adaptive_full_finetune, adaptive_batch; print(adaptive_full_finetune.__file__, adaptive_batch.__file__)"
     found = run(with_everything, "-c", where, cwd=tmp_path).stdout.split()[-2:]
     assert all(path.startswith(str(with_everything.parents[1])) for path in found)
     tune = Path(sys.executable).parent / "tune"
-    for name, status, said in (("small.yaml", 0, "Loss: "), ("demo_cpu", 1, "epochs=0: give a whole number")):
+    for name, status, said in (
+        ("small.yaml", 0, "Loss: "),
+        ("demo_cpu", 1, "epochs=0: give a whole number"),
+    ):
         config = str(small.folder / name) if name.endswith("yaml") else name
         overrides = ["epochs=1", "max_steps_per_epoch=1"] if status == 0 else ["epochs=0"]
-        words = ("run", "adaptive_full_finetune", "--config", config, f"output_dir={tmp_path / 'out'}", *overrides)
+        words = (
+            "run",
+            "adaptive_full_finetune",
+            "--config",
+            config,
+            f"output_dir={tmp_path / 'out'}",
+            *overrides,
+        )
         assert said in run(with_everything, tune, *words, cwd=tmp_path, status=status).stderr
 
 
 def test_torchtunes_own_recipes_are_as_it_installed_them():
     files = [
-        file for file in importlib.metadata.files("torchtune") or () if str(file).startswith("recipes/") and file.hash
+        file
+        for file in importlib.metadata.files("torchtune") or ()
+        if str(file).startswith("recipes/") and file.hash
     ]
     assert len(files) > 50
     for file in files:
@@ -192,7 +254,8 @@ def test_torchtunes_own_recipes_are_as_it_installed_them():
 
 
 @pytest.mark.parametrize(
-    "name", ["adaptive_full_finetune", "adaptive_lora_finetune", "adaptive_probe", "adaptive_estimate"]
+    "name",
+    ["adaptive_full_finetune", "adaptive_lora_finetune", "adaptive_probe", "adaptive_estimate"],
 )
 def test_tune_finds_the_recipe_as_a_module(name):
     assert importlib.util.find_spec(name)
@@ -205,7 +268,13 @@ def test_the_source_archive_has_all_that_the_tests_and_the_site_need(sdist):
     ours = {path for name in SHIPPED_FOLDERS for path in (ROOT / name).rglob("*") if path.is_file()}
     ours |= {path for path in ROOT.glob("*") if path.is_file() and not path.name.startswith(".")}
     wanted = {str(path.relative_to(ROOT)) for path in ours if path.suffix not in MADE}
-    assert {"mkdocs.yml", "Makefile", "constraints.txt", "LICENSE", "docs/images/demo.png"} <= wanted
+    assert {
+        "mkdocs.yml",
+        "Makefile",
+        "constraints.txt",
+        "LICENSE",
+        "docs/images/demo.png",
+    } <= wanted
     assert wanted - {str(path.relative_to(sdist)) for path in sdist.rglob("*")} == set()
 
 

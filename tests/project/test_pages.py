@@ -34,7 +34,9 @@ from adaptive_batch.torchtune.settings import OURS
 HELD = {"bash", "python", "yaml", "text"}
 PROGRAMS = {"tune", "python", "make", "pip"}
 BLOCKS = blocks()
-COMMANDS = [(block, command) for block in BLOCKS if block.language == "bash" for command in block.commands]
+COMMANDS = [
+    (block, command) for block in BLOCKS if block.language == "bash" for command in block.commands
+]
 THEIRS = {*TORCHTUNE_KEYS, "model_dir", "demo_dir"}
 
 
@@ -54,11 +56,15 @@ def unheld(block):
 def test_every_block_of_a_page_is_held_by_some_test(page):
     found, indented = blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))
     assert [line for block in found for line in unheld(block)] == []
-    assert indented == [], "code that is indented says no language, and so nothing runs it: fence it"
+    assert indented == [], (
+        "code that is indented says no language, and so nothing runs it: fence it"
+    )
 
 
 @pytest.mark.parametrize(
-    ("block", "command"), COMMANDS, ids=[f"{block.name}-{command[:50]}" for block, command in COMMANDS]
+    ("block", "command"),
+    COMMANDS,
+    ids=[f"{block.name}-{command[:50]}" for block, command in COMMANDS],
 )
 def test_what_a_shell_would_take_for_names_of_files_is_quoted(block, command):
     """zsh refuses a command in which such a pattern matches nothing."""
@@ -76,10 +82,14 @@ def test_a_block_that_nothing_runs_is_found():
         "page.md:2: nothing runs rust",
         "page.md:5: nothing runs a block without a language",
     ]
-    assert unheld(Block("page.md", 1, "bash", "curl z\nmake test\n")) == ["page.md:1: nothing runs curl z"]
+    assert unheld(Block("page.md", 1, "bash", "curl z\nmake test\n")) == [
+        "page.md:1: nothing runs curl z"
+    ]
 
 
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "yaml"], ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b.language == "yaml"], ids=lambda block: block.name
+)
 def test_what_a_yaml_block_sets_is_read_as_settings(block, tmp_path, monkeypatch):
     (tmp_path / "my_module.py").write_text(
         "def my_function(epoch, batch_size): return 0\ndef my_rule(progress): return 8\n"
@@ -91,7 +101,9 @@ def test_what_a_yaml_block_sets_is_read_as_settings(block, tmp_path, monkeypatch
     Settings.from_config(OmegaConf.to_container(whole, resolve=True))
 
 
-READ_ONLY = [block for block in BLOCKS if block.language == "bash" and any(map(is_read_only, block.commands))]
+READ_ONLY = [
+    block for block in BLOCKS if block.language == "bash" and any(map(is_read_only, block.commands))
+]
 
 
 @pytest.mark.parametrize("block", READ_ONLY, ids=lambda block: block.name)
@@ -100,7 +112,12 @@ def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
     played = 'tune() { printf "%q " "$@"; echo; }; srun() { "$@"; }; scontrol() { printf "first\nsecond\n"; }\n'
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "two"}
     done = subprocess.run(
-        ["bash", "-euc", played + block.text], env=slurm, capture_output=True, text=True, timeout=20, check=True
+        ["bash", "-euc", played + block.text],
+        env=slurm,
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
     )
     lines = done.stdout.splitlines()
     assert len(lines) == len(re.findall(r"tune (run|download) ", block.text))
@@ -125,7 +142,12 @@ def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
 
 def test_a_target_of_make_on_a_page_is_there():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {word for _, command in COMMANDS if command.startswith("make ") for word in command.split()[1:]}
+    named = {
+        word
+        for _, command in COMMANDS
+        if command.startswith("make ")
+        for word in command.split()[1:]
+    }
     assert {"demo", "test", "check"} <= named <= targets
 
 
@@ -137,7 +159,12 @@ def test_what_pip_is_told_to_install_is_there():
     for words in told:
         assert words[1] == "install"
         assert all((ROOT / file).is_file() for flag, file in pairwise(words) if flag == "-c")
-        assert {extra for word in words for extra in re.sub(r".*\[(.*)]|.*", r"\1", word).split(",") if extra} <= extras
+        assert {
+            extra
+            for word in words
+            for extra in re.sub(r".*\[(.*)]|.*", r"\1", word).split(",")
+            if extra
+        } <= extras
 
 
 def test_the_architecture_page_names_what_the_faces_and_folders_hold():
@@ -152,4 +179,6 @@ def test_the_architecture_page_names_what_the_faces_and_folders_hold():
             held = set(import_module(f"adaptive_batch.{package}").__all__)
         assert set(re.findall(r"`(\w+)`", names)) - held == set(), package
     for path in re.findall(r"`(\w+(?:/\w+)+\.py)`", page):
-        assert any((folder / path).exists() for folder in (ROOT, ROOT / "adaptive_batch", ROOT / "tests")), path
+        assert any(
+            (folder / path).exists() for folder in (ROOT, ROOT / "adaptive_batch", ROOT / "tests")
+        ), path

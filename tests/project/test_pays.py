@@ -17,7 +17,11 @@ def pays(monkeypatch):
 def test_ways_take_the_same_tokens_in_the_steps_of_their_formulas(pays, tmp_path):
     pays.prepare(tmp_path, rows=ROWS, seeds=[0])
     bench = pays.Bench(tmp_path, rows=ROWS, jobs=2)
-    ways = (pays.constant(BATCH, RATE), pays.seesaw(BATCH, RATE), pays.seesaw(BATCH, RATE, times=4, companions=True))
+    ways = (
+        pays.constant(BATCH, RATE),
+        pays.seesaw(BATCH, RATE),
+        pays.seesaw(BATCH, RATE, times=4, companions=True),
+    )
     runs = {run["name"]: run for run in bench.run(ways)}
     constant, seesaw, capped = (runs[way.name] for way in ways)
     assert {run["tokens"] for run in runs.values()} == {ROWS * pays.LENGTH}
@@ -27,7 +31,9 @@ def test_ways_take_the_same_tokens_in_the_steps_of_their_formulas(pays, tmp_path
     assert seesaw["steps"] < capped["steps"] < constant["steps"]
     assert capped["largest_batch"] == 4 * BATCH
     for run in runs.values():
-        assert run["train"][0] > run["held_out"] > 3  # from log(2048) = 7.6; what is predicted is not told
+        assert (
+            run["train"][0] > run["held_out"] > 3
+        )  # from log(2048) = 7.6; what is predicted is not told
     row = pays.compared(seesaw["name"], bench.runs, constant["name"])
     assert row["loss_over_base"] == seesaw["held_out"] / constant["held_out"] - 1
 
@@ -37,9 +43,15 @@ def test_critical_batches_of_a_run_are_followed_by_another(pays, tmp_path):
     pays.prepare(tmp_path, rows=ROWS, seeds=[0])
     bench = pays.Bench(tmp_path, rows=ROWS, jobs=1)
     measured = bench.branched(pays.constant(BATCH, RATE))
-    assert [one["steps"] for one in measured] == [part * ROWS // BATCH // 8 for part in pays.BRANCHED_AT]
+    assert [one["steps"] for one in measured] == [
+        part * ROWS // BATCH // 8 for part in pays.BRANCHED_AT
+    ]
     (run,) = bench.run(
-        [pays.by_critical_batch(BATCH, RATE, [{"tokens": 100 * pays.LENGTH, "critical_batch": 2 * BATCH}])]
+        [
+            pays.by_critical_batch(
+                BATCH, RATE, [{"tokens": 100 * pays.LENGTH, "critical_batch": 2 * BATCH}]
+            )
+        ]
     )
     assert (run["batches"][0][1], run["largest_batch"]) == (BATCH, 2 * BATCH)
 

@@ -31,7 +31,10 @@ SHOWN = [
 
 def table_of_devices():
     """The page's table, made from the code's; a source is an address, and where it is there."""
-    lines = ["| name | architecture | GiB | bf16 TFLOP/s | GB/s | source |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| name | architecture | GiB | bf16 TFLOP/s | GB/s | source |",
+        "|---|---|---|---|---|---|",
+    ]
     for device in DEVICES:
         address, _, rest = device.source.partition(", ")
         text = re.sub(r"^https://(?:github\.com/)?", "", address)
@@ -61,7 +64,9 @@ def test_each_change_that_is_estimated_is_in_the_table_of_changes(changed, world
     model = FullModel().skeleton(cfg, dtype=torch.float32)
     typed = {one.overrides[0] for one in candidates(cfg, model, tokens=512, world_size=world_size)}
     assert len(typed) >= number
-    rows = re.findall(r"^\| `(.*?)\|", PAGE.split("## What one change would bring")[1], re.MULTILINE)
+    rows = re.findall(
+        r"^\| `(.*?)\|", PAGE.split("## What one change would bring")[1], re.MULTILINE
+    )
     named = {re.split(r"[= `]", row)[0] for row in rows}
     assert {re.split(r"[= ]", one)[0] for one in typed} - named == set()
 

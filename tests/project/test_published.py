@@ -20,16 +20,22 @@ def test_each_row_has_a_source_and_is_estimated_or_has_a_reason(published):
     assert max(Counter(row.id for row in rows).values()) == 1
     assert all(row.source and row.gib for row in rows)
     for row in rows:
-        reasons = [reason for pattern, reason in published.NO_ESTIMATE if re.search(pattern, row.id)]
+        reasons = [
+            reason for pattern, reason in published.NO_ESTIMATE if re.search(pattern, row.id)
+        ]
         assert row.is_fms or row.id == "tt-ladder-packed" or reasons, row.id
         assert not row.is_fms or row.model in published.MODELS, row.id
 
 
 @pytest.mark.slow
 def test_on_ranks_what_is_sharded_is_shared(published):
-    estimate = published.trainer_step("bigcode/gpt_bigcode-santacoder", is_lora=False, keeps_logits=False, length=2048)
+    estimate = published.trainer_step(
+        "bigcode/gpt_bigcode-santacoder", is_lora=False, keeps_logits=False, length=2048
+    )
     length = estimate.lengths[0]
-    one, four = (published.forward_backward_bytes(length, 8, ranks=ranks, width=1) for ranks in (1, 4))
+    one, four = (
+        published.forward_backward_bytes(length, 8, ranks=ranks, width=1) for ranks in (1, 4)
+    )
     assert one == pytest.approx(length.curve.peak_bytes(8), rel=1e-9)
     assert one - four > 0.7 * length.resident.total - length.resident.parameters / 10
 
@@ -38,7 +44,9 @@ def test_on_ranks_what_is_sharded_is_shared(published):
 @pytest.mark.parametrize("rows", [4, 8])  # the peak is the optimizer's step, and the loss
 def test_a_published_peak_is_met_by_the_same_code(published, rows):
     row = next(
-        one for one in published.rows_of_table() if one.id.endswith(f"base-gpt_bigcode-santacoder-none-1x{rows}-full")
+        one
+        for one in published.rows_of_table()
+        if one.id.endswith(f"base-gpt_bigcode-santacoder-none-1x{rows}-full")
     )
     found = published.compare(row)
     assert found.group == published.SAME_CODE

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.slow
 
 DOCS = (Path(__file__).parents[2] / "docs" / "many_gpus.md").read_text()
 COMMANDS = [
-    line[line.index("tune run") :] for line in re.findall(r"^(?:    )?(?:srun )?tune run .*$", DOCS, re.MULTILINE)
+    line[line.index("tune run") :]
+    for line in re.findall(r"^(?:    )?(?:srun )?tune run .*$", DOCS, re.MULTILINE)
 ]
 SENTENCES = " ".join(DOCS.split())
 NUM_PARAMETERS = {"8B": 8_030_261_248, "70B": 70_553_706_496}
@@ -54,7 +55,9 @@ def test_dealing_by_tokens_has_ranks_wait_less_than_dealing_in_turn(measured):
         assert by[ranks, "tokens"]["rows"] == 16 * ranks
 
 
-def test_our_collectives_of_a_step_send_no_more_bytes_with_more_ranks_than_twice_their_own(measured):
+def test_our_collectives_of_a_step_send_no_more_bytes_with_more_ranks_than_twice_their_own(
+    measured,
+):
     _, record = measured
     sent = [row["bytes_of_a_rank"] for row in record["exchange"]]
     assert sent == sorted(sent)
@@ -71,7 +74,9 @@ def test_a_watchdog_holds_one_connection_to_the_store(measured):
 def test_what_is_sent_with_gradients_reduced_once_a_step_is_what_the_formula_says(measured):
     _, record = measured
     sync = record["sync"]
-    share = sync["parameters"] * 4 * (sync["ranks"] - 1) // sync["ranks"]  # of an all-gather or a reduce-scatter
+    share = (
+        sync["parameters"] * 4 * (sync["ranks"] - 1) // sync["ranks"]
+    )  # of an all-gather or a reduce-scatter
     assert sync["sent_bytes"]["every micro-batch"] == 3 * sync["micro_batches"] * share
     assert sync["sent_bytes"]["last"] == (2 * sync["micro_batches"] + 1) * share
     assert sync["kept_bytes"] == share
@@ -107,7 +112,10 @@ def test_the_figures_of_the_docs_follow_from_their_formulas():
         f"{3 * n * s['8B']:.0f} GiB become {(2 * n + 1) * s['8B']:.0f} ({1 - (2 * n + 1) / (3 * n):.0%} less)"
         in SENTENCES
     )
-    assert f"{2 * n * s['8B']:.0f} become {(n + 1) * s['8B']:.0f} ({1 - (n + 1) / (2 * n):.0%} less)" in SENTENCES
+    assert (
+        f"{2 * n * s['8B']:.0f} become {(n + 1) * s['8B']:.0f} ({1 - (n + 1) / (2 * n):.0%} less)"
+        in SENTENCES
+    )
     saved = (n - 1) * s["8B"]
     assert (
         f"the {saved:.0f} GiB are {saved / 200:.1f} s a step; at 25 GiB/s, as between nodes, {saved / 25:.1f} s"

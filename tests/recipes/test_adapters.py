@@ -44,12 +44,16 @@ def interrupted(setup, finished, *, step):
     return folder
 
 
-def test_a_resume_point_holds_no_base_and_what_goes_on_from_it_ends_with_the_same_bits(small, begun):
+def test_a_resume_point_holds_no_base_and_what_goes_on_from_it_ends_with_the_same_bits(
+    small, begun
+):
     folder = interrupted(small, begun, step=6)
     (point,) = checkpoints_in(folder)[0]
     held, _ = point.load()
     assert held["model"].keys() == held["optimizer"]["state"].keys() == adapters(begun, 0).keys()
-    resumed = small.run_in_process(OURS, *POINTS, f"output_dir={folder}", "resume_from_checkpoint=True")
+    resumed = small.run_in_process(
+        OURS, *POINTS, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert resumed.losses == [*begun.losses, *begun.losses[6:]]  # one log
     assert same_epoch(resumed, begun, 0)
 
@@ -71,18 +75,26 @@ def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(beg
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=r"^model\.safetensors of .* is not the base that the adapters were trained"
+        CheckpointError,
+        match=r"^model\.safetensors of .* is not the base that the adapters were trained",
     ):
         setup.run_in_process(OURS, *POINTS, f"output_dir={folder}", "resume_from_checkpoint=True")
 
 
 def test_the_other_recipe_that_goes_on_from_a_folder_is_named(small, begun):
     folder = interrupted(small, begun, step=6)
-    with pytest.raises(SettingError, match=r"holds adapters, and weights are trained here; .*adaptive_lora_finetune"):
+    with pytest.raises(
+        SettingError,
+        match=r"holds adapters, and weights are trained here; .*adaptive_lora_finetune",
+    ):
         small.run_in_process(FULL, f"output_dir={folder}", "resume_from_checkpoint=True")
     whole = small.run_in_process(STOCK_FULL, "max_steps_per_epoch=1")
-    with pytest.raises(SettingError, match=r"holds weights without adapters, .*`tune run adaptive_full_finetune`"):
-        small.run_in_process(OURS, *LORA, f"output_dir={whole.output_dir}", "resume_from_checkpoint=True")
+    with pytest.raises(
+        SettingError, match=r"holds weights without adapters, .*`tune run adaptive_full_finetune`"
+    ):
+        small.run_in_process(
+            OURS, *LORA, f"output_dir={whole.output_dir}", "resume_from_checkpoint=True"
+        )
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
@@ -99,9 +111,14 @@ def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kin
     bound = next(record for record in records if record["kind"] == "bound")
     assert bound["trials"] <= 5
     assert bound["out_of_memory"] == 0
-    bisected = wide.run_in_process(OURS, *LORA, *KINDS[kind], *finds, "max_steps_per_epoch=1", "probe.search=binary")
+    bisected = wide.run_in_process(
+        OURS, *LORA, *KINDS[kind], *finds, "max_steps_per_epoch=1", "probe.search=binary"
+    )
     others = read_records(bisected.output_dir / "adaptive_batch" / "run.jsonl")
-    assert next(record for record in others if record["kind"] == "bound")["max_batch_size"] == bound["max_batch_size"]
+    assert (
+        next(record for record in others if record["kind"] == "bound")["max_batch_size"]
+        == bound["max_batch_size"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,7 +137,9 @@ def test_what_is_no_adapter_is_refused_before_weights_load(small, overrides, key
 
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama2/7B_lora_dpo"])
 def test_preferences_are_refused_in_one_line(name):
-    cfg = OmegaConf.load(Path(torchtune.__file__).parents[1] / "recipes" / "configs" / f"{name}.yaml")
+    cfg = OmegaConf.load(
+        Path(torchtune.__file__).parents[1] / "recipes" / "configs" / f"{name}.yaml"
+    )
 
     def check() -> None:
         Settings.from_config(cfg)
@@ -158,15 +177,19 @@ def test_changes_of_adapters_are_estimated_and_name_what_is_typed():
     ]
     assert [one for (one, *_) in typed if one.startswith("model")] == expected
     for override in expected:
-        assert json.dumps(OmegaConf.to_container(with_overrides(cfg, [override]).model)) != json.dumps(
-            OmegaConf.to_container(cfg.model)
-        )
+        assert json.dumps(
+            OmegaConf.to_container(with_overrides(cfg, [override]).model)
+        ) != json.dumps(OmegaConf.to_container(cfg.model))
     assert with_overrides(cfg, expected).model._component_.endswith("qlora_llama3_2_1b")
 
 
 FAMILIES = {  # transformers' configuration, what differs in it, and what is typed for torchtune
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False}, ()),
-    "llama3_2": (transformers.LlamaConfig, {"tie_word_embeddings": False}, ("model.tie_word_embeddings=False",)),
+    "llama3_2": (
+        transformers.LlamaConfig,
+        {"tie_word_embeddings": False},
+        ("model.tie_word_embeddings=False",),
+    ),
     "gemma2": (transformers.Gemma2Config, {"head_dim": 16}, ("model.head_dim=16",)),
 }
 
@@ -184,7 +207,9 @@ def test_peft_computes_what_the_merged_weights_compute(tmp_path, family, kind):
         "hidden_size": MODEL["embed_dim"],
         "intermediate_size": MODEL["intermediate_dim"],
     }
-    base = transformers.AutoModelForCausalLM.from_config(config(**shape, **differs, initializer_range=0.2))
+    base = transformers.AutoModelForCausalLM.from_config(
+        config(**shape, **differs, initializer_range=0.2)
+    )
     base.save_pretrained(setup.base)
     overrides = (
         *(*LORA, *KINDS[kind], *typed),
@@ -194,7 +219,9 @@ def test_peft_computes_what_the_merged_weights_compute(tmp_path, family, kind):
         "epochs=1",
     )
     folder = setup.run_in_process(OURS, *overrides).output_dir / "epoch_0"
-    merged = shutil.copytree(folder, tmp_path / "merged", ignore=shutil.ignore_patterns("adapter_*"))
+    merged = shutil.copytree(
+        folder, tmp_path / "merged", ignore=shutil.ignore_patterns("adapter_*")
+    )
     tokens = torch.arange(64).reshape(2, 32)
     with torch.inference_mode():
         before = base(tokens).logits

@@ -14,7 +14,10 @@ from adaptive_batch.report import audit, read_records
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDING = {"fp32": 2e-6, "bf16": 0.02}  # of a loss, relative, where rows are summed in another order
+ROUNDING = {
+    "fp32": 2e-6,
+    "bf16": 0.02,
+}  # of a loss, relative, where rows are summed in another order
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +36,26 @@ def assert_close(one: Attempt, other: Attempt, rounding: float) -> None:
     assert pairs
     assert all(abs(a - b) <= rounding * abs(b) for a, b in pairs), pairs
     for name, tensor in adapters(one, 0).items():
-        assert torch.allclose(tensor.float(), adapters(other, 0)[name].float(), atol=100 * rounding), name
+        assert torch.allclose(
+            tensor.float(), adapters(other, 0)[name].float(), atol=100 * rounding
+        ), name
 
 
 @pytest.mark.parametrize("kind", ["QLoRA"])
 def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup, kind):
-    attempt = run(setup, 2, *KINDS[kind], before="support.rank_faults.more_than_two_rows_on_rank_one")
-    (change,) = (r for r in read_records(attempt.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == "limit")
+    attempt = run(
+        setup, 2, *KINDS[kind], before="support.rank_faults.more_than_two_rows_on_rank_one"
+    )
+    (change,) = (
+        r
+        for r in read_records(attempt.output_dir / "adaptive_batch" / "run.jsonl")
+        if r["kind"] == "limit"
+    )
     assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
     assert audit(attempt.output_dir).holds
-    assert_close(attempt, run(setup, 2, *KINDS[kind]), ROUNDING["bf16" if kind == "QLoRA" else "fp32"])
+    assert_close(
+        attempt, run(setup, 2, *KINDS[kind]), ROUNDING["bf16" if kind == "QLoRA" else "fp32"]
+    )
 
 
 @pytest.mark.parametrize(("kind", "before", "after"), [("DoRA", 2, 1), ("QLoRA", 1, 2)])

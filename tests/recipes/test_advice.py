@@ -20,7 +20,11 @@ OFF, SELECTIVE = "enable_activation_checkpointing=False", "ac_mode=selective ac_
 
 
 def records(finished, kind):
-    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+    return [
+        r
+        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+        if r["kind"] == kind
+    ]
 
 
 def joined(settings):
@@ -64,7 +68,9 @@ def advised(small):
 def test_memory_that_a_micro_batch_leaves_is_better_spent_on_what_is_recomputed(advised):
     (said,) = advised
     told, *lines = said["message"].splitlines()
-    assert re.match(r"4 rows at once leave \d\d% of 0.037 GiB unused; .* modelled by FLOPs alone", told)
+    assert re.match(
+        r"4 rows at once leave \d\d% of 0.037 GiB unused; .* modelled by FLOPs alone", told
+    )
     assert [re.sub(r": .*", "", line).strip() for line in lines] == [OFF, f"{OFF} {SELECTIVE}"]
     less = [int(found) for found in re.findall(r": (\d+)% less time, peak \d", said["message"])]
     assert 0 < less[0] < 25  # of a quarter at most, as most of a forward is the output layer here
@@ -113,7 +119,10 @@ def test_advice_leaves_training_as_it_was(small, advised, monkeypatch):
 def test_the_probe_advises_and_with_tune_it_times_what_was_estimated(small, capsys):
     rounded = (*CHECKPOINTED, "probe.device_memory=24MiB", "use_maximum_batch_size=True")
     small.run_in_process("adaptive_probe", *rounded, "micro_batch_size=4")
-    assert re.search(rf"unused; settings that would use it, .*:\n  {OFF}: \d+% less time", capsys.readouterr().out)
+    assert re.search(
+        rf"unused; settings that would use it, .*:\n  {OFF}: \d+% less time",
+        capsys.readouterr().out,
+    )
     threads = torch.get_num_threads()
     small.run_in_process("adaptive_probe", *rounded, "probe.tune=True")
     assert torch.get_num_threads() == threads

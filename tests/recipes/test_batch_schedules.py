@@ -29,7 +29,11 @@ def of_lengths(lengths):
 
 
 def steps_rule(batch_sizes, thresholds):
-    return (f"{RULE}steps", f"{KEY}.batch_sizes={batch_sizes}", f"{KEY}.thresholds=[{','.join(thresholds)}]")
+    return (
+        f"{RULE}steps",
+        f"{KEY}.batch_sizes={batch_sizes}",
+        f"{KEY}.thresholds=[{','.join(thresholds)}]",
+    )
 
 
 def ramp(**arguments):
@@ -37,7 +41,11 @@ def ramp(**arguments):
 
 
 def records(finished, kind):
-    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+    return [
+        r
+        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+        if r["kind"] == kind
+    ]
 
 
 def figures(finished, name):
@@ -86,13 +94,18 @@ def test_the_loss_of_each_full_batch_of_samples_is_the_mean_over_the_steps_that_
     """A full batch is 64 rows, the largest that is planned."""
     assert records(doubled, "step")[0].get("loss_per_full_batch") is None
     full = {
-        step["step"]: step["loss_per_full_batch"] for step in records(doubled, "step") if "loss_per_full_batch" in step
+        step["step"]: step["loss_per_full_batch"]
+        for step in records(doubled, "step")
+        if "loss_per_full_batch" in step
     }
     losses, batches = figures(doubled, "loss"), figures(doubled, "batch_size")
     expected, begin = {}, 0
     for step in range(1, len(batches) + 1):
         if sum(batches[begin:step]) >= 64:
-            weighted = sum(loss * rows for loss, rows in zip(losses[begin:step], batches[begin:step], strict=True))
+            weighted = sum(
+                loss * rows
+                for loss, rows in zip(losses[begin:step], batches[begin:step], strict=True)
+            )
             expected[step] = weighted / sum(batches[begin:step])
             begin = step
     assert full == pytest.approx(expected)
@@ -103,14 +116,27 @@ def test_the_loss_of_each_full_batch_of_samples_is_the_mean_over_the_steps_that_
 
 def test_the_same_places_in_any_unit_give_the_same_steps(small):
     rows = [4] * 4 + [8] * 4 + [16]
-    places = {"ep": ("0.5ep", "1.5ep"), "ba": ("4ba", "8ba"), "sp": ("16sp", "48sp"), "tok": ("192tok", "576tok")}
+    places = {
+        "ep": ("0.5ep", "1.5ep"),
+        "ba": ("4ba", "8ba"),
+        "sp": ("16sp", "48sp"),
+        "tok": ("192tok", "576tok"),
+    }
     for thresholds in places.values():
         finished = small.run_in_process(
-            OURS, *of_lengths([12] * 32), *FREE, *SGD, "epochs=2", *steps_rule([4, 8, 16], thresholds)
+            OURS,
+            *of_lengths([12] * 32),
+            *FREE,
+            *SGD,
+            "epochs=2",
+            *steps_rule([4, 8, 16], thresholds),
         )
         assert figures(finished, "batch_size") == rows, thresholds
         assert figures(finished, "micro_batches") == [1] * 8 + [2]
-        changes = [(record["step"], record["before"], record["after"]) for record in records(finished, "batch_size")]
+        changes = [
+            (record["step"], record["before"], record["after"])
+            for record in records(finished, "batch_size")
+        ]
         assert changes == [(0, 4, 4), (4, 4, 8), (8, 8, 16)]
 
 
@@ -122,19 +148,35 @@ RULES = {
     "steps by samples": steps_rule([4, 10], ["21sp"]),
     "steps by tokens": steps_rule([4, 7, 16], ["200tok", "900tok"]),
     "a ramp by epochs": (f"{RULE}linear_ramp", *ramp(start=4, end=16, over="1.5ep")),
-    "a ramp by tokens in pairs": (f"{RULE}linear_ramp", *ramp(start=4, end=16, over="1000tok", multiple_of=2)),
+    "a ramp by tokens in pairs": (
+        f"{RULE}linear_ramp",
+        *ramp(start=4, end=16, over="1000tok", multiple_of=2),
+    ),
     "a ramp down by steps": (f"{RULE}linear_ramp", *ramp(start=16, end=2, over="7ba")),
     "doubling by samples": (f"{RULE}ramp_by_doubling", *ramp(start=4, end=32, over="48sp")),
     "doubling from the smallest": (f"{RULE}ramp_by_doubling", *ramp(end=24, over="1ep")),
     "a user's own": (f"{KEY}=support.batch_rules.four_more_each_epoch",),
     "a user's own, up and down": (f"{KEY}=support.batch_rules.waves",),
-    "tokens a step": (*steps_rule([100, 200, 400], ["0.5ep", "1.25ep"]), "batch_tokens=100", "micro_batch_size=null"),
-    "tokens a step, after so many tokens": (*steps_rule([100, 300], ["700tok"]), "batch_tokens=100"),
+    "tokens a step": (
+        *steps_rule([100, 200, 400], ["0.5ep", "1.25ep"]),
+        "batch_tokens=100",
+        "micro_batch_size=null",
+    ),
+    "tokens a step, after so many tokens": (
+        *steps_rule([100, 300], ["700tok"]),
+        "batch_tokens=100",
+    ),
     "seesaw": (f"{RULE}seesaw",),
     "seesaw by doubling, to a cap": (f"{RULE}seesaw", *ramp(factor=2, maximum=12)),
     "seesaw in tokens a step": (f"{RULE}seesaw", "batch_tokens=100"),
-    "by critical batches": (f"{RULE}by_critical_batch", *ramp(start=4, points="{0.5ep: 8, 1.5ep: 20}")),
-    "a growth function": ("batch_increase_function=support.components.four_more", "probe.device_memory=1GiB"),
+    "by critical batches": (
+        f"{RULE}by_critical_batch",
+        *ramp(start=4, points="{0.5ep: 8, 1.5ep: 20}"),
+    ),
+    "a growth function": (
+        "batch_increase_function=support.components.four_more",
+        "probe.device_memory=1GiB",
+    ),
 }
 
 
@@ -143,7 +185,15 @@ RULES = {
 def test_what_was_planned_is_what_is_trained(small, rule):
     """Stage by stage: steps, samples, tokens, batches and, to the last bit, rates."""
     finished = small.run_in_process(
-        OURS, *of_lengths(VARIED), *FREE, *SGD, *COSINE, "epochs=2", "lr_clock=tokens", "drop_last=False", *rule
+        OURS,
+        *of_lengths(VARIED),
+        *FREE,
+        *SGD,
+        *COSINE,
+        "epochs=2",
+        "lr_clock=tokens",
+        "drop_last=False",
+        *rule,
     )
     steps, planned = records(finished, "step"), stages(finished)
     assert planned[0]["first"]["steps"] == 0
@@ -163,17 +213,25 @@ def test_what_was_planned_is_what_is_trained(small, rule):
             seen = [stage["first"]["tokens"], *(step["tokens_seen"] for step in part)]
             assert max(later - before for before, later in pairwise(seen)) <= stage["batch_most"]
             continue
-        ends = {steps[-1]["step"], *(one["step"] for one, other in pairwise(steps) if one["epoch"] != other["epoch"])}
+        ends = {
+            steps[-1]["step"],
+            *(one["step"] for one, other in pairwise(steps) if one["epoch"] != other["epoch"]),
+        }
         for step in part:
             whole = stage["batch_least"] <= step["batch_size"] <= stage["batch_most"]
             assert whole or (step["step"] in ends and step["batch_size"] < stage["batch_least"])
-            assert step["micro_batches"] == -(-step["batch_size"] // min(8, stage["batch_most"])) or "growth" in rule[0]
+            assert (
+                step["micro_batches"] == -(-step["batch_size"] // min(8, stage["batch_most"]))
+                or "growth" in rule[0]
+            )
             assert step["micro_batches"] <= stage["micro_batches_most"]
     assert sum(figures(finished, "batch_size")) == 64
 
 
 def test_every_step_of_a_schedule_has_what_its_rule_says_there(small):
-    finished = small.run_in_process(OURS, *of_lengths(VARIED), *FREE, "epochs=2", *RULES["a ramp by epochs"])
+    finished = small.run_in_process(
+        OURS, *of_lengths(VARIED), *FREE, "epochs=2", *RULES["a ramp by epochs"]
+    )
     expected, done = [], 0
     for epoch in range(2):
         left = 32
@@ -196,18 +254,30 @@ def test_a_schedule_is_cut_to_what_fits_and_the_plan_and_the_log_say_so(small):
     assert figures(finished, "batch_size") == [4] * 4 + [8] * 2 + [12, 12, 8]
     assert set(figures(finished, "micro_batches")) == {1}
     assert [stage["batch_most"] for stage in stages(finished)] == [4, 8, 12]
-    (cut,) = [record for record in records(finished, "batch_size") if record["after"] < record["requested"]]
+    (cut,) = [
+        record
+        for record in records(finished, "batch_size")
+        if record["after"] < record["requested"]
+    ]
     assert cut["message"] == "step 6: batch_size 8 -> 12 (asked for 16, cut to the bound 12)"
 
 
 def test_past_the_bound_it_is_one_large_batch_in_more_micro_batches(small):
     settings = (*of_lengths(VARIED), "epochs=2", *steps_rule([4, 8, 16], ["0.5ep", "1ep"]))
-    ample = small.run_in_process(OURS, *settings, "grow_beyond_maximum=True", "probe.device_memory=1GiB")
-    tight = small.run_in_process(OURS, *settings, "grow_beyond_maximum=True", "probe.device_memory=4500KiB")
+    ample = small.run_in_process(
+        OURS, *settings, "grow_beyond_maximum=True", "probe.device_memory=1GiB"
+    )
+    tight = small.run_in_process(
+        OURS, *settings, "grow_beyond_maximum=True", "probe.device_memory=4500KiB"
+    )
     (bound,) = {record["max_batch_size"] for record in records(tight, "bound")}
     assert 1 <= bound < 16
-    assert figures(tight, "batch_size") == figures(ample, "batch_size") == [4] * 4 + [8] * 2 + [16, 16]
-    assert figures(tight, "micro_batches") == [-(-rows // bound) for rows in figures(tight, "batch_size")]
+    assert (
+        figures(tight, "batch_size") == figures(ample, "batch_size") == [4] * 4 + [8] * 2 + [16, 16]
+    )
+    assert figures(tight, "micro_batches") == [
+        -(-rows // bound) for rows in figures(tight, "batch_size")
+    ]
     assert set(figures(ample, "micro_batches")) == {1}
     assert figures(tight, "loss") == pytest.approx(figures(ample, "loss"), rel=1e-4)
 
@@ -215,7 +285,9 @@ def test_past_the_bound_it_is_one_large_batch_in_more_micro_batches(small):
 def test_growth_past_the_bound_is_one_large_batch_to_1e_12_in_float64(small):
     """The gradients of a whole run: with plain SGD they are what its weights have moved by."""
     base = small.fresh_folder()
-    before = batch_rules.write_base(base, vocab_size=MODEL["vocab_size"], embed_dim=MODEL["embed_dim"])
+    before = batch_rules.write_base(
+        base, vocab_size=MODEL["vocab_size"], embed_dim=MODEL["embed_dim"]
+    )
     settings = (
         *of_lengths(VARIED), *SGD, "dtype=fp64", "epochs=2", "clip_grad_norm=0.5", "loss=torch.nn.CrossEntropyLoss",
         "model._component_=support.batch_rules.InItsOwnType", f"checkpointer.checkpoint_dir={base}",
@@ -229,7 +301,8 @@ def test_growth_past_the_bound_is_one_large_batch_to_1e_12_in_float64(small):
     assert figures(split, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-12)
     assert figures(split, "grad_norm") == pytest.approx(figures(whole, "grad_norm"), rel=1e-12)
     ours, theirs = (
-        torch.load(next((run.output_dir / "epoch_1").glob("*.bin")), weights_only=True) for run in (split, whole)
+        torch.load(next((run.output_dir / "epoch_1").glob("*.bin")), weights_only=True)
+        for run in (split, whole)
     )
     for name, weight in theirs.items():
         assert weight.dtype == torch.float64
@@ -255,14 +328,25 @@ def test_a_rule_that_follows_the_noise_scale_does_what_it_would_do_by_hand(led):
     now, expected = 2, []
     for step in [None, *records(led, "step")[:-1]]:
         if step is not None:
-            now = rule(Progress(steps=step["step"], batch=now, noise_scale=step.get("gradient_noise_scale")))
+            now = rule(
+                Progress(
+                    steps=step["step"], batch=now, noise_scale=step.get("gradient_noise_scale")
+                )
+            )
         expected.append(now)
     asked = [record["after"] for record in records(led, "batch_size")]
     assert len(asked) > 1, "the batch never grew"
     assert [batch for batch, _ in groupby(expected)] == asked
-    short = {step["step"] for step, after in pairwise(records(led, "step")) if step["epoch"] != after["epoch"]}
+    short = {
+        step["step"]
+        for step, after in pairwise(records(led, "step"))
+        if step["epoch"] != after["epoch"]
+    }
     for step, batch in zip(records(led, "step"), expected, strict=True):
-        assert step["batch_size"] == batch or step["step"] in {*short, records(led, "step")[-1]["step"]}
+        assert step["batch_size"] == batch or step["step"] in {
+            *short,
+            records(led, "step")[-1]["step"],
+        }
     assert all(before < after for before, after in pairwise(asked))
     assert max(figures(led, "batch_size")) <= 8
     assert sum(figures(led, "batch_size")) == 3 * 96
@@ -309,7 +393,9 @@ def test_the_noise_scale_is_measured_in_micro_batches_by_tokens_and_resumed_exac
     assert state["samples"] == 52  # 50, and in the steps after 50 and 55
     folder = small.fresh_folder()
     shutil.copytree(whole.output_dir / "step_29", folder / "step_29")
-    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    rest = small.run_in_process(
+        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert noise_at_step_58(rest) == state
 
 
@@ -319,9 +405,13 @@ def test_the_noise_scale_is_measured_in_micro_batches_by_tokens_and_resumed_exac
 @pytest.mark.slow
 def test_a_rule_that_fails_in_mid_run_leaves_what_was_saved_whole(small):
     output = small.fresh_folder()
-    failing = (f"{KEY}=support.batch_rules.raises_in_training", "metric_logger._component_=support.batch_rules.Telling")
+    failing = (
+        f"{KEY}=support.batch_rules.raises_in_training",
+        "metric_logger._component_=support.batch_rules.Telling",
+    )
     with pytest.raises(
-        GrowthFunctionError, match=r"raises_in_training\(Progress\(.*steps=12.* KeyError: 'lost in mid-run'"
+        GrowthFunctionError,
+        match=r"raises_in_training\(Progress\(.*steps=12.* KeyError: 'lost in mid-run'",
     ):
         small.run_in_process(OURS, *failing, "save_every_n_steps=5", f"output_dir={output}")
     assert sorted(path.name for path in output.glob("*_[0-9]*")) == ["epoch_0", "step_10", "step_5"]
@@ -337,22 +427,44 @@ def test_a_rule_that_fails_in_mid_run_leaves_what_was_saved_whole(small):
 def test_a_rule_that_would_fail_later_is_refused_before_anything_is_trained(small):
     output = small.fresh_folder()
     with pytest.raises(GrowthFunctionError, match="raises_in_second_epoch"):
-        small.run_in_process(OURS, f"{KEY}=support.batch_rules.raises_in_second_epoch", f"output_dir={output}")
+        small.run_in_process(
+            OURS, f"{KEY}=support.batch_rules.raises_in_second_epoch", f"output_dir={output}"
+        )
     assert not list(output.rglob("run.jsonl"))
 
 
 @pytest.mark.slow
 def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
-    settings = (*of_lengths(VARIED), *COSINE, *FREE, "epochs=2", "save_every_n_steps=3", "model.attn_dropout=0.2")
-    names = ("steps by tokens", "tokens a step", "a user's own, up and down", "seesaw", "seesaw in tokens a step")
+    settings = (
+        *of_lengths(VARIED),
+        *COSINE,
+        *FREE,
+        "epochs=2",
+        "save_every_n_steps=3",
+        "model.attn_dropout=0.2",
+    )
+    names = (
+        "steps by tokens",
+        "tokens a step",
+        "a user's own, up and down",
+        "seesaw",
+        "seesaw in tokens a step",
+    )
     for rule in map(RULES.get, names):
         whole = small.run_in_process(OURS, *settings, *rule)
         folder = small.fresh_folder()
         shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-        for path in [*folder.glob("epoch_*"), *folder.glob("step_*"), folder / "recipe_state", folder / "logs"]:
+        for path in [
+            *folder.glob("epoch_*"),
+            *folder.glob("step_*"),
+            folder / "recipe_state",
+            folder / "logs",
+        ]:
             if path.name != "step_3":
                 shutil.rmtree(path)
-        rest = small.run_in_process(OURS, *settings, *rule, f"output_dir={folder}", "resume_from_checkpoint=True")
+        rest = small.run_in_process(
+            OURS, *settings, *rule, f"output_dir={folder}", "resume_from_checkpoint=True"
+        )
         for name in ("loss", "lr", "batch_size", "loss_per_full_batch"):
             seen = whole.figures(name)
             again = rest.figures(name)
@@ -369,7 +481,9 @@ def go_on(small, finished, step, *settings):
     folder = small.fresh_folder()
     for name in (f"step_{step}", "adaptive_batch"):
         shutil.copytree(finished.output_dir / name, folder / name)
-    return small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    return small.run_in_process(
+        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
 
 
 def test_the_plan_of_a_rule_that_follows_the_last_batch_is_what_is_trained(small):
@@ -379,14 +493,20 @@ def test_the_plan_of_a_rule_that_follows_the_last_batch_is_what_is_trained(small
         "epochs=3", "max_steps_per_epoch=4", *COSINE,
     )  # fmt: skip
     assert figures(finished, "batch_size") == [4] * 4 + [8] * 4 + [16] * 2
-    planned = [(stage["steps"], stage["batch_least"], stage["batch_most"]) for stage in stages(finished)]
+    planned = [
+        (stage["steps"], stage["batch_least"], stage["batch_most"]) for stage in stages(finished)
+    ]
     assert planned == [(4, 4, 4), (4, 8, 8), (2, 16, 16)]
     assert [stage["micro_batches_most"] for stage in stages(finished)] == [1, 2, 4]
     edges = [(stage["rates_first"]["lr"], stage["rates_last"]["lr"]) for stage in stages(finished)]
     rates = figures(finished, "lr")
     assert edges == [(rates[0], rates[3]), (rates[4], rates[7]), (rates[8], rates[9])]
     said = [record["message"].split(";")[0] for record in records(finished, "plan")]
-    assert said == ["epoch 0: 4 steps of 4 rows", "epoch 1: 4 steps of 8 rows", "epoch 2: 2 steps of 16 rows"]
+    assert said == [
+        "epoch 0: 4 steps of 4 rows",
+        "epoch 1: 4 steps of 8 rows",
+        "epoch 2: 2 steps of 16 rows",
+    ]
 
 
 BY_TOKENS = (
@@ -408,7 +528,10 @@ def test_budgets_that_follow_the_last_one_go_on_over_the_start_of_an_epoch(doubl
     begins = [step["step"] - 1 for step in records(doubling, "step") if step["epoch"] > 0]
     assert (begins[0], budgets[begins[0]]) == (5, 256)
     assert held[begins[0]] > 128, "the budget fell back"
-    planned = [(stage["first"]["steps"], stage["batch_least"], stage["batch_most"]) for stage in stages(doubling)]
+    planned = [
+        (stage["first"]["steps"], stage["batch_least"], stage["batch_most"])
+        for stage in stages(doubling)
+    ]
     assert planned == [(0, 128, 128), (3, 256, 256), (6, 512, 512)]
 
 
@@ -426,12 +549,16 @@ def test_budgets_that_follow_the_last_one_go_on_in_the_middle_of_an_epoch(small,
 
 def test_rows_by_another_rule_of_tokens_begin_their_epoch_anew(small):
     """Which rows are left is not known where steps hold others; so each is trained once all the same."""
-    first = small.run_in_process(OURS, *BY_TOKENS, f"{KEY}=support.batch_rules.hundred_fifty", "epochs=1")
+    first = small.run_in_process(
+        OURS, *BY_TOKENS, f"{KEY}=support.batch_rules.hundred_fifty", "epochs=1"
+    )
     rest = go_on(
         small, first, 4, *BY_TOKENS, f"{KEY}=support.batch_rules.four_hundred", "epochs=1",
         f"resume_allow_changes=[{KEY}]",
     )  # fmt: skip
-    assert [record["message"] for record in records(rest, "epoch")][-1] == "epoch 0: 32 rows trained"
+    assert [record["message"] for record in records(rest, "epoch")][
+        -1
+    ] == "epoch 0: 32 rows trained"
     again = records(rest, "step")[len(records(first, "step")) :]
     assert sorted(row for step in again for row in step["rows"]) == list(range(32))
     checked = audit(rest.output_dir)
@@ -442,7 +569,9 @@ def test_rows_by_another_rule_of_tokens_begin_their_epoch_anew(small):
 def test_an_audit_lists_the_budgets_of_a_schedule_of_tokens(doubling):
     lines = [line.strip() for line in audit(doubling.output_dir).lines]
     begin = next(number for number, line in enumerate(lines) if line.startswith("batch size"))
-    said = [line.removeprefix("batch size").strip().split(" (")[0] for line in lines[begin : begin + 3]]
+    said = [
+        line.removeprefix("batch size").strip().split(" (")[0] for line in lines[begin : begin + 3]
+    ]
     assert said == ["step 1: 128 tokens", "step 4: 256 tokens", "step 7: 512 tokens"]
 
 
@@ -455,8 +584,15 @@ def test_validation_between_small_steps_of_a_schedule_is_not_said_to_have_no_eff
         OURS, "batch_size=16", *steps_rule([4], []), "grow_beyond_maximum=True", "micro_batch_size=4", "epochs=1",
         "dataset_val=${dataset}", "run_val_every_n_steps=3",
     )  # fmt: skip
-    assert [record["message"].split(":")[0] for record in records(finished, "validation")] == ["step 3", "step 6"]
-    assert not [record for record in records(finished, "no_effect") if "run_val_every_n_steps" in record["message"]]
+    assert [record["message"].split(":")[0] for record in records(finished, "validation")] == [
+        "step 3",
+        "step 6",
+    ]
+    assert not [
+        record
+        for record in records(finished, "no_effect")
+        if "run_val_every_n_steps" in record["message"]
+    ]
 
 
 def test_rows_alike_are_asked_of_the_schedules_steps_and_not_of_the_configured_batch(small):

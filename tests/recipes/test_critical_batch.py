@@ -43,7 +43,12 @@ def copied(small, finished, *, until="step_6"):
     """The folder of a run as it was at a resume point."""
     folder = small.fresh_folder()
     shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
-    for path in [*folder.glob("epoch_*"), *folder.glob("step_*"), folder / "recipe_state", folder / "logs"]:
+    for path in [
+        *folder.glob("epoch_*"),
+        *folder.glob("step_*"),
+        folder / "recipe_state",
+        folder / "logs",
+    ]:
         if path.name != until and path.exists():
             shutil.rmtree(path)
     return folder
@@ -74,7 +79,9 @@ def test_it_prints_the_branches_and_leaves_one_record_and_no_trace(small, traine
     assert record["share_of_run"] == 48 / 64
     best = min(branches, key=lambda one: one["loss"])
     assert best["above"] == best["standard_error"] == 0
-    for one in branches:  # the rate of the cosine in the sixth of 16 steps, held, by the root of the batch
+    for one in (
+        branches
+    ):  # the rate of the cosine in the sixth of 16 steps, held, by the root of the batch
         peak = 0.01 * 0.5 * (1 + math.cos(math.pi * (5 - 2) / (16 - 2)))
         assert one["lr"] == pytest.approx(peak * math.sqrt(one["batch"] / 4), rel=1e-9)
         assert one["above"] == pytest.approx(one["loss"] / best["loss"] - 1)
@@ -118,10 +125,16 @@ def test_the_branch_of_the_configured_batch_is_the_training_that_would_follow(sm
 def test_held_out_rows_are_never_trained(small):
     from support import components
 
-    keys = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={[12] * 40}", "batch_size=4")
+    keys = (
+        "dataset._component_=support.components.OfLengths",
+        f"dataset.lengths={[12] * 40}",
+        "batch_size=4",
+    )
     watched = ("model._component_=support.components.watched",)
     components.SEEN.clear()
-    small.run_in_process(PROBE, *keys, *watched, "probe.critical_batch=True", "probe.critical_batch_rows=18")
+    small.run_in_process(
+        PROBE, *keys, *watched, "probe.critical_batch=True", "probe.critical_batch_rows=18"
+    )
     assert components.SEEN
     rows = {True: set(), False: set()}
     for seen in components.SEEN:
@@ -137,10 +150,17 @@ def test_it_branches_from_the_base_where_nothing_is_saved_and_from_what_is_named
     assert (measured(fresh)["from"], measured(fresh)["steps"]) == ("the base checkpoint", 0)
     other = small.fresh_folder()
     named = f"probe.critical_batch_from={trained.output_dir / 'step_9'}"
-    small.run_in_process(PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", f"output_dir={other}", named)
-    assert (measured(other)["from"], measured(other)["steps"]) == (str(trained.output_dir / "step_9"), 9)
+    small.run_in_process(
+        PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", f"output_dir={other}", named
+    )
+    assert (measured(other)["from"], measured(other)["steps"]) == (
+        str(trained.output_dir / "step_9"),
+        9,
+    )
     epoch = f"probe.critical_batch_from={trained.output_dir / 'epoch_0'}"
-    small.run_in_process(PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", f"output_dir={other}", epoch)
+    small.run_in_process(
+        PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", f"output_dir={other}", epoch
+    )
     assert measured(other)["steps"] == 8
     assert {path.name for path in other.iterdir()} == {"adaptive_batch"}
 
@@ -172,7 +192,12 @@ def test_the_rule_and_the_batch_that_the_rate_belongs_to_are_those_configured(sm
 
 
 def test_the_noise_scale_that_a_checkpoint_has_measured_stands_beside_it(small, capsys):
-    keys = ("log_gradient_noise_scale=True", "micro_batch_size=1", "save_every_n_steps=54", "epochs=7")
+    keys = (
+        "log_gradient_noise_scale=True",
+        "micro_batch_size=1",
+        "save_every_n_steps=54",
+        "epochs=7",
+    )
     run = small.run_in_process(OURS, *keys)
     small.run_in_process(PROBE, *keys, *MEASURES, f"output_dir={run.output_dir}")
     noise = measured(run.output_dir)["gradient_noise_scale"]
@@ -183,12 +208,16 @@ def test_the_noise_scale_that_a_checkpoint_has_measured_stands_beside_it(small, 
 def test_adapters_branch_as_whole_models_do(small):
     run = small.run_in_process(ADAPTERS, *LORA, "save_every_n_steps=3", "epochs=1")
     before = files(run.output_dir)
-    small.run_in_process(PROBE, *LORA, *MEASURES, "save_every_n_steps=3", "epochs=1", f"output_dir={run.output_dir}")
-    assert {name for name, content in files(run.output_dir).items() if before.get(name) != content} == {
-        "adaptive_batch/critical_batch.json"
-    }
+    small.run_in_process(
+        PROBE, *LORA, *MEASURES, "save_every_n_steps=3", "epochs=1", f"output_dir={run.output_dir}"
+    )
+    assert {
+        name for name, content in files(run.output_dir).items() if before.get(name) != content
+    } == {"adaptive_batch/critical_batch.json"}
     assert measured(run.output_dir)["steps"] == 6
-    assert measured(run.output_dir)["branches"][0]["loss"] != measured(run.output_dir)["loss_before"]
+    assert (
+        measured(run.output_dir)["branches"][0]["loss"] != measured(run.output_dir)["loss_before"]
+    )
 
 
 @pytest.mark.slow
@@ -196,11 +225,22 @@ def test_two_ranks_measure_what_one_does(small, trained):
     of_ranks = []
     for ranks in (None, 2):
         folder = copied(small, trained)
-        small.run(PROBE, *RUN, *MEASURES, f"output_dir={folder}", "resume_allow_changes=[model]", ranks=ranks)
+        small.run(
+            PROBE,
+            *RUN,
+            *MEASURES,
+            f"output_dir={folder}",
+            "resume_allow_changes=[model]",
+            ranks=ranks,
+        )
         of_ranks.append(measured(folder))
     one, two = of_ranks
-    assert [(b["batch"], b["lr"]) for b in two["branches"]] == [(b["batch"], b["lr"]) for b in one["branches"]]
-    assert [b["loss"] for b in two["branches"]] == pytest.approx([b["loss"] for b in one["branches"]], rel=1e-3)
+    assert [(b["batch"], b["lr"]) for b in two["branches"]] == [
+        (b["batch"], b["lr"]) for b in one["branches"]
+    ]
+    assert [b["loss"] for b in two["branches"]] == pytest.approx(
+        [b["loss"] for b in one["branches"]], rel=1e-3
+    )
 
 
 @pytest.mark.parametrize(
@@ -231,21 +271,31 @@ def test_what_cannot_be_measured_is_refused_before_weights_load(small, keys, mes
 
 def test_a_branch_neither_grows_nor_decays_whatever_rules_the_run_has(small, trained, capsys):
     """Resuming would refuse another growth function, schedule or clock than the checkpoint's; the base has the configured rate."""
-    others = ("batch_increase_function=support.components.four_more", "lr_scheduler=null", "lr_clock=tokens")
+    others = (
+        "batch_increase_function=support.components.four_more",
+        "lr_scheduler=null",
+        "lr_clock=tokens",
+    )
     found = []
     for rules in (COSINE, others):
         folder = copied(small, trained)
-        small.run_in_process(PROBE, *MEASURES, "model.attn_dropout=0.2", *rules, f"output_dir={folder}")
+        small.run_in_process(
+            PROBE, *MEASURES, "model.attn_dropout=0.2", *rules, f"output_dir={folder}"
+        )
         found.append([(one["lr"], one["loss"]) for one in measured(folder)["branches"]])
     assert found[0] == found[1]
     base = small.fresh_folder()
     capsys.readouterr()
     small.run_in_process(PROBE, *MEASURES, *COSINE, f"output_dir={base}")
     assert "has no effect" not in capsys.readouterr().out
-    assert [one["lr"] for one in measured(base)["branches"]] == pytest.approx([0.005, 0.01 / math.sqrt(2), 0.01])
+    assert [one["lr"] for one in measured(base)["branches"]] == pytest.approx(
+        [0.005, 0.01 / math.sqrt(2), 0.01]
+    )
 
 
-def test_what_the_checkpoint_keeps_is_said_and_its_share_is_of_the_rows_that_the_run_takes(small, trained, capsys):
+def test_what_the_checkpoint_keeps_is_said_and_its_share_is_of_the_rows_that_the_run_takes(
+    small, trained, capsys
+):
     folder = copied(small, trained)
     kept = (
         "optimizer.weight_decay=0.5",
@@ -254,7 +304,9 @@ def test_what_the_checkpoint_keeps_is_said_and_its_share_is_of_the_rows_that_the
         "batch_increase_function=support.components.four_more",
     )
     capsys.readouterr()
-    small.run_in_process(PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", *kept, f"output_dir={folder}")
+    small.run_in_process(
+        PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", *kept, f"output_dir={folder}"
+    )
     shown = capsys.readouterr().out
     assert (
         "optimizer={'weight_decay': 0.5, 'betas': [0.5, 0.6]} has no effect: the checkpoint's default is kept\n"
@@ -263,21 +315,32 @@ def test_what_the_checkpoint_keeps_is_said_and_its_share_is_of_the_rows_that_the
     assert "clip_grad_norm None -> 0.5: not what the checkpoint was trained with\n" in shown
     assert "batch_increase_function" not in shown
     base = small.fresh_folder()
-    small.run_in_process(PROBE, *MEASURES, "epochs=1", "max_steps_per_epoch=2", f"output_dir={base}")
+    small.run_in_process(
+        PROBE, *MEASURES, "epochs=1", "max_steps_per_epoch=2", f"output_dir={base}"
+    )
     assert measured(base)["share_of_run"] == 48 / (2 * 4)
 
 
 def test_a_checkpoint_whose_rate_is_0_is_refused(small):
-    run = small.run_in_process(OURS, *COSINE, "save_every_n_steps=1", "max_steps_per_epoch=1", "epochs=1")
+    run = small.run_in_process(
+        OURS, *COSINE, "save_every_n_steps=1", "max_steps_per_epoch=1", "epochs=1"
+    )
     with pytest.raises(
-        SettingError, match=r"critical_batch_from=None: the rate of .*step_1 is 0, as in the first step"
+        SettingError,
+        match=r"critical_batch_from=None: the rate of .*step_1 is 0, as in the first step",
     ):
         small.run_in_process(PROBE, *COSINE, *MEASURES, f"output_dir={run.output_dir}")
 
 
 def test_a_branch_that_diverges_is_worse_than_all_and_written_as_json_can_hold(small, capsys):
-    folder, before_the_last = small.fresh_folder(), 16 + (16 + 16) + (8 + 16)  # a micro-batch of one held-out row each
-    spoiled = ("loss._component_=support.components.SpoiledLoss", f"loss.at=[{before_the_last + 1}]")
+    folder, before_the_last = (
+        small.fresh_folder(),
+        16 + (16 + 16) + (8 + 16),
+    )  # a micro-batch of one held-out row each
+    spoiled = (
+        "loss._component_=support.components.SpoiledLoss",
+        f"loss.at=[{before_the_last + 1}]",
+    )
     small.run_in_process(PROBE, *MEASURES, *spoiled, f"output_dir={folder}")
     text = (folder / "adaptive_batch" / "critical_batch.json").read_text()
     record = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -291,10 +354,14 @@ def test_a_damaged_checkpoint_or_a_loss_that_is_no_number_ends_with_the_remedy(s
     next((folder / "step_6").glob("*.distcp")).write_bytes(b"")
     with pytest.raises(CheckpointError, match="step_6 is skipped"):
         small.run_in_process(PROBE, *RUN, *MEASURES, f"output_dir={folder}")
-    with pytest.raises(NonfiniteLossError, match=r"after steps of 1 is (nan|inf); lower optimizer\.lr"):
+    with pytest.raises(
+        NonfiniteLossError, match=r"after steps of 1 is (nan|inf); lower optimizer\.lr"
+    ):
         small.run_in_process(PROBE, *MEASURES, "optimizer.lr=1e38")
     unlabelled = ("dataset._component_=support.components.Masked", "dataset.rows=40")
-    with pytest.raises(NonfiniteLossError, match=r"before any branch is nan; .* the labels of these rows"):
+    with pytest.raises(
+        NonfiniteLossError, match=r"before any branch is nan; .* the labels of these rows"
+    ):
         small.run_in_process(PROBE, *MEASURES, *unlabelled)
 
 
@@ -305,6 +372,9 @@ def test_a_tolerance_above_what_the_first_branch_gained_is_pointed_out(small, ca
         "critical batch: 4 rows at a tolerance of 1.00%; within two standard errors 4 to more than 4, the largest tried"
         in shown
     )
-    assert "less than the tolerance: one that learns nothing may pass; give more probe.critical_batch_rows" in shown
+    assert (
+        "less than the tolerance: one that learns nothing may pass; give more probe.critical_batch_rows"
+        in shown
+    )
     small.run_in_process(PROBE, *MEASURES)
     assert "may pass" not in capsys.readouterr().out

@@ -12,7 +12,8 @@ ENDS = ("loss=support.components.LossThatEnds", "epochs=1", "max_steps_per_epoch
 @pytest.mark.parametrize("status", [0, 3])
 def test_an_exit_is_an_error_that_names_the_line(small, recipe, status):
     with pytest.raises(
-        AdaptiveBatchError, match=rf"sys\.exit\({status}\) was called in forward \(.*components\.py:\d+\)"
+        AdaptiveBatchError,
+        match=rf"sys\.exit\({status}\) was called in forward \(.*components\.py:\d+\)",
     ):
         small.run_in_process(recipe, *ENDS, f"loss.status={status}")
 

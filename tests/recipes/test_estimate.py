@@ -95,13 +95,17 @@ def test_packed_rows_are_within_a_thousandth():
     combination = Combination("llama3_2", 64, packed=True)
     plan, real = combination.planned(), tried(RealRun(combination), (1, 2, 7))
     for trial in real.trials:
-        estimate = plan.one_row_bytes if trial.batch_size == 1 else plan.curve.peak_bytes(trial.batch_size)
+        estimate = (
+            plan.one_row_bytes if trial.batch_size == 1 else plan.curve.peak_bytes(trial.batch_size)
+        )
         assert estimate == pytest.approx(trial.peak_bytes, rel=1e-3)
 
 
 def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     cfg = Combination("llama3_2", 64, packed=True).config()
-    run = FakeRun(cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False)
+    run = FakeRun(
+        cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False
+    )
     rows = [made_up_row(24, packed=True)] * 3
     ours, theirs = run.data.collate(rows), padded_collate_packed(rows)
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in ours.items()} == {
@@ -120,7 +124,10 @@ def test_what_fits_is_traced_itself_at_each_length_and_on_each_kind_of_device(mo
     monkeypatch.setattr(FakeStep, "learn", lambda *args: learned.append(args[:2]) or learn(*args))
     asked = {"devices": ["H100", "L4"], "sequence_lengths": [32, 64]}
     plan, _ = small(device="cuda", probe={"maximum": 9}, estimate=asked)
-    assert [[fit.max_batch_size for fit in device.lengths] for device in plan.devices] == [[9, 9], [9, 9]]
+    assert [[fit.max_batch_size for fit in device.lengths] for device in plan.devices] == [
+        [9, 9],
+        [9, 9],
+    ]
     assert len({step for step, _ in learned}) == 2
     assert [rows for _, rows in learned].count(9) >= 4
 
@@ -146,7 +153,9 @@ def test_the_plan_of_the_demo_is_what_its_probe_finds(small, tmp_path):
     assert answer["max_batch_size"] == found["max_batch_size"]
     assert answer["sequence_length"] == found["sequence_length"]
     assert device["budget_bytes"] == found["budget_bytes"]
-    (peak,) = {t["peak_bytes"] for t in found["trials"] if t["batch_size"] == found["max_batch_size"]}
+    (peak,) = {
+        t["peak_bytes"] for t in found["trials"] if t["batch_size"] == found["max_batch_size"]
+    }
     assert answer["allocated_bytes"] == peak
     assert not list((devices / "adaptive_batch").glob("probe*"))
 
@@ -165,7 +174,9 @@ def on_ranks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(ON_RANKS)), ids=[str(combination) for combination in ON_RANKS])
+@pytest.mark.parametrize(
+    "number", range(len(ON_RANKS)), ids=[str(combination) for combination in ON_RANKS]
+)
 def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
     combination, (peaks, result) = ON_RANKS[number], on_ranks[number]
     plan = combination.planned()
@@ -209,7 +220,9 @@ def test_a_model_that_cannot_be_divided_so_is_refused_with_the_key(model, ranks,
 
 def test_a_tied_embedding_can_be_apart_where_it_stays_gathered():
     cfg = Combination("qwen2, tied", 32, "AdamW").to_estimate(sequence_lengths=[32], world_size=2)
-    length = planned(cfg, custom_sharded_layers=["tok_embeddings"], fsdp_reshard_after_forward=False)[0].lengths[0]
+    length = planned(
+        cfg, custom_sharded_layers=["tok_embeddings"], fsdp_reshard_after_forward=False
+    )[0].lengths[0]
     assert length.check.counted_bytes == length.check.expected_bytes
 
 
@@ -220,7 +233,9 @@ def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
     assert divided.check.counted_bytes == divided.check.expected_bytes
     assert 0.5 <= divided.resident.parameters / alone.resident.parameters < 0.7
     # Clipping and stepping hold what stays, the gradients and little more: nothing of the size of the whole model.
-    assert divided.optimizer_peak_bytes < 1.5 * (divided.resident.total + divided.resident.parameters)
+    assert divided.optimizer_peak_bytes < 1.5 * (
+        divided.resident.total + divided.resident.parameters
+    )
 
 
 # --- what it needs ------------------------------------------------------------------------------------------------------
@@ -261,8 +276,12 @@ def test_neither_tokenizer_data_weights_nor_a_network_is_needed_where_lengths_ar
 
 def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
     lengths = json.loads(_plan_file(small, "estimate.devices=1GiB").read_text())["lengths"]
-    rows = config.instantiate((cfg := OmegaConf.load(small.config)).dataset, config.instantiate(cfg.tokenizer))
-    assert [length["sequence_length"] for length in lengths] == [max(len(row["tokens"]) for row in rows)]
+    rows = config.instantiate(
+        (cfg := OmegaConf.load(small.config)).dataset, config.instantiate(cfg.tokenizer)
+    )
+    assert [length["sequence_length"] for length in lengths] == [
+        max(len(row["tokens"]) for row in rows)
+    ]
 
 
 def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(small):
@@ -270,7 +289,9 @@ def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(sma
     of_cuda = ("estimate.devices=64MiB", "estimate.context=0", "device=cuda")
     of_data = json.loads(_plan_file(small, *of_cuda).read_text())["devices"][0]["lengths"][0]
     number = of_data["sequence_length"]
-    alike = json.loads(_plan_file(small, *of_cuda, f"estimate.sequence_lengths=[{number}]").read_text())
+    alike = json.loads(
+        _plan_file(small, *of_cuda, f"estimate.sequence_lengths=[{number}]").read_text()
+    )
     alike = alike["devices"][0]["lengths"][0]
     assert 0 < of_data["max_batch_size"] <= of_data["max_batch_size_with_retries"]
     assert of_data["max_batch_size"] <= alike["max_batch_size"]
@@ -284,21 +305,29 @@ def _plan_file(small, *overrides):
 
 @pytest.mark.parametrize(
     "absent",
-    [{"tokenizer": {"path": "nowhere/vocab.json"}}, {"dataset": {"source": "tatsu-lab/alpaca", "data_files": None}}],
+    [
+        {"tokenizer": {"path": "nowhere/vocab.json"}},
+        {"dataset": {"source": "tatsu-lab/alpaca", "data_files": None}},
+    ],
     ids=["tokenizer", "dataset on a hub"],
 )
 def test_where_the_data_are_not_at_hand_that_is_said_and_no_network_is_tried(small, absent):
     cfg = OmegaConf.merge(OmegaConf.load(small.config), absent)
     with (
         no_network(),
-        pytest.raises(SettingError, match=r"probe\.sequence_length='longest': .* not at hand .*give lengths"),
+        pytest.raises(
+            SettingError, match=r"probe\.sequence_length='longest': .* not at hand .*give lengths"
+        ),
     ):
         planned(cfg)
 
 
 def test_where_a_collate_function_wants_rows_that_are_not_at_hand_it_is_named_with_the_cause():
     with pytest.raises(SettingError) as refused:
-        small(collate_fn="torchtune.data.padded_collate_sft", tokenizer={"_component_": "nowhere.tokenizer"})
+        small(
+            collate_fn="torchtune.data.padded_collate_sft",
+            tokenizer={"_component_": "nowhere.tokenizer"},
+        )
     said = str(refused.value)
     assert said.startswith(
         "collate_fn='torchtune.data.padded_collate_sft': the rows of the dataset that it takes are not at hand "
@@ -313,7 +342,8 @@ def test_max_seq_len_that_the_tokenizer_does_not_have_is_named():
     with pytest.raises(SettingError, match=says):
         planned(SMALL.config(sequence_length="max_seq_len"))
     with pytest.raises(
-        SettingError, match=r"estimate\.sequence_lengths=\[32, 'max_seq_len'\]: tokenizer\.max_seq_len is not"
+        SettingError,
+        match=r"estimate\.sequence_lengths=\[32, 'max_seq_len'\]: tokenizer\.max_seq_len is not",
     ):
         planned(SMALL.to_estimate(sequence_lengths=[32, "max_seq_len"]))
 
@@ -322,7 +352,9 @@ def _with_a_small_model(cfg):
     """The configuration with a model of the same family whose dimensions are small."""
     family = str(cfg.model._component_).split(".")[2]
     families = {
-        component["_component_"].split(".")[2]: component for component in MODELS.values() if len(component) > 1
+        component["_component_"].split(".")[2]: component
+        for component in MODELS.values()
+        if len(component) > 1
     }
     alike = {"qwen2_5": "qwen2", "code_llama2": "llama2", "phi4": "phi3", "llama3_3": "llama3_1"}
     changed = OmegaConf.create(OmegaConf.to_container(cfg))
@@ -336,7 +368,9 @@ def test_every_shipped_configuration_can_be_planned(name):
     cfg = OmegaConf.load(config_path(name))
     world_size = 8 if "8gpu" in name else 1
     with no_network():
-        plan, said = planned(_with_a_small_model(cfg), estimate={"sequence_lengths": [64], "world_size": world_size})
+        plan, said = planned(
+            _with_a_small_model(cfg), estimate={"sequence_lengths": [64], "world_size": world_size}
+        )
     (length,) = plan.lengths
     assert length.check.counted_bytes == length.check.expected_bytes
     assert plan.bound(length, plan.devices[0]) > 100
@@ -347,7 +381,9 @@ def test_every_shipped_configuration_can_be_planned(name):
 @pytest.mark.parametrize("name", STOCK_SAMPLE)
 def test_torchtunes_own_configurations_can_be_planned(name):
     with no_network():
-        plan, _ = planned(_with_a_small_model(OmegaConf.load(STOCK / name)), estimate={"sequence_lengths": [64]})
+        plan, _ = planned(
+            _with_a_small_model(OmegaConf.load(STOCK / name)), estimate={"sequence_lengths": [64]}
+        )
     (length,) = plan.lengths
     assert length.check.counted_bytes == length.check.expected_bytes
 
@@ -355,7 +391,9 @@ def test_torchtunes_own_configurations_can_be_planned(name):
 @pytest.mark.slow
 def test_a_model_of_real_size_is_planned_in_little_memory():
     before = _resident_bytes()
-    plan, _ = planned(Combination("qwen2_5_0_5b", 256, dtype="bf16").to_estimate(sequence_lengths=[256]))
+    plan, _ = planned(
+        Combination("qwen2_5_0_5b", 256, dtype="bf16").to_estimate(sequence_lengths=[256])
+    )
     (length,) = plan.lengths
     assert length.resident.parameters == 2 * 494_032_768
     assert _resident_bytes() - before < 2**29
@@ -392,14 +430,17 @@ def test_a_model_that_looks_at_values_is_named_with_the_operation():
     cfg = SMALL.to_estimate(sequence_lengths=[32])
     cfg.model._component_ = "support.model_families.looks_at_values"
     with pytest.raises(
-        SettingError, match=r"model='support\.model_families\.looks_at_values': .*aten\._local_scalar_dense"
+        SettingError,
+        match=r"model='support\.model_families\.looks_at_values': .*aten\._local_scalar_dense",
     ):
         planned(cfg)
     assert small()[0].lengths  # and the next one is planned as ever
 
 
 def test_a_length_that_the_model_does_not_take_is_refused():
-    with pytest.raises(SettingError, match=r"estimate\.sequence_lengths=300: the model takes 256 tokens at most"):
+    with pytest.raises(
+        SettingError, match=r"estimate\.sequence_lengths=300: the model takes 256 tokens at most"
+    ):
         planned(SMALL.to_estimate(sequence_lengths=[300]))
 
 
@@ -427,7 +468,9 @@ def test_no_process_group_is_left_behind():
 
 
 def test_compiling_and_offloading_are_said_to_be_counted_otherwise():
-    plan, said = small(compile=True, enable_activation_checkpointing=True, enable_activation_offloading=True)
+    plan, said = small(
+        compile=True, enable_activation_checkpointing=True, enable_activation_offloading=True
+    )
     for key in ("compile", "enable_activation_offloading"):
         assert any(sentence.startswith(f"{key}: ") for sentence in plan.left_out)
         assert f"left out: {key}: " in said
@@ -437,7 +480,9 @@ def test_compiling_and_offloading_are_said_to_be_counted_otherwise():
 
 
 def test_offloading_without_checkpointing_is_refused_as_in_training():
-    with pytest.raises(SettingError, match="it needs CUDA and enable_activation_checkpointing=True"):
+    with pytest.raises(
+        SettingError, match="it needs CUDA and enable_activation_checkpointing=True"
+    ):
         small(enable_activation_offloading=True)
 
 
@@ -448,7 +493,12 @@ def _elements(cfg):
 
 @pytest.mark.parametrize(
     ("name", "moments", "is_8bit"),
-    [("PagedAdamW8bit", 2, True), ("AdamW", 2, False), ("Lion8bit", 1, True), ("PagedAdamW32bit", 2, False)],
+    [
+        ("PagedAdamW8bit", 2, True),
+        ("AdamW", 2, False),
+        ("Lion8bit", 1, True),
+        ("PagedAdamW32bit", 2, False),
+    ],
 )
 def test_states_of_bitsandbytes_have_their_documented_sizes(name, moments, is_8bit):
     plan, _ = small(optimizer={"_component_": f"bitsandbytes.optim.{name}", "fused": None})
@@ -477,7 +527,8 @@ def test_on_an_accelerator_a_compiled_optimizer_holds_what_stays():
 
 def test_what_a_device_needs_beside_tensors_is_taken_off():
     plan, said = planned(
-        Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32]), estimate={"headroom": 0.1}
+        Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32]),
+        estimate={"headroom": 0.1},
     )
     (target,) = plan.devices
     free = 80 * 2**30 - 500 * 2**20
@@ -560,9 +611,7 @@ def test_a_change_that_components_refuse_is_said_and_the_plan_stands(tmp_path):
     )
     said, saved = [], []
     plan = estimate_devices(cfg, show=said.append, save=saved.append)
-    refused = (
-        "not estimated: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: loss='.*': it cannot be built: TypeError"
-    )
+    refused = "not estimated: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: loss='.*': it cannot be built: TypeError"
     assert any(re.match(refused, line) for line in said)
     assert [bool(one.changes) for one in saved] == [False, True]
     assert any("TypeError" in change.refused for change in plan.refused)
@@ -576,14 +625,19 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_planned(tmp_
 
     (tmp_path / "file").touch()
     cfg = SMALL.to_estimate()
-    cfg = OmegaConf.merge(cfg, {"output_dir": str(tmp_path / "file" / "out"), "estimate": {"devices": "80GiB"}})
+    cfg = OmegaConf.merge(
+        cfg, {"output_dir": str(tmp_path / "file" / "out"), "estimate": {"devices": "80GiB"}}
+    )
     with pytest.raises(SettingError, match="output_dir="):
         estimate(cfg)
 
 
-@pytest.mark.parametrize("recipe", ["adaptive_full_finetune", "adaptive_probe", "adaptive_estimate"])
 @pytest.mark.parametrize(
-    ("key", "value"), [("plan_for", "80GiB"), ("plan_world_size", 2), ("plan_changes", False), ("plan_for", "null")]
+    "recipe", ["adaptive_full_finetune", "adaptive_probe", "adaptive_estimate"]
+)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("plan_for", "80GiB"), ("plan_world_size", 2), ("plan_changes", False), ("plan_for", "null")],
 )
 def test_the_keys_that_the_probe_had_are_refused_with_the_new_ones(small, recipe, key, value):
     new = {"plan_for": "devices", "plan_world_size": "world_size", "plan_changes": "changes"}[key]
@@ -593,7 +647,9 @@ def test_the_keys_that_the_probe_had_are_refused_with_the_new_ones(small, recipe
 
 
 def test_an_estimate_without_devices_is_refused(small):
-    with pytest.raises(SettingError, match=r"^estimate\.devices=None: give a size with its unit, such as \"80GiB\""):
+    with pytest.raises(
+        SettingError, match=r"^estimate\.devices=None: give a size with its unit, such as \"80GiB\""
+    ):
         small.run_in_process("adaptive_estimate")
 
 
@@ -602,7 +658,9 @@ def test_the_context_that_is_given_is_taken_off(device, free):
     cfg = Combination("qwen2", 32, device=device).to_estimate(context="1GiB", headroom=0)
     plan, said = planned(cfg)
     assert plan.devices[0].budget_bytes == free * 2**30
-    assert ("estimate.context has no effect: device is cpu, which has none" in said) == (device == "cpu")
+    assert ("estimate.context has no effect: device is cpu, which has none" in said) == (
+        device == "cpu"
+    )
 
 
 def test_a_device_that_is_neither_is_refused():
@@ -646,7 +704,10 @@ class InParts(torch.nn.Module):
 
     def forward(self, logits, labels):
         parts = zip(logits.split(256), labels.split(256), strict=True)
-        return sum(torch.nn.functional.cross_entropy(one, of, reduction="sum") for one, of in parts) / labels.numel()
+        return (
+            sum(torch.nn.functional.cross_entropy(one, of, reduction="sum") for one, of in parts)
+            / labels.numel()
+        )
 
 
 def test_a_curve_that_is_not_straight_is_not_called_exact():

@@ -13,7 +13,12 @@ from omegaconf import OmegaConf
 from support import components
 from support.cli import NUM_ROWS, OURS, interrupted_after_first_epoch, losses, same_weights
 
-from adaptive_batch.errors import CheckpointError, DoesNotFitError, GrowthFunctionError, SettingError
+from adaptive_batch.errors import (
+    CheckpointError,
+    DoesNotFitError,
+    GrowthFunctionError,
+    SettingError,
+)
 from adaptive_batch.report import read_records
 
 BUDGET = "probe.device_memory=24MiB"
@@ -21,7 +26,11 @@ GROW = "batch_increase_function=support.components.four_more"
 
 
 def records(finished, kind):
-    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+    return [
+        r
+        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+        if r["kind"] == kind
+    ]
 
 
 def probe_file(finished):
@@ -57,8 +66,12 @@ def test_what_the_power_of_two_leaves_is_said_with_the_key_that_uses_it(small, c
     unused = "the power of two leaves 12 of the 28 rows that fit unused (43%); probe.round_to_power_of_two=False trains with all"
     most = ("use_maximum_batch_size=True", "probe.maximum=28", "epochs=1", "max_steps_per_epoch=1")
     (said,) = records(small.run_in_process(OURS, *most), "batch_size")
-    assert said["message"].startswith(f"batch_size 4 -> 16 (use_maximum_batch_size; bound 28): {unused}")
-    (said,) = records(small.run_in_process(OURS, *most, "probe.round_to_power_of_two=False"), "batch_size")
+    assert said["message"].startswith(
+        f"batch_size 4 -> 16 (use_maximum_batch_size; bound 28): {unused}"
+    )
+    (said,) = records(
+        small.run_in_process(OURS, *most, "probe.round_to_power_of_two=False"), "batch_size"
+    )
     assert said["message"] == "batch_size 4 -> 28 (use_maximum_batch_size; bound 28)"
     capsys.readouterr()
     small.run_in_process("adaptive_probe", *most)
@@ -87,9 +100,7 @@ def test_each_row_is_trained_once_an_epoch_the_last_short_step_included(grown):
 
 def test_a_step_record_has_every_metric(grown):
     step = records(grown, "step")[-1]
-    names = (
-        "loss lr tokens_per_second_per_gpu batch_size micro_batches padding_fraction samples_seen tokens_seen oom_count"
-    )
+    names = "loss lr tokens_per_second_per_gpu batch_size micro_batches padding_fraction samples_seen tokens_seen oom_count"
     assert set(names.split()) <= set(step)
     assert 0 <= step["padding_fraction"] < 1
     assert step["tokens_seen"] > step["samples_seen"]
@@ -109,7 +120,12 @@ def test_a_run_that_was_probed_steps_as_one_that_was_not(small):
 
 
 def test_a_probe_leaves_no_trace_in_a_dataset_that_draws_random_numbers(small):
-    same = ("dataset._component_=support.components.Augmented", "batch_size=8", "drop_last=True", BUDGET)
+    same = (
+        "dataset._component_=support.components.Augmented",
+        "batch_size=8",
+        "drop_last=True",
+        BUDGET,
+    )
     probed = small.run_in_process(OURS, "batch_increase_function=support.components.no_more", *same)
     assert probed.losses == small.run_in_process(OURS, *same).losses
 
@@ -124,7 +140,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(small, grown):
     whole = small.run_in_process(OURS, *settings, *cosine)
     folder = interrupted_after_first_epoch(whole, small)
     components.ASKED.clear()
-    rest = small.run_in_process(OURS, *settings, *cosine, f"output_dir={folder}", "resume_from_checkpoint=True")
+    rest = small.run_in_process(
+        OURS, *settings, *cosine, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert rest.losses == whole.losses[-len(rest.losses) :]
     assert losses(folder, name="lr") == losses(whole.output_dir, name="lr")[-len(rest.losses) :]
     assert same_weights(rest.weights(1), whole.weights(1))
@@ -132,35 +150,52 @@ def test_a_resumed_run_is_the_uninterrupted_one(small, grown):
     assert [record["from_cache"] for record in records(rest, "bound")] == [False, True]
 
 
-def test_resuming_on_a_smaller_device_keeps_the_batch_and_runs_it_as_more_micro_batches(small, grown):
+def test_resuming_on_a_smaller_device_keeps_the_batch_and_runs_it_as_more_micro_batches(
+    small, grown
+):
     folder = small.fresh_folder()
     shutil.copytree(grown.output_dir, folder, dirs_exist_ok=True)
     shutil.rmtree(folder / "epoch_2")
-    before = [record["after"] for record in records(grown, "batch_size") if record.get("epoch") == 1]
+    before = [
+        record["after"] for record in records(grown, "batch_size") if record.get("epoch") == 1
+    ]
     rest = small.run_in_process(
         OURS, "use_maximum_batch_size=True", "probe.device_memory=12MiB", "epochs=3",
         f"output_dir={folder}", "resume_from_checkpoint=True", WITHOUT_GROWTH,
     )  # fmt: skip
     bound = probe_file(rest)["max_batch_size"]
     assert bound < before[0]
-    last = [record for record in records(rest, "step") if record["epoch"] == 2 and record["batch_size"] == before[0]][
-        -1
-    ]
+    last = [
+        record
+        for record in records(rest, "step")
+        if record["epoch"] == 2 and record["batch_size"] == before[0]
+    ][-1]
     assert last["micro_batches"] == -(-before[0] // bound)
 
 
 def test_gradient_accumulation_counts_into_the_steps_and_the_bound(small):
     finished = small.run_in_process(
-        OURS, "use_maximum_batch_size=True", "gradient_accumulation_steps=4", "epochs=1", "probe.device_memory=1GiB"
+        OURS,
+        "use_maximum_batch_size=True",
+        "gradient_accumulation_steps=4",
+        "epochs=1",
+        "probe.device_memory=1GiB",
     )
-    assert probe_file(finished)["max_batch_size"] == NUM_ROWS // 4  # a step of four micro-batches is a whole epoch
+    assert (
+        probe_file(finished)["max_batch_size"] == NUM_ROWS // 4
+    )  # a step of four micro-batches is a whole epoch
     (step,) = records(finished, "step")
     assert (step["batch_size"], step["micro_batches"]) == (NUM_ROWS, 4)
 
 
 def test_the_optimizer_in_backward_is_probed_and_trained(small):
     finished = small.run_in_process(
-        OURS, "use_maximum_batch_size=True", "optimizer_in_bwd=True", "optimizer.lr=1e-3", "epochs=1", BUDGET
+        OURS,
+        "use_maximum_batch_size=True",
+        "optimizer_in_bwd=True",
+        "optimizer.lr=1e-3",
+        "epochs=1",
+        BUDGET,
     )
     values = [float(value) for value in finished.losses]
     assert values[-1] < values[0]
@@ -171,13 +206,17 @@ def test_the_schedule_is_not_stretched_by_growth(small):
         "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
         "lr_scheduler.num_warmup_steps=2",
     )
-    grown = small.run_in_process(OURS, GROW, "probe.device_memory=1GiB", "batch_size=4", "epochs=3", *cosine)
+    grown = small.run_in_process(
+        OURS, GROW, "probe.device_memory=1GiB", "batch_size=4", "epochs=3", *cosine
+    )
     steps = records(grown, "step")
     rates = [step["lr"] for step in steps]
     peak = max(rates)
     assert rates.index(peak) == 2  # two steps of warm-up at the batch that training began with
     assert all(later < earlier for earlier, later in pairwise(rates[2:]))
-    assert len(steps) == 8 + 4 + 3  # instead of 24, and the last one begins where a batch of 4 would take step 22
+    assert (
+        len(steps) == 8 + 4 + 3
+    )  # instead of 24, and the last one begins where a batch of 4 would take step 22
     assert rates[-1] == pytest.approx(peak * 0.5 * (1 + math.cos(math.pi * (22 - 2) / 22)))
 
 
@@ -208,13 +247,19 @@ def test_without_a_whole_step_the_epoch_is_one_short_step(small):
 
 def test_a_batch_above_the_bound_is_refused_and_weights_stay_unwritten(small):
     output = small.fresh_folder()
-    with pytest.raises(SettingError, match=r"batch_size=32: \d+ rows fit; set batch_size=\d+ or less"):
-        small.run_in_process(OURS, GROW, "batch_size=32", "probe.device_memory=12MiB", f"output_dir={output}")
+    with pytest.raises(
+        SettingError, match=r"batch_size=32: \d+ rows fit; set batch_size=\d+ or less"
+    ):
+        small.run_in_process(
+            OURS, GROW, "batch_size=32", "probe.device_memory=12MiB", f"output_dir={output}"
+        )
     assert not list(output.glob("epoch_*"))
 
 
 def test_one_row_that_does_not_fit_is_an_error_with_numbers_and_remedies(small):
-    with pytest.raises(DoesNotFitError, match=r"needs [\d.]+ MiB, cpu allows [\d.]+ MiB; .*max_seq_len.*8-bit"):
+    with pytest.raises(
+        DoesNotFitError, match=r"needs [\d.]+ MiB, cpu allows [\d.]+ MiB; .*max_seq_len.*8-bit"
+    ):
         small.run_in_process(OURS, "use_maximum_batch_size=True", "probe.device_memory=3000KiB")
 
 
@@ -228,7 +273,9 @@ def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whol
             "probe.device_memory=1GiB",
             f"output_dir={output}",
         )
-    rest = small.run_in_process(OURS, f"output_dir={output}", "resume_from_checkpoint=True", WITHOUT_GROWTH)
+    rest = small.run_in_process(
+        OURS, f"output_dir={output}", "resume_from_checkpoint=True", WITHOUT_GROWTH
+    )
     assert len(rest.weights(1))
 
 
@@ -237,7 +284,9 @@ def test_a_sweep_of_learning_rates_searches_once(small, capsys):
 
     def probed(*overrides):
         memory = ("probe.device_memory=12MiB", "probe.maximum=32")
-        finished = small.run_in_process("adaptive_probe", f"output_dir={output}", *memory, *overrides)
+        finished = small.run_in_process(
+            "adaptive_probe", f"output_dir={output}", *memory, *overrides
+        )
         return probe_file(finished), "known from before and tried again" in capsys.readouterr().out
 
     first, known = probed("clip_grad_norm=1.0", "optimizer.betas=[0.9,0.99]")
@@ -275,7 +324,10 @@ def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
     assert "max_batch_size: " in printed
     with pytest.raises(DoesNotFitError):
         small.run_in_process(
-            "adaptive_probe", *longer, "probe.sequence_lengths=[1024,2048]", "probe.device_memory=8MiB"
+            "adaptive_probe",
+            *longer,
+            "probe.sequence_lengths=[1024,2048]",
+            "probe.device_memory=8MiB",
         )
 
 
@@ -295,13 +347,17 @@ def test_what_the_search_alone_does_not_heed_is_said(small, capsys):
 
 def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
     rest = go_on(small, interrupted, "batch_size=8", "epochs=3")
-    said = {record["kind"]: record["message"] for record in records(rest, "epochs") + records(rest, "batch_size")}
+    said = {
+        record["kind"]: record["message"]
+        for record in records(rest, "epochs") + records(rest, "batch_size")
+    }
     assert said == {
         "epochs": "epochs 2 -> 3: the learning rate's schedule spans the new number",
         "batch_size": "batch_size 8: configured is 8, the checkpoint was trained with 4",
     }
     with pytest.raises(
-        SettingError, match="optimizer_in_bwd=True: the optimizer's state in the checkpoint was saved with False"
+        SettingError,
+        match="optimizer_in_bwd=True: the optimizer's state in the checkpoint was saved with False",
     ):
         go_on(small, interrupted, "optimizer_in_bwd=True")
 
@@ -309,7 +365,9 @@ def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
 def test_use_maximum_batch_size_turned_on_at_a_resume_is_heard(small):
     grown = small.run_in_process(OURS, GROW, "probe.device_memory=24MiB", "epochs=2")
     folder = interrupted_after_first_epoch(grown, small)
-    rest = go_on(small, folder, "use_maximum_batch_size=True", "probe.device_memory=24MiB", WITHOUT_GROWTH)
+    rest = go_on(
+        small, folder, "use_maximum_batch_size=True", "probe.device_memory=24MiB", WITHOUT_GROWTH
+    )
     assert records(rest, "step")[-2]["batch_size"] == probe_file(rest)["batch_size"] > 4
 
 
@@ -323,7 +381,9 @@ def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, interrupted
 
 
 def test_an_earlier_run_in_the_same_folder_is_said(small, interrupted):
-    again = small.run_in_process(OURS, f"output_dir={interrupted}", "epochs=1", "max_steps_per_epoch=1")
+    again = small.run_in_process(
+        OURS, f"output_dir={interrupted}", "epochs=1", "max_steps_per_epoch=1"
+    )
     (said,) = records(again, "replaces")
     assert "holds an earlier run" in said["message"]
 
@@ -331,7 +391,9 @@ def test_an_earlier_run_in_the_same_folder_is_said(small, interrupted):
 def test_a_dataset_without_any_label_is_refused_after_one_epoch_and_nothing_is_saved(small):
     output = small.fresh_folder()
     with pytest.raises(SettingError, match="no row of a whole epoch has a label"):
-        small.run_in_process(OURS, "dataset._component_=support.components.Masked", f"output_dir={output}")
+        small.run_in_process(
+            OURS, "dataset._component_=support.components.Masked", f"output_dir={output}"
+        )
     assert not list(output.glob("epoch_*"))
 
 
@@ -349,14 +411,17 @@ def plain(small):
 
 
 def go_on(small, folder: Path, *overrides):
-    return small.run_in_process(OURS, f"output_dir={folder}", "resume_from_checkpoint=True", *overrides)
+    return small.run_in_process(
+        OURS, f"output_dir={folder}", "resume_from_checkpoint=True", *overrides
+    )
 
 
 def test_weights_of_another_save_are_refused(small, plain, interrupted):
     shutil.rmtree(interrupted / "epoch_0")
     shutil.copytree(plain.output_dir / "epoch_1", interrupted / "epoch_0")
     with pytest.raises(
-        CheckpointError, match="epoch_0 is skipped: its weights are of another save than the recipe state"
+        CheckpointError,
+        match="epoch_0 is skipped: its weights are of another save than the recipe state",
     ):
         go_on(small, interrupted)
 
@@ -371,7 +436,9 @@ def test_a_truncated_weights_file_is_named(small, interrupted):
 def test_a_truncated_recipe_state_is_named(small, interrupted):
     path = interrupted / "recipe_state" / "recipe_state.pt"
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match=r"recipe_state\.pt has 1,000 bytes, [\d,]+ were saved"):
+    with pytest.raises(
+        CheckpointError, match=r"recipe_state\.pt has 1,000 bytes, [\d,]+ were saved"
+    ):
         go_on(small, interrupted)
 
 
@@ -390,12 +457,20 @@ def test_a_folder_that_cannot_be_written_to_is_named(small, recipe):
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (("model.num_layers=3",), r"the checkpoint is of another one: Missing key\(s\) .*layers\.2\."),
-        (("model.num_heads=2", "model.num_kv_heads=2"), r"its layers\.0\.\S+ is of shape \(.*\) in the checkpoint"),
+        (
+            ("model.num_layers=3",),
+            r"the checkpoint is of another one: Missing key\(s\) .*layers\.2\.",
+        ),
+        (
+            ("model.num_heads=2", "model.num_kv_heads=2"),
+            r"its layers\.0\.\S+ is of shape \(.*\) in the checkpoint",
+        ),
     ],
 )
 def test_weights_of_another_model_are_refused_in_a_line(small, change, told):
-    with pytest.raises(SettingError, match=rf"^model='torchtune.models.qwen2.qwen2': {told}.* give the model") as error:
+    with pytest.raises(
+        SettingError, match=rf"^model='torchtune.models.qwen2.qwen2': {told}.* give the model"
+    ) as error:
         small.run_in_process(OURS, *change)
     assert str(error.value).isprintable()
 
@@ -411,7 +486,9 @@ def test_a_truncated_base_checkpoint_is_named(small):
 
 def test_a_save_that_fails_leaves_the_last_one_whole(small, interrupted):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # a full disk, as far as a file of weights can tell
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (100_000, limit[1])
+    )  # a full disk, as far as a file of weights can tell
     try:
         with pytest.raises(CheckpointError, match=r"saving .*epoch_1 failed .* is untouched"):
             go_on(small, interrupted)
@@ -424,6 +501,6 @@ def test_a_save_that_fails_leaves_the_last_one_whole(small, interrupted):
 
 def test_nothing_is_left_aside(plain):
     assert not list(plain.output_dir.glob(".*"))
-    assert torch.load(plain.output_dir / "recipe_state" / "recipe_state.pt", weights_only=True)["adaptive_batch"][
-        "weights"
-    ]
+    assert torch.load(plain.output_dir / "recipe_state" / "recipe_state.pt", weights_only=True)[
+        "adaptive_batch"
+    ]["weights"]

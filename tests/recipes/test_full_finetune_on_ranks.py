@@ -39,15 +39,21 @@ def refused(setup: SmallSetup, *overrides: str, **options) -> str:
 
 
 def steps(output_dir: Path) -> list[dict]:
-    return [r for r in read_records(output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == "step"]
+    return [
+        r for r in read_records(output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == "step"
+    ]
 
 
 def decisions(output_dir: Path, kind: str) -> list[dict]:
-    return [r for r in read_records(output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+    return [
+        r for r in read_records(output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind
+    ]
 
 
 def close(one: list[float], other: list[float], tolerance: float = 2e-4) -> bool:
-    return len(one) == len(other) and all(abs(a - b) <= tolerance * abs(b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        abs(a - b) <= tolerance * abs(b) for a, b in zip(one, other, strict=True)
+    )
 
 
 # rows that are not as long as the cache says
@@ -63,11 +69,15 @@ def test_a_row_that_one_rank_finds_of_another_length_has_all_of_them_plan_again(
         "epochs=1",
     )
     for lengths in (counted, changed):
-        attempt = finished(setup, *keys, environment=lambda rank, lengths=lengths: {"LENGTHS": json.dumps(lengths)})
+        attempt = finished(
+            setup, *keys, environment=lambda rank, lengths=lengths: {"LENGTHS": json.dumps(lengths)}
+        )
     (said,) = decisions(attempt.output_dir, "replanned")
     assert said["position"] > 0
     assert audit(attempt.output_dir).problems == ()
-    assert all(sum(changed[row] for row in step["rows"]) <= 120 for step in steps(attempt.output_dir))
+    assert all(
+        sum(changed[row] for row in step["rows"]) <= 120 for step in steps(attempt.output_dir)
+    )
 
 
 # what is saved when one ends
@@ -83,7 +93,9 @@ def test_a_rank_other_than_the_first_that_is_interrupted_names_what_was_saved(se
     )
     (attempt,) = launch(setup, 2, "batch_size=2", "epochs=1", *ends)
     assert attempt.exit_statuses == [1, 1]
-    assert re.search(r"interrupted: resume_from_checkpoint=True resumes from \S*/step_2\n", attempt.output)
+    assert re.search(
+        r"interrupted: resume_from_checkpoint=True resumes from \S*/step_2\n", attempt.output
+    )
 
 
 # what two ranks do is what one device does with the same steps
@@ -105,12 +117,30 @@ WAYS = {
         ("batch_size=4", "gradient_accumulation_steps=2", "clip_grad_norm=0.5"),
     ),
     "tokens, validation, noise of the last step": (
-        ("batch_tokens=80", "micro_batch_tokens=128", "dataset_val=${dataset}", "run_val_every_n_steps=3"),
-        ("batch_tokens=160", "micro_batch_tokens=128", "dataset_val=${dataset}", "run_val_every_n_steps=3"),
+        (
+            "batch_tokens=80",
+            "micro_batch_tokens=128",
+            "dataset_val=${dataset}",
+            "run_val_every_n_steps=3",
+        ),
+        (
+            "batch_tokens=160",
+            "micro_batch_tokens=128",
+            "dataset_val=${dataset}",
+            "run_val_every_n_steps=3",
+        ),
     ),
-    "a batch that doubles where the rate halves": (("batch_size=2", *SEESAW), ("batch_size=4", *SEESAW)),
+    "a batch that doubles where the rate halves": (
+        ("batch_size=2", *SEESAW),
+        ("batch_size=4", *SEESAW),
+    ),
     "a last step of fewer rows than ranks": (
-        ("batch_size=5", "micro_batch_size=2", "drop_last=False", "sync_gradients_every_micro_batch=False"),
+        (
+            "batch_size=5",
+            "micro_batch_size=2",
+            "drop_last=False",
+            "sync_gradients_every_micro_batch=False",
+        ),
         ("batch_size=10", "micro_batch_size=2", "drop_last=False"),
     ),
 }
@@ -129,19 +159,28 @@ def test_two_ranks_do_what_one_device_does(setup, way):
         assert close([step[figure] for step in ours], [step[figure] for step in theirs]), figure
     for name, tensor in one.weights(1).items():
         assert torch.allclose(many.weights(1)[name], tensor, atol=2e-3), name
-    validated = [[r["val_loss"] for r in decisions(d, "validation")] for d in (many.output_dir, one.output_dir)]
+    validated = [
+        [r["val_loss"] for r in decisions(d, "validation")]
+        for d in (many.output_dir, one.output_dir)
+    ]
     assert close(*validated)
     assert audit(many.output_dir).holds
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_two_ranks_sample_the_noise_that_one_device_does_in_micro_batches_by_tokens(setup, layout):
-    keys = ("micro_batch_tokens=128", f"micro_batch_layout={layout}", "log_gradient_noise_scale=True")
+    keys = (
+        "micro_batch_tokens=128",
+        f"micro_batch_layout={layout}",
+        "log_gradient_noise_scale=True",
+    )
     ends = ("epochs=1", "save_every_n_steps=2", "sync_gradients_every_micro_batch=False")
     many = finished(setup, *keys, *ends, "batch_size=4")
     one = setup.run_in_process(OURS, *keys, *ends[:2], "batch_size=8")
     of_two, of_one = (
-        torch.load(run.output_dir / "step_2" / "state.pt", weights_only=False)["small"]["adaptive_batch"]["noise_scale"]
+        torch.load(run.output_dir / "step_2" / "state.pt", weights_only=False)["small"][
+            "adaptive_batch"
+        ]["noise_scale"]
         for run in (many, one)
     )
     assert of_two["samples"] == of_one["samples"] == 2
@@ -149,10 +188,20 @@ def test_two_ranks_sample_the_noise_that_one_device_does_in_micro_batches_by_tok
 
 
 def test_an_optimizer_that_one_rank_fuses_goes_on_without_on_two(setup):
-    keys = ("optimizer=torch.optim.SGD", "optimizer.momentum=0.9", "epochs=1", "save_every_n_steps=3")
+    keys = (
+        "optimizer=torch.optim.SGD",
+        "optimizer.momentum=0.9",
+        "epochs=1",
+        "save_every_n_steps=3",
+    )
     one = setup.run_in_process(OURS, *keys, "batch_size=4", "optimizer.fused=True")
     finished(
-        setup, *keys, "batch_size=2", "~optimizer.fused", f"output_dir={one.output_dir}", "resume_from_checkpoint=True"
+        setup,
+        *keys,
+        "batch_size=2",
+        "~optimizer.fused",
+        f"output_dir={one.output_dir}",
+        "resume_from_checkpoint=True",
     )
 
 
@@ -173,9 +222,13 @@ TENSOR_PARALLEL = (
 def test_the_model_is_divided_in_other_ways_with_the_same_results(setup, keys):
     rows = "batch_size=4" if keys is TENSOR_PARALLEL else "batch_size=2"
     many = finished(setup, "epochs=1", rows, *keys)
-    one = setup.run_in_process(OURS, "epochs=1", "batch_size=4", *(keys[2:] if keys is TENSOR_PARALLEL else ()))
+    one = setup.run_in_process(
+        OURS, "epochs=1", "batch_size=4", *(keys[2:] if keys is TENSOR_PARALLEL else ())
+    )
     assert close(
-        [step["loss"] for step in steps(many.output_dir)], [step["loss"] for step in steps(one.output_dir)], 1e-3
+        [step["loss"] for step in steps(many.output_dir)],
+        [step["loss"] for step in steps(one.output_dir)],
+        1e-3,
     )
     assert audit(many.output_dir).holds
 
@@ -190,14 +243,22 @@ def test_the_probe_finds_what_fits_on_the_smallest_rank(setup):
     )
     alike = finished(setup, *overrides)
     smaller = finished(setup, *overrides, before="support.rank_faults.less_memory_on_rank_one")
-    (of_alike,), (of_smaller,) = decisions(alike.output_dir, "bound"), decisions(smaller.output_dir, "bound")
+    (of_alike,), (of_smaller,) = (
+        decisions(alike.output_dir, "bound"),
+        decisions(smaller.output_dir, "bound"),
+    )
     assert of_smaller["max_batch_size"] < of_alike["max_batch_size"]
     assert "rank 1 may use least" in smaller.output
     assert "2 ranks, which all must have room" in alike.output
 
 
 def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup):
-    attempt = finished(setup, "batch_size=4", "epochs=1", before="support.rank_faults.more_than_two_rows_on_rank_one")
+    attempt = finished(
+        setup,
+        "batch_size=4",
+        "epochs=1",
+        before="support.rank_faults.more_than_two_rows_on_rank_one",
+    )
     (change,) = decisions(attempt.output_dir, "limit")
     assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
     assert "out of memory on rank 1 with 4 rows" in change["message"]
@@ -211,30 +272,49 @@ def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup):
 
 @pytest.mark.slow
 def test_parameters_are_divided_again_after_a_validation(setup):
-    keys = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "max_validation_batches=2", "epochs=1", "batch_size=4")
+    keys = (
+        "dataset_val=${dataset}",
+        "run_val_every_n_steps=1",
+        "max_validation_batches=2",
+        "epochs=1",
+        "batch_size=4",
+    )
     kept = ("fsdp_reshard_after_forward=False", "save_every_n_steps=1", "micro_batch_size=2")
-    attempt = finished(setup, *keys, *kept, before="support.rank_faults.second_validation_on_rank_one")
+    attempt = finished(
+        setup, *keys, *kept, before="support.rank_faults.second_validation_on_rank_one"
+    )
     (change,) = decisions(attempt.output_dir, "validation_limit")
     assert (change["before"], change["after"]) == (4, 2)
     assert decisions(attempt.output_dir, "limit") == []
     undisturbed = finished(setup, *keys)
     validated = [
-        [r["val_loss"] for r in decisions(d, "validation")] for d in (attempt.output_dir, undisturbed.output_dir)
+        [r["val_loss"] for r in decisions(d, "validation")]
+        for d in (attempt.output_dir, undisturbed.output_dir)
     ]
     assert close(*validated)
 
 
 @pytest.mark.slow
 def test_so_does_one_in_the_first_micro_batch_of_all(setup):
-    attempt = finished(setup, "batch_size=4", "epochs=1", before="support.rank_faults.first_forward_on_rank_one")
+    attempt = finished(
+        setup, "batch_size=4", "epochs=1", before="support.rank_faults.first_forward_on_rank_one"
+    )
     assert [step["micro_batches"] for step in steps(attempt.output_dir)] == [2] * 4
     assert audit(attempt.output_dir).holds
 
 
 @pytest.mark.slow
 def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less(setup):
-    overrides = ("batch_size=4", "epochs=2", "clip_grad_norm=1.0", "save_every_n_steps=2", "micro_batch_size=4")
-    attempts = launch(setup, 2, *overrides, restarts=1, before="support.rank_faults.clipping_on_rank_one")
+    overrides = (
+        "batch_size=4",
+        "epochs=2",
+        "clip_grad_norm=1.0",
+        "save_every_n_steps=2",
+        "micro_batch_size=4",
+    )
+    attempts = launch(
+        setup, 2, *overrides, restarts=1, before="support.rank_faults.clipping_on_rank_one"
+    )
     first, second = attempts
     assert first.exit_statuses == [1, 1], first.output[-5000:]
     assert second.exit_statuses == [0, 0], second.output[-5000:]
@@ -243,7 +323,12 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
     assert "Traceback" not in first.output
     folder = second.output_dir
     (ended,) = decisions(folder, "ended")
-    assert (ended["rank"], ended["reason"], ended["limit"], ended["unit"]) == (1, "out_of_memory", 2, "rows")
+    assert (ended["rank"], ended["reason"], ended["limit"], ended["unit"]) == (
+        1,
+        "out_of_memory",
+        2,
+        "rows",
+    )
     assert json.loads((folder / "adaptive_batch" / "lost.json").read_text())["limit"] == 2
     starts = decisions(folder, "start")
     assert [start["resumed"] for start in starts] == [False, True]
@@ -281,7 +366,13 @@ def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_
 @pytest.mark.slow
 @pytest.mark.parametrize("search", ["halve", "binary"])
 def test_a_first_trial_of_validation_that_does_not_fit_is_one_that_does_not_fit(setup, search):
-    keys = ("epochs=1", "batch_size=2", "dataset_val=${dataset}", "run_val_every_n_steps=3", "batch_size_val=auto")
+    keys = (
+        "epochs=1",
+        "batch_size=2",
+        "dataset_val=${dataset}",
+        "run_val_every_n_steps=3",
+        "batch_size_val=auto",
+    )
     attempt = finished(setup, *keys, f"probe.search={search}", "probe.device_memory=4MiB")
     (bound,) = decisions(attempt.output_dir, "validation_bound")
     assert bound["max_batch_size"] >= 1
@@ -298,9 +389,14 @@ def test_a_restart_before_anything_was_saved_begins_again(setup):
         restarts=1,
         before="support.rank_faults.clipping_in_the_first_step_on_rank_one",
     )
-    assert [attempt.exit_statuses for attempt in attempts] == [[1, 1], [0, 0]], attempts[-1].output[-5000:]
+    assert [attempt.exit_statuses for attempt in attempts] == [[1, 1], [0, 0]], attempts[-1].output[
+        -5000:
+    ]
     assert [step["micro_batches"] for step in steps(attempts[-1].output_dir)][-4:] == [2] * 4
-    assert [start["resumed"] for start in decisions(attempts[-1].output_dir, "start")] == [False, False]
+    assert [start["resumed"] for start in decisions(attempts[-1].output_dir, "start")] == [
+        False,
+        False,
+    ]
     assert audit(attempts[-1].output_dir).holds
 
 

@@ -10,7 +10,9 @@ from support.paths import subprocess_environment
 KILLS = 3
 
 
-LONGER = pytest.param(("schedule", "tokens", "seesaw", "out of memory", "adapters"), marks=pytest.mark.slow)
+LONGER = pytest.param(
+    ("schedule", "tokens", "seesaw", "out of memory", "adapters"), marks=pytest.mark.slow
+)
 
 
 @pytest.mark.parametrize("ways", [("plain", "growth"), LONGER], ids=", ".join)
@@ -27,7 +29,11 @@ def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tm
         str(tmp_path),
         *ways,
     ]
-    done = subprocess.run(command, env=subprocess_environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=subprocess_environment(), capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-6000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(each["way"], each["kills"], each["differing"]) for each in found] == [(way, KILLS, []) for way in ways]
+    assert [(each["way"], each["kills"], each["differing"]) for each in found] == [
+        (way, KILLS, []) for way in ways
+    ]

@@ -48,23 +48,33 @@ def test_a_run_that_is_killed_before_its_first_save_begins_again_and_leaves_an_e
     small, whole
 ):
     found = killed_before_its_first_save(small, whole)
-    assert [kill["hit"] for kill in found["kills"]] == ["before its first line", "before its first save"]
+    assert [kill["hit"] for kill in found["kills"]] == [
+        "before its first line",
+        "before its first save",
+    ]
     assert found["differing"] == []
 
 
-def test_ranks_of_which_one_or_all_are_asked_to_end_save_one_point_together_and_go_on_to_the_same_bits(small, whole):
+def test_ranks_of_which_one_or_all_are_asked_to_end_save_one_point_together_and_go_on_to_the_same_bits(
+    small, whole
+):
     folder, overrides = small.fresh_folder(), (*PLAIN, "save_every_n_steps=null")
     for number, victims in enumerate([(1,), tuple(range(RANKS))]):
         goes_on = ("resume_from_checkpoint=True",) if number else ()
         asks = send_after(folder, 3, signal.SIGTERM, victims)
         (ended,) = launch(small, RANKS, *overrides, f"output_dir={folder}", *goes_on, during=asks)
         assert ended.exit_statuses == [EXIT_STATUS] * RANKS, ended.output
-        asked, saved = ([r["step"] for r in read_records(folder / RECORD) if r["kind"] == kind] for kind in KINDS)
+        asked, saved = (
+            [r["step"] for r in read_records(folder / RECORD) if r["kind"] == kind]
+            for kind in KINDS
+        )
         epochs = [r["steps"] for r in read_records(folder / RECORD) if r["kind"] == "checkpoint"]
         assert len(asked) == number + 1
         assert set(saved) <= set(asked)
         assert asked[-1] in epochs or (folder / f"step_{asked[-1]}" / "resume.json").exists()
-    (done,) = launch(small, RANKS, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
+    (done,) = launch(
+        small, RANKS, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert done.exit_statuses == [0] * RANKS, done.output
     assert killed_runs.differences(folder, whole.folder) == []
 

@@ -39,9 +39,18 @@ SCHEDULERS = {
         lambda one, total: get_cosine_schedule_with_warmup(one, 3, total),
     ),
     "linear": (("lr_scheduler._component_=support.batch_rules.linear",), batch_rules.linear),
-    "SequentialLR": (("lr_scheduler._component_=support.batch_rules.sequence",), batch_rules.sequence),
-    "LinearLR": (("lr_scheduler._component_=support.batch_rules.linear_that_counts",), batch_rules.linear_that_counts),
-    "OneCycleLR": (("lr_scheduler._component_=support.batch_rules.one_cycle",), batch_rules.one_cycle),
+    "SequentialLR": (
+        ("lr_scheduler._component_=support.batch_rules.sequence",),
+        batch_rules.sequence,
+    ),
+    "LinearLR": (
+        ("lr_scheduler._component_=support.batch_rules.linear_that_counts",),
+        batch_rules.linear_that_counts,
+    ),
+    "OneCycleLR": (
+        ("lr_scheduler._component_=support.batch_rules.one_cycle",),
+        batch_rules.one_cycle,
+    ),
     "SequentialLR that counts": (
         ("lr_scheduler._component_=support.batch_rules.sequence_that_counts",),
         batch_rules.sequence_that_counts,
@@ -57,7 +66,9 @@ CASES = {
     "SequentialLR that counts": ("lr_clock=steps",),
 }
 TRACES = [(name, clock, ()) for name, clocks in CASES.items() for clock in clocks]
-TRACES += [("cosine", clock, CONSTANT) for clock in CASES["cosine"]] + [("SequentialLR", "lr_clock=samples", CONSTANT)]
+TRACES += [("cosine", clock, CONSTANT) for clock in CASES["cosine"]] + [
+    ("SequentialLR", "lr_clock=samples", CONSTANT)
+]
 
 
 def rates(finished):
@@ -93,17 +104,32 @@ def test_a_constant_batch_has_torchs_own_trace_to_the_last_bit_and_so_it_goes_on
     small, name, clock, schedule
 ):
     overrides, build = SCHEDULERS[name]
-    settings = (*BASE, EQUAL, *overrides, clock, f"epochs={EPOCHS}", "save_every_n_steps=5", *schedule)
+    settings = (
+        *BASE,
+        EQUAL,
+        *overrides,
+        clock,
+        f"epochs={EPOCHS}",
+        "save_every_n_steps=5",
+        *schedule,
+    )
     whole = small.run_in_process(OURS, *settings)
     expected = torchs_own(build, 2 * 8)
     assert len(set(expected)) > 8
     assert list(rates(whole).values()) == expected
     folder = small.fresh_folder()
     shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
-    for path in (*folder.glob("epoch_*"), folder / "step_15", folder / "step_10", folder / "recipe_state"):
+    for path in (
+        *folder.glob("epoch_*"),
+        folder / "step_15",
+        folder / "step_10",
+        folder / "recipe_state",
+    ):
         shutil.rmtree(path)
     (folder / "adaptive_batch" / "run.jsonl").unlink()
-    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    rest = small.run_in_process(
+        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert rates(rest) == {step + 1: rate for step, rate in enumerate(expected) if step >= 5}
 
 
@@ -123,7 +149,9 @@ GROWING = (
     f"{KEY}.thresholds=[16sp,48sp]", f"lr_scheduler._component_={COSINE}", *WARM,
 )  # fmt: skip
 BATCHES = [4] * 4 + [8] * 4 + [16]
-BEFORE = [0, *accumulate(BATCHES)][:-1]  # samples before each step; 4 of these are a step of the constant batch
+BEFORE = [0, *accumulate(BATCHES)][
+    :-1
+]  # samples before each step; 4 of these are a step of the constant batch
 
 
 def test_by_samples_the_schedule_is_neither_stretched_nor_cut(small):
@@ -144,7 +172,9 @@ def test_by_tokens_the_schedule_is_at_the_part_of_each_epochs_tokens(small):
 
 def test_by_steps_the_schedule_ends_at_the_last_step_that_is_planned(small):
     finished = small.run_in_process(OURS, *GROWING, "lr_clock=steps")
-    assert figures(finished, "lr") == pytest.approx([RATE * cosine(step, warmup=3, total=9) for step in range(9)])
+    assert figures(finished, "lr") == pytest.approx(
+        [RATE * cosine(step, warmup=3, total=9) for step in range(9)]
+    )
 
 
 def test_by_steps_a_growth_function_too_is_asked_how_many_there_are(small):
@@ -161,24 +191,35 @@ def test_by_steps_a_growth_function_too_is_asked_how_many_there_are(small):
 @pytest.mark.parametrize("decay", ["samples", "tokens"])
 def test_warm_up_in_steps_and_decay_in_another_unit(small, decay):
     """What is left of the decay after the warm-up is spread over what is left of the run."""
-    early = (f"{KEY}.thresholds=[4sp,12sp]", f"{KEY}.batch_sizes=[4,8,16]")  # grows within the warm-up
-    finished = small.run_in_process(OURS, *GROWING, *early, f"lr_clock={{warmup: steps, decay: {decay}}}")
+    early = (
+        f"{KEY}.thresholds=[4sp,12sp]",
+        f"{KEY}.batch_sizes=[4,8,16]",
+    )  # grows within the warm-up
+    finished = small.run_in_process(
+        OURS, *GROWING, *early, f"lr_clock={{warmup: steps, decay: {decay}}}"
+    )
     batches = [4, 8, 16, 4, 16, 16]
     assert figures(finished, "batch_size") == batches
     if decay == "samples":
         clock = [samples / 4 for samples in [0, *accumulate(batches)]]
     else:
         clock = [
-            tokens / sum(5 + row % 16 for row in range(32)) * 8 for tokens in [0, *figures(finished, "tokens_seen")]
+            tokens / sum(5 + row % 16 for row in range(32)) * 8
+            for tokens in [0, *figures(finished, "tokens_seen")]
         ]
     assert clock[3] > 3  # where the three steps of warm-up end
     expected = [0, 1 / 3, 2 / 3]
-    expected += [cosine(3 + (now - clock[3]) * (16 - 3) / (16 - clock[3]), warmup=3, total=16) for now in clock[3:-1]]
+    expected += [
+        cosine(3 + (now - clock[3]) * (16 - 3) / (16 - clock[3]), warmup=3, total=16)
+        for now in clock[3:-1]
+    ]
     assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in expected])
 
 
 def test_a_sequence_is_read_between_its_milestones(small):
-    finished = small.run_in_process(OURS, *GROWING[:-2], "lr_scheduler._component_=support.batch_rules.sequence")
+    finished = small.run_in_process(
+        OURS, *GROWING[:-2], "lr_scheduler._component_=support.batch_rules.sequence"
+    )
     milestones, expected = [3, 12], []
     for samples in BEFORE:
         clock = samples / 4
@@ -196,7 +237,9 @@ def test_a_sequence_is_read_between_its_milestones(small):
     ],
     ids=["no scheduler", "StepLR"],
 )
-def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_steps(small, scheduler, factor):
+def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_steps(
+    small, scheduler, factor
+):
     settings = (
         *BASE, *scheduler, EQUAL, "epochs=2", "lr_scaling=linear", "reference_batch_size=2", "probe.device_memory=1GiB",
         "batch_increase_function=support.components.four_more", "save_every_n_steps=7",
@@ -207,7 +250,9 @@ def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_
     expected = [RATE * factor(step) * batch / 2 for step, batch in enumerate(sizes)]
     assert list(rates(one).values()) == pytest.approx(expected, rel=1e-12)
     assert rates(each) == rates(one)
-    assert [float(loss) for loss in each.losses] == pytest.approx([float(loss) for loss in one.losses], rel=1e-5)
+    assert [float(loss) for loss in each.losses] == pytest.approx(
+        [float(loss) for loss in one.losses], rel=1e-5
+    )
     assert go_on(small, each, 7, *settings, "optimizer_in_bwd=True") == {
         step: rate for step, rate in rates(each).items() if step > 7
     }
@@ -220,7 +265,9 @@ def go_on(small, finished, step, *settings):
     """The rates from a checkpoint within an epoch, by the number of the step."""
     folder = small.fresh_folder()
     shutil.copytree(finished.output_dir / f"step_{step}", folder / f"step_{step}")
-    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    rest = small.run_in_process(
+        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert min(rates(rest)) == step + 1
     return rates(rest)
 
@@ -259,20 +306,34 @@ def test_by_steps_a_schedule_ends_at_the_last_step_of_a_batch_size_that_was_chan
     ends_at(go_on(small, first, 18, *settings, "batch_size=8"), 22)
 
 
-def test_by_steps_a_schedule_of_the_rate_ends_at_the_last_step_of_a_schedule_that_was_changed(small):
+def test_by_steps_a_schedule_of_the_rate_ends_at_the_last_step_of_a_schedule_that_was_changed(
+    small,
+):
     settings = (
         *BASE, f"dataset.lengths={[12] * 32}", *ENDS, "save_every_n_steps=3", *CONSTANT[-2:], CONSTANT[0],
     )  # fmt: skip
     first = small.run_in_process(OURS, *settings, f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]")
     ends_at(rates(first), 16)
-    changed = (f"{KEY}.batch_sizes=[4,16]", f"{KEY}.thresholds=[3ba]", f"resume_allow_changes=[{KEY}]")
+    changed = (
+        f"{KEY}.batch_sizes=[4,16]",
+        f"{KEY}.thresholds=[3ba]",
+        f"resume_allow_changes=[{KEY}]",
+    )
     ends_at(go_on(small, first, 3, *settings, *changed), 3 + 2 + 2)  # 16 and 4 rows, then two of 16
 
 
-def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_by_tokens_have_unlike_numbers_of_steps(small):
+def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_by_tokens_have_unlike_numbers_of_steps(
+    small,
+):
     varied = [5 + (11 * row) % 40 for row in range(32)]
     finished = small.run_in_process(
-        OURS, *BASE, f"dataset.lengths={varied}", *ENDS, "epochs=4", "batch_tokens=60", "micro_batch_tokens=60"
+        OURS,
+        *BASE,
+        f"dataset.lengths={varied}",
+        *ENDS,
+        "epochs=4",
+        "batch_tokens=60",
+        "micro_batch_tokens=60",
     )
     epochs = figures(finished, "epoch")
     assert len({epochs.count(epoch) for epoch in range(4)}) > 1

@@ -25,7 +25,11 @@ UNITS = {"rows": "micro_batch_size=5", "tokens": "micro_batch_tokens=150"}
 
 
 def records(folder, kind):
-    return [record for record in read_records(folder / "adaptive_batch" / "run.jsonl") if record["kind"] == kind]
+    return [
+        record
+        for record in read_records(folder / "adaptive_batch" / "run.jsonl")
+        if record["kind"] == kind
+    ]
 
 
 def figures(folder, name):
@@ -50,7 +54,9 @@ def whole(small):
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_losses_and_audit_are_the_same_in_each_layout(small, whole, layout, unit):
-    folder = small.run_in_process(OURS, *BASE, UNITS[unit], f"micro_batch_layout={layout}").output_dir
+    folder = small.run_in_process(
+        OURS, *BASE, UNITS[unit], f"micro_batch_layout={layout}"
+    ).output_dir
     assert where_steps_stood(folder) == where_steps_stood(whole)
     assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     assert min(figures(folder, "micro_batches")) > 1
@@ -61,8 +67,15 @@ def test_rows_losses_and_audit_are_the_same_in_each_layout(small, whole, layout,
 @pytest.mark.slow
 def test_layouts_of_steps_by_tokens_train_the_same_rows_as_padded_ones(small):
     keys = (*BASE, "batch_tokens=300", "micro_batch_tokens=150")
-    folders = [small.run_in_process(OURS, *keys, f"micro_batch_layout={layout}").output_dir for layout in LAYOUTS]
-    assert where_steps_stood(folders[0]) == where_steps_stood(folders[1]) == where_steps_stood(folders[2])
+    folders = [
+        small.run_in_process(OURS, *keys, f"micro_batch_layout={layout}").output_dir
+        for layout in LAYOUTS
+    ]
+    assert (
+        where_steps_stood(folders[0])
+        == where_steps_stood(folders[1])
+        == where_steps_stood(folders[2])
+    )
     for folder in folders[1:]:
         assert figures(folder, "loss") == pytest.approx(figures(folders[0], "loss"), rel=1e-5)
 
@@ -88,7 +101,10 @@ def test_packed_rows_train_alike_in_other_ways(small, way):
     packed = small.run_in_process(OURS, *keys, "micro_batch_layout=packed").output_dir
     assert where_steps_stood(packed) == where_steps_stood(padded)
     assert figures(packed, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
-    validated = [[record["val_loss"] for record in records(folder, "validation")] for folder in (packed, padded)]
+    validated = [
+        [record["val_loss"] for record in records(folder, "validation")]
+        for folder in (packed, padded)
+    ]
     assert validated[0] == pytest.approx(validated[1], rel=1e-5)
     assert bool(validated[0]) == way.startswith("validation")
 
@@ -98,7 +114,11 @@ def test_packed_rows_train_alike_in_other_ways(small, way):
 def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_lost(
     small, whole, setting, fails_in_backward
 ):
-    keys = ("model._component_=support.components.watched", "model.tokens_fit=120", "micro_batch_layout=packed")
+    keys = (
+        "model._component_=support.components.watched",
+        "model.tokens_fit=120",
+        "micro_batch_layout=packed",
+    )
     fails = f"model.fails_in_backward={fails_in_backward}"
     folder = small.run_in_process(OURS, *BASE, *keys, fails, setting).output_dir
     changes = records(folder, "limit")
@@ -132,7 +152,9 @@ def test_auto_says_what_it_has_timed_and_trains_the_same(small, automatic):
     assert (said["layout"], {"amount": said["amount"], "unit": said["unit"]}) in [
         (trial["kind"], trial["limit"]) for trial in said["timed"]
     ]
-    assert all(trial["tokens_per_second"] > 0 and 0 <= trial["padding"] < 1 for trial in said["timed"])
+    assert all(
+        trial["tokens_per_second"] > 0 and 0 <= trial["padding"] < 1 for trial in said["timed"]
+    )
     (plan,) = records(finished.output_dir, "plan")
     assert (plan["limit"], plan["unit"]) == (said["amount"], said["unit"])
     padded = small.run_in_process(OURS, *BASE, "batch_size=8", "drop_last=False").output_dir
@@ -141,7 +163,9 @@ def test_auto_says_what_it_has_timed_and_trains_the_same(small, automatic):
 
 
 @pytest.mark.parametrize("keeps_probe", [True, False])
-def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(small, automatic, keeps_probe):
+def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(
+    small, automatic, keeps_probe
+):
     keys, finished = automatic
     folder = stopped_after(finished, small, 2)
     if not keeps_probe:
@@ -156,7 +180,9 @@ def test_a_run_that_goes_on_in_mid_epoch_is_bit_identical_with_what_it_chose(sma
 def test_a_run_that_goes_on_where_less_fits_cuts_its_steps_by_what_fits(small, automatic):
     keys, finished = automatic
     folder = stopped_after(finished, small, 2)
-    small.run_in_process(OURS, *keys, "probe.maximum=1", f"output_dir={folder}", "resume_from_checkpoint=True")
+    small.run_in_process(
+        OURS, *keys, "probe.maximum=1", f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     bound = records(folder, "bound")[-1]["max_batch_size"]
     assert bound == 1
     assert chosen(folder)[-1][1] <= max(LENGTHS)
@@ -164,13 +190,20 @@ def test_a_run_that_goes_on_where_less_fits_cuts_its_steps_by_what_fits(small, a
 
 
 @pytest.mark.parametrize("setting", ["micro_batch_size=3", "micro_batch_tokens=100"])
-def test_a_number_that_is_given_when_a_run_goes_on_is_taken_in_place_of_what_it_chose(small, automatic, setting):
+def test_a_number_that_is_given_when_a_run_goes_on_is_taken_in_place_of_what_it_chose(
+    small, automatic, setting
+):
     keys, finished = automatic
     folder = stopped_after(finished, small, 2)
     others = [key for key in keys if not key.startswith("micro_batch")]
-    small.run_in_process(OURS, *others, setting, f"output_dir={folder}", "resume_from_checkpoint=True")
+    small.run_in_process(
+        OURS, *others, setting, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     plan = records(folder, "plan")[-1]
-    assert (plan["limit"], plan["unit"]) == (int(setting.partition("=")[2]), "rows" if "size" in setting else "tokens")
+    assert (plan["limit"], plan["unit"]) == (
+        int(setting.partition("=")[2]),
+        "rows" if "size" in setting else "tokens",
+    )
     assert figures(folder, "loss") == pytest.approx(figures(finished.output_dir, "loss"), rel=1e-5)
 
 
@@ -178,12 +211,18 @@ def test_a_layout_that_is_given_when_a_run_goes_on_is_taken(small, automatic):
     keys, finished = automatic
     folder = stopped_after(finished, small, 2)
     small.run_in_process(
-        OURS, *keys, "micro_batch_layout=padded", f"output_dir={folder}", "resume_from_checkpoint=True"
+        OURS,
+        *keys,
+        "micro_batch_layout=padded",
+        f"output_dir={folder}",
+        "resume_from_checkpoint=True",
     )
     assert chosen(folder)[-1][0] == "padded"
 
 
-def test_a_layout_that_may_not_be_chosen_any_more_is_not_taken_from_the_checkpoint(small, automatic):
+def test_a_layout_that_may_not_be_chosen_any_more_is_not_taken_from_the_checkpoint(
+    small, automatic
+):
     keys, finished = automatic
     assert chosen(finished.output_dir)[-1][0] != "padded"
     folder = stopped_after(finished, small, 2)
@@ -212,7 +251,13 @@ def test_a_second_run_takes_the_choice_without_timing(small, automatic, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["micro_batch_size=auto", "batch_tokens=300"])
 def test_auto_chooses_too_where_rows_are_counted_or_a_step_holds_tokens(small, setting):
-    keys = (*BASE, setting, "probe.device_memory=1GiB", "dataset_val=${dataset}", "run_val_every_n_steps=1")
+    keys = (
+        *BASE,
+        setting,
+        "probe.device_memory=1GiB",
+        "dataset_val=${dataset}",
+        "run_val_every_n_steps=1",
+    )
     folder = small.run_in_process(OURS, *keys).output_dir
     assert len(chosen(folder)) == 1
     assert audit(folder).holds
@@ -224,7 +269,10 @@ def test_auto_validates_to_what_padded_rows_come_to(small, whole):
     validates = ("dataset_val=${dataset}", "run_val_every_n_steps=1", "drop_last=False")
     automatic = small.run_in_process(OURS, *BASE, *AUTO, *validates).output_dir
     padded = small.run_in_process(OURS, *BASE, *validates).output_dir
-    losses = [[record["val_loss"] for record in records(folder, "validation")] for folder in (automatic, padded)]
+    losses = [
+        [record["val_loss"] for record in records(folder, "validation")]
+        for folder in (automatic, padded)
+    ]
     assert len(losses[0]) == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
@@ -255,8 +303,15 @@ def test_the_largest_is_what_was_taken_before(small):
 
 
 def test_a_batch_that_is_as_large_as_fits_is_not_changed_by_what_is_fastest(small):
-    keys = (*BASE, "use_maximum_batch_size=True", "probe.device_memory=10MiB", "probe.round_to_power_of_two=False")
-    default, largest = (small.run_in_process(OURS, *keys, *more) for more in ((), ("probe.objective=largest",)))
+    keys = (
+        *BASE,
+        "use_maximum_batch_size=True",
+        "probe.device_memory=10MiB",
+        "probe.round_to_power_of_two=False",
+    )
+    default, largest = (
+        small.run_in_process(OURS, *keys, *more) for more in ((), ("probe.objective=largest",))
+    )
     assert records(default.output_dir, "throughput") == []
     assert where_steps_stood(default.output_dir) == where_steps_stood(largest.output_dir)
     assert default.losses == largest.losses
@@ -264,7 +319,13 @@ def test_a_batch_that_is_as_large_as_fits_is_not_changed_by_what_is_fastest(smal
 
 def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(small):
     """The first row is what packing is tried with."""
-    keys = ("dataset._component_=support.components.OfLengths", *SGD, "epochs=1", "batch_size=4", "drop_last=False")
+    keys = (
+        "dataset._component_=support.components.OfLengths",
+        *SGD,
+        "epochs=1",
+        "batch_size=4",
+        "drop_last=False",
+    )
     lengths = "dataset.lengths=[1,1,9,30,12,7,5,20]"
     padded, packed = (
         small.run_in_process(OURS, *keys, lengths, f"micro_batch_layout={layout}").output_dir
@@ -274,7 +335,12 @@ def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(sma
 
 
 def test_a_dataset_of_one_row_can_be_packed(small):
-    keys = ("dataset._component_=support.components.OfLengths", "dataset.lengths=[9]", "epochs=1", "batch_size=1")
+    keys = (
+        "dataset._component_=support.components.OfLengths",
+        "dataset.lengths=[9]",
+        "epochs=1",
+        "batch_size=1",
+    )
     for setting in (("micro_batch_layout=packed",), AUTO):
         folder = small.run_in_process(OURS, *keys, *setting).output_dir
         assert len(records(folder, "step")) == 1
@@ -284,22 +350,42 @@ def test_a_dataset_of_one_row_can_be_packed(small):
 
 PACKED = "micro_batch_layout=packed"
 REFUSED = {
-    "an unknown word": (["micro_batch_layout=loose"], "micro_batch_layout='loose'", "padded, grouped, packed"),
-    "an unknown objective": (["probe.objective=fast"], "probe.objective='fast'", "throughput, largest"),
-    "packed and equal rows": ([PACKED, "uniform_micro_batches=rows"], PACKED[:18], "uniform_micro_batches=rows"),
+    "an unknown word": (
+        ["micro_batch_layout=loose"],
+        "micro_batch_layout='loose'",
+        "padded, grouped, packed",
+    ),
+    "an unknown objective": (
+        ["probe.objective=fast"],
+        "probe.objective='fast'",
+        "throughput, largest",
+    ),
+    "packed and equal rows": (
+        [PACKED, "uniform_micro_batches=rows"],
+        PACKED[:18],
+        "uniform_micro_batches=rows",
+    ),
     "grouped and equal rows": (
         ["micro_batch_layout=grouped", "uniform_micro_batches=both"],
         "micro_batch_layout",
         "uniform_micro_batches=both",
     ),
-    "packed to a multiple": ([PACKED, "pad_to_multiple_of=8"], PACKED[:18], "pad_to_multiple_of is 8"),
+    "packed to a multiple": (
+        [PACKED, "pad_to_multiple_of=8"],
+        PACKED[:18],
+        "pad_to_multiple_of is 8",
+    ),
     "packed and compiled": ([PACKED, "compile=True"], PACKED[:18], "compile is on"),
     "packed by a function": (
         [PACKED, "collate_fn=torchtune.data.padded_collate_sft"],
         PACKED[:18],
         "collate_fn makes batches of its own",
     ),
-    "rows that are packed": ([PACKED, "dataset.packed=True"], PACKED[:18], "its rows are packed already"),
+    "rows that are packed": (
+        [PACKED, "dataset.packed=True"],
+        PACKED[:18],
+        "its rows are packed already",
+    ),
     "grouped with the optimizer in backward": (
         ["micro_batch_layout=grouped", "optimizer_in_bwd=True"],
         "micro_batch_layout='grouped'",
@@ -310,7 +396,11 @@ REFUSED = {
         PACKED[:18],
         "rows have encoder",
     ),
-    "tensor parallelism": ([PACKED, "tensor_parallel_dim=2"], "tensor_parallel_dim|micro_batch_layout", ""),
+    "tensor parallelism": (
+        [PACKED, "tensor_parallel_dim=2"],
+        "tensor_parallel_dim|micro_batch_layout",
+        "",
+    ),
 }
 
 
@@ -326,8 +416,15 @@ def test_what_cannot_be_is_refused_before_anything_is_written(small, case):
 
 
 def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(small):
-    keys = ("model._component_=support.components.attending_otherwise", "epochs=1", "max_steps_per_epoch=1")
-    with pytest.raises(SettingError, match=r"^micro_batch_layout='packed': it does not attend by .*; or give grouped$"):
+    keys = (
+        "model._component_=support.components.attending_otherwise",
+        "epochs=1",
+        "max_steps_per_epoch=1",
+    )
+    with pytest.raises(
+        SettingError,
+        match=r"^micro_batch_layout='packed': it does not attend by .*; or give grouped$",
+    ):
         small.run_in_process(OURS, *keys, PACKED)
     folder = small.run_in_process(OURS, *keys, *AUTO, "max_steps_per_epoch=null").output_dir
     assert chosen(folder)[0][0] == "grouped"
@@ -345,7 +442,9 @@ def test_layouts_can_be_planned(small, layout):
         folder = small.run_in_process("adaptive_estimate", *keys, *more).output_dir
         return json.loads((folder / "adaptive_batch" / "estimate.json").read_text())
 
-    (padded,), (found,) = (planned(*more)["devices"] for more in ((), (f"micro_batch_layout={layout}",)))
+    (padded,), (found,) = (
+        planned(*more)["devices"] for more in ((), (f"micro_batch_layout={layout}",))
+    )
     assert found["lengths"][0]["max_batch_size"] <= padded["lengths"][0]["max_batch_size"]
 
 
@@ -354,7 +453,9 @@ def test_layouts_can_be_planned(small, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "keys", [AUTO, ("micro_batch_layout=grouped", UNITS["tokens"]), (PACKED, UNITS["tokens"])], ids=str
+    "keys",
+    [AUTO, ("micro_batch_layout=grouped", UNITS["tokens"]), (PACKED, UNITS["tokens"])],
+    ids=str,
 )
 def test_two_ranks_train_alike_what_one_device_trains(small, whole, keys):
     attempt = launch(small, 2, *BASE, "batch_size=8", "drop_last=False", *keys)[-1]
@@ -366,5 +467,7 @@ def test_two_ranks_train_alike_what_one_device_trains(small, whole, keys):
     assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     assert audit(folder).holds
     assert len(chosen(folder)) == (keys is AUTO)
-    if keys is AUTO and chosen(folder)[0][0] == "packed":  # on one of the ranks alone, some of it would be padding
+    if (
+        keys is AUTO and chosen(folder)[0][0] == "packed"
+    ):  # on one of the ranks alone, some of it would be padding
         assert figures(folder, "padding_fraction") == [0, 0]

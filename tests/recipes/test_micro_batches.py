@@ -13,7 +13,10 @@ from adaptive_batch.report import read_records
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
 ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
-WATCHED = ("model._component_=support.components.watched", "metric_logger._component_=support.components.Watching")
+WATCHED = (
+    "model._component_=support.components.watched",
+    "metric_logger._component_=support.components.Watching",
+)
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")  # AdamW would turn rounding into steps
 DROPOUT = "model.attn_dropout=0.2"
 BASE = (*ROWS, *WATCHED, *SGD, "epochs=1", "batch_size=16", "probe.objective=largest")
@@ -34,7 +37,10 @@ def figures(finished, name):
 
 
 def rows_of_steps():
-    return [sorted(chain.from_iterable(micro_batch.rows for micro_batch in step)) for step in components.STEPS]
+    return [
+        sorted(chain.from_iterable(micro_batch.rows for micro_batch in step))
+        for step in components.STEPS
+    ]
 
 
 def audit(finished):
@@ -67,7 +73,11 @@ SPLITS = {
     "as many rows as fit": ("micro_batch_size=auto", SMALL_MEMORY),
     "a number of tokens": ("micro_batch_tokens=200",),
     "as many tokens as fit": ("micro_batch_tokens=auto", SMALL_MEMORY),
-    "rows across what is accumulated": ("micro_batch_size=6", "batch_size=4", "gradient_accumulation_steps=4"),
+    "rows across what is accumulated": (
+        "micro_batch_size=6",
+        "batch_size=4",
+        "gradient_accumulation_steps=4",
+    ),
     "rows that fit across what is accumulated": (
         "micro_batch_size=auto",
         "batch_size=2",
@@ -88,7 +98,11 @@ def test_however_a_step_is_split_its_rows_and_its_loss_are_the_same(small, whole
     (plan,) = records(finished, "plan")
     multiple = 8 if "pad_to_multiple_of=8" in overrides else 1
     for step in components.STEPS:
-        lengths = [-(-LENGTHS[row] // multiple) * multiple for micro_batch in step for row in micro_batch.rows]
+        lengths = [
+            -(-LENGTHS[row] // multiple) * multiple
+            for micro_batch in step
+            for row in micro_batch.rows
+        ]
         assert len(step) == fewest(lengths, plan["limit"], plan["unit"]) > 1
     assert figures(finished, "micro_batches") == [len(step) for step in components.STEPS]
 
@@ -100,20 +114,32 @@ def test_auto_is_the_bound_that_was_tried_unrounded(small, unit):
     (plan,) = records(finished, "plan")
     bound = records(finished, "bound")[-1]["max_batch_size"]
     assert bound & (bound - 1)  # no power of two
-    assert (plan["limit"], plan["unit"]) == (bound if unit == "rows" else bound * max(LENGTHS), unit)
+    assert (plan["limit"], plan["unit"]) == (
+        bound if unit == "rows" else bound * max(LENGTHS),
+        unit,
+    )
 
 
-def test_a_step_that_does_not_fit_is_searched_for_again_beside_gradients_and_one_that_fits_is_not(small):
+def test_a_step_that_does_not_fit_is_searched_for_again_beside_gradients_and_one_that_fits_is_not(
+    small,
+):
     split = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", SMALL_MEMORY)
     one = small.run_in_process(OURS, *BASE, "micro_batch_size=auto", MUCH_MEMORY)
     accumulated = small.run_in_process(
-        OURS, *BASE, "micro_batch_size=auto", "batch_size=4", "gradient_accumulation_steps=4", MUCH_MEMORY
+        OURS,
+        *BASE,
+        "micro_batch_size=auto",
+        "batch_size=4",
+        "gradient_accumulation_steps=4",
+        MUCH_MEMORY,
     )
     assert [len(records(finished, "bound")) for finished in (split, one, accumulated)] == [2, 1, 1]
     first, second = (record["max_batch_size"] for record in records(split, "bound"))
     assert second < first  # gradients take some of the memory
     assert set(figures(one, "micro_batches")) == {1}
-    assert set(figures(accumulated, "micro_batches")) == {1}  # what was to be accumulated fits at once
+    assert set(figures(accumulated, "micro_batches")) == {
+        1
+    }  # what was to be accumulated fits at once
 
 
 def test_the_step_as_one_micro_batch_is_what_it_is_without_the_key(small, whole):
@@ -127,7 +153,9 @@ def test_a_number_above_what_fits_is_refused_where_what_fits_is_known(small):
     found = ("use_maximum_batch_size=True", SMALL_MEMORY)
     for setting in ("micro_batch_size=30", "micro_batch_tokens=1600"):
         key, _, value = setting.partition("=")
-        with pytest.raises(SettingError, match=rf"^{key}={value}: \d+ rows.* fit; give \d+ or less(, or auto)?$"):
+        with pytest.raises(
+            SettingError, match=rf"^{key}={value}: \d+ rows.* fit; give \d+ or less(, or auto)?$"
+        ):
             small.run_in_process(OURS, *BASE, setting, *found)
 
 
@@ -136,7 +164,9 @@ def test_uniform_micro_batches_are_alike_in_rows_in_length_or_in_both(small, who
         finished = small.run_in_process(OURS, *BASE, f"uniform_micro_batches={uniform}", *overrides)
         assert audit(finished) == audit(whole[0])
         assert rows_of_steps() == whole[1]
-        return [({len(m.rows) for m in step}, {m.length for m in step}) for step in components.STEPS]
+        return [
+            ({len(m.rows) for m in step}, {m.length for m in step}) for step in components.STEPS
+        ]
 
     for overrides in (("micro_batch_size=5",), ("micro_batch_tokens=250",)):
         assert all(len(rows) == 1 for rows, _ in shapes("rows", *overrides))
@@ -155,10 +185,14 @@ def test_lengths_are_padded_to_a_multiple_but_never_beyond_the_model(small, whol
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
 def test_a_row_longer_than_the_probes_is_tried_before_training(small, whole, key):
-    finished = small.run_in_process(OURS, *BASE, f"{key}=auto", SMALL_MEMORY, "probe.sequence_length=20")
+    finished = small.run_in_process(
+        OURS, *BASE, f"{key}=auto", SMALL_MEMORY, "probe.sequence_length=20"
+    )
     (said,) = records(finished, "limit")
     assert said["length"] == max(LENGTHS)
-    assert f"a row of {max(LENGTHS)} tokens is longer than the 20 that were tried" in said["message"]
+    assert (
+        f"a row of {max(LENGTHS)} tokens is longer than the 20 that were tried" in said["message"]
+    )
     kinds = [record["kind"] for record in all_records(finished)]
     assert kinds.index("limit") < kinds.index("step")
     (plan,) = records(finished, "plan")
@@ -171,7 +205,12 @@ def test_a_row_longer_than_the_probes_is_tried_before_training(small, whole, key
 
 
 def test_a_batch_that_grows_runs_no_more_of_the_longest_rows_at_once_than_fit(small):
-    grows = (*BASE, "batch_size=2", "batch_increase_function=support.components.a_thousand_more", SMALL_MEMORY)
+    grows = (
+        *BASE,
+        "batch_size=2",
+        "batch_increase_function=support.components.a_thousand_more",
+        SMALL_MEMORY,
+    )
     fit = records(small.run_in_process(OURS, *grows), "bound")[-1]["max_batch_size"]
     finished = small.run_in_process(OURS, *grows, "probe.sequence_length=20")
     (plan,) = records(finished, "plan")
@@ -180,25 +219,38 @@ def test_a_batch_that_grows_runs_no_more_of_the_longest_rows_at_once_than_fit(sm
 
 
 def test_a_limit_in_tokens_counts_rows_as_they_are_padded(small):
-    padded = ("pad_to_multiple_of=40", f"batch_size={len(LENGTHS)}", "micro_batch_tokens=auto", MUCH_MEMORY)
+    padded = (
+        "pad_to_multiple_of=40",
+        f"batch_size={len(LENGTHS)}",
+        "micro_batch_tokens=auto",
+        MUCH_MEMORY,
+    )
     finished = small.run_in_process(OURS, *BASE, *padded)
     (plan,) = records(finished, "plan")
     assert plan["limit"] == len(LENGTHS) * 64  # 80, but for what the model takes
     assert figures(finished, "micro_batches") == [1]
 
 
-GROWS = ("metric_logger.after_step=1", "metric_logger.row_length=60", "dataset.lengths=[" + "20," * 31 + "20]")
+GROWS = (
+    "metric_logger.after_step=1",
+    "metric_logger.row_length=60",
+    "dataset.lengths=[" + "20," * 31 + "20]",
+)
 
 
 @pytest.mark.parametrize("unit", ["size", "tokens"])
 def test_a_row_that_grows_in_mid_run_is_tried_first_and_the_trial_leaves_no_trace(small, unit):
     rows = (*BASE, *GROWS, DROPOUT, "batch_size=8")
-    tried = small.run_in_process(OURS, *rows, f"micro_batch_{unit}=auto", MUCH_MEMORY, "probe.maximum=64")
+    tried = small.run_in_process(
+        OURS, *rows, f"micro_batch_{unit}=auto", MUCH_MEMORY, "probe.maximum=64"
+    )
     knew = small.run_in_process(OURS, *rows, f"micro_batch_{unit}={1 << 12}")
     (said,) = records(tried, "limit")
     assert said["length"] == 60
     kinds = [record["kind"] for record in all_records(tried) if record["kind"] != "recounted"]
-    assert kinds.index("limit") == kinds.index("step") + 1  # after one step, and before the one with the row
+    assert (
+        kinds.index("limit") == kinds.index("step") + 1
+    )  # after one step, and before the one with the row
     if unit == "size":
         assert tried.losses == knew.losses
         assert same_weights(tried.weights(0), knew.weights(0))
@@ -223,7 +275,11 @@ FAILURES = {
     "no key of ours": ("model.rows_fit=5", "drop_last=False"),
     "the fourth micro-batch": ("model.tokens_fit=100", "micro_batch_size=2"),
     "tokens": ("model.tokens_fit=300", "micro_batch_tokens=900"),
-    "tokens, backward": ("model.tokens_fit=300", "micro_batch_tokens=900", "model.fails_in_backward=True"),
+    "tokens, backward": (
+        "model.tokens_fit=300",
+        "micro_batch_tokens=900",
+        "model.fails_in_backward=True",
+    ),
 }
 
 
@@ -258,7 +314,10 @@ def test_in_mid_run_no_row_is_lost_or_repeated_and_nothing_is_logged_twice(small
     assert figures(finished, "micro_batches") == [1, 8, 8, 8]
     (said, *_) = records(finished, "limit")
     assert said["message"].startswith("out of memory with 16 rows of ")
-    assert "a micro-batch holds 8 rows from now on, not 16 rows (CUDA out of memory." in said["message"]
+    assert (
+        "a micro-batch holds 8 rows from now on, not 16 rows (CUDA out of memory."
+        in said["message"]
+    )
 
 
 # a device that allows more is a keyword of the model here
@@ -279,7 +338,9 @@ def test_a_resume_with_another_setting_finds_its_limit_anew(small):
     settings = (*BASE, "epochs=2")
     uninterrupted = small.run_in_process(OURS, *settings, "micro_batch_size=16", "model.rows_fit=5")
     folder = interrupted_after_first_epoch(uninterrupted, small)
-    rest = small.run_in_process(OURS, *settings, "micro_batch_size=8", f"output_dir={folder}", *ANOTHER_MODEL)
+    rest = small.run_in_process(
+        OURS, *settings, "micro_batch_size=8", f"output_dir={folder}", *ANOTHER_MODEL
+    )
     assert figures(rest, "micro_batches")[-2:] == [2, 2]
 
 
@@ -296,12 +357,18 @@ def test_growth_does_not_win_limit_back(small):
 def test_one_row_that_fails_alone_is_an_error_with_numbers_and_remedies(small):
     output = small.fresh_folder()
     longest = max(LENGTHS)
-    with pytest.raises(DoesNotFitError, match=rf"one row of {longest} tokens ran out of memory on cpu.*max_seq_len"):
-        small.run_in_process(OURS, *BASE, "batch_size=32", f"model.tokens_fit={longest - 1}", f"output_dir={output}")
+    with pytest.raises(
+        DoesNotFitError, match=rf"one row of {longest} tokens ran out of memory on cpu.*max_seq_len"
+    ):
+        small.run_in_process(
+            OURS, *BASE, "batch_size=32", f"model.tokens_fit={longest - 1}", f"output_dir={output}"
+        )
     assert not list(output.glob("epoch_*"))
 
 
-@pytest.mark.parametrize("overrides", [["on_out_of_memory=raise"], ["optimizer_in_bwd=True"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "overrides", [["on_out_of_memory=raise"], ["optimizer_in_bwd=True"]], ids=" ".join
+)
 def test_where_it_is_to_be_raised_the_devices_own_error_comes_through(small, overrides):
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
         small.run_in_process(OURS, *BASE, "model.rows_fit=5", *overrides)
@@ -336,12 +403,17 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
 # --- out of memory elsewhere --------------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_last_checkpoint_whole(small):
+def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_last_checkpoint_whole(
+    small,
+):
     optimizer = ("optimizer=support.components.FailingAdamW",)
-    undisturbed = small.run_in_process(OURS, *ROWS, *optimizer, "optimizer.fails_at=-1", "batch_size=16")
+    undisturbed = small.run_in_process(
+        OURS, *ROWS, *optimizer, "optimizer.fails_at=-1", "batch_size=16"
+    )
     output = small.fresh_folder()
     with pytest.raises(
-        DoesNotFitError, match=r"the optimizer's step ran out of memory on cpu: .*resume_from_checkpoint"
+        DoesNotFitError,
+        match=r"the optimizer's step ran out of memory on cpu: .*resume_from_checkpoint",
     ):
         small.run_in_process(
             OURS, *ROWS, *optimizer, "optimizer.fails_at=4", "batch_size=16", f"output_dir={output}"
@@ -356,17 +428,24 @@ def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_
 
 
 def test_a_save_that_runs_out_of_memory_leaves_the_last_checkpoint_whole(small):
-    checkpointer = ("checkpointer._component_=support.components.FailingCheckpointer", "batch_size=16")
+    checkpointer = (
+        "checkpointer._component_=support.components.FailingCheckpointer",
+        "batch_size=16",
+    )
     undisturbed = small.run_in_process(OURS, *ROWS, "batch_size=16")
     output = small.fresh_folder()
     with pytest.raises(
         CheckpointError,
         match=r"saving .*epoch_1 failed .*untouched: free memory; resume_from_checkpoint=True resumes from",
     ):
-        small.run_in_process(OURS, *ROWS, *checkpointer, "checkpointer.fails_at_epoch=1", f"output_dir={output}")
+        small.run_in_process(
+            OURS, *ROWS, *checkpointer, "checkpointer.fails_at_epoch=1", f"output_dir={output}"
+        )
     assert not list(output.glob("epoch_1"))
     assert not (output / ".saving").exists()
-    rest = small.run_in_process(OURS, *ROWS, "batch_size=16", f"output_dir={output}", "resume_from_checkpoint=True")
+    rest = small.run_in_process(
+        OURS, *ROWS, "batch_size=16", f"output_dir={output}", "resume_from_checkpoint=True"
+    )
     assert same_weights(rest.weights(1), undisturbed.weights(1))
 
 
@@ -376,20 +455,33 @@ def test_a_save_that_runs_out_of_memory_leaves_the_last_checkpoint_whole(small):
 def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_retried(small):
     in_backward = ("optimizer_in_bwd=True", "epochs=1", "max_steps_per_epoch=1")
     (said,) = records(small.run_in_process(OURS, *in_backward), "on_out_of_memory")
-    assert said["message"].startswith("on_out_of_memory=raise: with the optimizer in backward a step that runs out")
-    assert not records(small.run_in_process(OURS, *in_backward, "on_out_of_memory=raise"), "on_out_of_memory")
+    assert said["message"].startswith(
+        "on_out_of_memory=raise: with the optimizer in backward a step that runs out"
+    )
+    assert not records(
+        small.run_in_process(OURS, *in_backward, "on_out_of_memory=raise"), "on_out_of_memory"
+    )
 
 
-def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_one_that_fits_is_run(small):
+def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_one_that_fits_is_run(
+    small,
+):
     in_backward = (*BASE, "optimizer_in_bwd=True", "micro_batch_size=auto")
-    with pytest.raises(SettingError, match=r"optimizer_in_bwd=True: batch_size 16 is above the \d+ rows that fit here"):
+    with pytest.raises(
+        SettingError,
+        match=r"optimizer_in_bwd=True: batch_size 16 is above the \d+ rows that fit here",
+    ):
         small.run_in_process(OURS, *in_backward, SMALL_MEMORY)
-    assert set(figures(small.run_in_process(OURS, *in_backward, MUCH_MEMORY), "micro_batches")) == {1}
+    assert set(figures(small.run_in_process(OURS, *in_backward, MUCH_MEMORY), "micro_batches")) == {
+        1
+    }
 
 
 def test_a_model_with_batch_norm_is_warned_about(small):
     short = ("epochs=1", "max_steps_per_epoch=1")
-    normalized = small.run_in_process(OURS, *short, "model._component_=support.components.with_batch_norm")
+    normalized = small.run_in_process(
+        OURS, *short, "model._component_=support.components.with_batch_norm"
+    )
     (said,) = records(normalized, "batch_norm")
     assert "the model has BatchNorm" in said["message"]
     assert not records(small.run_in_process(OURS, *short), "batch_norm")

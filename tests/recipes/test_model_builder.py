@@ -29,7 +29,9 @@ def norms(small):
 
 def bound(finished):
     path = finished.output_dir / "adaptive_batch" / "run.jsonl"
-    return next(record["max_batch_size"] for record in read_records(path) if record["kind"] == "bound")
+    return next(
+        record["max_batch_size"] for record in read_records(path) if record["kind"] == "bound"
+    )
 
 
 def test_only_what_the_builder_trains_is_changed(small, norms):
@@ -45,14 +47,20 @@ def test_gradients_and_states_that_are_not_there_leave_room_for_more_rows(small,
 
 def test_a_run_that_was_interrupted_resumes_to_the_bit(small, norms):
     folder = interrupted_after_first_epoch(norms, small)
-    resumed = small.run_in_process(RECIPE, *GROWS, f"output_dir={folder}", "resume_from_checkpoint=True")
+    resumed = small.run_in_process(
+        RECIPE, *GROWS, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert same_weights(resumed.weights(1), norms.weights(1))
     assert losses(folder) == norms.losses[3:]
 
 
 def test_the_estimate_takes_another_builder_too():
     asked = {"estimate": {"devices": ["1GiB"], "changes": False}}
-    cfg = OmegaConf.merge(Combination("qwen2", 32, "AdamW").to_estimate(sequence_lengths=[32]), asked)
-    whole, norms = (estimate_devices(cfg, show=lambda text: None, builder=one) for one in (None, NormsAlone()))
+    cfg = OmegaConf.merge(
+        Combination("qwen2", 32, "AdamW").to_estimate(sequence_lengths=[32]), asked
+    )
+    whole, norms = (
+        estimate_devices(cfg, show=lambda text: None, builder=one) for one in (None, NormsAlone())
+    )
     assert norms.lengths[0].max_rows(2**30) > whole.lengths[0].max_rows(2**30)
     assert norms.lengths[0].optimizer_peak_bytes < whole.lengths[0].optimizer_peak_bytes

@@ -43,7 +43,12 @@ def test_by_default_each_is_recorded_and_training_continues(small):
 @pytest.mark.parametrize("gradients_alone", [False, True])
 def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gradients_alone):
     """Its rows are consumed: what comes after is the training of an optimizer that has not seen the step."""
-    settings = (*SPOILED, f"loss.gradients_alone={gradients_alone}", f"{KEY}=skip", "save_every_n_steps=1")
+    settings = (
+        *SPOILED,
+        f"loss.gradients_alone={gradients_alone}",
+        f"{KEY}=skip",
+        "save_every_n_steps=1",
+    )
     finished = small.run_in_process(OURS, *settings, "loss.at=[3,4]")
     assert [(event["step"], event["skipped"]) for event in records(finished, "nonfinite_loss")] == [
         (3, True),
@@ -51,7 +56,14 @@ def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gra
     ]
     steps = records(finished, "step")
     assert [step["samples_seen"] for step in steps] == [4, 8, 12, 16, 20, 24]
-    assert [math.isfinite(float(step["grad_norm"])) for step in steps] == [True, True, False, False, True, True]
+    assert [math.isfinite(float(step["grad_norm"])) for step in steps] == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        True,
+    ]
     assert len({step["lr"] for step in steps}) == 1
 
     def saved(step):
@@ -73,9 +85,12 @@ def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gra
 def test_an_epoch_of_which_every_step_is_skipped_is_an_error(small):
     folder = small.fresh_folder()
     with pytest.raises(
-        NonfiniteLossError, match=r"^epoch 0: the loss or the gradients of all 6 steps are not finite, so nothing"
+        NonfiniteLossError,
+        match=r"^epoch 0: the loss or the gradients of all 6 steps are not finite, so nothing",
     ):
-        small.run_in_process(OURS, *SPOILED, "loss.at=[1,2,3,4,5,6]", f"{KEY}=skip", f"output_dir={folder}")
+        small.run_in_process(
+            OURS, *SPOILED, "loss.at=[1,2,3,4,5,6]", f"{KEY}=skip", f"output_dir={folder}"
+        )
     assert not list(folder.glob("epoch_*"))
 
 
@@ -84,7 +99,11 @@ def test_steps_that_were_skipped_before_a_run_was_resumed_count_in_its_epoch(sma
     whole = small.run_in_process(OURS, *settings, "loss.at=[1,2,3,4]")
 
     def resumed(*steps):
-        return stopped_after(whole, small, 4), f"loss.at=[{','.join(map(str, steps))}]", "resume_from_checkpoint=True"
+        return (
+            stopped_after(whole, small, 4),
+            f"loss.at=[{','.join(map(str, steps))}]",
+            "resume_from_checkpoint=True",
+        )
 
     folder, *again = resumed(2)
     rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", *again)
@@ -104,7 +123,9 @@ def test_a_run_that_is_to_stop_ends_before_the_step_and_names_what_was_saved(sma
     assert str(error.value).startswith("step 4: the loss is nan, lr 0.02; step 3 had loss ")
     assert str(error.value).endswith("/step_2")
     assert [path.name for kind in ("step_*", "epoch_*") for path in folder.glob(kind)] == ["step_2"]
-    rest = small.run_in_process(OURS, *SPOILED, "loss.at=[]", f"output_dir={folder}", "resume_from_checkpoint=True")
+    rest = small.run_in_process(
+        OURS, *SPOILED, "loss.at=[]", f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert [step["step"] for step in records(rest, "step")] == [1, 2, 3, 3, 4, 5, 6]
     assert [event["step"] for event in records(rest, "nonfinite_loss")] == [4]
 
@@ -112,21 +133,32 @@ def test_a_run_that_is_to_stop_ends_before_the_step_and_names_what_was_saved(sma
 @pytest.mark.slow
 def test_a_run_that_stops_prints_one_line_and_exits_with_status_1(small):
     finished = small.run(OURS, *STOPS, expect=1)
-    assert finished.output.strip().splitlines()[-1].startswith("NonfiniteLossError: step 4: the loss is nan, lr 0.02;")
+    assert (
+        finished.output.strip()
+        .splitlines()[-1]
+        .startswith("NonfiniteLossError: step 4: the loss is nan, lr 0.02;")
+    )
     assert "Traceback" not in finished.output
     assert finished.output.count("the loss is nan") == 1
 
 
 def test_gradients_that_are_not_finite_stop_a_run_too_and_nothing_may_have_been_saved(small):
-    with pytest.raises(NonfiniteLossError, match=r"the norm of the gradients is nan, .*; nothing of this run is saved"):
-        small.run_in_process(OURS, *SPOILED, "loss.at=[1]", "loss.gradients_alone=True", f"{KEY}=stop")
+    with pytest.raises(
+        NonfiniteLossError,
+        match=r"the norm of the gradients is nan, .*; nothing of this run is saved",
+    ):
+        small.run_in_process(
+            OURS, *SPOILED, "loss.at=[1]", "loss.gradients_alone=True", f"{KEY}=stop"
+        )
 
 
 def test_with_the_optimizer_in_backward_a_step_cannot_be_skipped(small):
     in_backward = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
     with pytest.raises(SettingError, match=f"^{KEY}='skip': with the optimizer in backward"):
         small.run_in_process(OURS, *SPOILED, "loss.at=[3]", *in_backward, f"{KEY}=skip")
-    with pytest.raises(NonfiniteLossError, match=r"step 3: the loss is nan, .*the weights have been stepped by it"):
+    with pytest.raises(
+        NonfiniteLossError, match=r"step 3: the loss is nan, .*the weights have been stepped by it"
+    ):
         small.run_in_process(OURS, *SPOILED, "loss.at=[3]", *in_backward, f"{KEY}=stop")
 
 

@@ -22,7 +22,17 @@ COSINE = (
     "lr_scheduler.num_warmup_steps=2",
 )
 EQUAL = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={[12] * 32}")
-HEAD = ["from", "step", "sample", "to", "step", "sample", "batch (rows)", "micro-batches", "global batch"]
+HEAD = [
+    "from",
+    "step",
+    "sample",
+    "to",
+    "step",
+    "sample",
+    "batch (rows)",
+    "micro-batches",
+    "global batch",
+]
 HEAD += ["lr at start", "at end", "steps"]
 
 
@@ -37,7 +47,12 @@ def plan(small, capsys):
             (base / "model.safetensors").write_bytes(b"not weights")
             (base / "config.json").write_text((small.base / "config.json").read_text())
         capsys.readouterr()
-        settings = (f"output_dir={output}", f"checkpointer.checkpoint_dir={base}", "preview=True", *overrides)
+        settings = (
+            f"output_dir={output}",
+            f"checkpointer.checkpoint_dir={base}",
+            "preview=True",
+            *overrides,
+        )
         small.run_in_process(OURS, *settings)
         return capsys.readouterr().out.strip().splitlines()
 
@@ -55,12 +70,48 @@ def cells(lines):
 
 def test_the_table_is_what_comes_out_by_hand_and_nothing_is_loaded_or_written(small, plan):
     output = small.fresh_folder()
-    lines = plan(*EQUAL, *RAMP, *COSINE, "epochs=3", "grow_beyond_maximum=True", "micro_batch_size=8", output=output)
-    rates = {clock: 0.01 * 0.5 * (1 + math.cos(math.pi * (clock - 2) / 22)) for clock in (3, 4, 6, 8, 20)}
+    lines = plan(
+        *EQUAL,
+        *RAMP,
+        *COSINE,
+        "epochs=3",
+        "grow_beyond_maximum=True",
+        "micro_batch_size=8",
+        output=output,
+    )
+    rates = {
+        clock: 0.01 * 0.5 * (1 + math.cos(math.pi * (clock - 2) / 22)) for clock in (3, 4, 6, 8, 20)
+    }
     expected = [
         ["0.00ep", "0", "0", "0.50ep", "4", "16", "4", "1", "4", "0", f"{rates[3]:.3g}", "4"],
-        ["0.50ep", "4", "16", "1.00ep", "6", "32", "8", "1", "8", f"{rates[4]:.3g}", f"{rates[6]:.3g}", "2"],
-        ["1.00ep", "6", "32", "3.00ep", "10", "96", "16", "2", "16", f"{rates[8]:.3g}", f"{rates[20]:.3g}", "4"],
+        [
+            "0.50ep",
+            "4",
+            "16",
+            "1.00ep",
+            "6",
+            "32",
+            "8",
+            "1",
+            "8",
+            f"{rates[4]:.3g}",
+            f"{rates[6]:.3g}",
+            "2",
+        ],
+        [
+            "1.00ep",
+            "6",
+            "32",
+            "3.00ep",
+            "10",
+            "96",
+            "16",
+            "2",
+            "16",
+            f"{rates[8]:.3g}",
+            f"{rates[20]:.3g}",
+            "4",
+        ],
     ]
     assert cells(lines) == expected
     assert lines[-1] == "in all: 3.00 epochs, 10 steps, 96 samples, 1,152 tokens"
@@ -72,7 +123,14 @@ def test_no_base_checkpoint_is_needed(plan):
 
 
 def test_a_plan_is_what_the_run_then_writes_down(small, plan):
-    settings = (*RAMP, *COSINE, "epochs=2", "grow_beyond_maximum=True", "micro_batch_size=4", "lr_clock=steps")
+    settings = (
+        *RAMP,
+        *COSINE,
+        "epochs=2",
+        "grow_beyond_maximum=True",
+        "micro_batch_size=4",
+        "lr_clock=steps",
+    )
     planned = cells(plan(*settings))
     run = small.run_in_process(OURS, *settings)
     lines = (run.output_dir / "adaptive_batch" / "run.jsonl").read_text().splitlines()
@@ -119,7 +177,9 @@ def test_a_bound_that_was_found_before_is_taken(small, plan):
     assert bound < 16
     lines = plan(*RAMP, *memory, output=output, base=small.base)
     assert f"bound: {bound} (a search found that before ({path}))" in lines
-    assert [int(row[6]) for row in cells(lines)] == sorted({4, min(8, bound), bound})  # stages alike are one
+    assert [int(row[6]) for row in cells(lines)] == sorted(
+        {4, min(8, bound), bound}
+    )  # stages alike are one
     assert path.read_bytes() == before
     another = plan(*RAMP, *memory, "tokenizer.max_seq_len=32", output=output, base=small.base)
     assert any(line.startswith("bound: not known") for line in another)
@@ -135,10 +195,14 @@ def test_a_growth_function_is_asked_ahead(plan):
 
 
 def test_where_answers_change_when_asked_again_the_plan_ends(plan):
-    lines = plan("batch_increase_function=support.batch_rules.another_increment_each_time", "epochs=4")
+    lines = plan(
+        "batch_increase_function=support.batch_rules.another_increment_each_time", "epochs=4"
+    )
     (row,) = cells(lines)
     assert row[3] == "2.00ep"
-    assert re.fullmatch(r"unknown after epoch 1: the growth function answered \d, then \d", lines[-1])
+    assert re.fullmatch(
+        r"unknown after epoch 1: the growth function answered \d, then \d", lines[-1]
+    )
 
 
 def test_a_rule_that_fails_is_refused_in_a_plan_too(plan):
@@ -147,14 +211,23 @@ def test_a_rule_that_fails_is_refused_in_a_plan_too(plan):
 
 
 def test_what_is_left_of_a_run_is_planned(small, plan):
-    settings = (*RAMP, *COSINE, "epochs=2", "grow_beyond_maximum=True", "micro_batch_size=4", "save_every_n_steps=5")
+    settings = (
+        *RAMP,
+        *COSINE,
+        "epochs=2",
+        "grow_beyond_maximum=True",
+        "micro_batch_size=4",
+        "save_every_n_steps=5",
+    )
     run = small.run_in_process(OURS, *settings)
     for path in (*run.output_dir.glob("epoch_*"), run.output_dir / "recipe_state"):
         shutil.rmtree(path)
     before = sorted((path, path.stat().st_mtime_ns) for path in run.output_dir.rglob("*"))
     lines = plan(*settings, "resume_from_checkpoint=True", output=run.output_dir, base=small.base)
     whole = cells(plan(*settings))
-    assert [row[:9] + row[10:] for row in cells(lines)[1:]] == [row[:9] + row[10:] for row in whole[2:]]
+    assert [row[:9] + row[10:] for row in cells(lines)[1:]] == [
+        row[:9] + row[10:] for row in whole[2:]
+    ]
     first = cells(lines)[0]
     assert first[:9] == ["0.75ep", "5", "24", "1.00ep", "6", "32", "8", "2", "8"]
     assert (first[10], first[11]) == (whole[1][10], "1")
@@ -173,16 +246,27 @@ def test_an_assumed_bound_is_no_more_than_an_epochs_rows(plan):
     [(("micro_batch_size=auto", "batch_size=16"), "16"), (("batch_tokens=400",), "400")],
     ids=["micro_batch_size=auto", "batch_tokens"],
 )
-def test_where_no_bound_is_known_micro_batches_are_not_known_and_a_step_is_shown_as_one(plan, settings, batch):
+def test_where_no_bound_is_known_micro_batches_are_not_known_and_a_step_is_shown_as_one(
+    plan, settings, batch
+):
     lines = plan("epochs=1", *settings)
-    assert any(line.startswith("bound: not known") and "micro-batches are not known" in line for line in lines)
+    assert any(
+        line.startswith("bound: not known") and "micro-batches are not known" in line
+        for line in lines
+    )
     head = next(number for number, line in enumerate(lines) if line.strip().startswith("from "))
     (row,) = [re.split(r" {2,}", line.strip()) for line in lines[head + 1 : -1]]
     assert (row[6], row[7]) == (batch, "1")
 
 
 def test_a_plan_of_what_is_left_shows_the_checkpoints_rate(small, plan):
-    settings = (*RAMP, "epochs=1", "grow_beyond_maximum=True", "micro_batch_size=4", "save_every_n_steps=3")
+    settings = (
+        *RAMP,
+        "epochs=1",
+        "grow_beyond_maximum=True",
+        "micro_batch_size=4",
+        "save_every_n_steps=3",
+    )
     run = small.run_in_process(OURS, *settings)
     for path in (*run.output_dir.glob("epoch_*"), run.output_dir / "step_6"):
         shutil.rmtree(path)
@@ -194,7 +278,10 @@ def test_a_plan_of_what_is_left_shows_the_checkpoints_rate(small, plan):
 
 @pytest.mark.parametrize(
     "rule",
-    [(f"{KEY}=support.batch_rules.hundred_fifty",), (RAMP[0], f"{KEY}.batch_sizes=[100]", f"{KEY}.thresholds=[]")],
+    [
+        (f"{KEY}=support.batch_rules.hundred_fifty",),
+        (RAMP[0], f"{KEY}.batch_sizes=[100]", f"{KEY}.thresholds=[]"),
+    ],
     ids=["a user's own", "steps"],
 )
 def test_a_step_of_more_rows_than_an_epoch_is_refused_where_it_would_be_dropped(plan, rule):
@@ -204,19 +291,35 @@ def test_a_step_of_more_rows_than_an_epoch_is_refused_where_it_would_be_dropped(
 
 def test_a_scheduler_that_counts_is_stepped_along_and_its_rates_are_scaled(plan):
     """Eight steps of 4 rows, four of 8 and two of 16 in an epoch each; the rate is divided by ten every second step."""
-    settings = (*RAMP[:2], f"{KEY}.thresholds=[1ep,2ep]", "lr_scheduler._component_=support.schedulers.step_lr")
+    settings = (
+        *RAMP[:2],
+        f"{KEY}.thresholds=[1ep,2ep]",
+        "lr_scheduler._component_=support.schedulers.step_lr",
+    )
     rows = cells(
-        plan(*EQUAL, *settings, "lr_scaling=linear", "epochs=3", "grow_beyond_maximum=True", "micro_batch_size=4")
+        plan(
+            *EQUAL,
+            *settings,
+            "lr_scaling=linear",
+            "epochs=3",
+            "grow_beyond_maximum=True",
+            "micro_batch_size=4",
+        )
     )
     assert [row[-1] for row in rows] == ["8", "4", "2"]
     stages = ((0, 7, 1), (8, 11, 2), (12, 13, 4))
-    expected = [[0.01 * 0.1 ** (step // 2) * batch for step in (first, last)] for first, last, batch in stages]
+    expected = [
+        [0.01 * 0.1 ** (step // 2) * batch for step in (first, last)]
+        for first, last, batch in stages
+    ]
     assert [[float(rate) for rate in row[-3:-1]] for row in rows] == [
         pytest.approx(pair, rel=1e-3) for pair in expected
     ]
 
 
-def test_a_scheduler_that_refuses_a_warm_up_above_its_total_is_asked_with_no_total_that_is_too_small(plan):
+def test_a_scheduler_that_refuses_a_warm_up_above_its_total_is_asked_with_no_total_that_is_too_small(
+    plan,
+):
     settings = (
         "lr_scheduler._component_=support.batch_rules.refuses_a_long_warm_up",
         "lr_scheduler.num_warmup_steps=1500",

@@ -33,14 +33,38 @@ PICTURES = "dataset._component_=support.components.with_pictures"
 REFUSED = {
     # the growth function
     "a module that is not there": ([f"{FUNCTION}=nowhere.f"], "nowhere.f", "no module nowhere"),
-    "a name that is not there": ([f"{FUNCTION}=support.components.four_mor"], FUNCTION, "near it: four_more"),
+    "a name that is not there": (
+        [f"{FUNCTION}=support.components.four_mor"],
+        FUNCTION,
+        "near it: four_more",
+    ),
     "no dotted path": ([f"{FUNCTION}=grow"], FUNCTION, "dotted path"),
     "not callable": ([f"{FUNCTION}=support.components.NOT_CALLABLE"], FUNCTION, "give a function"),
-    "takes other arguments": ([f"{FUNCTION}=support.components.takes_one"], FUNCTION, "epoch, batch_size"),
-    "raises": ([f"{FUNCTION}=support.components.raises"], r"epoch=0, batch_size=4", "KeyError: 'no such stage'"),
-    "returns None": ([f"{FUNCTION}=support.components.returns_none"], r"epoch=0, batch_size=4", "whole number"),
-    "returns a float": ([f"{FUNCTION}=support.components.returns_float"], r"epoch=0, batch_size=4", "whole number"),
-    "returns a bool": ([f"{FUNCTION}=support.components.returns_bool"], r"epoch=0, batch_size=4", "whole number"),
+    "takes other arguments": (
+        [f"{FUNCTION}=support.components.takes_one"],
+        FUNCTION,
+        "epoch, batch_size",
+    ),
+    "raises": (
+        [f"{FUNCTION}=support.components.raises"],
+        r"epoch=0, batch_size=4",
+        "KeyError: 'no such stage'",
+    ),
+    "returns None": (
+        [f"{FUNCTION}=support.components.returns_none"],
+        r"epoch=0, batch_size=4",
+        "whole number",
+    ),
+    "returns a float": (
+        [f"{FUNCTION}=support.components.returns_float"],
+        r"epoch=0, batch_size=4",
+        "whole number",
+    ),
+    "returns a bool": (
+        [f"{FUNCTION}=support.components.returns_bool"],
+        r"epoch=0, batch_size=4",
+        "whole number",
+    ),
     "returns a negative number": (
         [f"{FUNCTION}=support.components.returns_negative"],
         r"epoch=0, batch_size=4",
@@ -71,7 +95,11 @@ REFUSED = {
         r"epoch=1, batch_size=4",
         "0 to 1000000000",
     ),
-    "ends the program": ([f"{FUNCTION}=support.components.exits"], r"epoch=0, batch_size=4", "raised SystemExit: 0"),
+    "ends the program": (
+        [f"{FUNCTION}=support.components.exits"],
+        r"epoch=0, batch_size=4",
+        "raised SystemExit: 0",
+    ),
     "ends the program in a later epoch": (
         [f"{FUNCTION}=support.components.exits_in_second_epoch"],
         r"epoch=1, batch_size=4",
@@ -111,7 +139,11 @@ REFUSED = {
     },
     "max_steps_per_epoch=0": (["max_steps_per_epoch=0"], "max_steps_per_epoch=0", "whole number"),
     # switches
-    "a switch that is no switch": (["use_maximum_batch_size=3"], "use_maximum_batch_size=3", "True or False"),
+    "a switch that is no switch": (
+        ["use_maximum_batch_size=3"],
+        "use_maximum_batch_size=3",
+        "True or False",
+    ),
     "drop_last that is no switch": (["drop_last=some"], "drop_last='some'", "True or False"),
     # the probe
     "an unknown search": (["probe.search=fast"], "probe.search='fast'", "predict, binary, halve"),
@@ -131,7 +163,11 @@ REFUSED = {
     "negative headroom": (["probe.headroom=-0.1"], "probe.headroom=-0.1", "at least 0"),
     "headroom that is not a number": (["probe.headroom=nan"], "probe.headroom=", "share"),
     "maximum of zero": (["probe.maximum=0"], "probe.maximum=0", "1 or more"),
-    "an unknown key in probe": (["probe.serach=binary"], "probe.serach='binary'", "near it: search"),
+    "an unknown key in probe": (
+        ["probe.serach=binary"],
+        "probe.serach='binary'",
+        "near it: search",
+    ),
     "probe that is no block": (["probe=binary"], "probe='binary'", "block"),
     "a word for the length": (
         ["probe.sequence_length=shortest"],
@@ -164,9 +200,17 @@ REFUSED = {
         "batch_size=16",
         "8 rows are tried at most, as probe.maximum and the rows of an epoch allow; give 8 or less",
     ),
-    "a word for a switch": (["optimizer_in_bwd=maybe"], "optimizer_in_bwd='maybe'", "True or False"),
+    "a word for a switch": (
+        ["optimizer_in_bwd=maybe"],
+        "optimizer_in_bwd='maybe'",
+        "True or False",
+    ),
     # keys
-    "a key that is nearly ours": (["use_max_batch_size=True"], "use_max_batch_size=True", "use_maximum_batch_size"),
+    "a key that is nearly ours": (
+        ["use_max_batch_size=True"],
+        "use_max_batch_size=True",
+        "use_maximum_batch_size",
+    ),
     "a word for a switch of synchronization": (
         ["sync_gradients_every_micro_batch=sometimes"],
         "sync_gradients_every_micro_batch='sometimes'",
@@ -194,7 +238,11 @@ REFUSED = {
         "padded_collate_sft",
     ),
     "half precision without scaling": (["dtype=fp16"], "dtype='fp16'", "bf16 or fp32"),
-    "offloading without CUDA": (["enable_activation_offloading=True"], "enable_activation_offloading=True", "CUDA"),
+    "offloading without CUDA": (
+        ["enable_activation_offloading=True"],
+        "enable_activation_offloading=True",
+        "CUDA",
+    ),
     "a scheduler that torchtune's recipes cannot build": (
         ["lr_scheduler._component_=torch.optim.lr_scheduler.StepLR", "lr_scheduler.step_size=2"],
         "lr_scheduler._component_='torch.optim.lr_scheduler.StepLR'",
@@ -293,7 +341,11 @@ REFUSED = {
         "min_rows_per_batch=5",
         "max_rows_per_batch is 4; give that or less",
     ),
-    "tokens and the largest number of rows": (["batch_tokens=200", PROBE], "batch_tokens=200", "remove one"),
+    "tokens and the largest number of rows": (
+        ["batch_tokens=200", PROBE],
+        "batch_tokens=200",
+        "remove one",
+    ),
     "tokens and rows that grow": (
         ["batch_tokens=200", f"{FUNCTION}=support.components.four_more"],
         "batch_tokens=200",
@@ -360,7 +412,12 @@ REFUSED = {
                 "lr_clock=",
                 "give one of samples, tokens, steps",
             ),
-            ("another block", "{warmup: steps, cooldown: steps}", "lr_clock=", "{warmup: steps, decay: tokens}"),
+            (
+                "another block",
+                "{warmup: steps, cooldown: steps}",
+                "lr_clock=",
+                "{warmup: steps, decay: tokens}",
+            ),
         )
     },
     **{
@@ -373,25 +430,43 @@ REFUSED = {
         for scheduler in ("support.schedulers.step_lr", "support.batch_rules.one_cycle")
     },
     "a warm-up of its own for a scheduler that counts": (
-        ["lr_scheduler._component_=support.schedulers.step_lr", "lr_clock={warmup: steps, decay: tokens}"],
+        [
+            "lr_scheduler._component_=support.schedulers.step_lr",
+            "lr_clock={warmup: steps, decay: tokens}",
+        ],
         "lr_clock=",
         "a warm-up in another unit needs a scheduler with num_warmup_steps, such as",
     ),
     "a warm-up of its own without one": (
-        ["lr_scheduler._component_=support.batch_rules.linear", "lr_clock={warmup: steps, decay: tokens}"],
+        [
+            "lr_scheduler._component_=support.batch_rules.linear",
+            "lr_clock={warmup: steps, decay: tokens}",
+        ],
         "lr_clock=",
         "give one unit for both",
     ),
     # schedules
     **{
-        f"thresholds {what}": ([*STEPS, f"{SCHEDULE}.thresholds={value}"], f"{SCHEDULE}.thresholds=", remedy)
+        f"thresholds {what}": (
+            [*STEPS, f"{SCHEDULE}.thresholds={value}"],
+            f"{SCHEDULE}.thresholds=",
+            remedy,
+        )
         for what, value, remedy in (
             ("that fall", "[2ep,1ep]", "they must rise, and 1ep comes after 2ep"),
             ("given twice", "[1ep,1.0ep]", "they must rise, and 1ep comes after 1ep"),
             ("of two units", "[1ep,200ba]", "give all in one unit"),
             ("of zero", "[0ep,1ep]", "with a finite number above 0"),
-            ("without a unit", "[1,2ep]", "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps)"),
-            ("of an unknown unit", "[1epoch,2ep]", "give a number with a unit, such as 2ep (epochs)"),
+            (
+                "without a unit",
+                "[1,2ep]",
+                "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps)",
+            ),
+            (
+                "of an unknown unit",
+                "[1epoch,2ep]",
+                "give a number with a unit, such as 2ep (epochs)",
+            ),
             ("below zero", "[-1ep,2ep]", "with a finite number above 0"),
             ("in parts of a step", "[1.5ba,3ba]", "ba are counted in whole ones"),
             ("that are too few", "[1ep]", ""),
@@ -441,14 +516,22 @@ REFUSED = {
         SCHEDULE,
         "",
     ),
-    "a rule that is not callable": ([f"{SCHEDULE}=support.batch_rules.NOT_CALLABLE"], SCHEDULE, "give a function"),
+    "a rule that is not callable": (
+        [f"{SCHEDULE}=support.batch_rules.NOT_CALLABLE"],
+        SCHEDULE,
+        "give a function",
+    ),
     "a rule of two arguments": (
         [f"{SCHEDULE}=support.batch_rules.takes_two"],
         SCHEDULE,
         "give a function rule(progress) -> rows of a step on one device, of positional arguments",
     ),
     "a rule that is a number": ([f"{SCHEDULE}=16"], f"{SCHEDULE}=16", "dotted path"),
-    "a rule in a module that is not there": ([f"{SCHEDULE}=nowhere.f"], "nowhere.f", "no module nowhere"),
+    "a rule in a module that is not there": (
+        [f"{SCHEDULE}=nowhere.f"],
+        "nowhere.f",
+        "no module nowhere",
+    ),
     "a rule that raises": (
         [f"{SCHEDULE}=support.batch_rules.raises"],
         r"Progress\(.*steps=0",
@@ -468,7 +551,12 @@ REFUSED = {
         for name in ("returns_none", "returns_zero", "returns_float", "returns_huge")
     },
     "a rule by tokens whose answers change": (
-        [*OF_LENGTHS, f"{SCHEDULE}=support.batch_rules.another_each_time", "batch_tokens=100", "long_rows=alone"],
+        [
+            *OF_LENGTHS,
+            f"{SCHEDULE}=support.batch_rules.another_each_time",
+            "batch_tokens=100",
+            "long_rows=alone",
+        ],
         "another_each_time",
         "when called again: with batch_tokens it must be a function of progress alone",
     ),
@@ -517,13 +605,29 @@ REFUSED = {
         }.items()
     },
     # the data
-    "an empty dataset": (["dataset._component_=support.components.empty_dataset"], "dataset=", "no rows"),
+    "an empty dataset": (
+        ["dataset._component_=support.components.empty_dataset"],
+        "dataset=",
+        "no rows",
+    ),
     **{
-        f"a dataset that {what}": ([f"dataset._component_=support.components.{name}"], "dataset=", remedy)
+        f"a dataset that {what}": (
+            [f"dataset._component_=support.components.{name}"],
+            "dataset=",
+            remedy,
+        )
         for what, name, remedy in (
             ("is None", "no_dataset", "what builds it returned None; give a map-style dataset"),
-            ("is a stream", "Stream", "a Stream has no row by its number; give a map-style dataset"),
-            ("is a generator", "generator", "a generator has no row by its number; give a map-style dataset"),
+            (
+                "is a stream",
+                "Stream",
+                "a Stream has no row by its number; give a map-style dataset",
+            ),
+            (
+                "is a generator",
+                "generator",
+                "a generator has no row by its number; give a map-style dataset",
+            ),
             ("has no length", "Endless", "has no len(); give a map-style dataset"),
             (
                 "cannot be built",
@@ -532,7 +636,11 @@ REFUSED = {
             ),
         )
     },
-    "a dataset that is streamed": (["dataset.streaming=True"], "dataset='json'", "rows by number, and streaming=False"),
+    "a dataset that is streamed": (
+        ["dataset.streaming=True"],
+        "dataset='json'",
+        "rows by number, and streaming=False",
+    ),
     "a dataset that is packed from a stream": (
         ["dataset.streaming=True", "dataset.packed=True"],
         "dataset='json'",
@@ -547,7 +655,11 @@ REFUSED = {
     **{
         f"{what} where {key} reads rows": ([*ODD, f"dataset.row={row}", key], "dataset=", why)
         for what, row, why in (
-            ("a row that raises", "raises", "row 5 cannot be read (ValueError: no text); correct it, or filter it out"),
+            (
+                "a row that raises",
+                "raises",
+                "row 5 cannot be read (ValueError: no text); correct it, or filter it out",
+            ),
             (
                 "a row longer than the model takes",
                 "long",
@@ -558,11 +670,27 @@ REFUSED = {
                 "foreign",
                 f"row 5 has the token id {VOCABULARY}, and the model's vocabulary",
             ),
-            ("a label of another vocabulary", "foreign_label", f"row 5 has the token id {VOCABULARY}, and the model's"),
-            ("a negative token id", "negative", "row 5 has the token id -3, and the model's vocabulary has 0 to"),
+            (
+                "a label of another vocabulary",
+                "foreign_label",
+                f"row 5 has the token id {VOCABULARY}, and the model's",
+            ),
+            (
+                "a negative token id",
+                "negative",
+                "row 5 has the token id -3, and the model's vocabulary has 0 to",
+            ),
             ("a row without tokens", "empty", "row 5 has no tokens; filter it out"),
-            ("a row of broken numbers", "floats", "row 5 must be a mapping with a list or 1-D tensor of whole numbers"),
-            ("a row with other labels", "unlike", "row 5 has 12 tokens and 13 labels; give each token its label"),
+            (
+                "a row of broken numbers",
+                "floats",
+                "row 5 must be a mapping with a list or 1-D tensor of whole numbers",
+            ),
+            (
+                "a row with other labels",
+                "unlike",
+                "row 5 has 12 tokens and 13 labels; give each token its label",
+            ),
         )
         for key in ("batch_tokens=200", PROBE)
     },
@@ -570,7 +698,11 @@ REFUSED = {
     **{
         f"{setting} for a component": ([setting], shown, remedy)
         for setting, shown, remedy in (
-            ("tokenizer.path=null", "tokenizer='torchtune", "it cannot be built: TypeError: expected str"),
+            (
+                "tokenizer.path=null",
+                "tokenizer='torchtune",
+                "it cannot be built: TypeError: expected str",
+            ),
             (
                 "tokenizer.path=/nowhere/vocab.json",
                 "tokenizer='torchtune",
@@ -581,7 +713,11 @@ REFUSED = {
             ("tokenizer.max_seq_len=0", "tokenizer.max_seq_len=0", "whole number, 1 or more"),
             ("tokenizer.max_seq_len=-5", "tokenizer.max_seq_len=-5", "whole number, 1 or more"),
             ("dataset.split=nosuch", "dataset='json'", 'ValueError: Unknown split "nosuch"'),
-            ("dataset.data_files=/nowhere", "dataset='json'", "FileNotFoundError: Unable to find '/nowhere'"),
+            (
+                "dataset.data_files=/nowhere",
+                "dataset='json'",
+                "FileNotFoundError: Unable to find '/nowhere'",
+            ),
             ("dataset.packed=maybe", "dataset.packed='maybe'", "True or False"),
             ("dataset.train_on_input=maybe", "dataset.train_on_input='maybe'", "True or False"),
             ("model.num_layers=0", "model.num_layers=0", "whole number, 1 or more"),
@@ -602,8 +738,16 @@ REFUSED = {
         )
     },
     **{
-        f"a profile of {setting}": (["profiler.enabled=True", setting], "profiler='torchtune", "it cannot be built")
-        for setting in ("profiler.wait_steps=abc", "profiler.active_steps=0", "profiler.output_dir=3")
+        f"a profile of {setting}": (
+            ["profiler.enabled=True", setting],
+            "profiler='torchtune",
+            "it cannot be built",
+        )
+        for setting in (
+            "profiler.wait_steps=abc",
+            "profiler.active_steps=0",
+            "profiler.output_dir=3",
+        )
     },
     **{
         f"{value} warm-up steps": (
@@ -620,7 +764,11 @@ REFUSED = {
             ("of many digits", f"batch_size={'9' * 5000}", "it cannot be read: Exceeds the limit"),
             ("of a torn list", "batch_size=[1", "it cannot be read: while parsing a flow sequence"),
             ("of a torn block", "model.x={a", "it cannot be read: while parsing a flow mapping"),
-            ("that removes nothing", "~nosuch.things", "Could not find key nosuch.things in yaml config to remove"),
+            (
+                "that removes nothing",
+                "~nosuch.things",
+                "Could not find key nosuch.things in yaml config to remove",
+            ),
         )
     },
     "a dataset smaller than one batch": (["batch_size=33"], "batch_size=33", "the dataset has 32"),
@@ -636,7 +784,9 @@ def test_it_is_refused_before_weights_load(small, overrides, names, remedy):
     (base / "model.safetensors").write_bytes(b"not weights")
     (base / "config.json").write_text((small.folder / "base" / "config.json").read_text())
     with pytest.raises(AdaptiveBatchError) as refused:
-        small.run_in_process(OURS, f"output_dir={output / 'run'}", f"checkpointer.checkpoint_dir={base}", *overrides)
+        small.run_in_process(
+            OURS, f"output_dir={output / 'run'}", f"checkpointer.checkpoint_dir={base}", *overrides
+        )
     assert isinstance(refused.value, ValueError), refused.value
     assert re.search(names, str(refused.value)) or names in str(refused.value)
     assert remedy in str(refused.value)
@@ -679,7 +829,8 @@ def test_on_the_terminal_a_mistake_is_one_line(small):
     finished = small.run(OURS, "use_max_batch_size=True", expect=1)
     last = finished.output.strip().splitlines()[-1]
     assert (
-        last == "SettingError: use_max_batch_size=True: there is no such key; use_maximum_batch_size is probably meant"
+        last
+        == "SettingError: use_max_batch_size=True: there is no such key; use_maximum_batch_size is probably meant"
     )
     assert "Traceback" not in finished.output
 

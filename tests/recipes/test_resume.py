@@ -41,7 +41,9 @@ def went_on_from(folder):
 
 
 def go_on(small, folder, *overrides):
-    return small.run_in_process(OURS, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
+    return small.run_in_process(
+        OURS, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
 
 
 def assert_the_same(folder, whole):
@@ -58,14 +60,29 @@ def whole(small):
 
 WAYS = {
     "AdamW, cosine with warm-up, clipping": (*FEATURES["cosine"], *FEATURES["clipping"]),
-    "SGD with momentum, packed rows": (*FEATURES["SGD with momentum"], "dataset.packed=True", "batch_size=1"),
+    "SGD with momentum, packed rows": (
+        *FEATURES["SGD with momentum"],
+        "dataset.packed=True",
+        "batch_size=1",
+    ),
     "optimizer in backward": ("optimizer_in_bwd=True", *FEATURES["cosine"]),
     "activation checkpointing, bf16": (*FEATURES["activation checkpointing"], *FEATURES["bf16"]),
-    "accumulation, max_steps_per_epoch": ("batch_size=2", *FEATURES["accumulation"], "max_steps_per_epoch=5"),
+    "accumulation, max_steps_per_epoch": (
+        "batch_size=2",
+        *FEATURES["accumulation"],
+        "max_steps_per_epoch=5",
+    ),
     "a last step that is dropped": ("batch_size=5", "drop_last=True"),
     "a last step that is short": ("batch_size=5", "drop_last=False"),
-    "growth": ("batch_size=2", "batch_increase_function=support.components.four_more", "probe.device_memory=64MiB"),
-    "rows that draw when they are read": ("dataset._component_=support.components.Augmented", "batch_size=2"),
+    "growth": (
+        "batch_size=2",
+        "batch_increase_function=support.components.four_more",
+        "probe.device_memory=64MiB",
+    ),
+    "rows that draw when they are read": (
+        "dataset._component_=support.components.Augmented",
+        "batch_size=2",
+    ),
     "saved while training goes on": ("enable_async_checkpointing=True",),
 }
 
@@ -121,9 +138,20 @@ def ends_early(small, folder, *overrides):
 
 
 @pytest.mark.slow
-def test_a_process_that_is_asked_to_end_saves_at_the_next_step_and_says_so_by_its_status(small, whole):
+def test_a_process_that_is_asked_to_end_saves_at_the_next_step_and_says_so_by_its_status(
+    small, whole
+):
     folder = small.fresh_folder()
-    command = [str(TUNE), "run", OURS, "--config", str(small.config), f"output_dir={folder}", SAVES, *DROPOUT]
+    command = [
+        str(TUNE),
+        "run",
+        OURS,
+        "--config",
+        str(small.config),
+        f"output_dir={folder}",
+        SAVES,
+        *DROPOUT,
+    ]
     variables = subprocess_environment(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     log = folder / "adaptive_batch" / "run.jsonl"
     with (folder / "printed.txt").open("w") as printed:
@@ -151,19 +179,28 @@ def test_asked_before_the_first_save_it_says_that_there_is_nothing_to_resume_fro
     assert f"asked to end: {AGAIN}" in capfd.readouterr().err
 
 
-def test_asked_before_the_first_step_of_a_resumed_run_it_says_what_is_resumed_from(small, whole, capfd):
+def test_asked_before_the_first_step_of_a_resumed_run_it_says_what_is_resumed_from(
+    small, whole, capfd
+):
     folder = stopped_after(whole, small, 6)
     with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
         go_on(small, folder, SAVES, *DROPOUT, *LOADING)
-    assert f"asked to end: resume_from_checkpoint=True resumes from {folder}/step_6" in capfd.readouterr().err
+    assert (
+        f"asked to end: resume_from_checkpoint=True resumes from {folder}/step_6"
+        in capfd.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(("at", "last"), [(2, None), (5, "step_3")])
 def test_interrupted_it_says_what_is_resumed_from(small, whole, at, last, request):
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background ignores it
+    usual = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # what runs in the background ignores it
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
     folder = small.fresh_folder()
-    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)  # of an earlier run, which is not resumed from
+    shutil.copytree(
+        whole.output_dir, folder, dirs_exist_ok=True
+    )  # of an earlier run, which is not resumed from
     told = f"resume_from_checkpoint=True resumes from {folder / last}" if last else AGAIN
     asking = (*asking_to_end(at), f"metric_logger.by={int(signal.SIGINT)}", "seed=8")
     with pytest.raises(KeyboardInterrupt, match=f"^interrupted: {told}$"):
@@ -181,7 +218,10 @@ def test_without_resume_points_one_is_saved_where_it_is_asked_to_end(small, whol
 
 def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole):
     folder = small.fresh_folder()
-    asking = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=0")
+    asking = (
+        "checkpointer._component_=support.stops.AskingCheckpointer",
+        "checkpointer.at_epoch=0",
+    )
     assert ends_early(small, folder, SAVES, *DROPOUT, *asking) == 8
     go_on(small, folder, SAVES, *DROPOUT)
     assert went_on_from(folder) == "epoch_0"
@@ -189,7 +229,10 @@ def test_asked_while_an_epoch_is_saved_it_ends_with_that(small, whole):
 
 
 def test_asked_while_the_last_epoch_is_saved_it_is_done(small, whole):
-    asking = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=1")
+    asking = (
+        "checkpointer._component_=support.stops.AskingCheckpointer",
+        "checkpointer.at_epoch=1",
+    )
     done = small.run_in_process(OURS, SAVES, *DROPOUT, *asking)
     assert_the_same(done.output_dir, whole)
     assert not records(done.output_dir, "preempted")
@@ -200,7 +243,9 @@ def test_asked_in_validation_it_ends_after_it(small):
     overrides = (SAVES, *DROPOUT, *rows, "run_val_every_n_steps=2")
     whole = small.run_in_process(OURS, *overrides)
     folder = small.fresh_folder()
-    at = ends_early(small, folder, *overrides, *asking_to_end("null"), "dataset_val.asks_after_step=4")
+    at = ends_early(
+        small, folder, *overrides, *asking_to_end("null"), "dataset_val.asks_after_step=4"
+    )
     assert records(folder, "validation")[-1]["steps"] == at == 4
     go_on(small, folder, *overrides)
     assert_the_same(folder, whole)
@@ -235,7 +280,9 @@ def test_a_run_that_was_begun_anew_in_a_used_folder_is_gone_on_with(small, whole
     assert any("other runs in the file: 1" in line for line in audit(folder).lines)
 
 
-def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_on_with(small, whole):
+def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_on_with(
+    small, whole
+):
     folder = small.fresh_folder()
     shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
     other = ("seed=8", *DROPOUT)
@@ -277,7 +324,9 @@ def test_a_corrupt_epoch_is_passed_over_for_a_resume_point(small, whole):
     assert_the_same(folder, whole)
 
 
-@pytest.mark.parametrize("name", ["epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"])
+@pytest.mark.parametrize(
+    "name", ["epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"]
+)
 def test_a_bit_that_flipped_in_an_epoch_is_seen_and_a_resume_point_gone_on_from(small, whole, name):
     folder = stopped_after(whole, small, 8)
     spoil(folder / name)
@@ -302,7 +351,10 @@ def test_with_a_clock_that_went_back_the_newer_run_is_gone_on_with(small, whole,
     monkeypatch.setattr(time, "time_ns", lambda: now - 86_400 * 10**9)
     monkeypatch.setattr(time, "time", lambda: now / 1e9 - 86_400)
     other = ("seed=8", *DROPOUT, "epochs=3")
-    asking = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=0")
+    asking = (
+        "checkpointer._component_=support.stops.AskingCheckpointer",
+        "checkpointer.at_epoch=0",
+    )
     ends_early(small, folder, *other, *asking)
     found = go_on(small, folder, *other)
     assert went_on_from(folder) == "epoch_0"
@@ -317,7 +369,9 @@ def test_a_foreign_and_a_newer_folder_are_passed_over_by_name_and_stay(small, wh
     shutil.copytree(folder / "step_12", folder / "step_100")
     manifest = folder / "step_100" / "resume.json"
     content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**content, "format_version": 99, "order": content["order"] + 1}))
+    manifest.write_text(
+        json.dumps({**content, "format_version": 99, "order": content["order"] + 1})
+    )
     go_on(small, folder, SAVES, *DROPOUT, "keep_last_n_checkpoints=1")
     assert went_on_from(folder) == "step_12"
     said = " ".join(record["message"] for record in records(folder, "passed_over"))
@@ -331,19 +385,26 @@ def test_where_nothing_is_whole_what_was_passed_over_is_said(small, whole):
     folder = stopped_after(whole, small, 6)
     for name in ("step_3", "step_6"):
         (folder / name / "resume.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"(?s)step_3 is skipped: .*step_6 is skipped: ") as error:
+    with pytest.raises(
+        CheckpointError, match=r"(?s)step_3 is skipped: .*step_6 is skipped: "
+    ) as error:
         go_on(small, folder, SAVES, *DROPOUT)
     assert "holds nothing complete to resume from" in str(error.value)
 
 
 def test_where_nothing_was_saved_that_is_said_with_what_would_do(small):
-    with pytest.raises(CheckpointError, match=r"holds nothing to resume from: .*resume_from_checkpoint=False to begin"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds nothing to resume from: .*resume_from_checkpoint=False to begin",
+    ):
         go_on(small, small.fresh_folder())
 
 
 def test_a_run_that_is_done_and_has_no_state_to_go_on_from_says_so(small):
     done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1")
-    with pytest.raises(CheckpointError, match=r"holds the weights of a run that is done, .*another output_dir"):
+    with pytest.raises(
+        CheckpointError, match=r"holds the weights of a run that is done, .*another output_dir"
+    ):
         go_on(small, done.output_dir, "epochs=2")
 
 
@@ -364,34 +425,57 @@ def unlimited():
 
 
 def full_disk(first, last):
-    logger = {"_component_": "support.stops.Limiting", "from_step": first, "num_bytes": 100_000, "until_step": last}
+    logger = {
+        "_component_": "support.stops.Limiting",
+        "from_step": first,
+        "num_bytes": 100_000,
+        "until_step": last,
+    }
     return tuple(f"metric_logger.{key}={value}" for key, value in logger.items())
 
 
 def test_where_a_resume_point_finds_no_room_training_goes_on_and_says_so(small, whole, unlimited):
     done = small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(5, 7))
-    assert sorted(path.name for path in done.output_dir.glob("step_*")) == ["step_12", "step_15", "step_3", "step_9"]
+    assert sorted(path.name for path in done.output_dir.glob("step_*")) == [
+        "step_12",
+        "step_15",
+        "step_3",
+        "step_9",
+    ]
     (said,) = records(done.output_dir, "checkpoint_failed")
     assert "step_6 failed" in said["message"]
     assert "free disk space" in said["message"]
     assert_the_same(done.output_dir, whole)
 
 
-@pytest.mark.parametrize("step", [3, 6])  # the next save is another resume point, or that of the epoch
+@pytest.mark.parametrize(
+    "step", [3, 6]
+)  # the next save is another resume point, or that of the epoch
 def test_a_resume_point_that_fails_in_the_background_costs_no_other_save(small, whole, capfd, step):
     folder = small.fresh_folder()
     (folder / f"step_{step}").mkdir()
     (folder / f"step_{step}" / "notes.txt").write_text("not to be replaced")
-    done = small.run_in_process(OURS, SAVES, *DROPOUT, "enable_async_checkpointing=True", f"output_dir={folder}")
-    assert f"training goes on without a resume point: saving {folder}/step_{step} failed" in capfd.readouterr().err
+    done = small.run_in_process(
+        OURS, SAVES, *DROPOUT, "enable_async_checkpointing=True", f"output_dir={folder}"
+    )
+    assert (
+        f"training goes on without a resume point: saving {folder}/step_{step} failed"
+        in capfd.readouterr().err
+    )
     others = {3, 6, 9, 12, 15} - {step}
-    assert {int(path.parent.name.split("_")[1]) for path in folder.glob("step_*/resume.json")} == others
+    assert {
+        int(path.parent.name.split("_")[1]) for path in folder.glob("step_*/resume.json")
+    } == others
     assert_the_same(done.output_dir, whole)
 
 
-def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_whole_one(small, whole, unlimited):
+def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_whole_one(
+    small, whole, unlimited
+):
     folder = small.fresh_folder()
-    with pytest.raises(CheckpointError, match=r"saving .*epoch_0 failed .* bytes were free; .* from .*step_3$"):
+    with pytest.raises(
+        CheckpointError, match=r"saving .*epoch_0 failed .* bytes were free; .* from .*step_3$"
+    ):
         small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(4, 99), f"output_dir={folder}")
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     go_on(small, folder, SAVES, *DROPOUT)
@@ -409,8 +493,14 @@ RAMP = (
     "probe.device_memory=64MiB",
 )
 CHANGES = {
-    "dataset": (("dataset.data_files=${data_dir}/first.jsonl",), r"'16 rows, \w+': .* with '32 rows, \w+';"),
-    "model": (("model.attn_dropout=0.1",), r"'attn_dropout': 0\.1\}: .* with \{'attn_dropout': 0\.2\};"),
+    "dataset": (
+        ("dataset.data_files=${data_dir}/first.jsonl",),
+        r"'16 rows, \w+': .* with '32 rows, \w+';",
+    ),
+    "model": (
+        ("model.attn_dropout=0.1",),
+        r"'attn_dropout': 0\.1\}: .* with \{'attn_dropout': 0\.2\};",
+    ),
     "lr_scheduler": (FEATURES["cosine"], r"get_cosine_schedule_with_warmup.*: .* with None;"),
     "batch_size_schedule": (RAMP, r"linear_ramp.*: .* with None;"),
     "batch_increase_function": (
@@ -426,7 +516,8 @@ def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(sm
     overrides, shown = CHANGES[name]
     folder = stopped_after(whole, small, 6, taken_back=1)
     with pytest.raises(
-        SettingError, match=rf"{name}=.*{shown} resume with that, or set resume_allow_changes=\[{name}\]"
+        SettingError,
+        match=rf"{name}=.*{shown} resume with that, or set resume_allow_changes=\[{name}\]",
     ):
         go_on(small, folder, SAVES, *DROPOUT, *overrides)
     assert last_start(folder)["resumed"] is False  # what is refused leaves no trace in the record
@@ -442,12 +533,23 @@ def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(sm
 
 def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole):
     folder = stopped_after(whole, small, 6, taken_back=1)
-    go_on(small, folder, SAVES, *DROPOUT, "dtype=bf16", "clip_grad_norm=0.5", "optimizer.weight_decay=0.3")
+    go_on(
+        small,
+        folder,
+        SAVES,
+        *DROPOUT,
+        "dtype=bf16",
+        "clip_grad_norm=0.5",
+        "optimizer.weight_decay=0.3",
+    )
     for kind, before, after in (("dtype", "fp32", "bf16"), ("clip_grad_norm", None, 0.5)):
         (said,) = records(folder, kind)
         assert (said["before"], said["after"]) == (before, after)
     (said,) = records(folder, "no_effect")
-    assert said["message"] == "optimizer={'weight_decay': 0.3} has no effect: the checkpoint's default is kept"
+    assert (
+        said["message"]
+        == "optimizer={'weight_decay': 0.3} has no effect: the checkpoint's default is kept"
+    )
     found = audit(folder)
     assert found.holds, found.problems
     (changed,) = (line for line in found.lines if "changed on resume: " in line)
@@ -469,7 +571,10 @@ def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
 def test_a_run_with_restarts_is_audited_and_drawn_by_the_command_line(small, whole):
     folder = stopped_after(whole, small, 9, taken_back=2)
     go_on(small, folder, SAVES, *DROPOUT)
-    for command, printed in (("audit", "holds: each of 32 rows exactly once"), ("report", "report.html")):
+    for command, printed in (
+        ("audit", "holds: each of 32 rows exactly once"),
+        ("report", "report.html"),
+    ):
         ran = [sys.executable, "-m", "adaptive_batch", command, str(folder)]
         done = subprocess.run(ran, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
@@ -497,12 +602,16 @@ FOUR_THEN_SIXTEEN = (
 SMALLER = ("probe.maximum=8", "probe.search=halve")
 
 
-def test_with_the_optimizer_in_backward_a_schedule_does_not_go_on_where_its_steps_would_be_split(small):
+def test_with_the_optimizer_in_backward_a_schedule_does_not_go_on_where_its_steps_would_be_split(
+    small,
+):
     overrides = (*FOUR_THEN_SIXTEEN, "optimizer_in_bwd=True")
     whole = small.run_in_process(OURS, *overrides)
     assert {step["micro_batches"] for step in records(whole.output_dir, "step")} == {1}
     folder = stopped_after(whole, small, 3)
-    with pytest.raises(SettingError, match=r"optimizer_in_bwd=True: .*of which 8 fit here.*more memory"):
+    with pytest.raises(
+        SettingError, match=r"optimizer_in_bwd=True: .*of which 8 fit here.*more memory"
+    ):
         go_on(small, folder, *overrides, *SMALLER)
     assert not resumed_steps(folder)
 
@@ -526,7 +635,12 @@ def test_a_schedule_goes_on_as_it_was_on_a_smaller_device_and_again_from_there(s
 def assert_begun_anew(folder):
     """The epoch that was begun is trained from its first row, each row of it once."""
     (said,) = records(folder, "epoch_restarted")
-    rows = [row for step in resumed_steps(folder) if step["epoch"] == said["epoch"] for row in step["rows"]]
+    rows = [
+        row
+        for step in resumed_steps(folder)
+        if step["epoch"] == said["epoch"]
+        for row in step["rows"]
+    ]
     assert sorted(rows) == list(range(32))
     found = audit(folder)
     assert found.holds, found.problems
@@ -556,7 +670,10 @@ def test_with_another_schedule_of_tokens_the_epoch_begins_anew(small):
 def test_with_other_micro_batches_steps_of_tokens_hold_other_rows_and_the_epoch_begins_anew(small):
     whole = small.run_in_process(OURS, *BY_TOKENS, "uniform_micro_batches=rows")
     folder = stopped_after(whole, small, 3)
-    with pytest.raises(SettingError, match=r"uniform_micro_batches=.*resume_allow_changes=\[uniform_micro_batches\]"):
+    with pytest.raises(
+        SettingError,
+        match=r"uniform_micro_batches=.*resume_allow_changes=\[uniform_micro_batches\]",
+    ):
         go_on(small, folder, *BY_TOKENS)
     assert last_start(folder)["resumed"] is False
     go_on(small, folder, *BY_TOKENS, "resume_allow_changes=[uniform_micro_batches]")
@@ -590,7 +707,9 @@ def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, be
     of_this_epoch = [steps * (done + after * step) / (done + after * left) for step in range(left)]
     clocks = [*of_this_epoch, *range(steps, 2 * steps)]
     curve = [0.5 * (1 + math.cos(math.pi * (clock - 3) / (2 * steps - 3))) for clock in clocks]
-    rates = [0.01 * (clock / 3 if clock < 3 else high) for clock, high in zip(clocks, curve, strict=True)]
+    rates = [
+        0.01 * (clock / 3 if clock < 3 else high) for clock, high in zip(clocks, curve, strict=True)
+    ]
     assert [step["lr"] for step in resumed_steps(folder)] == pytest.approx(rates, rel=1e-9)
 
 
@@ -609,9 +728,14 @@ def test_a_model_whose_keys_are_in_another_order_is_the_same_model(small, whole)
     assert_the_same(folder, whole)
 
 
-def test_asked_while_an_epoch_is_saved_a_run_without_resume_points_goes_on_to_the_same_bits(small, whole):
+def test_asked_while_an_epoch_is_saved_a_run_without_resume_points_goes_on_to_the_same_bits(
+    small, whole
+):
     folder = small.fresh_folder()
-    asking = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=0")
+    asking = (
+        "checkpointer._component_=support.stops.AskingCheckpointer",
+        "checkpointer.at_epoch=0",
+    )
     assert ends_early(small, folder, *DROPOUT, *asking) == 8
     go_on(small, folder, *DROPOUT)
     assert went_on_from(folder) == "epoch_0"
@@ -631,11 +755,21 @@ def test_a_corrupt_epoch_is_named_where_the_checkpointer_has_a_folder_of_its_own
     assert f"{epochs / 'epoch_0'} is skipped: {path} has 1,000 bytes" in said["message"]
 
 
-def test_a_recipe_state_that_is_not_there_is_refused_by_its_key_and_one_that_is_older_has_no_effect(small, whole):
+def test_a_recipe_state_that_is_not_there_is_refused_by_its_key_and_one_that_is_older_has_no_effect(
+    small, whole
+):
     folder = stopped_after(whole, small, 9)
-    with pytest.raises(SettingError, match=r"checkpointer.recipe_checkpoint='other.pt': there is no such file"):
+    with pytest.raises(
+        SettingError, match=r"checkpointer.recipe_checkpoint='other.pt': there is no such file"
+    ):
         go_on(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=other.pt")
-    go_on(small, folder, SAVES, *DROPOUT, "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt")
+    go_on(
+        small,
+        folder,
+        SAVES,
+        *DROPOUT,
+        "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt",
+    )
     assert went_on_from(folder) == "step_9"
     (said,) = records(folder, "passed_over")
     assert said["message"].endswith("recipe_state.pt has no effect: step_9 is newer")

@@ -49,17 +49,23 @@ def test_an_epoch_that_was_saved_by_2_ranks_is_gone_on_from_by_1_and_by_4(small)
     for ranks in (1, 4):
         folder = small.fresh_folder()
         shutil.copytree(first.output_dir, folder, dirs_exist_ok=True)
-        (ended,) = launch(small, ranks, *way.overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
+        (ended,) = launch(
+            small, ranks, *way.overrides, f"output_dir={folder}", "resume_from_checkpoint=True"
+        )
         assert ended.exit_statuses == [0] * ranks, ended.output
         assert "epoch_0 with epoch 1" in ended.outputs[0]
         assert_goes_on_as_alone(folder, whole, weights=1e-6)
 
 
-def test_fewer_ranks_than_began_it_are_refused_with_the_optimizer_in_backward_and_as_many_as_needed_are_named(small):
+def test_fewer_ranks_than_began_it_are_refused_with_the_optimizer_in_backward_and_as_many_as_needed_are_named(
+    small,
+):
     overrides = (*SGD, "optimizer_in_bwd=True", "batch_size=2")
     (first,) = launch(small, 2, *overrides, *Part(2, 2).overrides())
     assert first.exit_statuses == [EXIT_STATUS] * 2
-    (refused,) = launch(small, 1, *overrides, f"output_dir={first.output_dir}", "resume_from_checkpoint=True")
+    (refused,) = launch(
+        small, 1, *overrides, f"output_dir={first.output_dir}", "resume_from_checkpoint=True"
+    )
     assert refused.exit_statuses == [1]
     assert "Traceback" not in refused.output
     assert (

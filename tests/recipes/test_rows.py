@@ -12,7 +12,12 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit, read_records
 
 ODD = ("dataset._component_=support.components.WithOddRow", "batch_size=2", "epochs=1")
-PLAIN = ("dataset._component_=support.components.WithOddRow", "batch_size=4", "epochs=1", "dataset.row=plain")
+PLAIN = (
+    "dataset._component_=support.components.WithOddRow",
+    "batch_size=4",
+    "epochs=1",
+    "dataset.row=plain",
+)
 WHY = {
     "raises": r"cannot be read \(ValueError: no text\)",
     "long": "has 65 tokens, and the model takes 64 at most",
@@ -26,14 +31,18 @@ WHY = {
 def test_the_step_that_meets_a_row_that_cannot_be_used_ends_the_run_and_names_it(small, row):
     output = small.fresh_folder()
     with pytest.raises(SettingError, match=f"dataset='json': row 9 {WHY[row]}"):
-        small.run_in_process(OURS, *ODD, "dataset.at=9", f"dataset.row={row}", f"output_dir={output}")
+        small.run_in_process(
+            OURS, *ODD, "dataset.at=9", f"dataset.row={row}", f"output_dir={output}"
+        )
     assert [r for r in read_records(output / "adaptive_batch" / "run.jsonl") if r["kind"] == "step"]
 
 
 @pytest.mark.parametrize("row", WHY)
 def test_so_does_validation(small, row):
     own = ("dataset_val._component_=support.components.WithOddRow", f"dataset_val.row={row}")
-    with pytest.raises(SettingError, match=rf"dataset_val='support\.components\.WithOddRow': row 5 {WHY[row]}"):
+    with pytest.raises(
+        SettingError, match=rf"dataset_val='support\.components\.WithOddRow': row 5 {WHY[row]}"
+    ):
         small.run_in_process(OURS, *PLAIN, *own, "run_val_every_n_steps=2")
 
 
@@ -49,7 +58,8 @@ def test_lengths_that_were_counted_beside_another_model_are_compared_with_this_o
     by_tokens = (*PLAIN, "batch_tokens=60")
     small.run_in_process(OURS, *by_tokens)
     with pytest.raises(
-        SettingError, match=re.escape("row 0 has the token id 12, and the model's vocabulary has 0 to 9")
+        SettingError,
+        match=re.escape("row 0 has the token id 12, and the model's vocabulary has 0 to 9"),
     ):
         small.run_in_process(OURS, *by_tokens, "model.vocab_size=10")
 
@@ -64,35 +74,58 @@ def test_tokens_may_be_a_list_an_array_or_a_tensor(small):
         "micro_batch_layout=packed",
     )
     kinds = ("list", "tuple", "array", "tensor", "list of numpy")
-    first, *others = (small.run_in_process(OURS, *rows, f"dataset.kind={kind}").losses for kind in kinds)
+    first, *others = (
+        small.run_in_process(OURS, *rows, f"dataset.kind={kind}").losses for kind in kinds
+    )
     assert len(first) > 1
     assert others == [first] * 4
 
 
 def test_a_collate_function_that_leaves_out_rows_is_refused(small):
     leaving_out = "support.components.leaving_out"
-    with pytest.raises(SettingError, match=f"collate_fn='{leaving_out}': it made 3 rows of 4; return all of them"):
+    with pytest.raises(
+        SettingError, match=f"collate_fn='{leaving_out}': it made 3 rows of 4; return all of them"
+    ):
         small.run_in_process(OURS, *PLAIN, f"collate_fn={leaving_out}")
 
 
 def test_a_collate_function_may_make_the_labels_unless_rows_are_padded_before(small):
-    keys = (f"dataset.lengths={COUNTED}", "epochs=1", "dataset_val=${dataset}", "run_val_every_n_steps=2")
+    keys = (
+        f"dataset.lengths={COUNTED}",
+        "epochs=1",
+        "dataset_val=${dataset}",
+        "run_val_every_n_steps=2",
+    )
     labelled = small.run_in_process(OURS, "dataset._component_=support.components.OfLengths", *keys)
     making = "support.components.labelling"
     made = ("dataset._component_=support.components.Unlabelled", f"collate_fn={making}", *keys)
     assert small.run_in_process(OURS, *made).losses == labelled.losses
-    with pytest.raises(SettingError, match=f"collate_fn='{making}': rows are padded to one length before it makes"):
+    with pytest.raises(
+        SettingError, match=f"collate_fn='{making}': rows are padded to one length before it makes"
+    ):
         small.run_in_process(OURS, *made, "pad_to_multiple_of=16")
 
 
 # --- rows that are not as long as the cache says ------------------------------------------------------------------------
 
 COUNTED = [8 + row % 9 for row in range(32)]
-CHANGED = [45 if row in (3, 7, 22) else 5 if row in (11, 30) else length for row, length in enumerate(COUNTED)]
-NOW_LENGTHS = ("dataset._component_=support.components.OfLengthsNow", "optimizer=torch.optim.SGD", "optimizer.lr=0.05")
+CHANGED = [
+    45 if row in (3, 7, 22) else 5 if row in (11, 30) else length
+    for row, length in enumerate(COUNTED)
+]
+NOW_LENGTHS = (
+    "dataset._component_=support.components.OfLengthsNow",
+    "optimizer=torch.optim.SGD",
+    "optimizer.lr=0.05",
+)
 STALE = {
     "as they come": ("batch_tokens=60", "micro_batch_tokens=4096"),
-    "rows that wait": ("batch_tokens=120", "min_rows_per_batch=3", "uniform_micro_batches=rows", "micro_batch_size=2"),
+    "rows that wait": (
+        "batch_tokens=120",
+        "min_rows_per_batch=3",
+        "uniform_micro_batches=rows",
+        "micro_batch_size=2",
+    ),
     "dropped rows": ("batch_tokens=40", "long_rows=drop", "micro_batch_tokens=4096"),
     "no last step": ("batch_tokens=60", "drop_last=True", "micro_batch_tokens=4096"),
     "a rule": (
@@ -115,7 +148,11 @@ def stale(small, monkeypatch, tmp_path):
     cached = tmp_path / "cache"
 
     def run(*overrides, lengths=CHANGED):
-        monkeypatch.setattr(type(small), "_environment", lambda _: {**environment, "ADAPTIVE_BATCH_CACHE": str(cached)})
+        monkeypatch.setattr(
+            type(small),
+            "_environment",
+            lambda _: {**environment, "ADAPTIVE_BATCH_CACHE": str(cached)},
+        )
         monkeypatch.setitem(components.NOW, "lengths", lengths)
         return small.run_in_process(OURS, *NOW_LENGTHS, "epochs=2", *overrides)
 
@@ -124,7 +161,11 @@ def stale(small, monkeypatch, tmp_path):
 
 
 def records(finished, kind):
-    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+    return [
+        r
+        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+        if r["kind"] == kind
+    ]
 
 
 @pytest.mark.parametrize("overrides", STALE.values(), ids=STALE)
@@ -133,14 +174,18 @@ def test_the_rest_of_the_epoch_is_planned_again_and_no_row_is_lost_or_repeated(s
     finished = stale(*overrides)
     (said,) = records(finished, "replanned")
     assert re.match(
-        r"row \d+ has \d+ tokens, and had \d+ when it was counted: all rows are counted again", said["message"]
+        r"row \d+ has \d+ tokens, and had \d+ when it was counted: all rows are counted again",
+        said["message"],
     )
     assert audit(finished.output_dir).problems == ()
     assert (said["position"] > 0) == (overrides != STALE["noticed as trials read rows"])
     tokens = [sum(CHANGED[row] for row in step["rows"]) for step in records(finished, "step")]
     assert [step["tokens_seen"] for step in records(finished, "step")] == [*accumulate(tokens)]
     if "batch_size=4" not in overrides:
-        assert all(count <= step["asked"] for count, step in zip(tokens, records(finished, "step"), strict=True))
+        assert all(
+            count <= step["asked"]
+            for count, step in zip(tokens, records(finished, "step"), strict=True)
+        )
     assert not records(stale(*overrides), "replanned")  # they were written down
 
 
@@ -149,7 +194,9 @@ def test_a_run_that_was_planned_again_resumes_to_the_same_bits(stale, small):
     stale(*overrides, lengths=COUNTED)
     whole = stale(*overrides)
     (said,) = records(whole, "replanned")
-    done = next(step["step"] for step in records(whole, "step") if step["position"] == said["position"])
+    done = next(
+        step["step"] for step in records(whole, "step") if step["position"] == said["position"]
+    )
     assert done > 1
     for step, resumed_by in (
         (done + 1, "both lengths"),
@@ -168,14 +215,22 @@ def test_rows_that_change_whenever_they_are_read_are_counted_again_once(stale, c
     finished = stale(*overrides, lengths=Flickering(COUNTED))
     assert len(records(finished, "replanned")) <= 1
     assert audit(finished.output_dir).problems == ()
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if "rows change as they are read" in line]
+    (said,) = [
+        line
+        for line in capsys.readouterr().err.splitlines()
+        if "rows change as they are read" in line
+    ]
     assert re.match(r"dataset: row \d+ has \d+ tokens, and had \d+ when it was counted; ", said)
 
 
 def test_lengths_of_validation_that_a_row_contradicts_are_dropped(small, monkeypatch, tmp_path):
     environment = {**small._environment(), "ADAPTIVE_BATCH_CACHE": str(tmp_path)}
     monkeypatch.setattr(type(small), "_environment", lambda _: environment)
-    own = ("dataset_val._component_=support.components.OfLengthsNow", "batch_size_val=auto", "run_val_every_n_steps=6")
+    own = (
+        "dataset_val._component_=support.components.OfLengthsNow",
+        "batch_size_val=auto",
+        "run_val_every_n_steps=6",
+    )
     finished = []
     for lengths in (COUNTED, CHANGED, CHANGED):
         monkeypatch.setitem(components.NOW, "lengths", lengths)
@@ -183,7 +238,8 @@ def test_lengths_of_validation_that_a_row_contradicts_are_dropped(small, monkeyp
     assert [len(records(run, "recounted")) for run in finished] == [0, 1, 0]
     (said,) = records(finished[1], "recounted")
     assert re.match(
-        r"dataset_val: row \d+ has 45 tokens, and had \d+ when it was counted: .* are dropped", said["message"]
+        r"dataset_val: row \d+ has 45 tokens, and had \d+ when it was counted: .* are dropped",
+        said["message"],
     )
 
 

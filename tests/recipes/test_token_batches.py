@@ -12,7 +12,10 @@ from adaptive_batch.report import read_records
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]  # all different
 ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
-WATCHED = ("model._component_=support.components.watched", "metric_logger._component_=support.components.Watching")
+WATCHED = (
+    "model._component_=support.components.watched",
+    "metric_logger._component_=support.components.Watching",
+)
 SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")
 BUDGET = 150
 BASE = (*ROWS, *WATCHED, *SGD, f"batch_tokens={BUDGET}", "micro_batch_tokens=4096")
@@ -23,7 +26,11 @@ COSINE = (
 
 
 def records(finished, kind):
-    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+    return [
+        r
+        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+        if r["kind"] == kind
+    ]
 
 
 def figures(finished, name):
@@ -32,9 +39,15 @@ def figures(finished, name):
 
 def epochs_of_steps(finished):
     """For each epoch the row numbers of each of its steps, in the order of use."""
-    steps = [list(chain.from_iterable(micro_batch.rows for micro_batch in step)) for step in components.STEPS]
+    steps = [
+        list(chain.from_iterable(micro_batch.rows for micro_batch in step))
+        for step in components.STEPS
+    ]
     epochs = figures(finished, "epoch")
-    return [[rows for rows, at in zip(steps, epochs, strict=True) if at == epoch] for epoch in sorted(set(epochs))]
+    return [
+        [rows for rows, at in zip(steps, epochs, strict=True) if at == epoch]
+        for epoch in sorted(set(epochs))
+    ]
 
 
 def tokens(rows):
@@ -78,7 +91,9 @@ def test_every_row_is_trained_once_an_epoch_and_no_step_is_over_its_tokens(small
 
 
 def test_a_step_takes_rows_until_the_next_is_too_much(small):
-    finished = small.run_in_process(OURS, *BASE, "epochs=1", "micro_batch_tokens=null", "micro_batch_size=32")
+    finished = small.run_in_process(
+        OURS, *BASE, "epochs=1", "micro_batch_tokens=null", "micro_batch_size=32"
+    )
     (steps,) = epochs_of_steps(finished)
     for step, following in pairwise(steps):
         assert tokens(step) + LENGTHS[following[0]] > BUDGET
@@ -95,7 +110,11 @@ def test_what_is_run_at_once_changes_no_step(small):
         assert figures(split, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     (plan,) = records(split, "plan")  # nothing said what is run at once: as many tokens as fit
     bound = records(split, "bound")[-1]["max_batch_size"]
-    assert (plan["limit"], plan["unit"], plan["batch_tokens"]) == (bound * max(LENGTHS), "tokens", BUDGET)
+    assert (plan["limit"], plan["unit"], plan["batch_tokens"]) == (
+        bound * max(LENGTHS),
+        "tokens",
+        BUDGET,
+    )
 
 
 def test_rows_over_the_budget_are_dropped_and_listed_or_each_a_step_of_its_own(small):
@@ -103,9 +122,14 @@ def test_rows_over_the_budget_are_dropped_and_listed_or_each_a_step_of_its_own(s
     assert len(long_rows) > 2
     dropped = small.run_in_process(OURS, *BASE, "epochs=2", "batch_tokens=40", "long_rows=drop")
     for steps in epochs_of_steps(dropped):
-        assert sorted(chain.from_iterable(steps)) == [row for row in range(32) if row not in long_rows]
+        assert sorted(chain.from_iterable(steps)) == [
+            row for row in range(32) if row not in long_rows
+        ]
     said = records(dropped, "dropped")
-    assert [(record["epoch"], record["rows"]) for record in said] == [(0, long_rows), (1, long_rows)]
+    assert [(record["epoch"], record["rows"]) for record in said] == [
+        (0, long_rows),
+        (1, long_rows),
+    ]
     assert f"{len(long_rows)} rows of more than batch_tokens=40 are dropped" in said[0]["message"]
     alone = small.run_in_process(OURS, *BASE, "epochs=1", "batch_tokens=40", "long_rows=alone")
     (steps,) = epochs_of_steps(alone)
@@ -115,7 +139,9 @@ def test_rows_over_the_budget_are_dropped_and_listed_or_each_a_step_of_its_own(s
 
 
 def test_drop_last_leaves_out_the_step_that_the_end_of_the_epoch_cut(small):
-    kept, dropped = (small.run_in_process(OURS, *BASE, "epochs=1", f"drop_last={drop}") for drop in (False, True))
+    kept, dropped = (
+        small.run_in_process(OURS, *BASE, "epochs=1", f"drop_last={drop}") for drop in (False, True)
+    )
     assert dropped.losses == kept.losses[:-1]
 
 
@@ -123,13 +149,21 @@ def test_accumulated_steps_are_said_to_be_without_effect(small):
     plain = small.run_in_process(OURS, *BASE, "epochs=1")
     accumulated = small.run_in_process(OURS, *BASE, "epochs=1", "gradient_accumulation_steps=4")
     (said,) = records(accumulated, "no_effect")
-    assert said["message"] == "gradient_accumulation_steps has no effect: batch_tokens sets what a step holds"
+    assert (
+        said["message"]
+        == "gradient_accumulation_steps has no effect: batch_tokens sets what a step holds"
+    )
     assert accumulated.losses == plain.losses
 
 
 @pytest.mark.parametrize("uniform", ["rows", "lengths", "both"])
 def test_all_micro_batches_of_a_step_are_alike(small, uniform):
-    settings = ("epochs=1", "batch_tokens=400", "micro_batch_tokens=150", f"uniform_micro_batches={uniform}")
+    settings = (
+        "epochs=1",
+        "batch_tokens=400",
+        "micro_batch_tokens=150",
+        f"uniform_micro_batches={uniform}",
+    )
     finished = small.run_in_process(OURS, *BASE, *settings)
     (steps,) = epochs_of_steps(finished)
     assert sorted(chain.from_iterable(steps)) == list(range(32))
@@ -144,11 +178,16 @@ def test_all_micro_batches_of_a_step_are_alike(small, uniform):
 
 # --- the order of rows --------------------------------------------------------------------------------------------------
 
-ONE_AT_ONCE = ("micro_batch_tokens=null", "micro_batch_size=32")  # rows of a step stay in their order
+ONE_AT_ONCE = (
+    "micro_batch_tokens=null",
+    "micro_batch_size=32",
+)  # rows of a step stay in their order
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", [("batch_tokens=150",), ("batch_tokens=null", "batch_size=8")], ids=" ".join)
+@pytest.mark.parametrize(
+    "by", [("batch_tokens=150",), ("batch_tokens=null", "batch_size=8")], ids=" ".join
+)
 @pytest.mark.parametrize(
     ("order", "runs"),
     [
@@ -165,12 +204,16 @@ def test_the_order_is_what_was_asked_for_and_a_new_one_each_epoch(small, by, ord
     for rows in orders:
         falls = sum(LENGTHS[after] < LENGTHS[before] for before, after in pairwise(rows))
         assert falls == runs - 1 if runs else falls > 4
-    assert (orders[0] != orders[1]) == (runs != 1)  # no two lengths are equal, so one sorted order is all there is
+    assert (orders[0] != orders[1]) == (
+        runs != 1
+    )  # no two lengths are equal, so one sorted order is all there is
 
 
 def test_random_follows_the_seed(small):
     def order(seed):
-        finished = small.run_in_process(OURS, *BASE, *ONE_AT_ONCE, "epochs=1", "sample_order=random", f"seed={seed}")
+        finished = small.run_in_process(
+            OURS, *BASE, *ONE_AT_ONCE, "epochs=1", "sample_order=random", f"seed={seed}"
+        )
         return list(chain.from_iterable(epochs_of_steps(finished)[0]))
 
     assert order(1) == order(1) != order(2)
@@ -194,7 +237,9 @@ def test_a_resumed_run_goes_on_exactly_its_learning_rate_included(small, overrid
     whole = small.run_in_process(OURS, *settings)
     first = figures(whole, "epoch").count(0)
     folder = interrupted_after_first_epoch(whole, small)
-    rest = small.run_in_process(OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True")
+    rest = small.run_in_process(
+        OURS, *settings, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
     assert rest.losses == whole.losses[first:]
     assert losses(folder, name="lr") == losses(whole.output_dir, name="lr")[first:]
     assert len(set(losses(folder, name="lr"))) > 1
@@ -204,21 +249,38 @@ def test_a_resumed_run_goes_on_exactly_its_learning_rate_included(small, overrid
 # --- the learning rate --------------------------------------------------------------------------------------------------
 
 RATE = 0.01
-SHORT_END = (*ROWS, *WATCHED, "optimizer=torch.optim.SGD", f"optimizer.lr={RATE}", "epochs=1", "batch_size=12")
+SHORT_END = (
+    *ROWS,
+    *WATCHED,
+    "optimizer=torch.optim.SGD",
+    f"optimizer.lr={RATE}",
+    "epochs=1",
+    "batch_size=12",
+)
 RULES = {"linear": lambda ratio: ratio, "sqrt": math.sqrt}
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(
-    ("reference", "amount"), [(None, 12), ("48", 48), ("300tok", 300)], ids=["default", "rows", "tokens"]
+    ("reference", "amount"),
+    [(None, 12), ("48", 48), ("300tok", 300)],
+    ids=["default", "rows", "tokens"],
 )
 def test_the_rate_follows_the_batch_that_was_really_stepped(small, rule, reference, amount):
     given = () if reference is None else (f"reference_batch_size={reference}",)
-    finished = small.run_in_process(OURS, *SHORT_END, f"lr_scaling={rule}", "drop_last=False", *given)
-    batches = tokens_of_steps(finished) if reference == "300tok" else figures(finished, "batch_size")
+    finished = small.run_in_process(
+        OURS, *SHORT_END, f"lr_scaling={rule}", "drop_last=False", *given
+    )
+    batches = (
+        tokens_of_steps(finished) if reference == "300tok" else figures(finished, "batch_size")
+    )
     assert figures(finished, "batch_size") == [12, 12, 8]
-    assert figures(finished, "lr") == pytest.approx([RATE * RULES[rule](batch / amount) for batch in batches])
-    assert [float(rate) for rate in losses(finished.output_dir, name="lr")] == figures(finished, "lr")
+    assert figures(finished, "lr") == pytest.approx(
+        [RATE * RULES[rule](batch / amount) for batch in batches]
+    )
+    assert [float(rate) for rate in losses(finished.output_dir, name="lr")] == figures(
+        finished, "lr"
+    )
 
 
 def test_the_default_reference_counts_what_is_accumulated_and_not_what_is_found(small):
@@ -227,7 +289,11 @@ def test_the_default_reference_counts_what_is_accumulated_and_not_what_is_found(
     )
     assert figures(accumulated, "lr") == pytest.approx([RATE, RATE])
     found = small.run_in_process(
-        OURS, *SHORT_END, "lr_scaling=linear", "use_maximum_batch_size=True", "probe.device_memory=1GiB"
+        OURS,
+        *SHORT_END,
+        "lr_scaling=linear",
+        "use_maximum_batch_size=True",
+        "probe.device_memory=1GiB",
     )
     assert figures(found, "batch_size") == [32]
     assert figures(found, "lr") == pytest.approx([RATE * 32 / 12])
@@ -260,7 +326,9 @@ def test_the_rate_follows_a_batch_that_grows(small):
         "batch_increase_function=support.components.four_more",
     )  # fmt: skip
     assert figures(grown, "batch_size") == [8, 8, 8, 8, 12, 12, 8]
-    assert figures(grown, "lr") == pytest.approx([RATE * rows / 8 for rows in figures(grown, "batch_size")])
+    assert figures(grown, "lr") == pytest.approx(
+        [RATE * rows / 8 for rows in figures(grown, "batch_size")]
+    )
     said = records(grown, "lr")[0]
     assert said["message"] == "lr 0.01 belongs to 8 rows a step, and is scaled by the rule linear"
 

@@ -16,13 +16,20 @@ VALIDATED = (
     f"dataset_val.lengths={LENGTHS}",
     "run_val_every_n_steps=2",
 )
-WATCHED = ("model._component_=support.components.watched", "metric_logger._component_=support.components.Watching")
+WATCHED = (
+    "model._component_=support.components.watched",
+    "metric_logger._component_=support.components.Watching",
+)
 STEPS = ("batch_size=8", "epochs=1")  # four of them
 DROPOUT = "model.attn_dropout=0.2"
 
 
 def records(finished, kind):
-    return [r for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl") if r["kind"] == kind]
+    return [
+        r
+        for r in read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+        if r["kind"] == kind
+    ]
 
 
 def values(finished):
@@ -40,7 +47,9 @@ def validated(small):
 
 def test_it_comes_after_every_so_many_steps_and_is_logged(validated):
     assert [record["steps"] for record in records(validated, "validation")] == [2, 4, 6, 8]
-    logged = re.findall(r"^Step (\d+) \| val_loss:(\S+)", (validated.output_dir / "logs" / LOG).read_text(), re.M)
+    logged = re.findall(
+        r"^Step (\d+) \| val_loss:(\S+)", (validated.output_dir / "logs" / LOG).read_text(), re.M
+    )
     assert [(int(step), float(value)) for step, value in logged] == [
         (record["steps"], record["val_loss"]) for record in records(validated, "validation")
     ]
@@ -53,8 +62,17 @@ def test_training_is_the_same_to_the_bit_with_it_and_without(small, validated):
 
 
 def test_rows_that_draw_random_numbers_when_they_are_read_leave_no_trace(small):
-    draws = ("dataset._component_=support.components.Augmented", "batch_size=4", "epochs=1", "micro_batch_size=4")
-    own = ("dataset_val._component_=support.components.Augmented", "run_val_every_n_steps=1", "batch_size_val=auto")
+    draws = (
+        "dataset._component_=support.components.Augmented",
+        "batch_size=4",
+        "epochs=1",
+        "micro_batch_size=4",
+    )
+    own = (
+        "dataset_val._component_=support.components.Augmented",
+        "run_val_every_n_steps=1",
+        "batch_size_val=auto",
+    )
     validated = small.run_in_process(OURS, *draws, *own, "probe.device_memory=1GiB")
     assert len(values(validated)) == 4
     assert validated.losses == small.run_in_process(OURS, *draws).losses
@@ -63,7 +81,13 @@ def test_rows_that_draw_random_numbers_when_they_are_read_leave_no_trace(small):
 def test_a_resumed_run_validates_as_the_uninterrupted_one(small, validated):
     folder = interrupted_after_first_epoch(validated, small)
     rest = small.run_in_process(
-        OURS, *STEPS, *VALIDATED, DROPOUT, "epochs=2", f"output_dir={folder}", "resume_from_checkpoint=True"
+        OURS,
+        *STEPS,
+        *VALIDATED,
+        DROPOUT,
+        "epochs=2",
+        f"output_dir={folder}",
+        "resume_from_checkpoint=True",
     )
     again = [record["steps"] for record in records(rest, "validation")]
     assert again == [2, 4, 6, 8, 6, 8]
@@ -79,7 +103,9 @@ def test_its_loss_is_that_of_training_on_the_same_rows_without_dropout(small):
     ]
     plain = small.run_in_process(OURS, *still, *both, "run_val_every_n_steps=1")
     assert values(plain) == pytest.approx([float(loss) for loss in plain.losses], rel=1e-6)
-    dropped = small.run_in_process(OURS, *still, *both, "run_val_every_n_steps=1", "model.attn_dropout=0.5")
+    dropped = small.run_in_process(
+        OURS, *still, *both, "run_val_every_n_steps=1", "model.attn_dropout=0.5"
+    )
     assert values(dropped) == values(plain)
     assert dropped.losses != plain.losses
 
@@ -88,7 +114,9 @@ def test_its_loss_is_that_of_training_on_the_same_rows_without_dropout(small):
 @pytest.mark.parametrize("size", [1, 3, 100, "auto"])
 def test_its_loss_does_not_depend_on_its_batch(small, size):
     reference = small.run_in_process(OURS, *STEPS, *VALIDATED)
-    other = small.run_in_process(OURS, *STEPS, *VALIDATED, f"batch_size_val={size}", "probe.device_memory=12MiB")
+    other = small.run_in_process(
+        OURS, *STEPS, *VALIDATED, f"batch_size_val={size}", "probe.device_memory=12MiB"
+    )
     assert values(other) == pytest.approx(values(reference), rel=1e-6)
     assert other.losses == reference.losses
 
@@ -96,13 +124,19 @@ def test_its_loss_does_not_depend_on_its_batch(small, size):
 @pytest.mark.slow
 def test_so_many_batches_are_the_first_rows_whatever_fits(small):
     def rows(*overrides):
-        small.run_in_process(OURS, *WATCHED, *STEPS, *VALIDATED, "run_val_every_n_steps=4", *overrides)
+        small.run_in_process(
+            OURS, *WATCHED, *STEPS, *VALIDATED, "run_val_every_n_steps=4", *overrides
+        )
         return [row for seen in evaluated() for row in seen.rows]
 
     assert sorted(rows("batch_size_val=3", "max_validation_batches=2")) == list(range(6))
-    assert sorted(rows("max_validation_batches=1")) == list(range(8))  # of batch_size, where there is no other
+    assert sorted(rows("max_validation_batches=1")) == list(
+        range(8)
+    )  # of batch_size, where there is no other
     assert sorted(rows("max_validation_batches=-1")) == list(range(10))
-    assert sorted(rows("batch_size_val=3", "max_validation_batches=2", "model.rows_fit_evaluated=1")) == list(range(6))
+    assert sorted(
+        rows("batch_size_val=3", "max_validation_batches=2", "model.rows_fit_evaluated=1")
+    ) == list(range(6))
 
 
 @pytest.mark.slow
@@ -111,7 +145,9 @@ def test_auto_tries_its_own_longest_rows_and_runs_as_many_as_fit(small):
     longer = f"dataset_val.lengths={[60] + [20] * 29}"
     finished = small.run_in_process(OURS, *WATCHED, *STEPS, *VALIDATED, *memory, longer)
     (record,) = records(finished, "validation")
-    trials = [len(seen.rows) for seen in evaluated() if seen.length == 60][:-1]  # the last one is validation's own
+    trials = [len(seen.rows) for seen in evaluated() if seen.length == 60][
+        :-1
+    ]  # the last one is validation's own
     tried = max(trials)
     assert 1 < tried < 30
     run = evaluated()[len(trials) :]
@@ -126,7 +162,10 @@ def test_running_out_of_memory_in_it_takes_nothing_from_training(small):
     expected = small.run_in_process(OURS, *settings)
     finished = small.run_in_process(OURS, *settings, "model.rows_fit_evaluated=4")
     changes = records(finished, "validation_limit")
-    assert [(change["before"], change["after"]) for change in changes] == [(10, 5), (5, 2)]  # once for both validations
+    assert [(change["before"], change["after"]) for change in changes] == [
+        (10, 5),
+        (5, 2),
+    ]  # once for both validations
     assert values(finished) == pytest.approx(values(expected), rel=1e-6)
     steps = records(finished, "step")
     assert {step["micro_batches"] for step in steps} == {1}
@@ -136,7 +175,9 @@ def test_running_out_of_memory_in_it_takes_nothing_from_training(small):
 
 
 def test_running_out_of_memory_in_training_takes_nothing_from_it(small):
-    small.run_in_process(OURS, *WATCHED, *STEPS, *VALIDATED, "batch_size_val=10", "model.rows_fit=3")
+    small.run_in_process(
+        OURS, *WATCHED, *STEPS, *VALIDATED, "batch_size_val=10", "model.rows_fit=3"
+    )
     assert [len(seen.rows) for seen in evaluated()] == [10, 10]
 
 
@@ -149,10 +190,24 @@ def test_running_out_of_memory_in_training_takes_nothing_from_it(small):
 )
 def test_one_row_that_does_not_fit_is_an_error_that_says_whose(small, trained, validated, said):
     output = small.fresh_folder()
-    rows = (f"dataset_val.lengths=[{validated}]", "dataset._component_=support.components.OfLengths")
-    memory = ("probe.device_memory=3500KiB", "model.max_seq_len=512", "batch_size_val=auto", "batch_size=2")
+    rows = (
+        f"dataset_val.lengths=[{validated}]",
+        "dataset._component_=support.components.OfLengths",
+    )
+    memory = (
+        "probe.device_memory=3500KiB",
+        "model.max_seq_len=512",
+        "batch_size_val=auto",
+        "batch_size=2",
+    )
     with pytest.raises(DoesNotFitError, match=said):
         small.run_in_process(
-            OURS, *STEPS, *VALIDATED, *rows, f"dataset.lengths=[{trained},{trained}]", *memory, f"output_dir={output}"
+            OURS,
+            *STEPS,
+            *VALIDATED,
+            *rows,
+            f"dataset.lengths=[{trained},{trained}]",
+            *memory,
+            f"output_dir={output}",
         )
     assert not losses(output)

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 from support.cli import Finished, SmallSetup, make_setup, same_weights
 
-__all__ = ["KINDS", "LORA", "OURS", "STOCK", "STOCK_ON_RANKS", "adapters", "make_wide_setup", "same_epoch"]
+__all__ = [
+    "KINDS",
+    "LORA",
+    "OURS",
+    "STOCK",
+    "STOCK_ON_RANKS",
+    "adapters",
+    "make_wide_setup",
+    "same_epoch",
+]
 
 OURS = "adaptive_lora_finetune"
 STOCK, STOCK_ON_RANKS = "lora_finetune_single_device", "lora_finetune_distributed"
@@ -19,7 +28,11 @@ LORA = (
     "lr_scheduler.num_warmup_steps=3",
     "~optimizer_in_bwd",
 )
-KINDS = {"LoRA": (), "DoRA": ("model.use_dora=True",), "QLoRA": ("model.quantize_base=True", "dtype=bf16")}
+KINDS = {
+    "LoRA": (),
+    "DoRA": ("model.use_dora=True",),
+    "QLoRA": ("model.quantize_base=True", "dtype=bf16"),
+}
 
 
 def make_wide_setup(folder) -> SmallSetup:
@@ -41,7 +54,11 @@ def same_epoch(one: Finished, other: Finished, epoch: int) -> bool:
     """
 
     def merged(run: Finished) -> dict[str, torch.Tensor]:
-        return {name: tensor for name, tensor in run.weights(epoch).items() if not name.startswith("base_model.")}
+        return {
+            name: tensor
+            for name, tensor in run.weights(epoch).items()
+            if not name.startswith("base_model.")
+        }
 
     same = same_weights(adapters(one, epoch), adapters(other, epoch))
     both = merged(one), merged(other)

@@ -43,7 +43,9 @@ class Attention:
     keys: int = 512
     dropout: float = 0.0
 
-    def forward(self, device: str) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+    def forward(
+        self, device: str
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
         """Return what calls it, and what runs its backward."""
         dtype = getattr(torch, self.dtype)
         query = self._tensor(self.heads, self.queries, dtype, device)
@@ -56,14 +58,28 @@ class Attention:
         }
         mask = None
         if self.mask in shapes:
-            mask = torch.empty(shapes[self.mask], dtype=dtype if self.mask == "float" else torch.bool, device=device)
-        gradient = torch.empty(self.batch, self.queries, self.heads, self.head_dim, dtype=dtype, device=device)
+            mask = torch.empty(
+                shapes[self.mask],
+                dtype=dtype if self.mask == "float" else torch.bool,
+                device=device,
+            )
+        gradient = torch.empty(
+            self.batch, self.queries, self.heads, self.head_dim, dtype=dtype, device=device
+        )
 
         def call() -> torch.Tensor:
             keys, values = key, value
             if self.key_heads != self.heads and not self.grouped:
-                repeats = (self.batch, self.key_heads, self.heads // self.key_heads, self.keys, self.head_dim)
-                keys, values = (tensor.unsqueeze(2).expand(repeats).flatten(1, 2) for tensor in (key, value))
+                repeats = (
+                    self.batch,
+                    self.key_heads,
+                    self.heads // self.key_heads,
+                    self.keys,
+                    self.head_dim,
+                )
+                keys, values = (
+                    tensor.unsqueeze(2).expand(repeats).flatten(1, 2) for tensor in (key, value)
+                )
             return functional.scaled_dot_product_attention(
                 query,
                 keys,
@@ -101,10 +117,17 @@ class Packed:
     key_heads: int = 8
     heads: int = 8
 
-    def forward(self, device: str) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+    def forward(
+        self, device: str
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
         """As of :class:`Attention`."""
         tokens = sum(self.lengths)
-        alike = {"layout": self.layout, "key_heads": self.key_heads, "grouped": True, "heads": self.heads}
+        alike = {
+            "layout": self.layout,
+            "key_heads": self.key_heads,
+            "grouped": True,
+            "heads": self.heads,
+        }
         one = Attention(self.head_dim, self.dtype, batch=1, queries=tokens, keys=tokens, **alike)
         call, backward = one.forward(device)
 
@@ -129,13 +152,21 @@ class Norm:
     dim: int = 2048
     is_contiguous: bool = True
 
-    def forward(self, device: str) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+    def forward(
+        self, device: str
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
         """As of :class:`Attention`."""
-        shape = (2, self.rows // 2, self.dim) if self.is_contiguous else (self.rows // 2, 2, self.dim)
-        tensor = torch.empty(shape, dtype=getattr(torch, self.dtype), device=device, requires_grad=True)
+        shape = (
+            (2, self.rows // 2, self.dim) if self.is_contiguous else (self.rows // 2, 2, self.dim)
+        )
+        tensor = torch.empty(
+            shape, dtype=getattr(torch, self.dtype), device=device, requires_grad=True
+        )
         given = tensor if self.is_contiguous else tensor.transpose(0, 1)
         weights = [
-            torch.empty(self.dim, dtype=getattr(torch, self.weight), device=device, requires_grad=True)
+            torch.empty(
+                self.dim, dtype=getattr(torch, self.weight), device=device, requires_grad=True
+            )
             for _ in range({"rms_norm": 1, "layer_norm": 2}[self.kind] if self.weight else 0)
         ]
         gradient = torch.empty(given.shape, dtype=given.dtype, device=device)
@@ -153,7 +184,9 @@ class InPlace:
     rows: int = 2048
     dim: int = 512
 
-    def forward(self, device: str) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+    def forward(
+        self, device: str
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
         """As of :class:`Attention`."""
         tensor = torch.empty(self.rows, self.dim, device=device, requires_grad=True)
 
@@ -184,7 +217,9 @@ def _counted(tracker: AttributedTracker, call: Callable[[], Any]) -> tuple[Any, 
     start, first = len(tracker.log), sum(entry > 0 for entry in tracker.log)
     result = call()
     return result, [
-        entry if entry > 0 else entry + first for entry in tracker.log[start:] if entry > 0 or ~entry >= first
+        entry if entry > 0 else entry + first
+        for entry in tracker.log[start:]
+        if entry > 0 or ~entry >= first
     ]
 
 
@@ -205,7 +240,9 @@ def on_cuda(calls: Sequence[Call], *, device: str) -> list[tuple[Log, Log]]:
     """The same on PyTorch's CUDA stack without a device, for a device of that name."""
     given = json.dumps([(type(call).__name__, asdict(call)) for call in calls])
     environment = os.environ | {"STUB_CUDA_DEVICE": device}
-    done = subprocess.run([sys.executable, __file__], input=given, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, __file__], input=given, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return [(first, second) for first, second in json.loads(done.stdout)]
 
@@ -223,7 +260,10 @@ def _traced(call: Callable[[], Any]) -> tuple[Any, Log]:
         if event["action"] == "alloc":
             numbers[event["addr"]] = sum(entry > 0 for entry in log)
             log.append(event["size"])
-        elif event["action"] == "free_requested" and (number := numbers.pop(event["addr"], None)) is not None:
+        elif (
+            event["action"] == "free_requested"
+            and (number := numbers.pop(event["addr"], None)) is not None
+        ):
             log.append(~number)
     return result, log
 

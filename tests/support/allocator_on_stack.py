@@ -23,7 +23,15 @@ import torch
 
 from adaptive_batch.estimate.allocator import AllocatorSettings, CachingAllocator
 
-SEGMENT = ("total_size", "allocated_size", "active_size", "requested_size", "stream", "segment_type", "is_expandable")
+SEGMENT = (
+    "total_size",
+    "allocated_size",
+    "active_size",
+    "requested_size",
+    "stream",
+    "segment_type",
+    "is_expandable",
+)
 
 
 def simulated() -> CachingAllocator:
@@ -40,7 +48,11 @@ def described(segments: Iterable[dict[str, Any]]) -> list[Any]:
             segment["address"] - ordered[0]["address"],
             *(segment[key] for key in SEGMENT),
             [
-                [block["size"], block["state"], block["requested_size"] * (block["state"] == "active_allocated")]
+                [
+                    block["size"],
+                    block["state"],
+                    block["requested_size"] * (block["state"] == "active_allocated"),
+                ]
                 for block in segment["blocks"]
             ],
         ]
@@ -60,8 +72,12 @@ def difference(allocator: CachingAllocator) -> dict[str, Any]:
         pairs[name] = (stats[f"{of_name}.current"], getattr(allocator, f"{name}_bytes"))
         pairs[f"peak_{name}"] = (stats[f"{of_name}.peak"], getattr(allocator, f"peak_{name}_bytes"))
     here, there = described(torch.cuda.memory_snapshot()), described(allocator.segments())
-    pairs["segments"] = next((pair for pair in zip_longest(here, there) if pair[0] != pair[1]), (None, None))
-    return {name: (real, simulation) for name, (real, simulation) in pairs.items() if real != simulation}
+    pairs["segments"] = next(
+        (pair for pair in zip_longest(here, there) if pair[0] != pair[1]), (None, None)
+    )
+    return {
+        name: (real, simulation) for name, (real, simulation) in pairs.items() if real != simulation
+    }
 
 
 def counted(allocator: CachingAllocator) -> dict[str, int]:
@@ -84,7 +100,9 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
     held: list[tuple[torch.Tensor, Any]] = []
     largest = draw.choice([18, 21, 23, 25, 27, 29, 30])
     few = [int(2 ** draw.uniform(0, largest)) for _ in range(draw.choice([3, 8, 30]))]
-    full = draw.uniform(0.3, 1.1) * allocator.capacity_bytes  # from where on more is freed than allocated
+    full = (
+        draw.uniform(0.3, 1.1) * allocator.capacity_bytes
+    )  # from where on more is freed than allocated
     found: dict[str, Any] = {}
     for number in range(1, num_operations + 1):
         if draw.random() < 0.002:
@@ -106,7 +124,9 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
             elif tensor is not None:
                 held.append((tensor, block))
             del tensor
-        if number % 250 == 0 or number == num_operations:  # PyTorch 2.13 loses references with each snapshot
+        if (
+            number % 250 == 0 or number == num_operations
+        ):  # PyTorch 2.13 loses references with each snapshot
             found = found or difference(allocator)
         if found:
             break
@@ -149,7 +169,11 @@ def training(lengths: list[int]) -> Iterator[dict[str, Any]]:
                 with suppress(torch.OutOfMemoryError):
                     allocator.malloc(event["size"])
                     raise AssertionError(f"{event['size']} bytes could be had")
-        result = {"case": f"{length} tokens", "events": len(events) - num_seen, "out_of_memory": out_of_memory}
+        result = {
+            "case": f"{length} tokens",
+            "events": len(events) - num_seen,
+            "out_of_memory": out_of_memory,
+        }
         num_seen = len(events)
         yield {**result, **counted(allocator), "difference": difference(allocator)}
 

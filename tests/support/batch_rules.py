@@ -137,17 +137,24 @@ def linear_that_counts(optimizer, num_training_steps, last_epoch=-1):
 
 def sequence_that_counts(optimizer, num_training_steps, last_epoch=-1):
     """Up, and down in a cosine that computes each rate from the one before."""
-    parts = [LambdaLR(optimizer, lambda step: (step + 1) / 4), CosineAnnealingLR(optimizer, num_training_steps - 3)]
+    parts = [
+        LambdaLR(optimizer, lambda step: (step + 1) / 4),
+        CosineAnnealingLR(optimizer, num_training_steps - 3),
+    ]
     return SequentialLR(optimizer, parts, [3], last_epoch=last_epoch)
 
 
 def one_cycle(optimizer, num_training_steps, last_epoch=-1):
-    return OneCycleLR(optimizer, max_lr=0.1, total_steps=num_training_steps + 1, last_epoch=last_epoch)
+    return OneCycleLR(
+        optimizer, max_lr=0.1, total_steps=num_training_steps + 1, last_epoch=last_epoch
+    )
 
 
 def refuses_a_long_warm_up(optimizer, num_warmup_steps, num_training_steps, last_epoch=-1):
     if num_warmup_steps > num_training_steps:
-        raise ValueError(f"{num_warmup_steps} steps of warm-up are more than all {num_training_steps}")
+        raise ValueError(
+            f"{num_warmup_steps} steps of warm-up are more than all {num_training_steps}"
+        )
     return linear(optimizer, num_training_steps, last_epoch)
 
 

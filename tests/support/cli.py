@@ -34,10 +34,18 @@ from support.paths import ROOT, subprocess_environment
 from torch import nn
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
-from torchtune.modules import FeedForward, MultiHeadAttention, RMSNorm, TanhGate, TransformerCrossAttentionLayer
+from torchtune.modules import (
+    FeedForward,
+    MultiHeadAttention,
+    RMSNorm,
+    TanhGate,
+    TransformerCrossAttentionLayer,
+)
 from torchtune.modules.model_fusion import DeepFusionModel, FusionEmbedding, FusionLayer
 
-sys.path.insert(0, str(ROOT / "examples"))  # for benchmarks and processes that pytest does not start
+sys.path.insert(
+    0, str(ROOT / "examples")
+)  # for benchmarks and processes that pytest does not start
 import demo
 
 OURS = "adaptive_full_finetune"
@@ -130,7 +138,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "clipping": ("clip_grad_norm=0.5",),
     "concatenated": (f"dataset=[{_HALF % 'first'}, {_HALF % 'second'}]",),
     "max_steps_per_epoch": ("max_steps_per_epoch=3",),
-    "SGD with momentum": ("optimizer=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.lr=0.1"),
+    "SGD with momentum": (
+        "optimizer=torch.optim.SGD",
+        "optimizer.momentum=0.9",
+        "optimizer.lr=0.1",
+    ),
 }
 
 
@@ -172,7 +184,12 @@ class SmallSetup:
     config: Path
 
     def run(
-        self, recipe: str, *overrides: str, config: str | None = None, expect: int = 0, ranks: int | None = None
+        self,
+        recipe: str,
+        *overrides: str,
+        config: str | None = None,
+        expect: int = 0,
+        ranks: int | None = None,
     ) -> Finished:
         """Run ``tune run RECIPE --config CONFIG key=value ...`` as a person would.
 
@@ -188,10 +205,16 @@ class SmallSetup:
         command = [str(TUNE), arguments[0], *launched, *arguments[1:]]
         both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         done = subprocess.run(
-            command, env=subprocess_environment(**self._environment()), text=True, check=False, **both
+            command,
+            env=subprocess_environment(**self._environment()),
+            text=True,
+            check=False,
+            **both,
         )
         if done.returncode != expect:
-            raise AssertionError(f"exit status {done.returncode}, not {expect}, of {command}:\n{done.stdout[-6000:]}")
+            raise AssertionError(
+                f"exit status {done.returncode}, not {expect}, of {command}:\n{done.stdout[-6000:]}"
+            )
         return Finished(done.returncode, done.stdout, output_dir)
 
     def run_in_process(self, recipe: str, *overrides: str, config: str | None = None) -> Finished:
@@ -215,7 +238,9 @@ class SmallSetup:
         (self.folder / "runs").mkdir(exist_ok=True)
         return Path(tempfile.mkdtemp(dir=self.folder / "runs"))
 
-    def _arguments(self, recipe: str, overrides: tuple[str, ...], config: str | None) -> tuple[list[str], Path]:
+    def _arguments(
+        self, recipe: str, overrides: tuple[str, ...], config: str | None
+    ) -> tuple[list[str], Path]:
         given = [value.partition("=")[2] for value in overrides if value.startswith("output_dir=")]
         output_dir = Path(given[-1]) if given else self.fresh_folder()
         own = () if given else (f"output_dir={output_dir}",)
@@ -245,8 +270,14 @@ def make_setup(folder: Path, **dimensions: int) -> SmallSetup:
     """
     arguments = {**MODEL, **dimensions}
     rows = docstrings()
-    for name, part in (("train", rows), ("first", rows[: NUM_ROWS // 2]), ("second", rows[NUM_ROWS // 2 :])):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    for name, part in (
+        ("train", rows),
+        ("first", rows[: NUM_ROWS // 2]),
+        ("second", rows[NUM_ROWS // 2 :]),
+    ):
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
+        )
     base = folder / "base"
     base.mkdir()
     demo.write_tokenizer(base, [text for row in rows for text in row.values()])
@@ -259,9 +290,14 @@ def make_setup(folder: Path, **dimensions: int) -> SmallSetup:
     (base / "config.json").write_text(json.dumps(written))
     model = qwen2(**arguments)
     fill(model)
-    save_file(qwen2_tune_to_hf(model.state_dict()), base / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        qwen2_tune_to_hf(model.state_dict()), base / "model.safetensors", metadata={"format": "pt"}
+    )
     config = folder / "small.yaml"
-    OmegaConf.save(OmegaConf.merge(OmegaConf.create(_CONFIG), {"data_dir": str(folder), "model": arguments}), config)
+    OmegaConf.save(
+        OmegaConf.merge(OmegaConf.create(_CONFIG), {"data_dir": str(folder), "model": arguments}),
+        config,
+    )
     return SmallSetup(folder, config)
 
 
@@ -270,9 +306,13 @@ def docstrings() -> list[dict[str, str]]:
     rows: list[dict[str, str]] = []
     for name in SOURCES:
         found = demo.docstring_rows(name, inspect.getsource(import_module(name)))
-        rows += [row for row in found if len(row["signature"]) <= 50 and len(row["docstring"]) >= 16]
+        rows += [
+            row for row in found if len(row["signature"]) <= 50 and len(row["docstring"]) >= 16
+        ]
     if len(rows) < NUM_ROWS:
-        raise RuntimeError(f"{', '.join(SOURCES)} have {len(rows)} such docstrings, and {NUM_ROWS} are needed")
+        raise RuntimeError(
+            f"{', '.join(SOURCES)} have {len(rows)} such docstrings, and {NUM_ROWS} are needed"
+        )
     return rows[:NUM_ROWS]
 
 
@@ -301,7 +341,11 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether two checkpoints are bit-identical."""
-    return bool(one) and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return (
+        bool(one)
+        and one.keys() == other.keys()
+        and all(torch.equal(one[name], other[name]) for name in one)
+    )
 
 
 def interrupted_after_first_epoch(finished: Finished, setup: SmallSetup) -> Path:
@@ -315,10 +359,14 @@ def interrupted_after_first_epoch(finished: Finished, setup: SmallSetup) -> Path
 
 def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Finished:
     """Go on in a folder, each recipe in its own way: the stock one needs its checkpoint files typed."""
-    typed = [path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))]
+    typed = [
+        path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))
+    ]
     files = f"checkpointer.checkpoint_files=[{','.join(map(str, typed))}]"
     own = (files,) if recipe == STOCK else ()
-    return setup.run_in_process(recipe, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True", *own)
+    return setup.run_in_process(
+        recipe, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True", *own
+    )
 
 
 @contextmanager
@@ -378,9 +426,16 @@ def vision_model(
         output_proj=nn.Linear(dim, dim, bias=False),
         is_causal=False,
     )
-    mlp = FeedForward(gate_proj=nn.Linear(dim, 64), up_proj=nn.Linear(dim, 64), down_proj=nn.Linear(64, dim))
+    mlp = FeedForward(
+        gate_proj=nn.Linear(dim, 64), up_proj=nn.Linear(dim, 64), down_proj=nn.Linear(64, dim)
+    )
     cross = TransformerCrossAttentionLayer(
-        attention, mlp, ca_norm=RMSNorm(dim), mlp_norm=RMSNorm(dim), ca_scale=TanhGate(), mlp_scale=TanhGate()
+        attention,
+        mlp,
+        ca_norm=RMSNorm(dim),
+        mlp_norm=RMSNorm(dim),
+        ca_scale=TanhGate(),
+        mlp_scale=TanhGate(),
     )
     decoder.layers[-1] = FusionLayer(layer=decoder.layers[-1], fusion_layer=cross)
     decoder.tok_embeddings = FusionEmbedding(MODEL["vocab_size"], 8, dim)
@@ -428,9 +483,13 @@ def pictures(tokenizer: Qwen2Tokenizer, *, packed: bool, subset: str) -> list[di
 def write_vision_base(folder: Path) -> None:
     """A base checkpoint of :func:`vision_model` in torchtune's own format."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = vision_model(decoder_trainable=True, encoder_trainable=True, fusion_trainable=True, image_size=_TILE)
+    model = vision_model(
+        decoder_trainable=True, encoder_trainable=True, fusion_trainable=True, image_size=_TILE
+    )
     fill(model)
     for module in model.modules():
         if isinstance(module, TanhGate):
-            nn.init.constant_(module.scale, 0.5)  # at 0, where it starts, pictures would change nothing
+            nn.init.constant_(
+                module.scale, 0.5
+            )  # at 0, where it starts, pictures would change nothing
     torch.save(model.state_dict(), folder / "model.pt")

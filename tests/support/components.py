@@ -266,7 +266,9 @@ SEEN = []
 STEPS = []  # for each step the micro-batches that were run for it in the end
 
 
-def watched(*, rows_fit=None, tokens_fit=None, rows_fit_evaluated=None, fails_in_backward=False, **model):
+def watched(
+    *, rows_fit=None, tokens_fit=None, rows_fit_evaluated=None, fails_in_backward=False, **model
+):
     """A Qwen2 that writes down what goes through it, and runs out of memory beyond so many rows or padded tokens."""
     NOW.update(rows_fit=rows_fit, tokens_fit=tokens_fit, rows_fit_evaluated=rows_fit_evaluated)
     built = qwen2(**model)
@@ -299,8 +301,12 @@ def out_of_memory(*_):
 def with_batch_norm(**model):
     """A Qwen2 whose embeddings are normalized over the micro-batch."""
     built = qwen2(**model)
-    built.normalized = torch.nn.BatchNorm1d(model["embed_dim"], affine=False, track_running_stats=False)
-    built.tok_embeddings.register_forward_hook(lambda _, args, out: built.normalized(out.flatten(0, 1)).view_as(out))
+    built.normalized = torch.nn.BatchNorm1d(
+        model["embed_dim"], affine=False, track_running_stats=False
+    )
+    built.tok_embeddings.register_forward_hook(
+        lambda _, args, out: built.normalized(out.flatten(0, 1)).view_as(out)
+    )
     return built
 
 
@@ -337,7 +343,10 @@ class Confining(DiskLogger):
         super().log_dict(payload, step)
         if step == self.after_step:
             held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (held + self.bytes_left, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            resource.setrlimit(
+                resource.RLIMIT_AS,
+                (held + self.bytes_left, resource.getrlimit(resource.RLIMIT_AS)[1]),
+            )
 
 
 class FailingAdamW(torch.optim.AdamW):
@@ -373,7 +382,11 @@ def refusing(*, refused, rows_fit, **model):
 
     def before(module, args, kwargs):
         numbers = (kwargs["tokens"][:, 0] - 1).tolist()
-        if torch.is_grad_enabled() and len(numbers) > rows_fit and any(number in refused for number in numbers):
+        if (
+            torch.is_grad_enabled()
+            and len(numbers) > rows_fit
+            and any(number in refused for number in numbers)
+        ):
             out_of_memory()
 
     built.register_forward_pre_hook(before, with_kwargs=True)
@@ -440,11 +453,18 @@ class _OwnAttention(torch.nn.Module):
 
     def forward(self, x, y=None, *, mask=None, input_pos=None):
         a, (batch, tokens, _) = self.attention, x.shape
-        q, k, v = (proj(x).view(batch, tokens, -1, a.head_dim) for proj in (a.q_proj, a.k_proj, a.v_proj))
+        q, k, v = (
+            proj(x).view(batch, tokens, -1, a.head_dim) for proj in (a.q_proj, a.k_proj, a.v_proj)
+        )
         q, k = (a.pos_embeddings(each, input_pos=input_pos).transpose(1, 2) for each in (q, k))
-        k, v = (each.repeat_interleave(a.num_heads // a.num_kv_heads, 1) for each in (k, v.transpose(1, 2)))
+        k, v = (
+            each.repeat_interleave(a.num_heads // a.num_kv_heads, 1)
+            for each in (k, v.transpose(1, 2))
+        )
         scores = q @ k.transpose(2, 3) / a.head_dim**0.5
-        scores = scores.masked_fill(torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf)
+        scores = scores.masked_fill(
+            torch.ones(tokens, tokens, dtype=torch.bool).triu(1), -torch.inf
+        )
         return a.output_proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(batch, tokens, -1))
 
 

@@ -26,7 +26,10 @@ OPTIMIZERS = {
 }
 
 
-for states in (subclass_4bit, subclass_8bit):  # tables that are looked into, which fake ones cannot be
+for states in (
+    subclass_4bit,
+    subclass_8bit,
+):  # tables that are looked into, which fake ones cannot be
     states.get_qmap_signed()
     states.get_qmap_unsigned()
 
@@ -36,7 +39,9 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
@@ -74,7 +79,9 @@ def made(model, optimizer, in_backward):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not in_backward:
         return OPTIMIZERS[optimizer](trained)
-    return OptimizerInBackward({parameter: OPTIMIZERS[optimizer]([parameter]) for parameter in trained})
+    return OptimizerInBackward(
+        {parameter: OPTIMIZERS[optimizer]([parameter]) for parameter in trained}
+    )
 
 
 def stepped(model, optimizer):
@@ -82,7 +89,15 @@ def stepped(model, optimizer):
     optimizer.step()
 
 
-def fake_step(optimizer="AdamW fused", *, in_backward=False, accumulates=False, model=None, device=None, **options):
+def fake_step(
+    optimizer="AdamW fused",
+    *,
+    in_backward=False,
+    accumulates=False,
+    model=None,
+    device=None,
+    **options,
+):
     device = device or FakeDevice()
     if model is None:
         with torch.device("meta"):

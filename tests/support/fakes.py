@@ -13,7 +13,11 @@ class IdealDevice:
     """A size fits exactly when its peak, a known function of the rows, is within the budget. Remembers what was tried."""
 
     def __init__(
-        self, peak: Callable[[int], int], *, budget_bytes: int, optimizer_peak_bytes: int | None = None
+        self,
+        peak: Callable[[int], int],
+        *,
+        budget_bytes: int,
+        optimizer_peak_bytes: int | None = None,
     ) -> None:
         self.peak = peak
         self.budget_bytes = budget_bytes
@@ -23,7 +27,12 @@ class IdealDevice:
     def __call__(self, rows: int) -> Trial:
         self.tried.append(rows)
         fits = self.peak(rows) <= self.budget_bytes
-        return Trial(rows, fits, self.peak(rows) if fits else None, self.optimizer_peak_bytes if fits else None)
+        return Trial(
+            rows,
+            fits,
+            self.peak(rows) if fits else None,
+            self.optimizer_peak_bytes if fits else None,
+        )
 
 
 class FakeBackend:

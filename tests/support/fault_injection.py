@@ -32,7 +32,9 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One padded batch."""
 
     def padded(key: str, value: int) -> torch.Tensor:
-        return pad_sequence([torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value)
+        return pad_sequence(
+            [torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value
+        )
 
     return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED)}
 
@@ -99,7 +101,9 @@ class RunsOutAt(TorchDispatchMode):
         self._left -= 1
         if self._left == 0:
             backward = torch._C._current_graph_task_id() != -1
-            self.failed_in.append(PHASES[1] if backward else PHASES[0] if self._in_forward else PHASES[2])
+            self.failed_in.append(
+                PHASES[1] if backward else PHASES[0] if self._in_forward else PHASES[2]
+            )
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return func(*args, **(kwargs or {}))
 
@@ -150,7 +154,9 @@ def step_rows(step: int) -> list[dict[str, Any]]:
     for number, length in enumerate(LENGTHS):
         tokens = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
         masked = 1 + number % 3
-        rows.append({"row": number, "tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]})
+        rows.append(
+            {"row": number, "tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]}
+        )
     return rows
 
 
@@ -229,7 +235,9 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         assert result.grad_norm is not None
-        numbers = replace(result, label_tokens=int(result.label_tokens), grad_norm=float(result.grad_norm))
+        numbers = replace(
+            result, label_tokens=int(result.label_tokens), grad_norm=float(result.grad_norm)
+        )
         trained.steps.append(tuple(vars(numbers).values()))
         trained.capacities.append(runner.sizer.limit())
         trained.run_rows.append(sorted(next(rows for rows in reversed(attempts) if rows)))
@@ -260,10 +268,16 @@ class Undisturbed:
 def differences(faulted: Trained, undisturbed: Trained) -> list[str]:
     """Names of what differs."""
     names = [name for name, bits in faulted.state.items() if bits != undisturbed.state[name]]
-    return names + [name for name in ("steps", "run_rows") if getattr(faulted, name) != getattr(undisturbed, name)]
+    return names + [
+        name
+        for name in ("steps", "run_rows")
+        if getattr(faulted, name) != getattr(undisturbed, name)
+    ]
 
 
-def sweep(way: Way, *, every: int = 1, at_steps: Sequence[int] = (0, 1)) -> Iterator[tuple[str, list[str]]]:
+def sweep(
+    way: Way, *, every: int = 1, at_steps: Sequence[int] = (0, 1)
+) -> Iterator[tuple[str, list[str]]]:
     """Run out at every operation of a step, or at every so many-th, each time in a training of its own.
 
     Yields:

@@ -44,7 +44,10 @@ from adaptive_batch.training import StepResult
 
 RANKS = 2
 START = MicroBatchLimit(2)
-LENGTHS = ((9, 7, 9, 4), (6, 9, 8, 5))  # of each rank's rows: two micro-batches, single rows after a failure
+LENGTHS = (
+    (9, 7, 9, 4),
+    (6, 9, 8, 5),
+)  # of each rank's rows: two micro-batches, single rows after a failure
 PHASES = ("forward", "backward", "between", "collective", "counting", "clipping")
 PATIENCE_SECONDS = 60.0  # at one place without a word, and it counts as hung
 AT_ONCE = 40  # places that one pair of processes runs
@@ -80,7 +83,9 @@ class Way:
     measures_noise: bool = False
 
     def __str__(self) -> str:
-        what = "trials" if self.trials else "steps, noise measured" if self.measures_noise else "steps"
+        what = (
+            "trials" if self.trials else "steps, noise measured" if self.measures_noise else "steps"
+        )
         return f"{what}, gradients reduced {'each time' if self.syncs_every_micro_batch else 'at the end'}"
 
 
@@ -190,7 +195,9 @@ class Training:
         if warm:
             self.step(0)
         buffers = dict(self.model.named_buffers())
-        self._saved = TensorSnapshot([*self.model.parameters(), *optimizer_state_tensors([self.optimizer])])
+        self._saved = TensorSnapshot(
+            [*self.model.parameters(), *optimizer_state_tensors([self.optimizer])]
+        )
         self._buffers = {name: buffer.clone() for name, buffer in buffers.items()}
         self._random = RandomState(torch.device("cpu"))
 
@@ -206,7 +213,9 @@ class Training:
     @property
     def can_be_told(self) -> bool:
         """A failure here is expected to be replayed."""
-        return self.sharding.can_finish and (self._in_trial if self.way.trials else self.runner.doing == "between")
+        return self.sharding.can_finish and (
+            self._in_trial if self.way.trials else self.runner.doing == "between"
+        )
 
     def restore(self) -> None:
         """Go back to where :meth:`begin` starts from."""
@@ -314,7 +323,10 @@ def _run_steps(way: Way, places: Sequence[Place], notes: _Notes) -> None:
     for number, place in enumerate(places):
         notes.write(begins=number)
         fault = RunsOut(
-            place.operations[distributed.rank()], place.again, training, lambda phases: notes.write(phases=phases)
+            place.operations[distributed.rank()],
+            place.again,
+            training,
+            lambda phases: notes.write(phases=phases),
         )
         found = training.two_steps(fault)
         capacity = training.runner.sizer.limit()
@@ -337,14 +349,19 @@ def _run_trials(way: Way, places: Sequence[Place], notes: _Notes) -> None:
         for number, place in enumerate(places):
             notes.write(begins=number)
             fault = RunsOut(
-                place.operations[distributed.rank()], place.again, training, lambda phases: notes.write(phases=phases)
+                place.operations[distributed.rank()],
+                place.again,
+                training,
+                lambda phases: notes.write(phases=phases),
             )
             with fault:
                 failed = not trial(3).fits
             if not any(place.operations):
                 notes.write(seen=fault.seen)
             # Alone and after a failure alike, to the byte; each rank for itself.
-            differing = [f"peak of {rows} rows" for rows, peak in peaks.items() if _peak(trial, rows) != peak]
+            differing = [
+                f"peak of {rows} rows" for rows, peak in peaks.items() if _peak(trial, rows) != peak
+            ]
             notes.write(ends=number, replayed=failed, differing=differing)
     after = training_state(training.model, training.optimizer)
     differing = [name for name, value in before.items() if value != after[name]]
@@ -368,13 +385,19 @@ def sweep(way: Way, places: Sequence[Place]) -> Iterator[Outcome]:
         some = [place for place in left[:AT_ONCE] if place.first_step == left[0].first_step]
         with tempfile.TemporaryDirectory() as folder:
             begin = time.monotonic()
-            ended = end_of_ranks(run_places, RANKS, way, some, folder, timeout=3 * PATIENCE_SECONDS + 10 * len(some))
+            ended = end_of_ranks(
+                run_places, RANKS, way, some, folder, timeout=3 * PATIENCE_SECONDS + 10 * len(some)
+            )
             logs = [_read(Path(folder) / f"rank{rank}") for rank in range(RANKS)]
         outcomes = _outcomes(some, logs)
         if len(outcomes) < len(some):
-            outcomes.append(_last(some[len(outcomes)], logs, [begin + one.seconds for one in ended]))
+            outcomes.append(
+                _last(some[len(outcomes)], logs, [begin + one.seconds for one in ended])
+            )
         elif any(one.exit_status != 0 for one in ended):
-            raise RuntimeError(f"ranks ended with {[one.exit_status for one in ended]} after the last place: {logs}")
+            raise RuntimeError(
+                f"ranks ended with {[one.exit_status for one in ended]} after the last place: {logs}"
+            )
         yield from outcomes
         left = left[len(outcomes) :]
 
@@ -405,12 +428,20 @@ def _outcomes(places: Sequence[Place], logs: Sequence[Sequence[dict[str, Any]]])
             number = note.get("begins", number)
             if not 0 <= number < done:
                 continue
-            outcomes[number].phases += note["phases"] if "phases" in note and len(note["phases"]) == 1 else []
+            outcomes[number].phases += (
+                note["phases"] if "phases" in note and len(note["phases"]) == 1 else []
+            )
             if "ends" in note:
-                outcomes[number].ended = "replayed" if note["replayed"] else outcomes[number].ended or "unharmed"
-                outcomes[number].differing += [f"{name} of rank {rank}" for name in note["differing"]]
+                outcomes[number].ended = (
+                    "replayed" if note["replayed"] else outcomes[number].ended or "unharmed"
+                )
+                outcomes[number].differing += [
+                    f"{name} of rank {rank}" for name in note["differing"]
+                ]
             if "after_all" in note and done == len(places):
-                outcomes[-1].differing += [f"{name} of rank {rank} at the end" for name in note["after_all"]]
+                outcomes[-1].differing += [
+                    f"{name} of rank {rank} at the end" for name in note["after_all"]
+                ]
     return outcomes
 
 
@@ -441,7 +472,9 @@ def _last(place: Place, logs: Sequence[Sequence[dict[str, Any]]], ends: Sequence
     )
 
 
-def chosen(seen: Sequence[tuple[str, bool]], *, every: int, lost_of_each_phase: int) -> tuple[list[Place], list[Place]]:
+def chosen(
+    seen: Sequence[tuple[str, bool]], *, every: int, lost_of_each_phase: int
+) -> tuple[list[Place], list[Place]]:
     """Places of a survey: those expected to be replayed, every so many-th, and some of the others from each phase.
 
     Ranks take turns: the first, the second, both at once, both at places of their own.
@@ -469,7 +502,10 @@ def once_more(replayed: Sequence[Place], *, after: Sequence[int]) -> list[Place]
 
 def at_first(replayed: Sequence[Place], number: int) -> list[Place]:
     """Some places in the first step ever, before the collectives of a micro-batch are known."""
-    return [replace(place, first_step=True) for place in replayed[:: max(1, len(replayed) // number)][:number]]
+    return [
+        replace(place, first_step=True)
+        for place in replayed[:: max(1, len(replayed) // number)][:number]
+    ]
 
 
 def record(outcome: Outcome) -> dict[str, Any]:

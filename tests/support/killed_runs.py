@@ -42,7 +42,13 @@ SAVES = ("epochs=3", "save_every_n_steps=3")
 # What is killed, each as the command line gives it.
 WAYS: dict[str, tuple[str, ...]] = {
     "plain": (*SAVES, "batch_size=2"),
-    "growth": (*SAVES, *ROWS, *DROPOUT, *SCHEDULE, "batch_increase_function=support.components.four_more"),
+    "growth": (
+        *SAVES,
+        *ROWS,
+        *DROPOUT,
+        *SCHEDULE,
+        "batch_increase_function=support.components.four_more",
+    ),
     "schedule": (
         *SAVES,
         *ROWS,
@@ -104,7 +110,13 @@ WAYS: dict[str, tuple[str, ...]] = {
         "optimizer.momentum=0.9",
         "optimizer.lr=0.05",
     ),
-    "in backward": (*SAVES, "batch_size=2", "model.attn_dropout=0.2", "optimizer_in_bwd=True", *SCHEDULE),
+    "in backward": (
+        *SAVES,
+        "batch_size=2",
+        "model.attn_dropout=0.2",
+        "optimizer_in_bwd=True",
+        *SCHEDULE,
+    ),
     "adapters": (
         *SAVES,
         *ROWS,
@@ -216,10 +228,16 @@ class Watchdog:
             return "in an epoch's save"
         if self._has_new(".saving-step_"):
             return "in a save"
-        renamed = max((at for name, (_, at) in self._folders().items() if name.startswith("step_")), default=0)
+        renamed = max(
+            (at for name, (_, at) in self._folders().items() if name.startswith("step_")), default=0
+        )
         if killed_ns - renamed < JUST_AFTER * 1e9 or self._has_new(".removed-", ".replaced-step_"):
             return "after a rename"
-        if has_probe and "start" in kinds and not (self._folder / "adaptive_batch" / "probe.json").exists():
+        if (
+            has_probe
+            and "start" in kinds
+            and not (self._folder / "adaptive_batch" / "probe.json").exists()
+        ):
             return "in the probe"
         if grows and self._grows(kinds):
             return "where the batch grows"
@@ -233,7 +251,9 @@ class Watchdog:
             file.seek(self._begin)
             lines = file.read().split(b"\n")
         return [
-            line.split(b'"')[3].decode() for line in lines if line.startswith(b'{"kind": "') and line.count(b'"') > 3
+            line.split(b'"')[3].decode()
+            for line in lines
+            if line.startswith(b'{"kind": "') and line.count(b'"') > 3
         ]
 
     def _folders(self) -> dict[str, tuple[int, int]]:
@@ -243,7 +263,9 @@ class Watchdog:
             path = self._folder / name
             if name.startswith((".", "step_", "epoch_")):
                 try:
-                    if name != ".saving" or os.listdir(path):  # empty while a checkpointer is being built
+                    if name != ".saving" or os.listdir(
+                        path
+                    ):  # empty while a checkpointer is being built
                         found[name] = (path.stat().st_ino, path.stat().st_ctime_ns)
                 except FileNotFoundError:
                     continue
@@ -302,7 +324,13 @@ def run_to_its_end(setup: SmallSetup, folder: Path, *overrides: str) -> None:
 
 
 def kill_once(
-    setup: SmallSetup, folder: Path, overrides: tuple[str, ...], *, aim: str, whole: Whole, chance: random.Random
+    setup: SmallSetup,
+    folder: Path,
+    overrides: tuple[str, ...],
+    *,
+    aim: str,
+    whole: Whole,
+    chance: random.Random,
 ) -> str | None:
     """Start a run, or go on with it, and kill it; returns the moment that was hit, None where it came to its end before."""
     watch, count, delay = Watchdog(folder), chance.randint(1, 6), chance.uniform(0, MOMENTS[aim])
@@ -331,23 +359,34 @@ def figures(folder: Path) -> dict[str, Any]:
     for record in read_records(folder / "adaptive_batch" / "run.jsonl"):
         if record["kind"] in ("step", "validation"):
             name = f"{record['kind']} {record.get('step', record.get('steps'))}"
-            found[name] = {key: value for key, value in record.items() if key not in FIGURES_OF_TIME}
+            found[name] = {
+                key: value for key, value in record.items() if key not in FIGURES_OF_TIME
+            }
     return found
 
 
 def differences(folder: Path, whole: Path) -> list[str]:
     """What a run that was killed and resumed has otherwise than one that was not."""
     ours, theirs = figures(folder), figures(whole)
-    found = [name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)]
+    found = [
+        name for name in sorted(ours.keys() | theirs.keys()) if ours.get(name) != theirs.get(name)
+    ]
     epochs = sorted(path.name for path in whole.glob("epoch_*"))
-    found += [name for name in epochs if not same_weights(weights(folder / name), weights(whole / name))]
+    found += [
+        name for name in epochs if not same_weights(weights(folder / name), weights(whole / name))
+    ]
     found += [f"left behind: {path.name}" for path in folder.glob(".*")]
     checked = audit(folder)
     return found + [f"audit: {problem}" for problem in checked.problems]
 
 
 def experiment(
-    setup: SmallSetup, way: str, *, kills: int, seed: int, say: Callable[[str], object] = lambda _: None
+    setup: SmallSetup,
+    way: str,
+    *,
+    kills: int,
+    seed: int,
+    say: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Kill and resume runs of a way until there were so many kills, and let each run come to its end."""
     begin = time.perf_counter()
@@ -360,7 +399,9 @@ def experiment(
         folder, runs, in_run = setup.fresh_folder(), runs + 1, 0
         while sum(hits.values()) < kills and in_run < MOST_PER_RUN:
             is_known = (folder / "adaptive_batch" / "probe.json").exists()
-            aims = [moment for moment in whole.moments if not (is_known and moment == "in the probe")]
+            aims = [
+                moment for moment in whole.moments if not (is_known and moment == "in the probe")
+            ]
             least = min(hits[moment] for moment in aims)
             aim = chance.choice([moment for moment in aims if hits[moment] == least])
             hit = kill_once(setup, folder, overrides, aim=aim, whole=whole, chance=chance)
@@ -384,7 +425,9 @@ def experiment(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("ways", nargs="+", choices=WAYS, metavar="WAY", help=", ".join(WAYS))
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)

@@ -123,7 +123,10 @@ class Killer:
         killed = time.time_ns()
         for victim in victims:
             os.kill(processes[victim], signal.SIGKILL)
-        has_probe, grows = ("in the probe" in self.whole.moments), ("where the batch grows" in self.whole.moments)
+        has_probe, grows = (
+            ("in the probe" in self.whole.moments),
+            ("where the batch grows" in self.whole.moments),
+        )
         hit = watch.was_at(killed, has_probe=has_probe, grows=grows)
         self.done.append(Kill(victims, aim, hit))
 
@@ -133,7 +136,9 @@ class Killer:
 
 def victims_by_chance(chance: random.Random) -> tuple[int, ...]:
     """One rank three times of four, or all."""
-    return chance.choice([*((rank,) for rank in range(RANKS)), (chance.randrange(RANKS),), tuple(range(RANKS))])
+    return chance.choice(
+        [*((rank,) for rank in range(RANKS)), (chance.randrange(RANKS),), tuple(range(RANKS))]
+    )
 
 
 def undisturbed(setup: SmallSetup, overrides: tuple[str, ...]) -> killed_runs.Whole:
@@ -141,7 +146,9 @@ def undisturbed(setup: SmallSetup, overrides: tuple[str, ...]) -> killed_runs.Wh
     (whole,) = launch(setup, RANKS, *overrides)
     if any(whole.exit_statuses):
         raise AssertionError(f"it ended with {whole.exit_statuses}:\n{whole.output[-5000:]}")
-    kinds = [record["kind"] for record in read_records(whole.output_dir / "adaptive_batch" / "run.jsonl")]
+    kinds = [
+        record["kind"] for record in read_records(whole.output_dir / "adaptive_batch" / "run.jsonl")
+    ]
     missing = {
         "in the probe": "bound" not in kinds,
         "where the batch grows": "batch_size" not in kinds,
@@ -171,7 +178,9 @@ def run_killed(setup: SmallSetup, overrides: tuple[str, ...], killer: Killer) ->
     return found or killed_runs.differences(killer.folder, killer.whole.folder)
 
 
-def send_after(folder: Path, step: int, number: int, victims: tuple[int, ...]) -> Callable[[list[int]], None]:
+def send_after(
+    folder: Path, step: int, number: int, victims: tuple[int, ...]
+) -> Callable[[list[int]], None]:
     """What sends a signal to ranks once the record of this start has so many steps."""
 
     def send(processes: list[int]) -> None:
@@ -190,13 +199,19 @@ def problems_of(kill: Kill, attempt: Attempt) -> list[str]:
     for rank, status in enumerate(attempt.exit_statuses):
         if rank in kill.victims and status != -signal.SIGKILL:
             found.append(f"{kill}: rank {rank} ended with {status}, which was killed")
-        if rank not in kill.victims and status not in ((1, -signal.SIGTERM) if kill.is_early else (1,)):
-            found.append(f"{kill}: rank {rank} ended with {status}, not 1:\n{attempt.outputs[rank][-3000:]}")
+        if rank not in kill.victims and status not in (
+            (1, -signal.SIGTERM) if kill.is_early else (1,)
+        ):
+            found.append(
+                f"{kill}: rank {rank} ended with {status}, not 1:\n{attempt.outputs[rank][-3000:]}"
+            )
     if kill.ended_after > ENDS_WITHIN:
         found.append(f"{kill}: the last rank ended {kill.ended_after:.0f} s later")
     expected = len(kill.victims) < len(attempt.exit_statuses)
     if len(kill.said) != expected and not (kill.is_early and not kill.said):
-        found.append(f"{kill}: {len(kill.said)} messages, not {expected:d}:\n{attempt.output[-3000:]}")
+        found.append(
+            f"{kill}: {len(kill.said)} messages, not {expected:d}:\n{attempt.output[-3000:]}"
+        )
     return found
 
 
@@ -231,14 +246,20 @@ def ranks_of(folder: Path) -> dict[int, int]:
 
 def left_of(folder: Path) -> list[int]:
     """Every process that was given a folder and is there."""
-    return [process for process, arguments, _ in _processes() if f"output_dir={folder}" in arguments]
+    return [
+        process for process, arguments, _ in _processes() if f"output_dir={folder}" in arguments
+    ]
 
 
 def _processes() -> Iterator[tuple[int, str, str]]:
     for path in Path("/proc").iterdir():
         if path.name.isdigit() and int(path.name) != os.getpid():
             try:
-                yield int(path.name), (path / "cmdline").read_text(), (path / "environ").read_text(errors="replace")
+                yield (
+                    int(path.name),
+                    (path / "cmdline").read_text(),
+                    (path / "environ").read_text(errors="replace"),
+                )
             except (OSError, UnicodeDecodeError):
                 continue
 
@@ -280,13 +301,24 @@ def tune_run(
         act: called once with the ranks of each attempt as soon as they are there; returns what it has killed.
         timeout: seconds after which the command is ended.
     """
-    command = [str(TUNE), "run", "--nproc_per_node", str(RANKS), "--max-restarts", str(restarts), OURS]
+    command = [
+        str(TUNE),
+        "run",
+        "--nproc_per_node",
+        str(RANKS),
+        "--max-restarts",
+        str(restarts),
+        OURS,
+    ]
     command += ["--config", str(setup.config), f"output_dir={folder}", *overrides]
     begin, kills, seen = time.monotonic(), [], set[int]()
     printed = setup.fresh_folder() / "printed.txt"
     with printed.open("w") as file:
         process = subprocess.Popen(
-            command, env=subprocess_environment(**setup._environment()), stdout=file, stderr=subprocess.STDOUT
+            command,
+            env=subprocess_environment(**setup._environment()),
+            stdout=file,
+            stderr=subprocess.STDOUT,
         )
         try:
             while process.poll() is None and time.monotonic() - begin < timeout:
@@ -300,7 +332,9 @@ def tune_run(
             process.terminate()  # torchrun passes it on
             process.wait()
     time.sleep(0.5)
-    return TuneRun(process.returncode, printed.read_text(), kills, left_of(folder), time.monotonic() - begin)
+    return TuneRun(
+        process.returncode, printed.read_text(), kills, left_of(folder), time.monotonic() - begin
+    )
 
 
 def facts(kill: Kill) -> dict[str, Any]:
@@ -333,10 +367,20 @@ def experiment(setup: SmallSetup, way: str, *, seed: int) -> dict[str, Any]:
     return _found(way, done, differing, begin)
 
 
-def killed_after_it_was_resumed(setup: SmallSetup, whole: killed_runs.Whole, *, seed: int) -> dict[str, Any]:
+def killed_after_it_was_resumed(
+    setup: SmallSetup, whole: killed_runs.Whole, *, seed: int
+) -> dict[str, Any]:
     """Have a run end at a step, go on with it, and kill that start before it has saved anything, and again among its steps."""
-    begin, chance, folder = time.perf_counter(), random.Random(f"resumed {seed}"), setup.fresh_folder()
-    asks = ("metric_logger._component_=support.stops.AskingToEnd", "metric_logger.at_step=4", f"output_dir={folder}")
+    begin, chance, folder = (
+        time.perf_counter(),
+        random.Random(f"resumed {seed}"),
+        setup.fresh_folder(),
+    )
+    asks = (
+        "metric_logger._component_=support.stops.AskingToEnd",
+        "metric_logger.at_step=4",
+        f"output_dir={folder}",
+    )
     (ended,) = launch(setup, RANKS, *WAYS["plain"], *asks)
     aims = [("elsewhere", (0,)), ("among steps", (1,)), ("in an epoch's save", (0, 1))]
     killer = Killer(folder, chance, whole, len(aims), aims)
@@ -361,12 +405,21 @@ def killed_before_its_first_save(setup: SmallSetup, whole: killed_runs.Whole) ->
             time.sleep(_PAUSE)
         for process in processes if done else processes[:1]:
             os.kill(process, signal.SIGKILL)
-        unwritten = (job.read_bytes(), (folder / "adaptive_batch" / "run.jsonl").stat().st_size) == before
+        unwritten = (
+            job.read_bytes(),
+            (folder / "adaptive_batch" / "run.jsonl").stat().st_size,
+        ) == before
         hit = "before its first line" if unwritten else "before its first save"
         done.append(Kill(tuple(range(RANKS)) if done else (0,), "before its first save", hit))
 
     attempts = launch(
-        setup, RANKS, *WAYS["plain"], f"output_dir={folder}", restarts=2, during=act, ends_others_after=1.0
+        setup,
+        RANKS,
+        *WAYS["plain"],
+        f"output_dir={folder}",
+        restarts=2,
+        during=act,
+        ends_others_after=1.0,
     )
     for kill, attempt in zip(done, attempts, strict=False):
         kill.ended_after = attempt.spread
@@ -376,9 +429,15 @@ def killed_before_its_first_save(setup: SmallSetup, whole: killed_runs.Whole) ->
     return _found("in the folder of an earlier run", done, differing, begin)
 
 
-def killed_under_torchrun(setup: SmallSetup, whole: killed_runs.Whole, *, kills: int, seed: int) -> dict[str, Any]:
+def killed_under_torchrun(
+    setup: SmallSetup, whole: killed_runs.Whole, *, kills: int, seed: int
+) -> dict[str, Any]:
     """The real command line with so many kills, and as many restarts left."""
-    begin, chance, folder = time.perf_counter(), random.Random(f"torchrun {seed}"), setup.fresh_folder()
+    begin, chance, folder = (
+        time.perf_counter(),
+        random.Random(f"torchrun {seed}"),
+        setup.fresh_folder(),
+    )
     done: list[Kill] = []
 
     def act(ranks: dict[int, int]) -> Kill | None:
@@ -390,10 +449,18 @@ def killed_under_torchrun(setup: SmallSetup, whole: killed_runs.Whole, *, kills:
         return killer.done[0] if killer.done else None
 
     ended = tune_run(setup, folder, *WAYS["plain"], restarts=5, act=act)
-    differing = [] if ended.returncode == 0 else [f"exit status {ended.returncode}:\n{ended.output[-5000:]}"]
+    differing = (
+        []
+        if ended.returncode == 0
+        else [f"exit status {ended.returncode}:\n{ended.output[-5000:]}"]
+    )
     differing += [f"{len(ended.kills)} kills, not {kills}"] if len(ended.kills) != kills else []
     starts = ended.output.count("with resolved config:")
-    differing += [f"{starts} starts, not {kills + 1}:\n{ended.output[-5000:]}"] if starts != kills + 1 else []
+    differing += (
+        [f"{starts} starts, not {kills + 1}:\n{ended.output[-5000:]}"]
+        if starts != kills + 1
+        else []
+    )
     differing += [f"process {process} was left behind" for process in ended.left]
     said = messages(ended.output)
     for kill, message in zip(ended.kills, said, strict=False):

@@ -165,7 +165,12 @@ def _attempt(
         if not first and any(process.exitcode is not None for process in processes):
             first = time.monotonic()
         failed = any(process.exitcode for process in processes)
-        if failed and not told and ends_others_after is not None and time.monotonic() - first > ends_others_after:
+        if (
+            failed
+            and not told
+            and ends_others_after is not None
+            and time.monotonic() - first > ends_others_after
+        ):
             told = True
             for process in processes:
                 process.terminate()
@@ -175,12 +180,16 @@ def _attempt(
         if process.exitcode is None:
             process.kill()
         process.join()
-    printed = [folder / f"{rank}.txt" for rank in range(world_size)]  # not there yet where a rank was killed at once
+    printed = [
+        folder / f"{rank}.txt" for rank in range(world_size)
+    ]  # not there yet where a rank was killed at once
     outputs = [path.read_text(errors="replace") if path.exists() else "" for path in printed]
     return Attempt(statuses, outputs, last - begin, output_dir, spread=last - (first or last))
 
 
-def _rank(recipe: str, arguments: list[str], environment: dict[str, str], printed: str, before: str) -> None:
+def _rank(
+    recipe: str, arguments: list[str], environment: dict[str, str], printed: str, before: str
+) -> None:
     """One rank: as ``python -m RECIPE ARGUMENTS`` under torchrun."""
     import torch
 

@@ -17,7 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.utils.rnn import pad_sequence
 
-from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, balance_by_rows, balance_by_tokens
+from adaptive_batch.data import (
+    MicroBatchLayout,
+    MicroBatchLimit,
+    balance_by_rows,
+    balance_by_tokens,
+)
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.schedules import NoiseSample, small_batch
 
@@ -48,7 +53,9 @@ class TokenMeans:
         dimensions: of a token.
     """
 
-    def __init__(self, *, noise_scale: float, seed: int, slope: float = 0.5, dimensions: int = 48) -> None:
+    def __init__(
+        self, *, noise_scale: float, seed: int, slope: float = 0.5, dimensions: int = 48
+    ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self._variances = torch.linspace(0.25, 1.75, dimensions, dtype=torch.float64)
         lengths = torch.arange(2, 15, dtype=torch.float64)
@@ -58,7 +65,9 @@ class TokenMeans:
         between = (lengths * (size - gradient)).square().mean() / mean**2
         within = self._variances.sum() * (lengths.square() / 4 + lengths).mean() / mean**2
         direction = torch.randn(dimensions, generator=self._generator, dtype=torch.float64)
-        self._mean = direction / direction.norm() * (within / (noise_scale * gradient**2 - between)).sqrt()
+        self._mean = (
+            direction / direction.norm() * (within / (noise_scale * gradient**2 - between)).sqrt()
+        )
         self._slope, self._average = slope, float(mean)
         self.model = Mean(dimensions)
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -68,7 +77,10 @@ class TokenMeans:
         """Draw the rows of a step, over all ranks."""
 
         def normal(*size: int) -> torch.Tensor:
-            return torch.randn(*size, generator=self._generator, dtype=torch.float64) * self._variances.sqrt()
+            return (
+                torch.randn(*size, generator=self._generator, dtype=torch.float64)
+                * self._variances.sqrt()
+            )
 
         rows = []
         for labels in torch.randint(2, 15, (count,), generator=self._generator).tolist():
@@ -83,7 +95,9 @@ class TokenMeans:
 
 
 class _Sampler:
-    def __init__(self, model: nn.Module, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any
+    ) -> None:
         self._model, self._limit, self._layout = model, limit, layout
         syncs = options.pop("syncs_every_micro_batch", True)
         self.runner = build_runner(
@@ -91,7 +105,11 @@ class _Sampler:
             limit,
             collate=_collate,
             mean_loss=self._mean_loss,
-            dummy_row=lambda: {"tokens": [0, 0], "labels": [IGNORED, 0], "x": torch.zeros(1, len(model.theta))},
+            dummy_row=lambda: {
+                "tokens": [0, 0],
+                "labels": [IGNORED, 0],
+                "x": torch.zeros(1, len(model.theta)),
+            },
             layout=layout,
             measures_noise=True,
             sharding=Sharding(model, syncs_every_micro_batch=syncs),
@@ -111,10 +129,14 @@ class _Sampler:
         mine = (
             balance_by_rows(len(rows), ranks)
             if in_turn
-            else balance_by_tokens([len(row["tokens"]) for row in rows], ranks, self._limit, self._layout)
+            else balance_by_tokens(
+                [len(row["tokens"]) for row in rows], ranks, self._limit, self._layout
+            )
         )[rank]
         self._model.zero_grad()
-        small_rows = tuple(row for row, position in enumerate(mine) if position < small_batch(len(rows)))
+        small_rows = tuple(
+            row for row, position in enumerate(mine) if position < small_batch(len(rows))
+        )
         sample = self.runner.run([rows[position] for position in mine], small_rows=small_rows).noise
         assert sample is not None
         return sample
@@ -122,7 +144,9 @@ class _Sampler:
 
 def _collate(rows: Sequence[Row]) -> Row:
     def padded(key: str, value: int) -> torch.Tensor:
-        return pad_sequence([torch.as_tensor(row[key]) for row in rows], batch_first=True, padding_value=value)
+        return pad_sequence(
+            [torch.as_tensor(row[key]) for row in rows], batch_first=True, padding_value=value
+        )
 
     return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED), "x": padded("x", 0)}
 

@@ -24,7 +24,13 @@ from adaptive_batch.probe import ProbeResult, Search, Trial
 from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer, estimate_devices
 from adaptive_batch.training import BoundSearch, ProbeOptions
 
-_NARROW = {"num_layers": 2, "num_heads": 4, "embed_dim": 64, "intermediate_dim": 160, "max_seq_len": 256}
+_NARROW = {
+    "num_layers": 2,
+    "num_heads": 4,
+    "embed_dim": 64,
+    "intermediate_dim": 160,
+    "max_seq_len": 256,
+}
 _GROUPED = {**_NARROW, "vocab_size": 1000, "num_kv_heads": 2}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -33,8 +39,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3_1": {"_component_": "torchtune.models.llama3_1.llama3_1", **_GROUPED},
     "llama3_2": {"_component_": "torchtune.models.llama3_2.llama3_2", **_GROUPED},
     "qwen2": {"_component_": "torchtune.models.qwen2.qwen2", **_GROUPED},
-    "qwen2, tied": {"_component_": "torchtune.models.qwen2.qwen2", **_GROUPED, "tie_word_embeddings": True},
-    "qwen2, deep": {"_component_": "torchtune.models.qwen2.qwen2", **_GROUPED, "num_layers": 6, "vocab_size": 500},
+    "qwen2, tied": {
+        "_component_": "torchtune.models.qwen2.qwen2",
+        **_GROUPED,
+        "tie_word_embeddings": True,
+    },
+    "qwen2, deep": {
+        "_component_": "torchtune.models.qwen2.qwen2",
+        **_GROUPED,
+        "num_layers": 6,
+        "vocab_size": 500,
+    },
     "gemma": {"_component_": "torchtune.models.gemma.gemma", **_GROUPED, "head_dim": 16},
     "gemma2": {
         "_component_": "torchtune.models.gemma2.gemma2",
@@ -62,7 +77,10 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW4bit": {"_component_": "torchao.optim.AdamW4bit"},
     "AdamWFp8": {"_component_": "torchao.optim.AdamWFp8"},
 }
-LOSSES = {"plain": "torch.nn.CrossEntropyLoss", "chunked": "torchtune.modules.loss.CEWithChunkedOutputLoss"}
+LOSSES = {
+    "plain": "torch.nn.CrossEntropyLoss",
+    "chunked": "torchtune.modules.loss.CEWithChunkedOutputLoss",
+}
 CHECKPOINTING: dict[str, dict[str, Any]] = {
     "": {},
     "checkpointing": {"enable_activation_checkpointing": True},
@@ -92,11 +110,25 @@ class Combination:
     layout: str | None = None
 
     def __str__(self) -> str:
-        marks = [self.model, str(self.length), self.optimizer + " in backward" * self.in_backward, self.loss]
-        marks += [self.checkpointing, "bf16" * (self.dtype == "bf16"), "packed" * self.packed, "clipping" * self.clips]
+        marks = [
+            self.model,
+            str(self.length),
+            self.optimizer + " in backward" * self.in_backward,
+            self.loss,
+        ]
+        marks += [
+            self.checkpointing,
+            "bf16" * (self.dtype == "bf16"),
+            "packed" * self.packed,
+            "clipping" * self.clips,
+        ]
         marks += ["accumulating" * (self.accumulation > 1)]
         if self.ranks > 1:
-            marks += [f"{self.ranks} ranks", "no resharding" * (not self.reshards), "late sums" * (not self.syncs)]
+            marks += [
+                f"{self.ranks} ranks",
+                "no resharding" * (not self.reshards),
+                "late sums" * (not self.syncs),
+            ]
             marks += [f"apart: {'+'.join(self.apart)}" if self.apart else ""]
         return ", ".join(filter(None, marks))
 
@@ -106,8 +138,16 @@ class Combination:
             "output_dir": "nowhere",
             "seed": 7,
             "model": MODELS[self.model],
-            "tokenizer": {"_component_": "nowhere.tokenizer", "path": "nowhere/tokenizer.model", "max_seq_len": None},
-            "dataset": {"_component_": "nowhere.dataset", "source": "nowhere", "packed": self.packed},
+            "tokenizer": {
+                "_component_": "nowhere.tokenizer",
+                "path": "nowhere/tokenizer.model",
+                "max_seq_len": None,
+            },
+            "dataset": {
+                "_component_": "nowhere.dataset",
+                "source": "nowhere",
+                "packed": self.packed,
+            },
             "batch_size": 1,
             "shuffle": True,
             "gradient_accumulation_steps": self.accumulation,
@@ -159,7 +199,9 @@ class RealRun:
             positions = torch.cat([torch.arange(int(span)) for span in spans])
             row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": spans}
         self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
-        self.data.dataset._measured = Measured(torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3))
+        self.data.dataset._measured = Measured(
+            torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3)
+        )
         self.trainer = Trainer.load(job, self.data, RandomWeights(job), self.data.new_sizer())
 
 
@@ -259,7 +301,9 @@ def peaks_on_ranks(
             result = tried(run, sizes)
             for trial in result.trials:
                 assert trial.peak_bytes is not None
-                peaks[trial.batch_size] = min(trial.peak_bytes, peaks.get(trial.batch_size, trial.peak_bytes))
+                peaks[trial.batch_size] = min(
+                    trial.peak_bytes, peaks.get(trial.batch_size, trial.peak_bytes)
+                )
         bare = tuple(replace(trial, trace=None) for trial in result.trials)
         counted.append((peaks, replace(result, trials=bare)))
     return counted

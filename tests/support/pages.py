@@ -7,7 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")), "CONTRIBUTING.md"]
+PAGES = [
+    "README.md",
+    *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    "CONTRIBUTING.md",
+]
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,11 @@ def blocks_of(page, text):
 
 def blocks():
     """The fenced blocks of all pages, in their order."""
-    return [block for page in PAGES for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))[0]]
+    return [
+        block
+        for page in PAGES
+        for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8"))[0]
+    ]
 
 
 def is_read_only(command):
@@ -82,4 +90,6 @@ def is_read_only(command):
         return True
     given = {word: following for word, following in pairwise(words) if word.startswith("-")}
     large = int(given.get("--nproc_per_node", 1)) > 2 or "--nnodes" in given
-    return words[:2] == ["tune", "run"] and (large or given["--config"] not in ("demo_cpu", "my_qwen2.yaml"))
+    return words[:2] == ["tune", "run"] and (
+        large or given["--config"] not in ("demo_cpu", "my_qwen2.yaml")
+    )

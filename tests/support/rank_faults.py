@@ -62,7 +62,9 @@ def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
     """Rank one runs out of memory within a collective of a trial of more than two rows, in every attempt, and in clipping in the second."""
     if os.environ["RANK"] == "1":
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
-            _fail(MicroBatchRunner, "clip", from_call=4)  # the one of the probe's first step is another
+            _fail(
+                MicroBatchRunner, "clip", from_call=4
+            )  # the one of the probe's first step is another
         whole_trial, whole_call, rows = DryRun.__call__, _Recorded.__call__, [0]
 
         def trial(self: DryRun, batch_size: int) -> Any:

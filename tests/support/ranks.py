@@ -23,7 +23,9 @@ import torch.distributed as dist
 # Ranks that end well are forked off a server that has imported what takes long; a process has one, so it has the recipe too.
 _spawn = multiprocessing.get_context("spawn")
 _forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(["torch.distributed.fsdp", "adaptive_full_finetune", "torchtune._cli.tune"])
+_forkserver.set_forkserver_preload(
+    ["torch.distributed.fsdp", "adaptive_full_finetune", "torchtune._cli.tune"]
+)
 
 
 @dataclass
@@ -43,12 +45,16 @@ class Ended:
     seconds: float = 0.0
 
 
-def run_on_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0) -> list[Any]:
+def run_on_ranks(
+    function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0
+) -> list[Any]:
     """Call `function(*arguments)`, a module's own function, on each rank with a process group of gloo; their results by rank."""
     ended = end_of_ranks(function, world_size, *arguments, timeout=timeout, context=_forkserver)
     for rank, one in enumerate(ended):
         assert one.error is None, f"rank {rank}:\n{one.error}"
-        assert one.exit_status == 0, f"rank {rank} ended with {one.exit_status} after {one.seconds:.0f} s"
+        assert one.exit_status == 0, (
+            f"rank {rank} ended with {one.exit_status} after {one.seconds:.0f} s"
+        )
     return [one.result for one in ended]
 
 
@@ -67,7 +73,16 @@ def end_of_ranks(
         processes = [
             context.Process(
                 target=_run,
-                args=(function, arguments, rank, world_size, port, folder, begins_group, environment or {}),
+                args=(
+                    function,
+                    arguments,
+                    rank,
+                    world_size,
+                    port,
+                    folder,
+                    begins_group,
+                    environment or {},
+                ),
             )
             for rank in range(world_size)
         ]

@@ -17,7 +17,10 @@ from adaptive_batch.report import audit, read_records
 # Of every step: what another number of ranks must not change at all.
 EXACT = ("epoch", "position", "rows", "lr", "batch_size", "samples_seen", "tokens_seen")
 SAVES = ("save_every_n_steps=2",)
-SGD = (*FEATURES["SGD with momentum"], "optimizer.fused=False")  # fused SGD does not take sharded parameters
+SGD = (
+    *FEATURES["SGD with momentum"],
+    "optimizer.fused=False",
+)  # fused SGD does not take sharded parameters
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,10 @@ class Part:
                 f"checkpointer.at_epoch={self.epoch}",
             )
         if self.until is not None:
-            return "metric_logger._component_=support.stops.AskingToEnd", f"metric_logger.at_step={self.until}"
+            return (
+                "metric_logger._component_=support.stops.AskingToEnd",
+                f"metric_logger.at_step={self.until}",
+            )
         return ()
 
 
@@ -73,7 +79,11 @@ def there_and_back(*until: int) -> tuple[Part, ...]:
 
 SCHEDULE = (*FEATURES["cosine"], *FEATURES["clipping"])
 VALIDATION = ("dataset_val=${dataset}", "run_val_every_n_steps=3", "max_validation_batches=2")
-GROWTH = ("batch_size=2", "batch_increase_function=support.components.four_more", "probe.device_memory=64MiB")
+GROWTH = (
+    "batch_size=2",
+    "batch_increase_function=support.components.four_more",
+    "probe.device_memory=64MiB",
+)
 RAMP = (
     "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
     "batch_size_schedule.start=1",
@@ -100,17 +110,30 @@ WAYS: dict[str, Way] = {
     "AdamW, cosine, clipping": Way((*SAVES, *SCHEDULE), there_and_back(3, 6, 9, 13)),
     "SGD, float64": Way((*SAVES, *SGD, "dtype=fp64"), there_and_back(3, 6, 9, 13)),
     "growth": Way((*SAVES, *SCHEDULE, *GROWTH), there_and_back(5, 15, 17, 19)),
-    "ramp, validation": Way((*SAVES, *SCHEDULE, *SGD, *RAMP, *VALIDATION), there_and_back(2, 5, 8, 11)),
+    "ramp, validation": Way(
+        (*SAVES, *SCHEDULE, *SGD, *RAMP, *VALIDATION), there_and_back(2, 5, 8, 11)
+    ),
     "tokens": Way((*SAVES, *SCHEDULE, *SGD, *TOKENS), there_and_back(3, 6, 9, 13)),
     "accumulation": Way(
-        (*SAVES, *SGD, "batch_size=2", *FEATURES["accumulation"], "dtype=fp64"), there_and_back(3, 6, 9, 13)
+        (*SAVES, *SGD, "batch_size=2", *FEATURES["accumulation"], "dtype=fp64"),
+        there_and_back(3, 6, 9, 13),
     ),
-    "optimizer in backward": Way((*SAVES, *SGD, "optimizer_in_bwd=True"), there_and_back(3, 6, 9, 13)),
-    "saved in the background": Way((*SAVES, *SGD, "enable_async_checkpointing=True"), there_and_back(3, 6, 9, 13)),
+    "optimizer in backward": Way(
+        (*SAVES, *SGD, "optimizer_in_bwd=True"), there_and_back(3, 6, 9, 13)
+    ),
+    "saved in the background": Way(
+        (*SAVES, *SGD, "enable_async_checkpointing=True"), there_and_back(3, 6, 9, 13)
+    ),
     "3 ranks": Way((*SAVES, *SGD, "batch_size=8", "dtype=fp64"), (Part(1, 3), Part(3, 6), Part(1))),
-    "begun on 4": Way((*SGD, "batch_size=1"), (Part(4, 3), Part(2, 9), Part(1)), alone=("batch_size=4",)),
-    "epoch of 2 on 1": Way((*SGD, "batch_size=2"), (Part(2, epoch=0), Part(1)), alone=("batch_size=4",)),
-    "epoch of 2 on 4": Way((*SGD, "batch_size=2"), (Part(2, epoch=0), Part(4)), alone=("batch_size=4",)),
+    "begun on 4": Way(
+        (*SGD, "batch_size=1"), (Part(4, 3), Part(2, 9), Part(1)), alone=("batch_size=4",)
+    ),
+    "epoch of 2 on 1": Way(
+        (*SGD, "batch_size=2"), (Part(2, epoch=0), Part(1)), alone=("batch_size=4",)
+    ),
+    "epoch of 2 on 4": Way(
+        (*SGD, "batch_size=2"), (Part(2, epoch=0), Part(4)), alone=("batch_size=4",)
+    ),
     "epoch of 1 on 2": Way((*SCHEDULE,), (Part(1, epoch=0), Part(2))),
 }
 
@@ -120,10 +143,14 @@ def train_in_parts(setup: SmallSetup, way: Way) -> list[Attempt]:
     folder, done = setup.fresh_folder(), []
     for number, part in enumerate(way.parts):
         goes_on = ("resume_from_checkpoint=True",) if number else ()
-        (ended,) = launch(setup, part.ranks, *way.overrides, *part.overrides(), f"output_dir={folder}", *goes_on)
+        (ended,) = launch(
+            setup, part.ranks, *way.overrides, *part.overrides(), f"output_dir={folder}", *goes_on
+        )
         expected = [0 if part.is_last else EXIT_STATUS] * part.ranks
         if ended.exit_statuses != expected:
-            raise AssertionError(f"{part} ended with {ended.exit_statuses}, not {expected}:\n{ended.output[-6000:]}")
+            raise AssertionError(
+                f"{part} ended with {ended.exit_statuses}, not {expected}:\n{ended.output[-6000:]}"
+            )
         done.append(ended)
     return done
 
@@ -145,7 +172,9 @@ def steps(folder: Path) -> dict[int, dict[str, Any]]:
 def validations(folder: Path) -> dict[int, float]:
     """Their losses by the steps after which they were."""
     records = read_records(folder / "adaptive_batch" / "run.jsonl")
-    return {record["steps"]: record["val_loss"] for record in records if record["kind"] == "validation"}
+    return {
+        record["steps"]: record["val_loss"] for record in records if record["kind"] == "validation"
+    }
 
 
 def compare(folder: Path, whole: Path, *, exact: Sequence[str] = EXACT) -> dict[str, Any]:
@@ -160,13 +189,17 @@ def compare(folder: Path, whole: Path, *, exact: Sequence[str] = EXACT) -> dict[
     for step in sorted(ours.keys() & theirs.keys()):
         for name in exact:
             if ours[step].get(name) != theirs[step].get(name):
-                found.append(f"step {step}: {name} {ours[step].get(name)}, and {theirs[step].get(name)} alone")
+                found.append(
+                    f"step {step}: {name} {ours[step].get(name)}, and {theirs[step].get(name)} alone"
+                )
     checked = audit(folder)
     found += [f"audit: {problem}" for problem in checked.problems]
     found += [f"left behind: {path.name}" for path in folder.glob(".*")]
     epochs = sorted(path.name for path in whole.glob("epoch_*"))
     if epochs != sorted(path.name for path in folder.glob("epoch_*")):
-        found.append(f"epochs: {sorted(path.name for path in folder.glob('epoch_*'))}, and {epochs} alone")
+        found.append(
+            f"epochs: {sorted(path.name for path in folder.glob('epoch_*'))}, and {epochs} alone"
+        )
     relative, largest = weights_apart(folder / epochs[-1], whole / epochs[-1])
     both = sorted(ours.keys() & theirs.keys())
     here, there = validations(folder), validations(whole)
@@ -175,8 +208,12 @@ def compare(folder: Path, whole: Path, *, exact: Sequence[str] = EXACT) -> dict[
     return {
         "steps": len(theirs),
         "differing": found,
-        "loss": max((_apart(ours[step]["loss"], theirs[step]["loss"]) for step in both), default=0.0),
-        "validation": max((_apart(here[step], there[step]) for step in here.keys() & there.keys()), default=0.0),
+        "loss": max(
+            (_apart(ours[step]["loss"], theirs[step]["loss"]) for step in both), default=0.0
+        ),
+        "validation": max(
+            (_apart(here[step], there[step]) for step in here.keys() & there.keys()), default=0.0
+        ),
         "weights": relative,
         "largest": largest,
         "verdict": checked.lines[-1],
@@ -187,7 +224,9 @@ def weights_apart(one: Path, other: Path) -> tuple[float, float]:
     """The norm of the difference of two checkpoints over the norm of the second, and the largest difference of a weight."""
     ours, theirs = weights(one), weights(other)
     if ours.keys() != theirs.keys() or not ours:
-        raise AssertionError(f"{one} and {other} hold other weights: {sorted(ours.keys() ^ theirs.keys())}")
+        raise AssertionError(
+            f"{one} and {other} hold other weights: {sorted(ours.keys() ^ theirs.keys())}"
+        )
     apart = torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in theirs])
     norm = torch.cat([theirs[name].double().flatten() for name in theirs]).norm()
     return float(apart.norm() / norm), float(apart.abs().max())

@@ -37,7 +37,9 @@ def both_outputs(example: Path, *, other_port: int | None = None) -> tuple[str, 
     printed = re.search(r"^batch sizes: (.*)$", adaptive, re.MULTILINE)
     if other_port is not None:
         os.environ["MASTER_PORT"] = str(other_port)
-    return adaptive, output_of(example, "--plain", *(printed[1].split() if printed else commanded_sizes(example)))
+    return adaptive, output_of(
+        example, "--plain", *(printed[1].split() if printed else commanded_sizes(example))
+    )
 
 
 if __name__ == "__main__":

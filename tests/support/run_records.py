@@ -48,7 +48,9 @@ class Records:
                   "tokens_per_second_per_gpu": 5000 + 800 * math.sin(number), "batch_size": rows, "micro_batches": 1,
                   "padding_fraction": 0.3 + 0.1 * math.sin(number * 2.3), "samples_seen": self.samples[number],
                   "tokens_seen": 90 * self.samples[number], "oom_count": 0}  # fmt: skip
-        self.add("step", step=number, epoch=0, position=self.samples[number], **{**shared, **values})
+        self.add(
+            "step", step=number, epoch=0, position=self.samples[number], **{**shared, **values}
+        )
 
     def write(self, output_dir: Path, *, probe=None) -> Path:
         folder = output_dir / "adaptive_batch"
@@ -64,25 +66,36 @@ def full_records(num_steps: int = 600) -> Records:
     records, grow, fail, stop = Records(), num_steps // 3, num_steps // 2, 4 * num_steps // 5
     again = stop - num_steps // 10
     records.start()
-    records.add("bound", message="probe of the largest batch:\n rows  fits\n   24   yes", max_batch_size=24)
+    records.add(
+        "bound", message="probe of the largest batch:\n rows  fits\n   24   yes", max_batch_size=24
+    )
     records.add("no_effect", message=f"a key has no effect: {NASTY}")
 
     def run(first, last):
         for number in range(first, last + 1):
-            rows, micro_batches = (16, 1) if number <= grow else (64, 4) if number <= fail else (64, 8)
+            rows, micro_batches = (
+                (16, 1) if number <= grow else (64, 4) if number <= fail else (64, 8)
+            )
             if number == grow + 1:
                 records.add("batch_size", message="batch_size 16 -> 64", before=16, after=64)
             if number == fail + 1:
                 records.add("limit", message="out of memory with 16 rows of 512 tokens at once", before=16, after=8,
                             out_of_memory=True)  # fmt: skip
             noise = {"gradient_noise_scale": 8 + number / 10} if number > 20 else {}
-            full = {"loss_per_full_batch": 2 + 5 * math.exp(-number / 200)} if number % 4 == 0 else {}
+            full = (
+                {"loss_per_full_batch": 2 + 5 * math.exp(-number / 200)} if number % 4 == 0 else {}
+            )
             memory = {"peak_memory_active": 11.0 + rows / 64, "peak_memory_alloc": 11.2 + rows / 64}
             records.step(number, rows=rows, micro_batches=micro_batches, oom_count=int(number > fail),
                          lr=1e-3 * min(1, number / 50) * (1 - number / num_steps / 2),
                          peak_memory_reserved=13.5, **memory, **noise, **full)  # fmt: skip
             if number % (num_steps // 6) == 0:
-                records.add("validation", message=f"step {number}: val_loss", steps=number, val_loss=2.4 + 40 / number)
+                records.add(
+                    "validation",
+                    message=f"step {number}: val_loss",
+                    steps=number,
+                    val_loss=2.4 + 40 / number,
+                )
             if number == again:
                 records.add("resume_point", message=f"step {number} saved", step=number)
 

@@ -55,7 +55,10 @@ def kills(output_dir: Path, mode: str, number: int) -> None:
         _, status = os.waitpid(child, 0)
         with os.fdopen(reading) as pipe:
             vouched = pipe.read().split()
-        print(json.dumps({"killed": os.WTERMSIG(status) == signal.SIGKILL, "vouched": vouched}), flush=True)
+        print(
+            json.dumps({"killed": os.WTERMSIG(status) == signal.SIGKILL, "vouched": vouched}),
+            flush=True,
+        )
         first = int(sys.stdin.readline()) + 1
 
 

@@ -42,7 +42,9 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, x.shape[-1] // 2)).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(self.norm(x)).unflatten(-1, (3, 2, x.shape[-1] // 2)).permute(2, 0, 3, 1, 4)
+        )
         x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
         return x + self.mlp(x)
 
@@ -71,12 +73,16 @@ class Decoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed = nn.Embedding(VOCABULARY, width, dtype=dtype)
-        self.layers = nn.ModuleList(Layer(width=width, dropout=0.1 if draws else 0.0).to(dtype) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(
+            Layer(width=width, dropout=0.1 if draws else 0.0).to(dtype) for _ in range(LAYERS)
+        )
         self.frozen = nn.Linear(width, width, dtype=dtype).requires_grad_(False)
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(width, dtype=dtype))
         self.draws, self.checkpointing = draws, checkpointing
-        self.burden: dict[str, Callable[[], object]] = {}  # what happens half-way through the layers in a phase
+        self.burden: dict[
+            str, Callable[[], object]
+        ] = {}  # what happens half-way through the layers in a phase
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits, ``[batch, sequence, vocabulary]``."""
@@ -98,7 +104,9 @@ class Decoder(nn.Module):
             x.register_hook(lambda _: self.burden["backward"]() and None)
 
 
-def divided(model: Decoder, *, reshard_after_forward: bool = True, mesh: DeviceMesh | None = None) -> Decoder:
+def divided(
+    model: Decoder, *, reshard_after_forward: bool = True, mesh: DeviceMesh | None = None
+) -> Decoder:
     """The model with `fully_shard` applied to each layer and to itself, as torchtune does it; on one rank, as it is."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
@@ -111,7 +119,9 @@ def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
     """One padded batch."""
 
     def padded(key: str, value: int) -> torch.Tensor:
-        return pad_sequence([torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value)
+        return pad_sequence(
+            [torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value
+        )
 
     return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED)}
 
@@ -120,7 +130,9 @@ def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], reduction: st
     """Of the label tokens, labels shifted."""
     logits = model(batch["tokens"])[:, :-1]
     labels = batch.pop("labels")[:, 1:]
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction)
+    return F.cross_entropy(
+        logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=reduction
+    )
 
 
 def runner_of(
@@ -134,14 +146,18 @@ def runner_of(
     return build_runner(model, limit, **options)
 
 
-def make_rows(lengths: Sequence[int], *, unlabelled: Sequence[int] = (), seed: int = 1) -> list[Row]:
+def make_rows(
+    lengths: Sequence[int], *, unlabelled: Sequence[int] = (), seed: int = 1
+) -> list[Row]:
     """Rows of these lengths whose first tokens, one to three, have no label; `unlabelled` have none at all."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, length in enumerate(lengths):
         tokens = torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
         masked = length if number in unlabelled else 1 + number % 3
-        rows.append({"row": number, "tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]})
+        rows.append(
+            {"row": number, "tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]}
+        )
     return rows
 
 
@@ -161,7 +177,9 @@ def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor
             loss.backward()
             loss_sum, label_tokens = loss_sum + loss.item(), label_tokens + count
     gradients = {
-        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / max(1, label_tokens)
+        name: torch.zeros_like(parameter)
+        if parameter.grad is None
+        else parameter.grad / max(1, label_tokens)
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -171,7 +189,9 @@ def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor
 def whole_gradients(model: Decoder) -> dict[str, torch.Tensor]:
     """The gradients, put together on each rank; zeros where there is none."""
     return {
-        name: whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).clone()
+        name: whole(
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        ).clone()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -200,7 +220,9 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 def norm_of(gradients: dict[str, torch.Tensor]) -> float:
     """Of all of them together."""
-    return float(torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt())
+    return float(
+        torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    )
 
 
 def twin(model: Decoder) -> Decoder:

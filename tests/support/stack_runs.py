@@ -40,7 +40,9 @@ class StackRun:
     combination: Combination
     steps: tuple[tuple[int, ...], ...]
     traced: bool = False
-    probes: int = 0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
+    probes: int = (
+        0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
+    )
     headroom: float = 0.0  # of that search
 
     @classmethod
@@ -49,10 +51,15 @@ class StackRun:
         return cls(combination, ((combination.length,) * rows,) * steps, **more)
 
     @classmethod
-    def varying(cls, combination: Combination, rows: int, *, steps: int = 6, seed: int = 0) -> StackRun:
+    def varying(
+        cls, combination: Combination, rows: int, *, steps: int = 6, seed: int = 0
+    ) -> StackRun:
         """Steps of rows as long as the combination's at most; those of the first are shorter."""
         draw, longest = random.Random(seed), combination.length
-        lengths = [tuple(draw.randint(longest // 4, longest) for _ in range(rows)) for _ in range(steps - 1)]
+        lengths = [
+            tuple(draw.randint(longest // 4, longest) for _ in range(rows))
+            for _ in range(steps - 1)
+        ]
         lengths.insert(draw.randrange(1, steps), (longest,) * rows)
         return cls(combination, tuple(lengths))
 
@@ -110,7 +117,12 @@ def train(run: StackRun) -> Outcome:
     if run.traced:
         torch.cuda.memory._record_memory_history(context=None, max_entries=10**7)
     cfg = run.combination.config()
-    cfg.on_out_of_memory, cfg.shuffle, cfg.probe.cache, cfg.probe.headroom = "raise", True, True, run.headroom
+    cfg.on_out_of_memory, cfg.shuffle, cfg.probe.cache, cfg.probe.headroom = (
+        "raise",
+        True,
+        True,
+        run.headroom,
+    )
     job = Job(cfg, Settings.from_config(cfg))
     length = run.combination.length
     lengths = (length,) * 4096
@@ -118,7 +130,9 @@ def train(run: StackRun) -> Outcome:
         lengths = (length, *StackRun.varying(run.combination, 4095, steps=2).steps[0])
     data = Data(job, [row_of(length) for length in lengths], packed=False)
     data.dataset._measured = Measured(torch.tensor([[length, length, 1] for length in lengths]))
-    sizer = HeldSizer(MicroBatchLimit(max(map(len, run.steps), default=1)), layout=data.shapes, memory=job.memory)
+    sizer = HeldSizer(
+        MicroBatchLimit(max(map(len, run.steps), default=1)), layout=data.shapes, memory=job.memory
+    )
     steps, done, error = run.steps, 0, None
     found: dict[str, int] = {}
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
@@ -130,7 +144,11 @@ def train(run: StackRun) -> Outcome:
             sizer.current = MicroBatchLimit(result.max_batch_size)
             steps = StackRun.varying(run.combination, result.max_batch_size, steps=run.probes).steps
             ooms = sum(not trial.fits for trial in result.trials)
-            found = {"bound": result.max_batch_size, "trials": len(result.trials), "ooms_of_search": ooms}
+            found = {
+                "bound": result.max_batch_size,
+                "trials": len(result.trials),
+                "ooms_of_search": ooms,
+            }
         before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()
         for lengths in steps:
@@ -191,12 +209,18 @@ class StackRuns:
         key = device, conf, str(capacity or "")
         if key not in self._servers:
             variables = dict(
-                zip(("STUB_CUDA_DEVICE", "PYTORCH_CUDA_ALLOC_CONF", "STUB_CUDA_CAPACITY"), key, strict=True)
+                zip(
+                    ("STUB_CUDA_DEVICE", "PYTORCH_CUDA_ALLOC_CONF", "STUB_CUDA_CAPACITY"),
+                    key,
+                    strict=True,
+                )
             )
             command = [sys.executable, "-W", "ignore", "-m", "support.stack_runs"]
             self._servers[key] = subprocess.Popen(
                 command,
-                env=subprocess_environment(**{name: value for name, value in variables.items() if value}),
+                env=subprocess_environment(
+                    **{name: value for name, value in variables.items() if value}
+                ),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -224,11 +248,17 @@ def main() -> None:
     os.dup2(2, 1)
     gc.freeze()
     assert torch.cuda.memory_reserved() == 0
-    torch.cuda._is_in_bad_fork = lambda: False  # imports have looked for devices, and the stack does not mind
+    torch.cuda._is_in_bad_fork = lambda: (
+        False
+    )  # imports have looked for devices, and the stack does not mind
     for line in sys.stdin:
         asked = json.loads(line)
-        combination = Combination(**{**asked["combination"], "apart": tuple(asked["combination"]["apart"])})
-        run = StackRun(**{**asked, "combination": combination, "steps": tuple(map(tuple, asked["steps"]))})
+        combination = Combination(
+            **{**asked["combination"], "apart": tuple(asked["combination"]["apart"])}
+        )
+        run = StackRun(
+            **{**asked, "combination": combination, "steps": tuple(map(tuple, asked["steps"]))}
+        )
         child = os.fork()
         if not child:
             try:

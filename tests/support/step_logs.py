@@ -92,16 +92,25 @@ def estimated(
 
 
 def on_cuda(
-    cfg: DictConfig, rows: int, tokens: int | Sequence[int], *, steps: int = 3, micro_batches: int = 1
+    cfg: DictConfig,
+    rows: int,
+    tokens: int | Sequence[int],
+    *,
+    steps: int = 3,
+    micro_batches: int = 1,
 ) -> array[int]:
     """Return the log of a run on CUDA, from loading on."""
     memory: Any = torch.cuda.memory
     torch._C._cuda_clearCublasWorkspaces()
     memory._record_memory_history(context=None, max_entries=10_000_000, clear_history=True)
-    job = Job(cfg, Settings.from_config(cfg), Unloaded() if builder_of(cfg) else None, needs=TO_PLAN)
+    job = Job(
+        cfg, Settings.from_config(cfg), Unloaded() if builder_of(cfg) else None, needs=TO_PLAN
+    )
     data = Data(job, [made_up_row(8, packed=False)], packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
-    trainer = Trainer(job, data, model, HeldSizer(MicroBatchLimit(rows), layout=data.shapes, memory=job.memory))
+    trainer = Trainer(
+        job, data, model, HeldSizer(MicroBatchLimit(rows), layout=data.shapes, memory=job.memory)
+    )
     for _ in range(steps):
         trainer.runner.run(made_up_rows(rows, tokens) * micro_batches, rows)
         trainer.step()
@@ -115,7 +124,9 @@ def on_cuda(
         elif event["action"] == "free_completed" and event["addr"] in numbers:
             log.append(~numbers.pop(event["addr"]))
     memory._record_memory_history(enabled=None)
-    for optimizer in trainer.optimizers:  # in backward it is held by hooks of the parameters, and they by it
+    for (
+        optimizer
+    ) in trainer.optimizers:  # in backward it is held by hooks of the parameters, and they by it
         optimizer.state.clear()
     for parameter in model.parameters():
         parameter.data = torch.empty(0, device=job.device)
@@ -145,9 +156,20 @@ def _readable(log: Sequence[int], smallest: int) -> list[int]:
 
 def on_ranks(name: str, rows: int, tokens: int, *, ranks: int) -> array[int]:
     """Return the log of rank zero of several processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks), __file__]
-    variables = subprocess_environment(STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1")
-    done = subprocess.run([*command, name, str(rows), str(tokens)], env=variables, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(ranks),
+        __file__,
+    ]
+    variables = subprocess_environment(
+        STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1"
+    )
+    done = subprocess.run(
+        [*command, name, str(rows), str(tokens)], env=variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return array("q", json.loads(done.stdout.splitlines()[-1]))
 

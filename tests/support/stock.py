@@ -48,7 +48,9 @@ class RunsFailedError(AssertionError):
     """A run that should have ended well did not; its text has what the ranks printed."""
 
 
-def run_tasks(setup: SmallSetup, tasks: Sequence[Task], *, ranks: int, timeout: float = 600.0) -> list[Finished]:
+def run_tasks(
+    setup: SmallSetup, tasks: Sequence[Task], *, ranks: int, timeout: float = 600.0
+) -> list[Finished]:
     """Do runs one after another in the same processes, each with a process group and a store of its own.
 
     Args:
@@ -66,11 +68,19 @@ def run_tasks(setup: SmallSetup, tasks: Sequence[Task], *, ranks: int, timeout: 
     with ExitStack() as held:
         ports = [held.enter_context(reserved_port()) for _ in tasks]
         ended = end_of_ranks(
-            _run_tasks, ranks, setup, tuple(tasks), ports, printed, timeout=timeout, begins_group=False
+            _run_tasks,
+            ranks,
+            setup,
+            tuple(tasks),
+            ports,
+            printed,
+            timeout=timeout,
+            begins_group=False,
         )
     if any(one.exit_status != 0 for one in ended):
         said = [
-            f"rank {rank} ended with {one.exit_status}:\n{_end_of(printed, rank)}" for rank, one in enumerate(ended)
+            f"rank {rank} ended with {one.exit_status}:\n{_end_of(printed, rank)}"
+            for rank, one in enumerate(ended)
         ]
         raise RunsFailedError("\n\n".join(said))
     return [Finished(0, "", task.output_dir) for task in tasks]
@@ -87,7 +97,9 @@ def interrupted(finished: Finished, setup: SmallSetup) -> Path:
 
 def resuming(recipe: str, folder: Path, overrides: Sequence[str]) -> Task:
     """The run that goes on in a folder, each recipe in its own way: the stock one needs its checkpoint files typed."""
-    typed = [path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))]
+    typed = [
+        path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))
+    ]
     files = f"checkpointer.checkpoint_files=[{','.join(map(str, typed))}]"
     own = () if recipe == OURS else (files,)
     return Task(recipe, folder, (*overrides, "resume_from_checkpoint=True", *own))
@@ -97,7 +109,9 @@ def _end_of(printed: Path, rank: int) -> str:
     return (printed / f"{rank}.txt").read_text(errors="replace")[-3000:]
 
 
-def _run_tasks(setup: SmallSetup, tasks: Sequence[Task], ports: Sequence[int], printed: Path) -> None:
+def _run_tasks(
+    setup: SmallSetup, tasks: Sequence[Task], ports: Sequence[int], printed: Path
+) -> None:
     with (printed / f"{os.environ['RANK']}.txt").open("w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
@@ -108,7 +122,9 @@ def _run_tasks(setup: SmallSetup, tasks: Sequence[Task], ports: Sequence[int], p
                 setup.run_in_process(task.recipe, *task.overrides, f"output_dir={task.output_dir}")
             except BaseException:
                 print(
-                    f"{task.recipe} {' '.join(task.overrides)}\n{traceback.format_exc()}", file=sys.stderr, flush=True
+                    f"{task.recipe} {' '.join(task.overrides)}\n{traceback.format_exc()}",
+                    file=sys.stderr,
+                    flush=True,
                 )
                 raise
             assert not dist.is_initialized(), f"{task.recipe} has left its process group"
@@ -133,7 +149,9 @@ def on_a_cpu() -> Iterator[None]:
         dist.init_process_group = init_process_group
 
 
-def partly_labelled(tokenizer: ModelTokenizer, *, without_labels: Sequence[int], **options: Any) -> SFTDataset:
+def partly_labelled(
+    tokenizer: ModelTokenizer, *, without_labels: Sequence[int], **options: Any
+) -> SFTDataset:
     """torchtune's dataset of instructions, some of whose rows have no label, as rows that are cut within the prompt have."""
     dataset = instruct_dataset(tokenizer, **options)
     prepare = dataset._prepare_sample

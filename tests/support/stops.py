@@ -91,7 +91,11 @@ def stopped_after(finished, setup, step, *, taken_back=0):
         if record["kind"] == "step" and record["step"] > step + taken_back:
             break
         if record["kind"] in ("checkpoint", "resume_point"):
-            saved.add(f"epoch_{record['epoch']}" if record["kind"] == "checkpoint" else f"step_{record['step']}")
+            saved.add(
+                f"epoch_{record['epoch']}"
+                if record["kind"] == "checkpoint"
+                else f"step_{record['step']}"
+            )
         lines.append(line)
     (folder / RECORD).write_text("".join(lines))
     for path in [*folder.glob("epoch_*"), *folder.glob("step_*")]:

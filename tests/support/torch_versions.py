@@ -22,7 +22,12 @@ PAIRS = [
 ]
 NEEDED = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "accelerate"]
 EXTRAS = "recipes,report"  # tests of the core use torchao's optimizers and the estimate's settings
-TESTS = ["tests/unit", "tests/distributed", "tests/test_architecture.py", "--ignore=tests/unit/torchtune"]
+TESTS = [
+    "tests/unit",
+    "tests/distributed",
+    "tests/test_architecture.py",
+    "--ignore=tests/unit/torchtune",
+]
 MARKS = "not slow and not gpu and not cuda_stack and not browser and not readme"
 
 ROOT = Path(__file__).parents[2]
@@ -62,7 +67,9 @@ def outcome(venv: Path) -> tuple[bool, str]:
     environment = os.environ | {"PYTHONPATH": paths, "STUB_CUDA_COUNT": "0"}
     log = venv.with_suffix(f"{venv.suffix}.log")
     with log.open("w") as file:
-        done = subprocess.run([*command, *TESTS], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            [*command, *TESTS], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
     last = log.read_text().splitlines()[-1].strip("= ")
     return done.returncode == 0, last if done.returncode == 0 else f"{last}; see {log}"
 
@@ -81,7 +88,9 @@ def venv_of(torch: str, python: str) -> Path:
     if "cuda: Optional[str] = None" not in (site / "torch/version.py").read_text():
         subprocess.run([own, ROOT / "tests/support/cuda_stack/build.py"], check=True)
         (metadata,) = site.glob("torch-*.dist-info/METADATA")
-        metadata.write_text(re.sub(r"(?m)^Requires-Dist: (nvidia|cuda|triton).*\n", "", metadata.read_text()))
+        metadata.write_text(
+            re.sub(r"(?m)^Requires-Dist: (nvidia|cuda|triton).*\n", "", metadata.read_text())
+        )
     subprocess.run([*pip, *NEEDED, f"{ROOT}[{EXTRAS}]"], check=True)
     (venv / "made").touch()
     return venv

@@ -102,26 +102,44 @@ def all_cases(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
     """Every combination."""
     dtypes = (torch.float32, torch.bfloat16)
     flags = (False, True)
-    return [Case(*combination) for combination in itertools.product(optimizers, flags, dtypes, flags, flags)]
+    return [
+        Case(*combination)
+        for combination in itertools.product(optimizers, flags, dtypes, flags, flags)
+    ]
 
 
 def cases_with_adapters(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
     """Every combination, with each kind of adapter in turn."""
     kinds = itertools.cycle(ADAPTERS)
-    return [replace(case, adapters=kind) for case, kind in zip(all_cases(optimizers), kinds, strict=False)]
+    return [
+        replace(case, adapters=kind)
+        for case, kind in zip(all_cases(optimizers), kinds, strict=False)
+    ]
 
 
 def put_adapters(model: nn.Module, kind: str) -> None:
     """Put torchtune's adapters into each linear layer, the base of QLoRA in four bits and without bias, and freeze all else."""
-    from torchtune.modules import peft  # which takes seconds that a process without adapters need not wait
+    from torchtune.modules import (
+        peft,
+    )  # which takes seconds that a process without adapters need not wait
 
     make = peft.DoRALinear if kind == "DoRA" else peft.LoRALinear
-    quantized = {"quantize_base": True, "block_size": 64, "scaler_block_size": 32} if kind == "QLoRA" else {}
+    quantized = (
+        {"quantize_base": True, "block_size": 64, "scaler_block_size": 32}
+        if kind == "QLoRA"
+        else {}
+    )
     for module in list(model.modules()):
         for name, linear in list(module.named_children()):
             if isinstance(linear, nn.Linear):
                 adapted = make(
-                    linear.in_features, linear.out_features, 4, 8, dropout=0.1, use_bias=not quantized, **quantized
+                    linear.in_features,
+                    linear.out_features,
+                    4,
+                    8,
+                    dropout=0.1,
+                    use_bias=not quantized,
+                    **quantized,
                 )
                 setattr(module, name, adapted.to(linear.weight))
                 if kind == "DoRA":
@@ -134,11 +152,15 @@ class Layer(nn.Module):
         super().__init__()
         self.norm = nn.RMSNorm(WIDTH)
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * WIDTH, WIDTH))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Dropout(0.2), nn.Linear(2 * WIDTH, WIDTH)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 4, WIDTH // 4)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0)
+        attended = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, dropout_p=0.1 if self.training else 0.0
+        )
         x = x + attended.transpose(1, 2).flatten(-2)
         return x + self.mlp(x)
 
@@ -157,7 +179,9 @@ class Decoder(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
         self.checkpointing = checkpointing
-        self.burden: dict[str, int] = {}  # bytes that half-way through the layers are allocated in a phase, and freed
+        self.burden: dict[
+            str, int
+        ] = {}  # bytes that half-way through the layers are allocated in a phase, and freed
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """The loss of predicting each token, ``[batch, sequence]``, from those before it."""
@@ -180,7 +204,9 @@ class Decoder(nn.Module):
 class Training:
     """A model and its optimizer after a step or none, gradients of a first micro-batch there unless stepped in backward."""
 
-    def __init__(self, case: Case, *, device: torch.device = CPU, optimizers: dict[str, Any] = OPTIMIZERS) -> None:
+    def __init__(
+        self, case: Case, *, device: torch.device = CPU, optimizers: dict[str, Any] = OPTIMIZERS
+    ) -> None:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)
@@ -205,10 +231,16 @@ class Training:
 
     def _optimizer(self, states: list[Any] | None) -> Optimizer | OptimizerInBackward:
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        made = [self._make([p]) for p in trained] if self.case.in_backward else [self._make(trained)]
+        made = (
+            [self._make([p]) for p in trained] if self.case.in_backward else [self._make(trained)]
+        )
         for optimizer, state in zip(made, states or [], strict=False):
             optimizer.load_state_dict(state)
-        return OptimizerInBackward(dict(zip(trained, made, strict=True))) if self.case.in_backward else made[0]
+        return (
+            OptimizerInBackward(dict(zip(trained, made, strict=True)))
+            if self.case.in_backward
+            else made[0]
+        )
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -220,7 +252,10 @@ class Training:
         """Forward and backward of rows that are drawn, so that every generator moves."""
         self.phase = "forward"
         tokens = torch.randint(VOCABULARY, (rows, LENGTH), device=self.device)
-        tokens[0, 0], tokens[0, 1] = random.randrange(VOCABULARY), int(np.random.randint(VOCABULARY))
+        tokens[0, 0], tokens[0, 1] = (
+            random.randrange(VOCABULARY),
+            int(np.random.randint(VOCABULARY)),
+        )
         loss = self.model(tokens)
         self.phase = "backward"
         loss.backward()
@@ -265,7 +300,11 @@ class Training:
     def everything(self) -> dict[str, Any]:
         """All that training goes on from, bit by bit; a tensor as its dtype, shape and bytes."""
         python, numpy = random.getstate(), np.random.get_state(legacy=False)
-        found: dict[str, Any] = {"python": python, "numpy": bits(numpy), "torch": bits(torch.get_rng_state())}
+        found: dict[str, Any] = {
+            "python": python,
+            "numpy": bits(numpy),
+            "torch": bits(torch.get_rng_state()),
+        }
         if self.device.type != "cpu":
             found["device"] = bits(getattr(torch, self.device.type).get_rng_state(self.device))
         for name, parameter in self.model.named_parameters():
@@ -277,11 +316,15 @@ class Training:
             found[f"training {name}"] = module.training
         for index, optimizer in enumerate(self.optimizers):
             numbers = {id(p): n for n, p in self.model.named_parameters()}
-            found[f"optimizer {index}"] = {k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))}
+            found[f"optimizer {index}"] = {
+                k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))
+            }
             found[f"groups {index}"] = [
                 bits({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups
             ]
-            found[f"state {index}"] = {numbers[id(p)]: bits(state) for p, state in optimizer.state.items()}
+            found[f"state {index}"] = {
+                numbers[id(p)]: bits(state) for p, state in optimizer.state.items()
+            }
         return found
 
     def objects(self) -> dict[str, int]:
@@ -291,7 +334,11 @@ class Training:
         found |= {f"buffer {name}": id(buffer) for name, buffer in self.model.named_buffers()}
         for index, optimizer in enumerate(self.optimizers):
             for number, state in enumerate(optimizer.state.values()):
-                found |= {f"{index} {number} {key}": id(v) for key, v in state.items() if isinstance(v, torch.Tensor)}
+                found |= {
+                    f"{index} {number} {key}": id(v)
+                    for key, v in state.items()
+                    if isinstance(v, torch.Tensor)
+                }
         return found
 
 
@@ -299,7 +346,12 @@ def bits(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         plain = [p.detach().cpu().contiguous() for p in plain_tensors(value)]
         return [
-            (type(value).__name__, p.dtype, tuple(p.shape), p.flatten().view(torch.uint8).numpy().tobytes())
+            (
+                type(value).__name__,
+                p.dtype,
+                tuple(p.shape),
+                p.flatten().view(torch.uint8).numpy().tobytes(),
+            )
             for p in plain
         ]
     if isinstance(value, np.ndarray):
@@ -326,7 +378,9 @@ def deterministic(device: torch.device) -> Iterator[None]:
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Names of what differs."""
     return [
-        name for name in sorted(before.keys() | after.keys()) if before.get(name, "absent") != after.get(name, "absent")
+        name
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name, "absent") != after.get(name, "absent")
     ]
 
 
@@ -372,7 +426,10 @@ def another_error(training: Training) -> None:
         if rows == 3:
             raise Mishap("index out of range")
 
-    with pytest.raises(RuntimeError, match="3 rows") as caught, training.rehearsal(forward_backward=fail) as trial:
+    with (
+        pytest.raises(RuntimeError, match="3 rows") as caught,
+        training.rehearsal(forward_backward=fail) as trial,
+    ):
         trial(3)
     assert isinstance(caught.value.__cause__, Mishap)
 
@@ -413,18 +470,27 @@ OUTCOMES: dict[str, Callable[[Training], None]] = {
 }
 
 
-def traces(case: Case, *, steps: int = 2, device: torch.device = CPU) -> Iterator[tuple[str, list[str]]]:
+def traces(
+    case: Case, *, steps: int = 2, device: torch.device = CPU
+) -> Iterator[tuple[str, list[str]]]:
     """Run every outcome one after another in the midst of training.
 
     Yields:
         The outcome, and the names of what differs after it; last, what differs from training that was never probed.
     """
-    with torch.compiler.set_stance("force_eager"), deterministic(device):  # torchao's optimizers compile for minutes
+    with (
+        torch.compiler.set_stance("force_eager"),
+        deterministic(device),
+    ):  # torchao's optimizers compile for minutes
         training = Training(case, device=device, optimizers=CUDA_OPTIMIZERS)
         for name, probe in OUTCOMES.items():
             before, objects = training.everything(), training.objects()
             probe(training)
-            yield name, differences(before, training.everything()) + differences(objects, training.objects())
+            yield (
+                name,
+                differences(before, training.everything())
+                + differences(objects, training.objects()),
+            )
         training.train(steps)
         probed = training.everything()
         undisturbed = Training(case, device=device, optimizers=CUDA_OPTIMIZERS)

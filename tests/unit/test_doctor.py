@@ -35,7 +35,9 @@ def versions(**others):
 
 def test_the_tried_versions_are_all_right():
     assert wrong(check_versions(versions())) == {}
-    tried = dict(re.findall(r"^(\S+)==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.MULTILINE))
+    tried = dict(
+        re.findall(r"^(\S+)==(\S+)$", (PROJECT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     assert wrong(check_versions(tried.get)) == {}
 
 
@@ -67,7 +69,10 @@ def test_findings_are_one_aligned_line_each():
     assert len({re.match(r".*?\S +ok     (?=\S)", line).end() for line in lines}) == 1
     subjects = {line.split("  ")[0] for line in lines}
     assert subjects >= {"python", "torch", "torchtune", "import torchtune", "tune", "cpu"}
-    assert str(Finding("longer", "2", "pip install 'x==3'")) == "WRONG  2; fix it with: pip install 'x==3'"
+    assert (
+        str(Finding("longer", "2", "pip install 'x==3'"))
+        == "WRONG  2; fix it with: pip install 'x==3'"
+    )
 
 
 def test_what_is_installed_here_is_seen():
@@ -82,10 +87,14 @@ def test_what_is_installed_here_is_seen():
 
 def test_devices_are_printed_with_their_memory_in_gib():
     accelerators, *devices = check_devices()
-    assert accelerators.text.startswith(f"{torch.accelerator.device_count()} seen by torch {torch.__version__}")
+    assert accelerators.text.startswith(
+        f"{torch.accelerator.device_count()} seen by torch {torch.__version__}"
+    )
     assert devices[0].subject == "cpu"
     assert len(devices) == 1 + torch.accelerator.device_count()
-    assert all(re.search(r"\d+\.\d GiB\), \d+\.\d GiB of it available$", device.text) for device in devices)
+    assert all(
+        re.search(r"\d+\.\d GiB\), \d+\.\d GiB of it available$", device.text) for device in devices
+    )
 
 
 def test_tune_of_this_python_is_named_beside_the_one_on_path(tmp_path, monkeypatch):
@@ -143,9 +152,15 @@ def test_the_command_ends_with_1_and_the_fix_where_a_distribution_is_broken(
 ):
     (tmp_path / broken).mkdir()
     (tmp_path / broken / "__init__.py").write_text(f"{cause}\n")
-    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | {
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    }
     command = [sys.executable, "-m", "adaptive_batch", "check"]
-    finished = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    finished = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
     assert finished.returncode == 1, finished.stderr
     (line,) = [line for line in finished.stdout.splitlines() if "WRONG" in line]
-    assert re.fullmatch(rf"{subject} +WRONG  {re.escape(text)}.*; fix it with: {re.escape(fix)}", line)
+    assert re.fullmatch(
+        rf"{subject} +WRONG  {re.escape(text)}.*; fix it with: {re.escape(fix)}", line
+    )

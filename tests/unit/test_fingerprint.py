@@ -21,7 +21,11 @@ plain = st.recursive(
 def typed(value):
     """A value as text that tells types apart and does not know the order of keys."""
     if isinstance(value, dict):
-        return "{" + ",".join(sorted(f"{typed(key)}:{typed(item)}" for key, item in value.items())) + "}"
+        return (
+            "{"
+            + ",".join(sorted(f"{typed(key)}:{typed(item)}" for key, item in value.items()))
+            + "}"
+        )
     if isinstance(value, list):
         return "[" + ",".join(map(typed, value)) + "]"
     return f"{type(value).__name__}({value!r})"
@@ -49,14 +53,20 @@ def test_types_nesting_and_order_of_parts_make_a_difference():
 
 
 def test_a_fingerprint_is_the_same_on_every_machine():
-    assert fingerprint({"b": Path("x/y"), "a": (1, 2.5)}, None) == fingerprint({"a": [1, 2.5], "b": "x/y"}, None)
+    assert fingerprint({"b": Path("x/y"), "a": (1, 2.5)}, None) == fingerprint(
+        {"a": [1, 2.5], "b": "x/y"}, None
+    )
     assert fingerprint("alpaca", {"max_seq_len": 512}, 1, True, None) == "abbdd2a794ef4e175ce464e3"
 
 
-@pytest.mark.parametrize("part", [torch.tensor(1), np.int64(1), b"a", {1, 2}, object(), len, torch.float32, 1j])
+@pytest.mark.parametrize(
+    "part", [torch.tensor(1), np.int64(1), b"a", {1, 2}, object(), len, torch.float32, 1j]
+)
 def test_what_has_no_lasting_text_is_refused(part):
     for nested in (part, [part], {"a": [part]}):
-        with pytest.raises(TypeError, match=f"cannot fingerprint a {type(part).__name__}: use None, bool, int"):
+        with pytest.raises(
+            TypeError, match=f"cannot fingerprint a {type(part).__name__}: use None, bool, int"
+        ):
             fingerprint(nested)
 
 

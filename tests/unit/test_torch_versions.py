@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def newest_first(versions: set[str]) -> list[str]:
-    return sorted(versions, key=lambda version: [int(part) for part in version.split(".")], reverse=True)
+    return sorted(
+        versions, key=lambda version: [int(part) for part in version.split(".")], reverse=True
+    )
 
 
 def refused(asks: object) -> str:
@@ -63,7 +65,9 @@ def test_a_name_that_is_gone_is_named(monkeypatch, module, name):
 def test_what_is_asked_of_an_object_or_of_a_module_is_named_too():
     group = SimpleNamespace(_all_gather_comm=None)
     assert _torch.private(group, "_all_gather_comm") is group
-    assert "no SimpleNamespace._reduce_scatter_comm; " in refused(lambda: _torch.private(group, "_reduce_scatter_comm"))
+    assert "no SimpleNamespace._reduce_scatter_comm; " in refused(
+        lambda: _torch.private(group, "_reduce_scatter_comm")
+    )
     module = "torch.testing._internal.distributed.fake_pg"
     assert _torch.private(module, "FakeStore").__name__ == module
     assert f"no {module}.FakeShop; " in refused(lambda: _torch.private(module, "FakeShop"))

@@ -25,13 +25,17 @@ DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 
 def main() -> None:
     libraries = [
-        path for path in sorted(LIBRARIES.glob("*.so")) if not SONAME.match(path.name) and path.name != "libcudastub.so"
+        path
+        for path in sorted(LIBRARIES.glob("*.so"))
+        if not SONAME.match(path.name) and path.name != "libcudastub.so"
     ]
     imported, sonames = set[str](), set[str]()
     for library in libraries:
         imported |= {name for name in undefined(library) if FUNCTION.fullmatch(name)}
         sonames |= {name for name in needed(library) if SONAME.fullmatch(name)}
-    looked_up = re.findall(rb"\0((?:cu[A-Z]|nvml)\w{3,60})(?=\0)", (LIBRARIES / "libc10_cuda.so").read_bytes())
+    looked_up = re.findall(
+        rb"\0((?:cu[A-Z]|nvml)\w{3,60})(?=\0)", (LIBRARIES / "libc10_cuda.so").read_bytes()
+    )
     imported |= {name.decode() for name in looked_up}
 
     build = LIBRARIES / "cudastub"
@@ -50,7 +54,11 @@ def main() -> None:
             "-Werror",
             "-fvisibility=hidden",
         )
-    defined = {name for one in objects for name in run("nm", "--defined-only", "--format=just-symbols", one).split()}
+    defined = {
+        name
+        for one in objects
+        for name in run("nm", "--defined-only", "--format=just-symbols", one).split()
+    }
     defaults = sorted(imported - defined)
     (build / "defaults.c").write_text(source_of_defaults(defaults))
     gcc(
@@ -68,7 +76,10 @@ def main() -> None:
 
     (build / "empty.c").write_text("")
     for soname in sorted({DRIVER, MANAGEMENT}) + sorted(sonames - {DRIVER, MANAGEMENT}):
-        leads_to = ["-lcudastub", *([f"-l:{DRIVER}", f"-l:{MANAGEMENT}"] if soname.startswith("libcudart.") else [])]
+        leads_to = [
+            "-lcudastub",
+            *([f"-l:{DRIVER}", f"-l:{MANAGEMENT}"] if soname.startswith("libcudart.") else []),
+        ]
         gcc(
             "-shared",
             "-o",
@@ -92,9 +103,13 @@ def versions() -> list[str]:
     def number(library: str, *places: int) -> int:
         found = re.search(rf"nvidia-{library}(?:-cu\d+)? ?\(?==(\d+)\.(\d+)(?:\.(\d+))?", wheels)
         assert found, f"torch does not say which {library} it needs: is it a CUDA build?\n{wheels}"
-        return sum(int(part or 0) * place for part, place in zip(found.groups(), places, strict=True))
+        return sum(
+            int(part or 0) * place for part, place in zip(found.groups(), places, strict=True)
+        )
 
-    cuda = re.search(r"^cuda.*= '(\d+)\.(\d+)'", (LIBRARIES.parent / "version.py").read_text(), re.MULTILINE)
+    cuda = re.search(
+        r"^cuda.*= '(\d+)\.(\d+)'", (LIBRARIES.parent / "version.py").read_text(), re.MULTILINE
+    )
     assert cuda, "this torch is not a CUDA build"
     return [
         f"-DCUDA_VERSION={int(cuda[1]) * 1000 + int(cuda[2]) * 10}",
@@ -106,12 +121,17 @@ def versions() -> list[str]:
 def source_of_defaults(names: list[str]) -> str:
     lines = ["const char *const default_names[] = {", *(f'  "{name}",' for name in names), "  0};"]
     lines += [f"unsigned long default_calls[{len(names) + 1}];"]
-    lines += [f"long {name}(void) {{ default_calls[{i}]++; return 0; }}" for i, name in enumerate(names)]
+    lines += [
+        f"long {name}(void) {{ default_calls[{i}]++; return 0; }}" for i, name in enumerate(names)
+    ]
     return "\n".join(lines)
 
 
 def undefined(library: Path) -> set[str]:
-    return {line.split()[-1].split("@")[0] for line in run("nm", "-D", "--undefined-only", library).splitlines()}
+    return {
+        line.split()[-1].split("@")[0]
+        for line in run("nm", "-D", "--undefined-only", library).splitlines()
+    }
 
 
 def needed(library: Path) -> list[str]:

@@ -23,7 +23,14 @@ def right() -> None:
         if found != expected:
             raise AssertionError(f"rank {rank}: {what} gave {found}, not {expected}")
 
-    for dtype in (torch.int64, torch.int32, torch.float64, torch.float32, torch.float16, torch.bfloat16):
+    for dtype in (
+        torch.int64,
+        torch.int32,
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+    ):
         values = on_device(rank, 1, dtype=dtype)
         dist.all_reduce(values)
         check(f"a sum of {dtype}", values.tolist(), [sum(ranks), size])
@@ -38,7 +45,9 @@ def right() -> None:
         check(reduction, values.tolist(), [expected])
     gathered = torch.empty(2 * size, device="cuda")
     dist.all_gather_into_tensor(gathered, on_device(rank, rank + 0.5))
-    check("all_gather", gathered.tolist(), [part for other in ranks for part in (other, other + 0.5)])
+    check(
+        "all_gather", gathered.tolist(), [part for other in ranks for part in (other, other + 0.5)]
+    )
     scattered = torch.empty(1, device="cuda")
     dist.reduce_scatter_tensor(scattered, on_device(*(10 * rank + other for other in ranks)))
     check("reduce_scatter", scattered.tolist(), [10 * sum(ranks) + size * rank])

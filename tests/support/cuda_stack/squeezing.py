@@ -22,7 +22,9 @@ def leave(nbytes: int) -> None:
     """Let this process have so many bytes of each device from now on, context included: those that it has are not taken."""
     cuda = library()
     assert cuda is not None
-    cuda.cudastub_set_reserved(ctypes.c_ulonglong(torch.cuda.get_device_properties(0).total_memory - nbytes))
+    cuda.cudastub_set_reserved(
+        ctypes.c_ulonglong(torch.cuda.get_device_properties(0).total_memory - nbytes)
+    )
 
 
 class Squeezing(DiskLogger):
@@ -53,7 +55,9 @@ class TakingAway(DiskLogger):
         share: that is taken, of what training had above what it holds between steps.
     """
 
-    def __init__(self, log_dir: str, filename: str, first: int = 0, last: int = 0, share: float = 0.0) -> None:
+    def __init__(
+        self, log_dir: str, filename: str, first: int = 0, last: int = 0, share: float = 0.0
+    ) -> None:
         super().__init__(log_dir, filename)
         self.first, self.last, self.share = first, last, share
 
@@ -62,7 +66,9 @@ class TakingAway(DiskLogger):
             super().log_dict(payload, step)
             return
         stats = torch.cuda.memory_stats()
-        super().log_dict(payload | {"retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}, step)
+        super().log_dict(
+            payload | {"retries": stats["num_alloc_retries"], "ooms": stats["num_ooms"]}, step
+        )
         if self.first and step == self.first:
             torch.cuda.empty_cache()
             held, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
@@ -76,5 +82,8 @@ def skewed_rows(
 ) -> list[dict[str, Any]]:
     """A dataset of rows most of which are short, and a few as long as any may be."""
     draw = random.Random(7)
-    lengths = [min(longest, max(8, round(draw.lognormvariate(0, 0.8) * longest / 8))) for _ in range(number)]
+    lengths = [
+        min(longest, max(8, round(draw.lognormvariate(0, 0.8) * longest / 8)))
+        for _ in range(number)
+    ]
     return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]

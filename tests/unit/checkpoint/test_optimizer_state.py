@@ -21,7 +21,9 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, amsgrad=True),
-    "adamw, tensor lr": lambda parameters: torch.optim.AdamW(parameters, lr=torch.tensor(0.1), fused=True),
+    "adamw, tensor lr": lambda parameters: torch.optim.AdamW(
+        parameters, lr=torch.tensor(0.1), fused=True
+    ),
     "adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
     "adamw 8 bit": lambda parameters: torchao.optim.AdamW8bit(parameters, lr=0.1),
 }
@@ -36,7 +38,11 @@ def made(optimizer="adamw", *, wrap=lambda module: module, in_backward=False, gr
     if in_backward:
         return model, [make([parameter]) for parameter in parameters], names
     if groups == 2:
-        return model, [make([{"params": parameters[::2], "lr": 0.3}, {"params": parameters[1::2]}])], names
+        return (
+            model,
+            [make([{"params": parameters[::2], "lr": 0.3}, {"params": parameters[1::2]}])],
+            names,
+        )
     return model, [make(parameters)], names
 
 
@@ -62,7 +68,10 @@ def plain(value):
     if isinstance(value, list):
         return [plain(child) for child in value]
     if hasattr(value, "__tensor_flatten__"):
-        return [type(value).__name__, *(plain(getattr(value, name)) for name in value.__tensor_flatten__()[0])]
+        return [
+            type(value).__name__,
+            *(plain(getattr(value, name)) for name in value.__tensor_flatten__()[0]),
+        ]
     return value
 
 
@@ -113,13 +122,22 @@ def test_how_a_step_is_computed_is_not_taken_from_what_was_saved():
     state = named_optimizer_state([saved], {of_saved[0]: "weight"})
     load_named_optimizer_state(state, [new], {of_new[0]: "weight"})
     (group,) = new.param_groups
-    assert (group["lr"], group["momentum"], group["fused"], group["foreach"]) == (0.1, 0.9, None, True)
+    assert (group["lr"], group["momentum"], group["fused"], group["foreach"]) == (
+        0.1,
+        0.9,
+        None,
+        True,
+    )
 
 
 def test_the_values_of_every_group_are_kept():
     _, optimizers, names = trained(groups=2)
     for number, group in enumerate(optimizers[0].param_groups):
-        group.update(initial_lr=0.01 * number, betas=(0.8, 0.9 + 0.01 * number), lr=torch.tensor(0.5 + number))
+        group.update(
+            initial_lr=0.01 * number,
+            betas=(0.8, 0.9 + 0.01 * number),
+            lr=torch.tensor(0.5 + number),
+        )
     state = named_optimizer_state(optimizers, names)
     _, again, its_names = made(groups=2, seed=1)
     load_named_optimizer_state(state, again, its_names)
@@ -130,7 +148,9 @@ def test_the_values_of_every_group_are_kept():
     assert [group["params"] for group in state["param_groups"]] == [NAMES[::2], NAMES[1::2]]
 
 
-@pytest.mark.parametrize("wrap", [checkpoint_wrapper, torch.compile, lambda m: torch.compile(checkpoint_wrapper(m))])
+@pytest.mark.parametrize(
+    "wrap", [checkpoint_wrapper, torch.compile, lambda m: torch.compile(checkpoint_wrapper(m))]
+)
 def test_names_are_the_same_with_checkpointing_and_compile(wrap):
     _, optimizers, names = made(wrap=wrap)
     assert all("_" in name for name in names.values())
@@ -138,7 +158,10 @@ def test_names_are_the_same_with_checkpointing_and_compile(wrap):
     state = named_optimizer_state(saved, its_names)
     load_named_optimizer_state(state, optimizers, names)
     assert_equal(named(optimizers, names), plain(state))
-    assert parameter_name("a._orig_mod._checkpoint_wrapped_module.b_orig_mod.weight") == "a.b_orig_mod.weight"
+    assert (
+        parameter_name("a._orig_mod._checkpoint_wrapped_module.b_orig_mod.weight")
+        == "a.b_orig_mod.weight"
+    )
 
 
 FORMS = {
@@ -150,7 +173,9 @@ FORMS = {
         model, optimizers[0], options=StateDictOptions(full_state_dict=True)
     ),
     "torchtune's on many, in backward": lambda model, optimizers: {
-        name: get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))
+        name: get_optimizer_state_dict(
+            model, optimizer, options=StateDictOptions(full_state_dict=True)
+        )
         for (name, _), optimizer in zip(model.named_parameters(), optimizers, strict=True)
     },
 }
@@ -168,7 +193,11 @@ def test_other_forms_are_read(form, wrap):
     found = named(again, its_names)
     assert_equal(found["state"], expected["state"])
     for group, other in zip(found["param_groups"], expected["param_groups"], strict=True):
-        assert (group["lr"], group["betas"], group["params"]) == (other["lr"], other["betas"], other["params"])
+        assert (group["lr"], group["betas"], group["params"]) == (
+            other["lr"],
+            other["betas"],
+            other["params"],
+        )
 
 
 def test_one_optimizer_may_become_one_for_each_parameter():
@@ -209,7 +238,10 @@ def without_last(state):
             renamed,
             "the saved optimizer state has the parameter head.weight, which is not trained here; it belongs to another",
         ),
-        (without_last, "the saved optimizer state has no parameter 1.bias; it belongs to another model"),
+        (
+            without_last,
+            "the saved optimizer state has no parameter 1.bias; it belongs to another model",
+        ),
         (
             lambda state: {"state": {}, "param_groups": [{"params": [0, 1, 2]}]},
             "has 3 parameters, numbered, and this model has 4",
@@ -223,7 +255,9 @@ def test_a_state_of_other_parameters_is_refused_and_nothing_is_loaded(change, me
     _, again, its_names = trained(seed=1)
     before = named(again, its_names)
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        load_named_optimizer_state(change(named_optimizer_state(optimizers, names)), again, its_names)
+        load_named_optimizer_state(
+            change(named_optimizer_state(optimizers, names)), again, its_names
+        )
     assert_equal(named(again, its_names), before)
 
 
@@ -250,7 +284,11 @@ class CountingAdamW(Counting, torch.optim.AdamW): ...
 def test_saving_and_loading_never_step_an_optimizer(make, is_trained):
     def new():
         model = nn.Linear(4, 4)
-        return model, make(model.parameters(), lr=0.1), {p: name for name, p in model.named_parameters()}
+        return (
+            model,
+            make(model.parameters(), lr=0.1),
+            {p: name for name, p in model.named_parameters()},
+        )
 
     model, optimizer, names = new()
     if is_trained:
@@ -267,14 +305,18 @@ def test_groups_that_would_become_one_are_refused():
     _, optimizers, names = trained(in_backward=True)
     _, again, its_names = made()
     with pytest.raises(
-        CheckpointError, match=r"has 0.weight and 0.bias in two groups, which are one here; .*optimizer_in_bwd"
+        CheckpointError,
+        match=r"has 0.weight and 0.bias in two groups, which are one here; .*optimizer_in_bwd",
     ):
         load_named_optimizer_state(named_optimizer_state(optimizers, names), again, its_names)
 
 
 def test_the_named_form_does_not_look_at_the_tensors():
     _, optimizers, names = made()
-    saved = {"state": {0: {"exp_avg": "a place"}}, "param_groups": [{"lr": 1, "params": [0, 1, 2, 3]}]}
+    saved = {
+        "state": {0: {"exp_avg": "a place"}},
+        "param_groups": [{"lr": 1, "params": [0, 1, 2, 3]}],
+    }
     assert named_form(saved, optimizers, names) == {
         "state": {"0.weight": {"exp_avg": "a place"}},
         "param_groups": [{"lr": 1, "params": NAMES}],

@@ -31,7 +31,15 @@ from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_
 from adaptive_batch.errors import CheckpointError
 
 HERE = Path(__file__).parent
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.uint8,
+    torch.int64,
+    torch.bool,
+)
 
 
 def assert_same(found, expected, path="state"):
@@ -88,7 +96,9 @@ def save(output_dir, *steps, **options):
 
 def steps_there(output_dir):
     return sorted(
-        int(path.name.removeprefix("step_")) for path in output_dir.iterdir() if path.name.startswith("step_")
+        int(path.name.removeprefix("step_"))
+        for path in output_dir.iterdir()
+        if path.name.startswith("step_")
     )
 
 
@@ -98,7 +108,9 @@ def hidden(output_dir):
 
 def trained(make, *, steps=3):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(128, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 1))
+    model = nn.Sequential(
+        nn.Linear(128, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 1)
+    )
     optimizer = make(model.parameters())
     train(model, optimizer, steps)
     return model, optimizer
@@ -143,17 +155,30 @@ def test_training_goes_on_from_a_point_to_the_same_bits(tmp_path, name, asynchro
     assert_same(its_optimizer.state_dict(), optimizer.state_dict())
 
 
-def test_the_files_are_of_torch_distributed_checkpoint_and_a_state_that_weights_only_reads(tmp_path):
+def test_the_files_are_of_torch_distributed_checkpoint_and_a_state_that_weights_only_reads(
+    tmp_path,
+):
     model, optimizer = trained(OPTIMIZERS["adamw 8 bit"])
     save_tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with CheckpointManager(tmp_path) as points:
         points.save(3, save_tree, {"a": 1})
     folder = tmp_path / "step_3"
-    assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", "state.pt", "resume.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "state.pt",
+        "resume.json",
+    }
     manifest = json.loads((folder / "resume.json").read_text())
     assert manifest["format"] == "adaptive_batch resume point"
-    assert (manifest["step"], manifest["world_size"], manifest["package_version"]) == (3, 1, __version__)
-    sizes = {path.name: path.stat().st_size for path in folder.iterdir() if path.name != "resume.json"}
+    assert (manifest["step"], manifest["world_size"], manifest["package_version"]) == (
+        3,
+        1,
+        __version__,
+    )
+    sizes = {
+        path.name: path.stat().st_size for path in folder.iterdir() if path.name != "resume.json"
+    }
     assert {name: file["bytes"] for name, file in manifest["files"].items()} == sizes
     torch.load(folder / "state.pt", weights_only=True)
     metadata = torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
@@ -177,9 +202,13 @@ def tensors(draw):
     shape = draw(st.lists(st.integers(0, 4), max_size=3))
     dtype = draw(st.sampled_from(DTYPES))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-    tensor = torch.randn([*shape, 2], generator=generator).mul(9).to(dtype)[..., 0]  # not contiguous
+    tensor = (
+        torch.randn([*shape, 2], generator=generator).mul(9).to(dtype)[..., 0]
+    )  # not contiguous
     return draw(
-        st.sampled_from([tensor, tensor.contiguous(), tensor.contiguous().transpose(0, -1) if shape else tensor])
+        st.sampled_from(
+            [tensor, tensor.contiguous(), tensor.contiguous().transpose(0, -1) if shape else tensor]
+        )
     )
 
 
@@ -189,7 +218,9 @@ trees = st.recursive(
         st.lists(children, max_size=4)
         | st.lists(children, max_size=3).map(tuple)
         | st.dictionaries(
-            st.integers() | st.text(max_size=4) | st.sampled_from(["0", 0, "a.b", "a"]), children, max_size=4
+            st.integers() | st.text(max_size=4) | st.sampled_from(["0", 0, "a.b", "a"]),
+            children,
+            max_size=4,
         )
     ),
     max_leaves=12,
@@ -221,7 +252,11 @@ def test_odd_tensors_come_back(tmp_path):
         "float8": torch.randn(4).to(torch.float8_e4m3fn),
     }
     found, _ = saved_and_loaded(tmp_path, {"odd": odd})
-    expected = {**odd, "conjugate": odd["conjugate"].resolve_conj(), "negative": odd["negative"].resolve_neg()}
+    expected = {
+        **odd,
+        "conjugate": odd["conjugate"].resolve_conj(),
+        "negative": odd["negative"].resolve_neg(),
+    }
     assert_same(found["odd"], expected)
     assert found["odd"]["channels_last"].stride() == image.stride()
     assert (
@@ -271,11 +306,13 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, tree, me
 
 
 @pytest.mark.parametrize(
-    "tensor", [torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.ones(2).as_subclass(Scaled)]
+    "tensor",
+    [torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.ones(2).as_subclass(Scaled)],
 )
 def test_a_tensor_of_a_kind_that_cannot_be_saved_is_named(tmp_path, tensor):
     with pytest.raises(
-        TypeError, match=r"^a\.0 is a (Tensor|Scaled) of layout torch\.\w+ on (cpu|meta), which a checkpoint"
+        TypeError,
+        match=r"^a\.0 is a (Tensor|Scaled) of layout torch\.\w+ on (cpu|meta), which a checkpoint",
     ):
         CheckpointManager(tmp_path).save(1, {"a": [tensor]}, None)
 
@@ -283,7 +320,8 @@ def test_a_tensor_of_a_kind_that_cannot_be_saved_is_named(tmp_path, tensor):
 def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(
-        CheckpointError, match=r"could not be read again: it names [\w.]*\.TwoTensor, which torch.load\(weights_only"
+        CheckpointError,
+        match=r"could not be read again: it names [\w.]*\.TwoTensor, which torch.load\(weights_only",
     ):
         CheckpointManager(tmp_path).save(2, {"w": TwoTensor(torch.ones(2), torch.ones(2))}, None)
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
@@ -305,7 +343,9 @@ def test_order_grows_even_where_the_clock_went_back(tmp_path):
     save(tmp_path, 1)
     manifest = tmp_path / "step_1" / "resume.json"
     content = json.loads(manifest.read_text())
-    content.update(order=2**62, format_version=2)  # as another version, of the future, would have left it
+    content.update(
+        order=2**62, format_version=2
+    )  # as another version, of the future, would have left it
     manifest.write_text(json.dumps(content))
     save(tmp_path, 2)
     assert newest_complete(*checkpoints_in(tmp_path))[0].order == 2**62 + 1
@@ -342,9 +382,15 @@ def test_killed_at_any_moment_the_last_whole_point_loads_and_is_what_was_saved(t
             if point is None:
                 assert vouched == 0
             else:
-                assert point.step in (vouched, vouched + 1)  # or whole, and killed before it could say so
+                assert point.step in (
+                    vouched,
+                    vouched + 1,
+                )  # or whole, and killed before it could say so
                 vouched = point.step
-                assert_same(point.load(), (tree(vouched), {"step": vouched, "seen": torch.full((100,), vouched)}))
+                assert_same(
+                    point.load(),
+                    (tree(vouched), {"step": vouched, "seen": torch.full((100,), vouched)}),
+                )
             saver.stdin.write(f"{vouched}\n")
             saver.stdin.flush()
     assert killed_while_saving > 0
@@ -445,11 +491,20 @@ def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, dat
         (lambda f: (f / ".metadata").unlink(), ".metadata is missing"),
         (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda f: (f / "state.pt").unlink(), "state.pt is missing"),
-        (lambda f: (f / "resume.json").unlink(), "incomplete: resume.json cannot be read (No such file or directory)"),
+        (
+            lambda f: (f / "resume.json").unlink(),
+            "incomplete: resume.json cannot be read (No such file or directory)",
+        ),
         (lambda f: (f / "resume.json").write_text(""), "resume.json is truncated or changed"),
-        (lambda f: (f / "resume.json").write_bytes(b"\xff\xfe"), "resume.json is truncated or changed"),
+        (
+            lambda f: (f / "resume.json").write_bytes(b"\xff\xfe"),
+            "resume.json is truncated or changed",
+        ),
         (lambda f: (f / "state.pt").write_bytes(b"x"), "state.pt has 1 bytes, "),
-        (lambda f: (f / "resume.json").write_text('{"format": "x"}'), "resume.json is truncated or changed"),
+        (
+            lambda f: (f / "resume.json").write_text('{"format": "x"}'),
+            "resume.json is truncated or changed",
+        ),
     ],
 )
 def test_damage_is_named_and_the_next_older_is_taken(tmp_path, harm, reason):
@@ -500,7 +555,9 @@ def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
     (tmp_path / "step_8" / "resume.json").write_text('{"my": "resume"}')
     (tmp_path / "step_9").write_text("a file")
     save(tmp_path, 1, 2, keep_last=keep_last)
-    with pytest.raises(CheckpointError, match="step_7 exists and is not ours to replace: unrecognized"):
+    with pytest.raises(
+        CheckpointError, match="step_7 exists and is not ours to replace: unrecognized"
+    ):
         save(tmp_path, 7)
     with pytest.raises(CheckpointError, match="step_9 exists and is not ours"):
         save(tmp_path, 9)
@@ -585,12 +642,19 @@ def limits(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("limit_bytes", [1_000_000, 100_000, 700], ids=["tensors", "state", "metadata"])
-def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(tmp_path, limits, mode, limit_bytes):
+@pytest.mark.parametrize(
+    "limit_bytes", [1_000_000, 100_000, 700], ids=["tensors", "state", "metadata"]
+)
+def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(
+    tmp_path, limits, mode, limit_bytes
+):
     found = limits(tmp_path / "out", mode, limit_bytes)
     assert (found["whole"], found["names"], found["later"]) == (1, ["step_1"], 3)
     (message,) = found["told"]
-    assert "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and a little more, and " in message
+    assert (
+        "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and a little more, and "
+        in message
+    )
     assert "what was saved before is untouched" in message
 
 
@@ -598,7 +662,9 @@ def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
     """A real full disk, where this process may mount one; the test above shows the same everywhere."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting is not allowed here; RLIMIT_FSIZE stands in for it above")
     try:
@@ -616,7 +682,11 @@ def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_training_may_change_the_tensors_as_soon_as_save_returns(tmp_path, asynchronous):
-    tree = {"w": torch.full((2000, 500), 1.0), "strided": torch.ones(30, 40).t(), "moments": [torch.ones(3)]}
+    tree = {
+        "w": torch.full((2000, 500), 1.0),
+        "strided": torch.ones(30, 40).t(),
+        "moments": [torch.ones(3)],
+    }
     small = {"seen": torch.ones(10), "counts": [1, 2]}
     points = CheckpointManager(tmp_path, asynchronous=asynchronous)
     for step in (1, 2, 3):
@@ -644,11 +714,15 @@ def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_a_fai
     save(tmp_path, 1)
     points = CheckpointManager(tmp_path, asynchronous=True)
     with pytest.raises(CheckpointError, match=r"step_2 failed \(.*allocate"):
-        points.save(2, {"too large for any machine": torch.ones(1, dtype=torch.uint8).expand(2**62)}, None)
+        points.save(
+            2, {"too large for any machine": torch.ones(1, dtype=torch.uint8).expand(2**62)}, None
+        )
     assert "copies 4294967296.00 GiB to the host, which has" in caplog.text
     monkeypatch.setattr("adaptive_batch.checkpoint.manager.host_available_bytes", lambda: 11)
     points.save(2, values(2), None)
-    assert re.search(r"copies [\d.]+ (KiB|bytes) to the host, which has 11 bytes available", caplog.text)
+    assert re.search(
+        r"copies [\d.]+ (KiB|bytes) to the host, which has 11 bytes available", caplog.text
+    )
     points.save(3, values(3), None)
     points.close()
     assert steps_there(tmp_path) == [1, 2, 3]
@@ -701,7 +775,11 @@ def test_the_process_ends_when_the_save_is_whole(tmp_path):
         "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import CheckpointManager;"
         "CheckpointManager(Path(sys.argv[1]), asynchronous=True).save(1, {'w': torch.ones(3_000_000)}, None)"
     )
-    subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path)], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path)],
+        check=True,
+        timeout=120,
+    )
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
 
 

@@ -193,7 +193,9 @@ def test_rules_do_not_pass_a_maximum():
 
 def test_a_maximum_counts_once_it_is_found():
     sizer = MicroBatchSizer()
-    batches = AdaptiveBatches(Rows(), 3, batch_increase_function=lambda epoch, size: 6, maximum=sizer)
+    batches = AdaptiveBatches(
+        Rows(), 3, batch_increase_function=lambda epoch, size: 6, maximum=sizer
+    )
     first = train(batches, epochs=1)
     assert len(first[0][1]) == 9
     sizer.found(ProbeResult(11, 11, (Trial(11, True),), (0.0,)))
@@ -327,7 +329,9 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     "drawn here": lambda seed: None,
     "generator": lambda seed: RandomSampler(range(NUM_ROWS), generator=seeded(seed)),
     "torch's random numbers": lambda seed: RandomSampler(range(NUM_ROWS)),
-    "weighted": lambda seed: WeightedRandomSampler([1.0, 2.0] * (NUM_ROWS // 2), NUM_ROWS, generator=seeded(seed)),
+    "weighted": lambda seed: WeightedRandomSampler(
+        [1.0, 2.0] * (NUM_ROWS // 2), NUM_ROWS, generator=seeded(seed)
+    ),
     "by epoch": lambda seed: ByEpoch(),
     "in order": lambda seed: SequentialSampler(range(NUM_ROWS)),
 }
@@ -407,7 +411,12 @@ def batches_of_rank(done: int) -> tuple[list[list[int]], list[list[int]]]:
 
 def test_ranks_deal_the_rows_of_a_step_among_them():
     found = run_on_ranks(batches_of_rank, 2, 4)
-    whole = [rows for _, rows in train(AdaptiveBatches(Rows(), 6, batch_increase_function=lambda e, b: 4 * (e > 0)))]
+    whole = [
+        rows
+        for _, rows in train(
+            AdaptiveBatches(Rows(), 6, batch_increase_function=lambda e, b: 4 * (e > 0))
+        )
+    ]
     ranks = [before + after for before, after in found]
     assert len(ranks[0]) == len(ranks[1]) == len(whole)
     for own, other, step in zip(*ranks, whole, strict=True):
@@ -425,7 +434,10 @@ def sampler_on_ranks() -> str:
 
 def test_a_sampler_is_of_one_rank():
     messages = run_on_ranks(sampler_on_ranks, 2)
-    assert all(message.startswith("sampler='ByEpoch': on several ranks leave it out") for message in messages)
+    assert all(
+        message.startswith("sampler='ByEpoch': on several ranks leave it out")
+        for message in messages
+    )
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -469,7 +481,9 @@ def test_arguments_that_cannot_be_used_are_refused(arguments, message):
 
 
 def test_a_sampler_of_batches_is_refused():
-    with pytest.raises(SettingError, match="sampler='BatchSampler': it yields batches, which are made here"):
+    with pytest.raises(
+        SettingError, match="sampler='BatchSampler': it yields batches, which are made here"
+    ):
         AdaptiveBatches(Rows(), 3, sampler=BatchSampler(range(NUM_ROWS), 4, False))
 
 
@@ -524,5 +538,7 @@ def test_a_sampler_that_cannot_be_drawn_again_is_refused():
     batches = AdaptiveBatches(Rows(), 3, sampler=Unrepeatable())
     train(batches, until=5)
     resumed = AdaptiveBatches(Rows(), 3, sampler=Unrepeatable())
-    with pytest.raises(SettingError, match=r"sampler='Unrepeatable': it yields other rows .*seed it by its epoch"):
+    with pytest.raises(
+        SettingError, match=r"sampler='Unrepeatable': it yields other rows .*seed it by its epoch"
+    ):
         resumed.load_state_dict(batches.state_dict())

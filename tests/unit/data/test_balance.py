@@ -45,7 +45,9 @@ def largest_total(lengths, dealt, capacity, shapes=None):
 
 def all_dealings(num_rows, ranks):
     for rank_of_row in product(range(ranks), repeat=num_rows):
-        yield [[row for row in range(num_rows) if rank_of_row[row] == rank] for rank in range(ranks)]
+        yield [
+            [row for row in range(num_rows) if rank_of_row[row] == rank] for rank in range(ranks)
+        ]
 
 
 # in turn
@@ -60,15 +62,21 @@ def test_in_turn_every_row_is_dealt_once_and_ranks_differ_by_one_row_at_most(num
 
 
 def test_in_turn_rows_are_those_of_torchs_distributed_sampler():
-    samplers = [torch.utils.data.DistributedSampler(range(12), 3, rank, shuffle=False) for rank in range(3)]
-    assert [list(rows) for rows in balance_by_rows(12, 3)] == [list(sampler) for sampler in samplers]
+    samplers = [
+        torch.utils.data.DistributedSampler(range(12), 3, rank, shuffle=False) for rank in range(3)
+    ]
+    assert [list(rows) for rows in balance_by_rows(12, 3)] == [
+        list(sampler) for sampler in samplers
+    ]
 
 
 # by tokens
 
 
 @given(LENGTHS, RANKS, CAPACITIES, SHAPES)
-def test_every_row_is_dealt_once_in_order_and_none_goes_without_while_there_are_rows(lengths, ranks, capacity, shapes):
+def test_every_row_is_dealt_once_in_order_and_none_goes_without_while_there_are_rows(
+    lengths, ranks, capacity, shapes
+):
     dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
     assert all(rows == sorted(rows) for rows in dealt)
@@ -76,8 +84,15 @@ def test_every_row_is_dealt_once_in_order_and_none_goes_without_while_there_are_
     assert sum(map(bool, dealt)) == min(ranks, len(lengths))
 
 
-@given(LENGTHS, RANKS, CAPACITIES, st.builds(MicroBatchLayout, uniform=st.sampled_from([None, "lengths"]), **ROUNDING))
-def test_no_rank_has_more_micro_batches_than_its_share_of_the_whole_steps(lengths, ranks, capacity, shapes):
+@given(
+    LENGTHS,
+    RANKS,
+    CAPACITIES,
+    st.builds(MicroBatchLayout, uniform=st.sampled_from([None, "lengths"]), **ROUNDING),
+)
+def test_no_rank_has_more_micro_batches_than_its_share_of_the_whole_steps(
+    lengths, ranks, capacity, shapes
+):
     dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     alone = len(micro_batches(lengths, capacity, shapes))
     assert most_pieces(lengths, dealt, capacity, shapes) <= -(-alone // ranks)
@@ -86,12 +101,18 @@ def test_no_rank_has_more_micro_batches_than_its_share_of_the_whole_steps(length
 @given(FEW_LENGTHS, st.integers(2, 3), st.integers(1, 40))
 def test_no_dealing_has_fewer_micro_batches(lengths, ranks, max_tokens):
     capacity = MicroBatchLimit(max_tokens, "tokens")
-    fewest = min(most_pieces(lengths, dealt, capacity) for dealt in all_dealings(len(lengths), ranks))
+    fewest = min(
+        most_pieces(lengths, dealt, capacity) for dealt in all_dealings(len(lengths), ranks)
+    )
     assert most_pieces(lengths, balance_by_tokens(lengths, ranks, capacity), capacity) == fewest
 
 
-@given(FEW_LENGTHS, st.integers(2, 3), st.integers(12, 72), UNITS, st.sampled_from([None, "lengths"]))
-def test_where_a_rank_has_one_group_no_dealing_has_a_smaller_largest_one(lengths, ranks, amount, unit, uniform):
+@given(
+    FEW_LENGTHS, st.integers(2, 3), st.integers(12, 72), UNITS, st.sampled_from([None, "lengths"])
+)
+def test_where_a_rank_has_one_group_no_dealing_has_a_smaller_largest_one(
+    lengths, ranks, amount, unit, uniform
+):
     capacity, shapes = MicroBatchLimit(amount, unit), MicroBatchLayout(uniform)
     dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     fewest = most_pieces(lengths, dealt, capacity, shapes)
@@ -122,24 +143,43 @@ def test_groups_that_may_have_any_number_of_rows_are_as_small_as_neighbours_can_
     st.lists(st.integers(1, 30), min_size=3, max_size=20),
     st.integers(2, 4),
     st.builds(MicroBatchLimit, st.integers(1, 120), st.just("tokens")),
-    st.builds(MicroBatchLayout, uniform=st.sampled_from([None, "lengths"]), pad_to_multiple_of=st.integers(2, 8)),
+    st.builds(
+        MicroBatchLayout,
+        uniform=st.sampled_from([None, "lengths"]),
+        pad_to_multiple_of=st.integers(2, 8),
+    ),
 )
 def test_rows_count_as_what_they_are_padded_to(lengths, ranks, capacity, shapes):
     padded, plain = list(map(shapes.padded, lengths)), MicroBatchLayout(shapes.uniform)
-    by_rank = pieces_of_ranks(lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes)
-    as_padded = pieces_of_ranks(padded, balance_by_tokens(padded, ranks, capacity, plain), capacity, plain)
+    by_rank = pieces_of_ranks(
+        lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes
+    )
+    as_padded = pieces_of_ranks(
+        padded, balance_by_tokens(padded, ranks, capacity, plain), capacity, plain
+    )
     assert list(map(shapes_of, by_rank)) == list(map(shapes_of, as_padded))
 
 
 @given(st.integers(1, 30), st.integers(1, 12), RANKS, CAPACITIES, SHAPES)
-def test_rows_of_equal_length_that_come_out_even_give_every_rank_the_same(length, rows, ranks, capacity, shapes):
+def test_rows_of_equal_length_that_come_out_even_give_every_rank_the_same(
+    length, rows, ranks, capacity, shapes
+):
     lengths = [length] * (rows * ranks)
-    pieces = pieces_of_ranks(lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes)
+    pieces = pieces_of_ranks(
+        lengths, balance_by_tokens(lengths, ranks, capacity, shapes), capacity, shapes
+    )
     assert all(shapes_of(of_rank) == shapes_of(pieces[0]) for of_rank in pieces)
 
 
-@given(LENGTHS, RANKS, CAPACITIES, st.builds(MicroBatchLayout, uniform=st.sampled_from(["rows", "both"]), **ROUNDING))
-def test_where_equal_rows_are_asked_for_ranks_differ_by_one_row_at_most(lengths, ranks, capacity, shapes):
+@given(
+    LENGTHS,
+    RANKS,
+    CAPACITIES,
+    st.builds(MicroBatchLayout, uniform=st.sampled_from(["rows", "both"]), **ROUNDING),
+)
+def test_where_equal_rows_are_asked_for_ranks_differ_by_one_row_at_most(
+    lengths, ranks, capacity, shapes
+):
     sizes = list(map(len, balance_by_tokens(lengths, ranks, capacity, shapes)))
     assert max(sizes) - min(sizes) <= (len(lengths) % ranks != 0)
 
@@ -153,7 +193,10 @@ def test_where_equal_rows_are_asked_for_the_longest_rows_are_one_on_each_rank():
 def test_by_rows_several_micro_batches_keep_the_order_of_the_step():
     lengths = [5, 1, 4, 2, 3, 6, 9, 7]
     for shapes in (None, MicroBatchLayout("rows")):
-        assert balance_by_tokens(lengths, 2, MicroBatchLimit(2), shapes) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert balance_by_tokens(lengths, 2, MicroBatchLimit(2), shapes) == [
+            [0, 2, 4, 6],
+            [1, 3, 5, 7],
+        ]
 
 
 def test_what_one_micro_batch_holds_is_counted_padded():
@@ -164,7 +207,10 @@ def test_what_one_micro_batch_holds_is_counted_padded():
     )
     dealt = balance_by_tokens(lengths, 2, capacity, shapes)
     assert dealt == [[0, 2], [1, 3]]
-    assert list(map(shapes_of, pieces_of_ranks(lengths, dealt, capacity, shapes))) == [[(1, 35), (1, 35)], [(2, 14)]]
+    assert list(map(shapes_of, pieces_of_ranks(lengths, dealt, capacity, shapes))) == [
+        [(1, 35), (1, 35)],
+        [(2, 14)],
+    ]
 
 
 def test_the_groups_of_a_wave_are_neighbours():
@@ -178,7 +224,11 @@ def test_the_groups_of_a_wave_are_neighbours():
 @given(LENGTHS, RANKS, CAPACITIES, SHAPES)
 def test_lists_tuples_and_tensors_are_dealt_alike(lengths, ranks, capacity, shapes):
     dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
-    for same in (tuple(lengths), torch.tensor(lengths, dtype=torch.int64), torch.tensor(lengths, dtype=torch.int32)):
+    for same in (
+        tuple(lengths),
+        torch.tensor(lengths, dtype=torch.int64),
+        torch.tensor(lengths, dtype=torch.int32),
+    ):
         assert balance_by_tokens(same, ranks, capacity, shapes) == dealt
 
 
@@ -197,9 +247,12 @@ def waiting(totals_of_places, ranks):
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "most_imbalance", "most_waiting"), [(16_384, 0.03, 0.04), (8_192, 0.035, 0.05), (32_768, 0.03, 0.04)]
+    ("max_tokens", "most_imbalance", "most_waiting"),
+    [(16_384, 0.03, 0.04), (8_192, 0.035, 0.05), (32_768, 0.03, 0.04)],
 )
-def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(max_tokens, most_imbalance, most_waiting):
+def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(
+    max_tokens, most_imbalance, most_waiting
+):
     ranks, capacity = 8, MicroBatchLimit(max_tokens, "tokens")
     drawn = lognormal(5_000)
     imbalances, places, places_in_turn = [], [], []
@@ -207,7 +260,10 @@ def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(max_tok
         lengths = drawn[step].tolist()
         ways = (balance_by_tokens(lengths, ranks, capacity), balance_by_rows(len(lengths), ranks))
         for dealt, found in zip(ways, (places, places_in_turn), strict=True):
-            tokens = [[p.padded_tokens for p in pieces] for pieces in pieces_of_ranks(lengths, dealt, capacity)]
+            tokens = [
+                [p.padded_tokens for p in pieces]
+                for pieces in pieces_of_ranks(lengths, dealt, capacity)
+            ]
             found += zip_longest(*tokens, fillvalue=0)
             if found is places:
                 totals = list(map(sum, tokens))
@@ -221,14 +277,25 @@ def test_4096_ranks_of_16_rows_are_dealt_with_the_fewest_micro_batches():
     lengths, ranks, capacity = lognormal(65_536).tolist(), 4_096, MicroBatchLimit(4_096, "tokens")
     dealt = balance_by_tokens(lengths, ranks, capacity)
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
-    assert most_pieces(lengths, dealt, capacity) == -(-len(micro_batches(lengths, capacity)) // ranks) == 2
+    assert (
+        most_pieces(lengths, dealt, capacity)
+        == -(-len(micro_batches(lengths, capacity)) // ranks)
+        == 2
+    )
 
 
 # grouped and packed rows
 
 
-@given(LENGTHS | st.lists(st.just(0), max_size=20), RANKS, CAPACITIES, st.sampled_from(["grouped", "packed"]))
-def test_grouped_and_packed_rows_are_dealt_once_in_order_and_none_goes_without(lengths, ranks, capacity, kind):
+@given(
+    LENGTHS | st.lists(st.just(0), max_size=20),
+    RANKS,
+    CAPACITIES,
+    st.sampled_from(["grouped", "packed"]),
+)
+def test_grouped_and_packed_rows_are_dealt_once_in_order_and_none_goes_without(
+    lengths, ranks, capacity, kind
+):
     dealt = balance_by_tokens(lengths, ranks, capacity, MicroBatchLayout(kind=kind))
     assert sorted(row for rows in dealt for row in rows) == list(range(len(lengths)))
     assert all(rows == sorted(rows) for rows in dealt)
@@ -239,8 +306,12 @@ def test_grouped_and_packed_rows_are_dealt_once_in_order_and_none_goes_without(l
 
 
 @given(LENGTHS, RANKS, st.integers(1, 200))
-def test_no_rank_of_packed_rows_has_more_tokens_than_another_by_more_than_a_row(lengths, ranks, tokens):
-    dealt = balance_by_tokens(lengths, ranks, MicroBatchLimit(tokens, "tokens"), MicroBatchLayout(kind="packed"))
+def test_no_rank_of_packed_rows_has_more_tokens_than_another_by_more_than_a_row(
+    lengths, ranks, tokens
+):
+    dealt = balance_by_tokens(
+        lengths, ranks, MicroBatchLimit(tokens, "tokens"), MicroBatchLayout(kind="packed")
+    )
     loads = [sum(lengths[row] for row in rows) for rows in dealt]
     assert len(lengths) <= ranks or max(loads) - min(loads) <= max(lengths)
 
@@ -263,9 +334,16 @@ def test_the_slowest_rank_of_grouped_or_packed_rows_takes_little_more_than_the_m
     layout = MicroBatchLayout(kind=kind)
     for rows in (32, 64, 128):
         for _ in range(10):
-            lengths = torch.empty(rows * ranks).log_normal_(5.5, 0.8, generator=generator).long().clamp(8, 4096)
+            lengths = (
+                torch.empty(rows * ranks)
+                .log_normal_(5.5, 0.8, generator=generator)
+                .long()
+                .clamp(8, 4096)
+            )
             lengths = lengths.tolist()
-            pieces = pieces_of_ranks(lengths, balance_by_tokens(lengths, ranks, limit, layout), limit, layout)
+            pieces = pieces_of_ranks(
+                lengths, balance_by_tokens(lengths, ranks, limit, layout), limit, layout
+            )
             times = torch.tensor([layout.time.of(each) for each in pieces])
             slower.append(float(times.max() / times.mean()) - 1)
     assert max(slower) <= most

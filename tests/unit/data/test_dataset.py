@@ -29,7 +29,10 @@ WEIGHTS = torch.ones(4, 3, requires_grad=True)
         (None, "mean_loss='NoneType': "),
         (WEIGHTS.sum(1), r"mean_loss='torch.float32 of \[4\]': "),
         (WEIGHTS.sum().long(), r"mean_loss='torch.int64 of \[\]': "),
-        (WEIGHTS.sum().detach(), r"mean_loss=12\.0: its result depends on no parameter that needs gradients; "),
+        (
+            WEIGHTS.sum().detach(),
+            r"mean_loss=12\.0: its result depends on no parameter that needs gradients; ",
+        ),
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )
@@ -105,7 +108,9 @@ def test_the_labels_of_an_encoder_decoder_are_counted_as_they_are_not_shifted() 
             torch.optim.SGD(net.parameters()),
             rows,
             collate=collate,
-            mean_loss=lambda batch: cross_entropy(net(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()),
+            mean_loss=lambda batch: cross_entropy(
+                net(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+            ),
             batch_size=12,
             micro_batch_size=micro_batch_size,
             **options,

@@ -24,20 +24,38 @@ def planner(lengths, *, ranks=1, **batching):
     max_steps=st.none() | st.integers(1, 50),
 )
 def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, drop_last, max_steps):
-    epochs = planner([1] * rows, ranks=ranks, batch_size=batch_size, drop_last=drop_last, max_steps_per_epoch=max_steps)
-    plan = EpochPlan.of(rows, step_rows=batch_size * ranks, drop_last=drop_last, max_steps=max_steps)
+    epochs = planner(
+        [1] * rows,
+        ranks=ranks,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        max_steps_per_epoch=max_steps,
+    )
+    plan = EpochPlan.of(
+        rows, step_rows=batch_size * ranks, drop_last=drop_last, max_steps=max_steps
+    )
     walked = list(epochs.ahead(Progress(), {0: batch_size}))
-    assert [len(numbers) for _, numbers, _ in walked] == [plan.rows_of_step(step) for step in range(plan.steps)]
+    assert [len(numbers) for _, numbers, _ in walked] == [
+        plan.rows_of_step(step) for step in range(plan.steps)
+    ]
     assert [progress.steps for progress, _, _ in walked] == list(range(plan.steps))
     again = EpochPlan.of_sizes([len(numbers) for _, numbers, _ in walked], max_steps=max_steps)
     if plan.steps > 1:
         assert again.slots == plan.slots
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=40), st.lists(st.integers(1, 50), min_size=1), st.data())
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=40),
+    st.lists(st.integers(1, 50), min_size=1),
+    st.data(),
+)
 def test_going_on_in_mid_epoch_takes_the_same_steps(batches, lengths, data):
     """The rule reads progress alone, so where it is called from does not matter."""
-    epochs = planner(lengths, batch_size=1, batch_size_schedule=lambda progress: batches[progress.steps % len(batches)])
+    epochs = planner(
+        lengths,
+        batch_size=1,
+        batch_size_schedule=lambda progress: batches[progress.steps % len(batches)],
+    )
     whole = list(epochs.ahead(Progress(), {0: 1}))
     assert [number for _, numbers, _ in whole for number in numbers] == list(range(len(lengths)))
     assert all(progress.tokens == sum(lengths[: progress.samples]) for progress, _, _ in whole)

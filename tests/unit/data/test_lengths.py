@@ -53,7 +53,9 @@ def some_lengths(count, seed=0):
 
 def measure(dataset, cache_dir=None, *, fingerprint="f", **settings):
     cache_file = cache_dir and cache_dir / f"lengths-{fingerprint}.bin"
-    return row_lengths(dataset, cache_file=cache_file, **{"show_progress": False, "num_workers": 0, **settings})
+    return row_lengths(
+        dataset, cache_file=cache_file, **{"show_progress": False, "num_workers": 0, **settings}
+    )
 
 
 def warnings_of(caplog):
@@ -75,21 +77,29 @@ def test_a_row_is_as_long_as_its_tokens(tokens):
 
 
 @pytest.mark.parametrize(
-    "row", [{"ids": [1]}, {"tokens": "text"}, {"tokens": None}, {"tokens": torch.zeros(1, 3)}, [1, 2]], ids=str
+    "row",
+    [{"ids": [1]}, {"tokens": "text"}, {"tokens": None}, {"tokens": torch.zeros(1, 3)}, [1, 2]],
+    ids=str,
 )
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_row_without_a_list_of_tokens_is_refused_by_dataset_and_number(row, num_workers, caplog):
     with pytest.raises(SettingError) as caught:
         measure(Broken(some_lengths(20), 13, lambda: row), num_workers=num_workers)
-    assert str(caught.value) == "dataset='Broken': row 13 must be a mapping with a list or 1-D tensor 'tokens'"
+    assert (
+        str(caught.value)
+        == "dataset='Broken': row 13 must be a mapping with a list or 1-D tensor 'tokens'"
+    )
     assert warnings_of(caplog) == []
 
 
 def test_a_dataset_without_rows_or_length_is_refused(tmp_path):
-    with pytest.raises(SettingError, match="dataset='list': it has no rows; check its source, split and filter"):
+    with pytest.raises(
+        SettingError, match="dataset='list': it has no rows; check its source, split and filter"
+    ):
         measure([], tmp_path)
     with pytest.raises(
-        SettingError, match="dataset='count': a count has no row by its number; give a map-style dataset"
+        SettingError,
+        match="dataset='count': a count has no row by its number; give a map-style dataset",
     ):
         measure(itertools.count(), tmp_path)
 
@@ -159,7 +169,9 @@ def test_workers_start_only_where_the_rest_takes_long():
 @pytest.mark.parametrize("at", [1, 30, 56])
 def test_where_a_worker_dies_the_rest_is_counted_here_and_said(at, caplog):
     here = os.getpid()
-    dataset = Broken(some_lengths(57), at, lambda: {"tokens": [0] * 7} if os.getpid() == here else os._exit(1))
+    dataset = Broken(
+        some_lengths(57), at, lambda: {"tokens": [0] * 7} if os.getpid() == here else os._exit(1)
+    )
     expected = [*dataset.lengths[:at], 7, *dataset.lengths[at + 1 :]]
     assert measure(dataset, num_workers=2).tolist() == expected
     assert len(warnings_of(caplog)) == 1
@@ -176,7 +188,11 @@ def test_a_row_that_fails_in_workers_alone_is_counted_here_and_said(caplog):
         return {"tokens": [0] * 7}
 
     dataset = Broken(some_lengths(57), 30, only_here)
-    assert measure(dataset, num_workers=2).tolist() == [*dataset.lengths[:30], 7, *dataset.lengths[31:]]
+    assert measure(dataset, num_workers=2).tolist() == [
+        *dataset.lengths[:30],
+        7,
+        *dataset.lengths[31:],
+    ]
     assert warnings_of(caplog) == [
         "worker processes failed at row 30 (RuntimeError: no such handle); counting the other rows in this process"
     ]
@@ -213,7 +229,11 @@ def test_rows_are_counted_once_and_then_read_from_the_cache(tmp_path, caplog):
 @given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40))
 def test_what_is_read_back_is_what_was_counted(tmp_path_factory, lengths):
     folder = tmp_path_factory.mktemp("cache")
-    assert measure(Rows(lengths), folder).tolist() == measure(Rows(lengths), folder).tolist() == lengths
+    assert (
+        measure(Rows(lengths), folder).tolist()
+        == measure(Rows(lengths), folder).tolist()
+        == lengths
+    )
 
 
 def test_another_fingerprint_is_another_file(tmp_path):
@@ -253,7 +273,9 @@ def test_a_flipped_bit_anywhere_is_noticed(tmp_path, caplog):
         assert_rebuilt(dataset, tmp_path, caplog)
 
 
-@pytest.mark.parametrize("content", [b"\n", b"{}\n", b"\x80\x04N.", b"\xff" * 300, b"PK\x03\x04" + bytes(500)])
+@pytest.mark.parametrize(
+    "content", [b"\n", b"{}\n", b"\x80\x04N.", b"\xff" * 300, b"PK\x03\x04" + bytes(500)]
+)
 def test_a_foreign_file_is_counted_again_and_said(content, tmp_path, caplog):
     (tmp_path / "lengths-f.bin").write_bytes(content)
     assert_rebuilt(Rows(some_lengths(10)), tmp_path, caplog)
@@ -296,12 +318,19 @@ def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(tmp_path,
     assert len(warnings_of(caplog)) == 2  # neither readable nor writable
     (tmp_path / "lengths-f.bin").mkdir()
     assert measure(dataset, tmp_path).tolist() == dataset.lengths
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "lengths-f.bin"]  # nothing left aside
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "file",
+        "lengths-f.bin",
+    ]  # nothing left aside
 
 
 def measured_in_another_process(folder: Path):
     dataset = Rows(some_lengths(5000))
-    return [measure(dataset, folder).tolist() == dataset.lengths for _ in range(20) if not remove_cache(folder)]
+    return [
+        measure(dataset, folder).tolist() == dataset.lengths
+        for _ in range(20)
+        if not remove_cache(folder)
+    ]
 
 
 def remove_cache(folder: Path) -> None:

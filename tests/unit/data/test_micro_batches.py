@@ -132,7 +132,9 @@ def holds(capacity, piece):
 
 
 @given(LENGTHS, CAPACITIES, SHAPES)
-def test_every_row_of_a_step_is_in_one_micro_batch_that_is_long_enough_and_within_limit(lengths, capacity, shapes):
+def test_every_row_of_a_step_is_in_one_micro_batch_that_is_long_enough_and_within_limit(
+    lengths, capacity, shapes
+):
     pieces = micro_batches(lengths, capacity, shapes)
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
     for piece in pieces:
@@ -156,11 +158,15 @@ def test_micro_batches_keep_to_their_shapes(lengths, capacity, shapes):
 def test_by_rows_they_are_those_of_a_split_by_rows(lengths, rows):
     pieces = micro_batches(lengths, MicroBatchLimit(rows))
     assert [piece.rows for piece in pieces] == split_by_rows(range(len(lengths)), rows)
-    assert [piece.length for piece in pieces] == [max(piece) for piece in split_by_rows(lengths, rows)]
+    assert [piece.length for piece in pieces] == [
+        max(piece) for piece in split_by_rows(lengths, rows)
+    ]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60), st.integers(1, 4))
-def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_limit_is_alone(lengths, tokens, multiple):
+def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_limit_is_alone(
+    lengths, tokens, multiple
+):
     shapes = MicroBatchLayout(pad_to_multiple_of=multiple)
     pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), shapes)
     padded = [shapes.padded(length) for length in lengths]
@@ -171,10 +177,14 @@ def test_by_tokens_none_is_fewer_nor_less_padded_although_a_row_above_limit_is_a
 @given(LENGTHS, CAPACITIES, st.sampled_from(["rows", "lengths", "both"]))
 def test_uniform_micro_batches_are_as_few_as_there_can_be(lengths, capacity, uniform):
     """Each holds the longest row or is as large as the one that does, so so many of it must fit."""
-    most = max(n for n in range(1, len(lengths) + 1) if n == 1 or may_hold(capacity, n, max(lengths)))
+    most = max(
+        n for n in range(1, len(lengths) + 1) if n == 1 or may_hold(capacity, n, max(lengths))
+    )
     if uniform != "lengths":
         most = max(n for n in range(1, most + 1) if len(lengths) % n == 0)
-    assert len(micro_batches(lengths, capacity, MicroBatchLayout(uniform))) == -(-len(lengths) // most)
+    assert len(micro_batches(lengths, capacity, MicroBatchLayout(uniform))) == -(
+        -len(lengths) // most
+    )
 
 
 def test_uniform_micro_batches_by_tokens_pad_rows_beside_rows_of_their_length():
@@ -182,8 +192,12 @@ def test_uniform_micro_batches_by_tokens_pad_rows_beside_rows_of_their_length():
     assert [(piece.rows, piece.length) for piece in pieces] == [([0, 2], 9), ([1, 3], 3)]
 
 
-@given(length=st.integers(1, 100), multiple=st.integers(1, 16), longest=st.none() | st.integers(1, 100))
-def test_a_padded_length_is_the_next_multiple_unless_the_model_takes_less(length, multiple, longest):
+@given(
+    length=st.integers(1, 100), multiple=st.integers(1, 16), longest=st.none() | st.integers(1, 100)
+)
+def test_a_padded_length_is_the_next_multiple_unless_the_model_takes_less(
+    length, multiple, longest
+):
     padded = MicroBatchLayout(pad_to_multiple_of=multiple, longest=longest).padded(length)
     next_multiple = min(n for n in range(length, length + multiple) if n % multiple == 0)
     if longest is None or next_multiple <= longest:
@@ -225,7 +239,10 @@ PACKED = MicroBatchLayout(kind="packed")
 def time_by_hand(groups, time):
     """What groups of padded lengths take."""
     rows = ((len(group), max(group)) for group in groups)
-    return sum(time.fixed + n * (time.row + time.token * longest + time.pair * longest**2) for n, longest in rows)
+    return sum(
+        time.fixed + n * (time.row + time.token * longest + time.pair * longest**2)
+        for n, longest in rows
+    )
 
 
 def cuts(ordered):
@@ -256,7 +273,10 @@ def test_grouped_rows_take_the_least_time_of_all_cuts(lengths, limit, time, mult
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.integers(1, 40), TIMES)
 def test_no_other_grouping_takes_less_time_whether_of_neighbours_or_not(lengths, tokens, time):
     limit = MicroBatchLimit(tokens, "tokens")
-    groupings = ([[lengths[row] for row in group] for group in groups] for groups in partitions([*range(len(lengths))]))
+    groupings = (
+        [[lengths[row] for row in group] for group in groups]
+        for groups in partitions([*range(len(lengths))])
+    )
     allowed = (
         time_by_hand(groups, time)
         for groups in groupings
@@ -267,18 +287,25 @@ def test_no_other_grouping_takes_less_time_whether_of_neighbours_or_not(lengths,
 
 
 @given(LENGTHS, CAPACITIES, st.sampled_from(["grouped", "packed"]), TIMES)
-def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_limit(lengths, limit, kind, time):
+def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_limit(
+    lengths, limit, kind, time
+):
     pieces = micro_batches(lengths, limit, MicroBatchLayout(kind=kind, time=time))
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
     for piece in pieces:
         assert piece.rows == sorted(piece.rows)
         assert (
-            len(piece.rows) == 1 or (len(piece.rows) if limit.unit == "rows" else piece.padded_tokens) <= limit.amount
+            len(piece.rows) == 1
+            or (len(piece.rows) if limit.unit == "rows" else piece.padded_tokens) <= limit.amount
         )
         own = [lengths[row] for row in piece.rows]
         assert list(piece.lengths) == (own if kind == "packed" else [max(own)] * len(own))
         assert piece.padded_tokens == sum(piece.lengths)
-        assert piece.padded_tokens <= len(piece.rows) * piece.length < piece.padded_tokens + len(piece.rows)
+        assert (
+            piece.padded_tokens
+            <= len(piece.rows) * piece.length
+            < piece.padded_tokens + len(piece.rows)
+        )
     assert pieces == micro_batches(tuple(lengths), limit, MicroBatchLayout(kind=kind, time=time))
 
 
@@ -289,10 +316,17 @@ def test_packed_rows_are_in_few_micro_batches_more_than_can_be(lengths, tokens):
         for groups in partitions(list(range(len(lengths))))
         if all(len(group) == 1 or sum(lengths[row] for row in group) <= tokens for group in groups)
     )
-    assert len(micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), PACKED)) <= 11 / 9 * fewest + 6 / 9
+    assert (
+        len(micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), PACKED))
+        <= 11 / 9 * fewest + 6 / 9
+    )
 
 
-@given(st.integers(4, 400), st.lists(st.lists(st.integers(1, 399), max_size=8), min_size=1, max_size=12), st.randoms())
+@given(
+    st.integers(4, 400),
+    st.lists(st.lists(st.integers(1, 399), max_size=8), min_size=1, max_size=12),
+    st.randoms(),
+)
 def test_rows_that_fill_micro_batches_to_the_last_token_are_in_few_more(tokens, places, order):
     filled = [sorted({0, tokens, *(place % tokens for place in each)}) for each in places]
     lengths = [end - begin for each in filled for begin, end in pairwise(each)]

@@ -10,20 +10,38 @@ from torch.utils.data import DistributedSampler
 from adaptive_batch.data import ORDERS, row_order
 from adaptive_batch.errors import SettingError
 
-row_lengths = st.lists(st.integers(1, 2048), max_size=60).map(lambda values: torch.tensor(values, dtype=torch.int64))
+row_lengths = st.lists(st.integers(1, 2048), max_size=60).map(
+    lambda values: torch.tensor(values, dtype=torch.int64)
+)
 windows = st.none() | st.integers(1, 70)
 seeds = st.integers(0, 2**63)
 
 
-@given(lengths=row_lengths, order=st.sampled_from(ORDERS), window=windows, seed=seeds, epoch=st.integers(0, 10**6))
+@given(
+    lengths=row_lengths,
+    order=st.sampled_from(ORDERS),
+    window=windows,
+    seed=seeds,
+    epoch=st.integers(0, 10**6),
+)
 def test_every_row_comes_once(lengths, order, window, seed, epoch):
-    rows = row_order(len(lengths), order=order, lengths=lengths, window=window, seed=seed, epoch=epoch)
+    rows = row_order(
+        len(lengths), order=order, lengths=lengths, window=window, seed=seed, epoch=epoch
+    )
     assert rows.dtype == torch.int64
     assert rows.sort().values.tolist() == list(range(len(lengths)))
 
 
-@given(lengths=row_lengths, order=st.sampled_from(ORDERS), window=windows, seed=seeds, epoch=st.integers(0, 10**6))
-def test_the_same_arguments_give_the_same_order_whatever_was_drawn_before(lengths, order, window, seed, epoch):
+@given(
+    lengths=row_lengths,
+    order=st.sampled_from(ORDERS),
+    window=windows,
+    seed=seeds,
+    epoch=st.integers(0, 10**6),
+)
+def test_the_same_arguments_give_the_same_order_whatever_was_drawn_before(
+    lengths, order, window, seed, epoch
+):
     arguments = {"order": order, "lengths": lengths, "window": window, "seed": seed, "epoch": epoch}
     first = row_order(len(lengths), **arguments)
     torch.rand(3)
@@ -41,8 +59,12 @@ def test_seqlen_goes_from_short_to_long(lengths, seed):
 
 
 @given(lengths=row_lengths, window=st.integers(1, 70), seed=seeds, epoch=st.integers(0, 10))
-def test_within_a_window_rows_go_from_short_to_long_and_windows_are_of_shuffled_rows(lengths, window, seed, epoch):
-    rows = row_order(len(lengths), order="seqlen", lengths=lengths, window=window, seed=seed, epoch=epoch)
+def test_within_a_window_rows_go_from_short_to_long_and_windows_are_of_shuffled_rows(
+    lengths, window, seed, epoch
+):
+    rows = row_order(
+        len(lengths), order="seqlen", lengths=lengths, window=window, seed=seed, epoch=epoch
+    )
     shuffled = row_order(len(lengths), order="random", seed=seed, epoch=epoch)
     for ours, drawn in zip(rows.split(window), shuffled.split(window), strict=True):
         assert (lengths[ours].diff() >= 0).all()
@@ -55,7 +77,11 @@ LENGTHS = torch.arange(200) % 20 + 1
 @pytest.mark.parametrize(("order", "window"), [("random", None), ("seqlen", None), ("seqlen", 50)])
 def test_every_epoch_and_every_seed_has_an_order_of_its_own(order, window):
     orders = {
-        tuple(row_order(200, order=order, lengths=LENGTHS, window=window, seed=seed, epoch=epoch).tolist())
+        tuple(
+            row_order(
+                200, order=order, lengths=LENGTHS, window=window, seed=seed, epoch=epoch
+            ).tolist()
+        )
         for seed in range(5)
         for epoch in range(5)
     }
@@ -69,10 +95,10 @@ def test_drawing_an_order_leaves_the_random_state_alone():
 
 
 def test_another_process_draws_the_same_order():
-    program = (
-        "from adaptive_batch.data import row_order; print(row_order(100, order='random', seed=7, epoch=3).tolist())"
+    program = "from adaptive_batch.data import row_order; print(row_order(100, order='random', seed=7, epoch=3).tolist())"
+    other = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
     )
-    other = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120)
     assert other.stdout.strip() == str(row_order(100, order="random", seed=7, epoch=3).tolist())
 
 
@@ -80,8 +106,14 @@ def test_another_process_draws_the_same_order():
     ("arguments", "message"),
     [
         ({"order": "shuffled"}, "order='shuffled': must be one of dataloader, random, seqlen"),
-        ({"order": "seqlen", "window": 0}, "window=0: must be 1 row or more, or None to sort the whole epoch"),
-        ({"order": "seqlen"}, "lengths=None: order='seqlen' needs the length of each of the 3 rows"),
+        (
+            {"order": "seqlen", "window": 0},
+            "window=0: must be 1 row or more, or None to sort the whole epoch",
+        ),
+        (
+            {"order": "seqlen"},
+            "lengths=None: order='seqlen' needs the length of each of the 3 rows",
+        ),
         (
             {"order": "seqlen", "lengths": torch.tensor([1, 2])},
             "lengths='2 of them': order='seqlen' needs the length of each of the 3 rows",
@@ -94,7 +126,12 @@ def test_what_cannot_be_ordered_is_refused(arguments, message):
     assert str(caught.value) == message
 
 
-@given(num_rows=st.integers(0, 300), seed=st.integers(0, 2**40), epoch=st.integers(0, 50), shuffle=st.booleans())
+@given(
+    num_rows=st.integers(0, 300),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 50),
+    shuffle=st.booleans(),
+)
 def test_a_stored_order_is_that_of_torchs_sampler(num_rows, seed, epoch, shuffle):
     sampler = DistributedSampler(range(num_rows), 1, 0, shuffle=shuffle, seed=seed)
     sampler.set_epoch(epoch)
@@ -118,7 +155,12 @@ def computed(num_rows, **arguments):
 many_rows = st.integers(1, 100) | st.integers(2000, 9000)
 
 
-@given(num_rows=many_rows, order=st.sampled_from(("dataloader", "random")), seed=st.integers(0, 2**40), epoch=seeds)
+@given(
+    num_rows=many_rows,
+    order=st.sampled_from(("dataloader", "random")),
+    seed=st.integers(0, 2**40),
+    epoch=seeds,
+)
 def test_a_computed_order_has_every_row_once(num_rows, order, seed, epoch):
     rows = computed(num_rows, order=order, shuffle=True, seed=seed, epoch=epoch // 2)
     assert len(rows) == num_rows
@@ -154,7 +196,10 @@ def test_computing_an_order_leaves_the_random_state_alone():
 
 @pytest.mark.parametrize("order", ["dataloader", "random"])
 def test_every_epoch_has_a_computed_order_of_its_own(order):
-    orders = {tuple(computed(200, order=order, shuffle=True, epoch=epoch)[:].tolist()) for epoch in range(25)}
+    orders = {
+        tuple(computed(200, order=order, shuffle=True, epoch=epoch)[:].tolist())
+        for epoch in range(25)
+    }
     assert len(orders) == 25
 
 
@@ -223,4 +268,6 @@ def test_a_part_of_an_epoch_takes_rows_from_everywhere(million, size):
     chi_squares = ((tenths - size / 10) ** 2).sum(0) / (size / 10)
     # Rows are drawn without being put back, so that counts are that much more alike.
     expected = 9 * (1 - size / 10**6)
-    assert float(chi_squares.mean()) == pytest.approx(expected, abs=4 * (18 / chi_squares.numel()) ** 0.5)
+    assert float(chi_squares.mean()) == pytest.approx(
+        expected, abs=4 * (18 / chi_squares.numel()) ** 0.5
+    )

@@ -88,7 +88,9 @@ def wait_until(condition):
 
 
 def threads():
-    return [thread for thread in threading.enumerate() if thread.name == "adaptive_batch_read_ahead"]
+    return [
+        thread for thread in threading.enumerate() if thread.name == "adaptive_batch_read_ahead"
+    ]
 
 
 @given(
@@ -146,7 +148,9 @@ def test_the_end_of_an_epoch_leaves_no_row_and_no_thread():
 
 
 @pytest.mark.parametrize(
-    "draw", [random.random, lambda: torch.rand(1), np.random.random], ids=["python", "torch", "numpy"]
+    "draw",
+    [random.random, lambda: torch.rand(1), np.random.random],
+    ids=["python", "torch", "numpy"],
 )
 def test_a_dataset_that_draws_is_read_when_it_is_asked_for(draw):
     dataset = Squares(draw=draw)

@@ -10,7 +10,9 @@ from adaptive_batch.training import MicroBatchSizer
 
 def steps_of(lengths, **batching):
     """Yield the lengths of the rows of each step of an epoch, and which of them are in its small batch."""
-    rows = DatasetAdapter([{"tokens": [1] * length, "labels": [1] * length} for length in lengths], None)
+    rows = DatasetAdapter(
+        [{"tokens": [1] * length, "labels": [1] * length} for length in lengths], None
+    )
     planner = StepPlanner(rows, Batching(**batching), MicroBatchSizer())
     progress = planner.begin(Progress())
     planner.start_epoch(progress)
@@ -35,7 +37,11 @@ def test_it_is_a_quarter_of_the_rows_and_the_same_each_time():
 
 
 def test_its_rows_are_as_long_as_the_others_also_in_steps_by_tokens_which_begin_with_a_long_row():
-    steps = [step for step in steps_of(LENGTHS, batch_size=1, batch_tokens=400, seed=0) if len(step[0]) >= 8]
+    steps = [
+        step
+        for step in steps_of(LENGTHS, batch_size=1, batch_tokens=400, seed=0)
+        if len(step[0]) >= 8
+    ]
     average = mean(mean(lengths) for lengths, _ in steps)
     begins = mean(lengths[0] for lengths, _ in steps)
     small = mean(mean(lengths[row] for row in rows) for lengths, rows in steps)

@@ -68,7 +68,9 @@ def test_going_on_from_any_position_hands_out_the_rest(rows, position, counts):
     if position:
         next(whole.steps())
         whole.done(tokens=position)
-        rest.resume(Progress(epoch=2, steps=1, samples=position, epoch_steps=1, epoch_rows=position))
+        rest.resume(
+            Progress(epoch=2, steps=1, samples=position, epoch_steps=1, epoch_rows=position)
+        )
     else:
         rest.resume(Progress(epoch=2))
     assert taken(rest) == taken(whole)
@@ -147,7 +149,9 @@ def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_it
         print(json.dumps([begun(5 * 10**7, Progress()), begun(5 * 10**7, resumed)]))
         """
     )
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
+    )
     (seconds, mebibytes, steps, first), (_, of_resumed, left, last) = json.loads(ran.stdout)
     # On an idle core it takes 0.02 s; a list of all numbers takes 3 s and 2,300 MiB.
     assert seconds < 1

@@ -22,7 +22,9 @@ SECONDS = 60.0  # for what takes well under a second alone; a quadratic plan of 
 
 def lognormal(num_rows, *, seed=0, mu=5.53, sigma=0.97):
     """Lengths of mean 385 tokens, 8 to 2048, of which 16 random rows waste 72.3% as padding."""
-    normal = torch.randn(num_rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    normal = torch.randn(
+        num_rows, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return (mu + sigma * normal).exp().clamp(8, 2048).round().to(torch.int64)
 
 
@@ -73,7 +75,9 @@ def test_every_row_is_in_one_batch_or_listed_as_dropped_once(case):
     lengths, max_tokens, arguments, plan = case
     too_long = [row for row, tokens in enumerate(lengths) if tokens > max_tokens]
     assert sorted(plan.dropped.tolist()) == (too_long if arguments["long_rows"] == "drop" else [])
-    assert sorted([row for batch in plan for row in batch] + plan.dropped.tolist()) == list(range(len(lengths)))
+    assert sorted([row for batch in plan for row in batch] + plan.dropped.tolist()) == list(
+        range(len(lengths))
+    )
 
 
 @given(plans())
@@ -107,14 +111,18 @@ def test_a_batch_is_closed_only_when_the_next_row_would_take_it_beyond_a_limit(c
 
 
 @given(plans(count="padded", divisible=False))
-def test_padded_only_rows_that_no_others_can_join_are_in_batches_that_are_too_small_but_the_last_few(case):
+def test_padded_only_rows_that_no_others_can_join_are_in_batches_that_are_too_small_but_the_last_few(
+    case,
+):
     lengths, max_tokens, arguments, plan = case
     min_rows = arguments["min_rows"]
     small = [row for batch in plan if len(batch) < min_rows for row in batch]
     assert sum(lengths[row] * min_rows <= max_tokens for row in small) < min_rows
 
 
-@given(lengths=st.lists(st.integers(1, 100), min_size=2, max_size=60), max_tokens=st.integers(100, 200))
+@given(
+    lengths=st.lists(st.integers(1, 100), min_size=2, max_size=60), max_tokens=st.integers(100, 200)
+)
 def test_of_rows_left_alone_no_two_would_fit_together(lengths, max_tokens):
     try:
         plan = plan_batches(lengths, max_tokens, count="real", min_rows=2)
@@ -152,7 +160,11 @@ def test_padded_tokens_are_rows_times_the_longest_and_real_tokens_the_sum():
 
 
 def test_rows_that_do_not_fit_wait_for_others_that_do_and_come_first_afterwards():
-    assert batches_by_tokens([6, 5, 2, 3, 4, 4], 8, count="real", min_rows=2) == [[0, 2], [1, 3], [4, 5]]
+    assert batches_by_tokens([6, 5, 2, 3, 4, 4], 8, count="real", min_rows=2) == [
+        [0, 2],
+        [1, 3],
+        [4, 5],
+    ]
 
 
 def test_a_batch_that_has_enough_leaves_short_rows_to_a_long_one_that_waits():
@@ -179,7 +191,9 @@ def test_one_group_that_cannot_be_filled_costs_no_other_rows():
         plan = plan_batches(lengths, 100, min_rows=2, count=count)
         assert sorted(plan.rows.tolist()) == list(range(106))
         assert len(plan.dropped) == 0
-        assert sum(len(batch) for batch in plan if len(batch) < 2) == (2 if count == "padded" else 0)
+        assert sum(len(batch) for batch in plan if len(batch) < 2) == (
+            2 if count == "padded" else 0
+        )
 
 
 def test_a_divisible_batch_leaves_its_rest_to_the_next():
@@ -200,7 +214,10 @@ def test_no_rows_are_no_batches():
 @pytest.mark.parametrize("order", ["random", "seqlen"])
 def test_epochs_differ_and_come_again_with_their_seed(order):
     lengths = lognormal(500).tolist()
-    epochs = [batches_by_tokens(lengths, 4096, order=order, window=100, seed=1, epoch=epoch) for epoch in (0, 1, 0)]
+    epochs = [
+        batches_by_tokens(lengths, 4096, order=order, window=100, seed=1, epoch=epoch)
+        for epoch in (0, 1, 0)
+    ]
     assert epochs[0] == epochs[2]
     assert epochs[0] != epochs[1]
 
@@ -219,7 +236,10 @@ def test_epochs_differ_and_come_again_with_their_seed(order):
         ({"count": "words"}, "count='words': must be one of padded, real"),
         ({"long_rows": "cut"}, "long_rows='cut': must be one of error, drop, alone"),
         ({"lengths": [3, 0]}, "lengths=0: row 1 must have 1 token or more"),
-        ({"lengths": [0.5]}, "lengths='torch.float32[1]': must be a list or 1-D tensor of whole numbers"),
+        (
+            {"lengths": [0.5]},
+            "lengths='torch.float32[1]': must be a list or 1-D tensor of whole numbers",
+        ),
         (
             {"max_tokens": 5},
             "max_tokens=5: row 1 alone has 6 tokens; give 7 or more, or set long_rows to drop or alone",
@@ -247,7 +267,9 @@ def test_verbose_logs_how_full_the_batches_are_and_what_is_not_in_them(caplog):
         batches_by_tokens(lengths, 10, min_rows=2, long_rows="drop")
         assert caplog.text == ""
         batches_by_tokens(lengths, 10, min_rows=2, long_rows="drop", verbose=True)
-    assert caplog.messages == ["3 batches of up to 10 tokens (padded): 5 rows, 8.3% padding; 1 rows dropped"]
+    assert caplog.messages == [
+        "3 batches of up to 10 tokens (padded): 5 rows, 8.3% padding; 1 rows dropped"
+    ]
 
 
 # Time, memory and padding.
@@ -295,7 +317,9 @@ def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
         print(few, many, kibibytes * 1024 / 2_000_000)
         """
     )
-    ran = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
+    )
     few, many, bytes_per_row = map(float, ran.stdout.split())
     # Ten times the rows: twenty leaves room for a busy machine, and a quadratic plan takes a hundred times.
     assert many < 20 * max(few, 0.05)
@@ -309,7 +333,9 @@ def test_padding_is_what_sorting_by_length_is_known_to_leave():
     def wasted(**arguments):
         return padding(batches_by_tokens(lengths, 16_384, **arguments), listed)
 
-    assert padding(plan_batches(lengths, 10**9, max_rows=16).tolist(), listed) == pytest.approx(0.723, abs=0.005)
+    assert padding(plan_batches(lengths, 10**9, max_rows=16).tolist(), listed) == pytest.approx(
+        0.723, abs=0.005
+    )
     assert wasted() == pytest.approx(0.675, abs=0.01)
     assert wasted(order="seqlen") <= 0.006
     assert wasted(order="seqlen", window=4096) <= 0.05

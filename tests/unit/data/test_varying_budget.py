@@ -48,9 +48,13 @@ def test_with_a_constant_rule_it_is_the_plan_of_one_budget(case, data):
         one = plan_batches(lengths, budget, order=order, count="real", **arguments)
     except SettingError:  # the shortest rows do not fit
         with pytest.raises(SettingError, match=NOT_FITTING):
-            plan_batches_by_rule(lengths, lambda _: budget, order=order, progress=started(order), **arguments)
+            plan_batches_by_rule(
+                lengths, lambda _: budget, order=order, progress=started(order), **arguments
+            )
         return
-    plan, budgets = plan_batches_by_rule(lengths, lambda _: budget, order=order, progress=started(order), **arguments)
+    plan, budgets = plan_batches_by_rule(
+        lengths, lambda _: budget, order=order, progress=started(order), **arguments
+    )
     assert plan.tolist() == one.tolist()
     assert plan.dropped.tolist() == one.dropped.tolist()
     assert budgets == [budget] * len(one)
@@ -73,7 +77,9 @@ def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, da
     rule = hashed(low, low + data.draw(st.integers(0, 8 * most)))
     begin = started(order, epoch=2, steps=17, samples=1000, tokens=12345)
     try:
-        plan, budgets = plan_batches_by_rule(lengths, rule, order=order, progress=begin, **arguments)
+        plan, budgets = plan_batches_by_rule(
+            lengths, rule, order=order, progress=begin, **arguments
+        )
     except SettingError as error:
         if NOT_FITTING not in str(error):
             raise
@@ -96,7 +102,9 @@ def test_one_device_fills_each_step_in_order_up_to_the_first_row_that_does_not_f
     """Against a plain loop that knows nothing of pieces."""
     lengths, order, arguments, most = case
     rule = hashed(most, 9 * most)
-    plan, budgets = plan_batches_by_rule(lengths, rule, order=order, progress=started(order), **arguments)
+    plan, budgets = plan_batches_by_rule(
+        lengths, rule, order=order, progress=started(order), **arguments
+    )
     progress, expected, asked, left = started(order), [], [], order.tolist()
     while left:
         budget, batch = rule(progress), []
@@ -139,24 +147,43 @@ def planned(lengths, rule, *, long_rows, **others):
     order = torch.arange(len(lengths))
     arguments = {"min_rows": 1, "max_rows": None, "divisible": False, **others}
     plan, budgets = plan_batches_by_rule(
-        torch.tensor(lengths), rule, order=order, progress=started(order), long_rows=long_rows, **arguments
+        torch.tensor(lengths),
+        rule,
+        order=order,
+        progress=started(order),
+        long_rows=long_rows,
+        **arguments,
     )
     return plan.tolist(), budgets, plan.dropped.tolist()
 
 
 def test_a_row_that_is_dropped_had_no_budget_that_holds_it():
-    assert planned([30, 50, 5, 5, 15, 5, 5], RISING, long_rows="drop") == ([[2, 3], [4, 5], [0, 6]], [10, 20, 40], [1])
-    assert planned([5, 5, 30, 10, 10], FALLING, long_rows="drop") == ([[0, 1, 2], [3, 4]], [40, 20], [])
+    assert planned([30, 50, 5, 5, 15, 5, 5], RISING, long_rows="drop") == (
+        [[2, 3], [4, 5], [0, 6]],
+        [10, 20, 40],
+        [1],
+    )
+    assert planned([5, 5, 30, 10, 10], FALLING, long_rows="drop") == (
+        [[0, 1, 2], [3, 4]],
+        [40, 20],
+        [],
+    )
 
 
 def test_a_row_is_alone_where_its_own_step_is_asked_for_less():
-    assert planned([30, 5, 15, 30, 10], RISING, long_rows="alone") == ([[0], [1, 2], [3, 4]], [10, 20, 40], [])
+    assert planned([30, 5, 15, 30, 10], RISING, long_rows="alone") == (
+        [[0], [1, 2], [3, 4]],
+        [10, 20, 40],
+        [],
+    )
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 11], [11, 5, 5], [5, 30, 5, 5, 5, 5, 5, 11, 5]])
 @pytest.mark.parametrize("rule", [RISING, FALLING])
 def test_a_budget_below_the_longest_row_is_refused_wherever_the_row_is(lengths, rule):
-    with pytest.raises(SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30); return (11|30) or more"):
+    with pytest.raises(
+        SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30); return (11|30) or more"
+    ):
         planned(lengths * 3, rule, long_rows="error")
 
 
@@ -188,7 +215,9 @@ def test_what_cannot_be_used_is_refused_before_the_rule_is_asked():
 
 
 def test_of_several_ranks_the_rule_is_asked_for_one():
-    plan, budgets, _ = planned([5] * 12, lambda progress: 10 + 5 * (progress.batch == 10), long_rows="error", ranks=2)
+    plan, budgets, _ = planned(
+        [5] * 12, lambda progress: 10 + 5 * (progress.batch == 10), long_rows="error", ranks=2
+    )
     assert budgets == [10, 15, 10]
     assert [len(batch) for batch in plan] == [4, 6, 2]
 

@@ -35,7 +35,11 @@ def failing(error):
 
 def test_one_rank_needs_no_process_group():
     assert not dist.is_initialized()
-    assert (distributed.world_size(), distributed.rank(), distributed.is_rank_zero()) == (1, 0, True)
+    assert (distributed.world_size(), distributed.rank(), distributed.is_rank_zero()) == (
+        1,
+        0,
+        True,
+    )
 
 
 def test_one_rank_gets_back_what_it_gave():
@@ -113,11 +117,17 @@ def caught_from_rank_zero(compute):
     try:
         return distributed.from_rank_zero(compute)
     except BaseException as error:
-        return type(error).__name__, str(error), {key: str(value) for key, value in vars(error).items()}
+        return (
+            type(error).__name__,
+            str(error),
+            {key: str(value) for key, value in vars(error).items()},
+        )
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2
+    )
     calls = []
 
     def compute():
@@ -133,7 +143,9 @@ def run_rank(rank: int, folder: Path) -> None:
         "result": distributed.from_rank_zero(compute),
         "calls": calls,
         "none": distributed.from_rank_zero(lambda: None),
-        "SettingError": caught_from_rank_zero(lambda: failing(SettingError("epochs", 0, "must be 1 or more"))),
+        "SettingError": caught_from_rank_zero(
+            lambda: failing(SettingError("epochs", 0, "must be 1 or more"))
+        ),
         "NeedsTwoArguments": caught_from_rank_zero(lambda: failing(NeedsTwoArguments(1, 2))),
         "FileNotFoundError": caught_from_rank_zero(lambda: Path("/nowhere/at/all").read_text()),
         "SystemExit": caught_from_rank_zero(lambda: failing(SystemExit(3))),
@@ -189,7 +201,10 @@ def test_an_error_of_rank_zero_is_raised_alike_on_every_rank(ranks, name, messag
 
 def test_an_error_that_cannot_be_sent_is_told(ranks):
     assert ranks[0]["NeedsTwoArguments"][:2] == ("NeedsTwoArguments", "1 and 2")
-    assert ranks[1]["NeedsTwoArguments"][:2] == ("RuntimeError", "rank 0 failed with NeedsTwoArguments: 1 and 2")
+    assert ranks[1]["NeedsTwoArguments"][:2] == (
+        "RuntimeError",
+        "rank 0 failed with NeedsTwoArguments: 1 and 2",
+    )
     assert ranks[0]["HoldsALambda"][:2] == ("HoldsALambda", "held")
     assert ranks[1]["HoldsALambda"][:2] == ("RuntimeError", "rank 0 failed with HoldsALambda: held")
 
@@ -197,4 +212,6 @@ def test_an_error_that_cannot_be_sent_is_told(ranks):
 def test_a_result_that_cannot_be_sent_fails_on_every_rank(ranks):
     for facts in ranks:
         assert isinstance(facts["unpicklable"], tuple)
-        assert re.search("pickle|local object", facts["unpicklable"][1])  # Python 3.13 says the latter
+        assert re.search(
+            "pickle|local object", facts["unpicklable"][1]
+        )  # Python 3.13 says the latter

@@ -30,7 +30,9 @@ def test_a_second_request_ends_the_process():
             print("still here", flush=True)
         """
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.SIGTERM)
 
 
@@ -48,5 +50,7 @@ def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on
             print("still here", flush=True)
         """
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.SIGTERM)

@@ -19,7 +19,10 @@ def allocator(capacity=GIB, **settings):
 def sizes(allocator):
     """Segments as tuples of their blocks, in MiB, those given out negative; the first segment first."""
     return [
-        tuple(block["size"] / MIB * (1 if block["state"] == "inactive" else -1) for block in segment["blocks"])
+        tuple(
+            block["size"] / MIB * (1 if block["state"] == "inactive" else -1)
+            for block in segment["blocks"]
+        )
         for segment in reversed(allocator.segments())
     ]
 
@@ -28,7 +31,9 @@ def sizes(allocator):
 
 
 @pytest.mark.parametrize("expandable_segments", [False, True])
-def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(expandable_segments):
+def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(
+    expandable_segments,
+):
     device = allocator(64 * MIB, expandable_segments=expandable_segments)
     device.replay([STREAM + 40 * MIB, ~0])
     device.replay([STREAM + 40 * MIB, ~1])
@@ -57,7 +62,11 @@ def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(
 def test_requests_are_rounded_and_segments_more_so(request_bytes, block, segment):
     device = allocator()
     assert device.malloc(request_bytes).size == block
-    assert (device.allocated_bytes, device.requested_bytes, device.reserved_bytes) == (block, request_bytes, segment)
+    assert (device.allocated_bytes, device.requested_bytes, device.reserved_bytes) == (
+        block,
+        request_bytes,
+        segment,
+    )
 
 
 # --- which block ------------------------------------------------------------------------------------------------------
@@ -82,7 +91,9 @@ def test_no_more_than_1_mib_is_left_over_in_a_large_block_and_any_of_a_small_one
 
 
 @pytest.mark.parametrize(("oldest_first", "taken"), [(True, 0), (False, 2)])
-def test_of_blocks_of_one_size_the_oldest_segments_is_taken_or_the_lowest(monkeypatch, oldest_first, taken):
+def test_of_blocks_of_one_size_the_oldest_segments_is_taken_or_the_lowest(
+    monkeypatch, oldest_first, taken
+):
     """Addresses fall, so the two differ."""
     monkeypatch.setattr(module, "_OLDEST_SEGMENT", oldest_first)
     monkeypatch.setattr(module, "_OLDEST_BLOCK", False)
@@ -134,7 +145,9 @@ def test_what_is_cached_goes_back_before_an_allocation_fails():
     device.malloc(50 * MIB)
     assert (device.num_retries, device.num_ooms, device.reserved_bytes) == (1, 0, 80 * MIB)
     assert device.peak_reserved_bytes == 80 * MIB
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 0.021 GiB.*of which 0.020 GiB is free"):
+    with pytest.raises(
+        torch.OutOfMemoryError, match=r"Tried to allocate 0.021 GiB.*of which 0.020 GiB is free"
+    ):
         device.malloc(22 * MIB)
     assert (device.num_retries, device.num_ooms) == (2, 1)
     device.free(held)
@@ -161,7 +174,10 @@ def test_an_expandable_segment_grows_by_granules():
     device.malloc(1)
     assert device.reserved_bytes == 42 * MIB
     device.malloc(30 * MIB)
-    assert (sizes(device), device.reserved_bytes) == ([(-25, -30, 5), (-512 / MIB, 2 - 512 / MIB)], 62 * MIB)
+    assert (sizes(device), device.reserved_bytes) == (
+        [(-25, -30, 5), (-512 / MIB, 2 - 512 / MIB)],
+        62 * MIB,
+    )
 
 
 def test_free_space_at_its_end_is_enlarged():
@@ -207,7 +223,11 @@ def test_a_log_is_replayed_and_its_numbers_go_on():
     device = allocator()
     device.replay([5 * MIB, 30 * MIB, ~0])
     device.replay([7 * MIB, ~1, ~2])
-    assert (device.allocated_bytes, device.requested_bytes, device.reserved_bytes) == (0, 0, 50 * MIB)
+    assert (device.allocated_bytes, device.requested_bytes, device.reserved_bytes) == (
+        0,
+        0,
+        50 * MIB,
+    )
     assert (device.peak_allocated_bytes, device.peak_reserved_bytes) == (37 * MIB, 50 * MIB)
 
 

@@ -15,8 +15,15 @@ SEEDS = (2, 5, 6, 10)  # those of the first ten that fill the device
 
 def compared(kind, *numbers, conf, capacity):
     """What allocator_on_stack.py counted in each case, in none of which anything differs."""
-    command = [sys.executable, str(TESTS / "support/allocator_on_stack.py"), kind, *map(str, numbers)]
-    environment = subprocess_environment(PYTORCH_CUDA_ALLOC_CONF=conf, STUB_CUDA_CAPACITY=str(capacity))
+    command = [
+        sys.executable,
+        str(TESTS / "support/allocator_on_stack.py"),
+        kind,
+        *map(str, numbers),
+    ]
+    environment = subprocess_environment(
+        PYTORCH_CUDA_ALLOC_CONF=conf, STUB_CUDA_CAPACITY=str(capacity)
+    )
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     cases = [json.loads(line) for line in done.stdout.splitlines()]
@@ -47,7 +54,9 @@ def test_settings_are_read_as_pytorch_reads_them(monkeypatch):
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True"])
 @pytest.mark.parametrize(("capacity", "num_given_up"), [(17, 2), (15, 3)])
 def test_after_each_step_of_training(conf, capacity, num_given_up):
-    cases = compared("training", 300, 512, 1024, 2048, 900, 1500, conf=conf, capacity=capacity * GIB)
+    cases = compared(
+        "training", 300, 512, 1024, 2048, 900, 1500, conf=conf, capacity=capacity * GIB
+    )
     given_up = sum(case["out_of_memory"] for case in cases)
     assert given_up >= num_given_up
     assert given_up < len(cases)

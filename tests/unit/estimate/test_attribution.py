@@ -32,7 +32,10 @@ def explained(**options):
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_places_add_up_to_the_peak(checkpointing, accumulates):
     step, trace, operation, held = explained(checkpointing=checkpointing, accumulates=accumulates)
-    assert sum(size for _, size in held.by_site) + step.resident.total == trace.trace.live_bytes[operation]
+    assert (
+        sum(size for _, size in held.by_site) + step.resident.total
+        == trace.trace.live_bytes[operation]
+    )
     sizes = [size for _, size in held.by_site]
     assert sizes == sorted(sizes, reverse=True)
     assert min(sizes) > 0
@@ -44,7 +47,10 @@ def test_places_add_up_at_every_operation():
     trace = step.trace(ROWS, explain=every)
     assert list(trace.explained) == list(every)
     for operation, held in trace.explained.items():
-        assert sum(size for _, size in held.by_site) + step.resident.total == trace.trace.live_bytes[operation]
+        assert (
+            sum(size for _, size in held.by_site) + step.resident.total
+            == trace.trace.live_bytes[operation]
+        )
 
 
 def test_explaining_changes_no_byte():
@@ -57,11 +63,17 @@ def test_the_logits_belong_to_no_layer_and_the_layers_to_themselves():
     made = dict(held.by_site)
     logits = ROWS * LENGTH * WORDS * 4
     assert max(made.values()) == made[held.by_site[0][0]] == logits
-    assert held.by_site[0][0].module == ""  # the embedding's weights are multiplied by no module of theirs
+    assert (
+        held.by_site[0][0].module == ""
+    )  # the embedding's weights are multiplied by no module of theirs
     mlp = {where.module for where in made if ".mlp" in where.module}
     assert {"layers.0.mlp.0", "layers.1.mlp.0", "layers.2.mlp.0"} <= mlp
     widened = [where for where, size in held.by_site if size == ROWS * LENGTH * 3 * WIDTH * 4]
-    assert {where.module for where in widened} >= {"layers.0.mlp.0", "layers.2.mlp.1", "layers.1.qkv"}
+    assert {where.module for where in widened} >= {
+        "layers.0.mlp.0",
+        "layers.2.mlp.1",
+        "layers.1.qkv",
+    }
     assert not any(where.backward for where in widened)
 
 
@@ -71,7 +83,11 @@ def test_checkpointing_leaves_what_layers_are_given_and_what_one_of_them_recompu
     trace = step.trace(ROWS, explain=range(number))
     recomputed, ahead = set(), set()
     for held in trace.explained.values():
-        widened = [where for where, _ in held.by_site if ".mlp.0" in where.module and where.operation == "addmm"]
+        widened = [
+            where
+            for where, _ in held.by_site
+            if ".mlp.0" in where.module and where.operation == "addmm"
+        ]
         layers = frozenset(where.module.split(".")[1] for where in widened)
         (recomputed if held.site.backward else ahead).add(layers)
     one_at_a_time = {frozenset(), frozenset("0"), frozenset("1"), frozenset("2")}
@@ -85,7 +101,11 @@ def test_forward_is_before_backward_and_each_operation_has_its_module():
     flags = [where.backward for where in wheres]
     assert flags == sorted(flags)
     assert any(flags)
-    order = [where.module.split(".")[1] for where in wheres if where.module.startswith("layers.") and where.backward]
+    order = [
+        where.module.split(".")[1]
+        for where in wheres
+        if where.module.startswith("layers.") and where.backward
+    ]
     assert sorted(order, reverse=True) == order  # the last layer's backward is first
     attention = {where.module for where in wheres if "flash_attention" in where.operation}
     assert attention == {"layers.0", "layers.1", "layers.2"}
@@ -171,7 +191,9 @@ def test_names_are_followed_through_checkpoint_wrappers_and_after_an_error():
 
 def test_a_layer_that_is_wrapped_to_be_recomputed_has_one_name_in_forward_and_backward():
     """Else what it holds is split over two names, and neither is the model's."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8))
+    model = nn.Sequential(
+        nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+    )
     known = {name for name, _ in model.named_modules()}
     model[1] = checkpoint_wrapper(model[1])
     model[2] = checkpoint_wrapper(model[2])

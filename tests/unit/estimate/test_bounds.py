@@ -33,7 +33,9 @@ def step_log(rows, each, *, steps=3):
 
 def bounds(each=32 * MIB, **settings):
     length = length_of(each, fixed=67 * MIB)
-    made = ReplayedBounds(length, lambda rows: step_log(rows, each), AllocatorSettings(**settings), maximum=4096)
+    made = ReplayedBounds(
+        length, lambda rows: step_log(rows, each), AllocatorSettings(**settings), maximum=4096
+    )
     return length, made
 
 
@@ -48,8 +50,13 @@ def test_fewer_rows_run_without_retries_than_fit_at_all():
 
 
 def test_expandable_segments_let_more_run_without_retries():
-    plain, expandable = bounds()[1].fit(1000 * MIB), bounds(expandable_segments=True)[1].fit(1000 * MIB)
-    assert plain.max_batch_size < expandable.max_batch_size <= expandable.max_batch_size_with_retries
+    plain, expandable = (
+        bounds()[1].fit(1000 * MIB),
+        bounds(expandable_segments=True)[1].fit(1000 * MIB),
+    )
+    assert (
+        plain.max_batch_size < expandable.max_batch_size <= expandable.max_batch_size_with_retries
+    )
 
 
 @given(mib=st.integers(0, 2000), each=st.integers(1, 300))

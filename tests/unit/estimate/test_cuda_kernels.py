@@ -23,9 +23,20 @@ DEVICES = {  # names of the stack: compute capability, multiprocessors
 DTYPES = ("bfloat16", "float16", "float32")
 
 GRID = [
-    Attention(head_dim, dtype, mask, layout, key_heads=2 if grouping else 8, grouped=grouping == "enable_gqa")
+    Attention(
+        head_dim,
+        dtype,
+        mask,
+        layout,
+        key_heads=2 if grouping else 8,
+        grouped=grouping == "enable_gqa",
+    )
     for head_dim, dtype, mask, layout, grouping in product(
-        (64, 80, 96, 128, 192, 256), DTYPES, ("causal", "bool", "none"), ("bshd", "bhsd"), ("", "repeat", "enable_gqa")
+        (64, 80, 96, 128, 192, 256),
+        DTYPES,
+        ("causal", "bool", "none"),
+        ("bshd", "bhsd"),
+        ("", "repeat", "enable_gqa"),
     )
 ]
 
@@ -35,14 +46,21 @@ def drawn(count: int) -> list[Attention]:
     draw = random.Random(5)
     calls = []
     for _ in range(count):
-        heads, queries = draw.choice((1, 4, 8, 14, 32)), draw.choice((2, 17, 61, 100, 200, 333, 512, 1000, 2048))
+        heads, queries = (
+            draw.choice((1, 4, 8, 14, 32)),
+            draw.choice((2, 17, 61, 100, 200, 333, 512, 1000, 2048)),
+        )
         calls.append(
             Attention(
-                head_dim=draw.choice((8, 16, 40, 60, 64, 72, 96, 100, 112, 128, 160, 192, 200, 224, 240, 256, 288)),
+                head_dim=draw.choice(
+                    (8, 16, 40, 60, 64, 72, 96, 100, 112, 128, 160, 192, 200, 224, 240, 256, 288)
+                ),
                 dtype=draw.choice(DTYPES),
                 mask=draw.choice(("causal", "bool", "tokens", "heads", "float", "none")),
                 layout=draw.choice(("bshd", "bhsd", "sbhd", "fused")),
-                key_heads=draw.choice([number for number in (1, 2, 4, heads) if heads % number == 0]),
+                key_heads=draw.choice(
+                    [number for number in (1, 2, 4, heads) if heads % number == 0]
+                ),
                 grouped=draw.random() < 0.4,
                 batch=draw.choice((1, 2, 3, 5)),
                 heads=heads,
@@ -68,8 +86,21 @@ NORMS = [
     Norm(kind, dtype, weight, rows, dim, is_contiguous)
     for kind, (dtype, weight), (rows, dim), is_contiguous in product(
         ("rms_norm", "layer_norm"),
-        (*((dtype, dtype) for dtype in DTYPES), ("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "")),
-        ((16, 64), (1024, 2048), (8192, 4096), (65536, 128), (70000, 128), (70000, 2048), (70000, 4096)),
+        (
+            *((dtype, dtype) for dtype in DTYPES),
+            ("float32", "bfloat16"),
+            ("bfloat16", "float32"),
+            ("bfloat16", ""),
+        ),
+        (
+            (16, 64),
+            (1024, 2048),
+            (8192, 4096),
+            (65536, 128),
+            (70000, 128),
+            (70000, 2048),
+            (70000, 4096),
+        ),
         (True, False),
     )
     if kind == "rms_norm" or weight in ("", dtype)
@@ -101,7 +132,12 @@ RECORDED = [  # on PyTorch 2.13.0+cu130, by on_cuda()
         [2097152, 32768],
         [2097152] * 4 + [32768, 32768, -5, -4, 2099200, -6, -7],
     ),
-    ("h100", Attention(key_heads=2, grouped=True), [8, 8, 1048576, 32768], [1048576, 262144, 262144, 2129920, -4]),
+    (
+        "h100",
+        Attention(key_heads=2, grouped=True),
+        [8, 8, 1048576, 32768],
+        [1048576, 262144, 262144, 2129920, -4],
+    ),
     (
         "a100",
         Attention(mask="bool", key_heads=2, grouped=True),
@@ -170,7 +206,23 @@ RECORDED = [  # on PyTorch 2.13.0+cu130, by on_cuda()
         "a100",
         Packed(key_heads=2),
         [1548288, 48384, 16, 8, -4, 16, -3],
-        [48384, 16, 1548288, 387072, 387072, 60672, 3883008, 1548288, 1548288, -9, -8, -7, -6, -2, -1],
+        [
+            48384,
+            16,
+            1548288,
+            387072,
+            387072,
+            60672,
+            3883008,
+            1548288,
+            1548288,
+            -9,
+            -8,
+            -7,
+            -6,
+            -2,
+            -1,
+        ],
     ),
     (
         "h100",
@@ -179,7 +231,12 @@ RECORDED = [  # on PyTorch 2.13.0+cu130, by on_cuda()
         [40960, 16, *[1638400] * 4, 81920, 7864320, -8, -7, -3, -2, -1],
     ),
     ("h100", Norm(), [4194304, 4096], [4194304, 4096]),
-    ("h100", Norm("layer_norm", "float32", "float32"), [8388608, 4096, 4096], [8388608, 8192, 8192]),
+    (
+        "h100",
+        Norm("layer_norm", "float32", "float32"),
+        [8388608, 4096, 4096],
+        [8388608, 8192, 8192],
+    ),
     ("h100", InPlace(), [4194304], [4194304] * 5 + [-4, -5, -2, -1]),
 ]
 
@@ -193,7 +250,9 @@ def test_a_call_allocates_what_was_recorded_on_cuda(device, call, forward, backw
 @pytest.mark.cuda_stack
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    "calls", [GRID, drawn(300), PACKED, NORMS, IN_PLACE], ids=["grid", "drawn", "packed", "norms", "in place"]
+    "calls",
+    [GRID, drawn(300), PACKED, NORMS, IN_PLACE],
+    ids=["grid", "drawn", "packed", "norms", "in place"],
 )
 def test_calls_allocate_what_they_do_on_cuda_in_the_same_order(device, calls):
     capability, multiprocessors = DEVICES[device]
@@ -203,7 +262,9 @@ def test_calls_allocate_what_they_do_on_cuda_in_the_same_order(device, calls):
         for call, fake, real in zip(calls, counted, on_cuda(calls, device=device), strict=True)
         if fake != real
     ]
-    assert not other, f"{len(other)} of {len(calls)}: {json.dumps([repr(part) for part in other[0]], indent=1)}"
+    assert not other, (
+        f"{len(other)} of {len(calls)}: {json.dumps([repr(part) for part in other[0]], indent=1)}"
+    )
 
 
 LLAMA = {"dtype": torch.bfloat16, "head_dim": 128, "mask": False, "requires_grad": True}
@@ -233,7 +294,9 @@ LLAMA = {"dtype": torch.bfloat16, "head_dim": 128, "mask": False, "requires_grad
         ((8, 0), {"dtype": torch.float32, "head_dim": 63}, "math"),
     ],
 )
-def test_the_kernel_of_attention_follows_from_device_dtype_mask_and_head_dim(capability, changes, kernel):
+def test_the_kernel_of_attention_follows_from_device_dtype_mask_and_head_dim(
+    capability, changes, kernel
+):
     call = LLAMA | changes
     options = {"dtype": call["dtype"], "device": "meta", "requires_grad": call["requires_grad"]}
     tensors = [torch.empty(1, 8, 16, call["head_dim"], **options) for _ in range(3)]
@@ -263,10 +326,13 @@ def test_attention_inside_of_multi_head_attention_is_replaced_and_left_as_it_was
     with FakeTensorMode():
         module, rows = nn.MultiheadAttention(64, 4, batch_first=True), torch.empty(2, 16, 64)
         assert not any(
-            "EfficientAttention" in name for name in names_of(module(rows, rows, rows, need_weights=False)[0])
+            "EfficientAttention" in name
+            for name in names_of(module(rows, rows, rows, need_weights=False)[0])
         )
         with CudaKernels((8, 0)):
-            assert "_EfficientAttentionBackward" in names_of(module(rows, rows, rows, need_weights=False)[0])
+            assert "_EfficientAttentionBackward" in names_of(
+                module(rows, rows, rows, need_weights=False)[0]
+            )
     assert functional.scaled_dot_product_attention is real
 
 

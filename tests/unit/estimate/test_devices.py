@@ -101,7 +101,9 @@ def test_a_device_is_shown_with_what_it_has():
 )
 def test_what_is_no_size_and_no_device_is_refused_with_what_would_do(value, remedy):
     says = 'give a size with its unit, such as "80GiB", or a device such as H100'
-    with pytest.raises(SettingError, match=rf"^estimate\.devices={re.escape(repr(value))}: {says}.*{remedy}"):
+    with pytest.raises(
+        SettingError, match=rf"^estimate\.devices={re.escape(repr(value))}: {says}.*{remedy}"
+    ):
         find_device(value)
     with pytest.raises(SettingError, match=f"such as H100.*{remedy}"):
         parse_devices(["T4", value])
@@ -109,7 +111,11 @@ def test_what_is_no_size_and_no_device_is_refused_with_what_would_do(value, reme
 
 def test_one_entry_or_a_list_of_them_is_read_in_its_order():
     assert [device.name for device in parse_devices("H100")] == ["H100"]
-    assert [device.name for device in parse_devices(["80GiB", "l4", "A100-40GB"])] == ["80.00 GiB", "L4", "A100-40GB"]
+    assert [device.name for device in parse_devices(["80GiB", "l4", "A100-40GB"])] == [
+        "80.00 GiB",
+        "L4",
+        "A100-40GB",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +133,8 @@ def test_a_list_that_is_empty_or_names_a_device_twice_is_refused(value, remedy):
 
 
 @pytest.mark.parametrize(
-    ("given", "num_bytes"), [(None, 500 * 2**20), (0, 0), (10**9, 10**9), ("600MiB", 600 * 2**20), ("0.5 GiB", 2**29)]
+    ("given", "num_bytes"),
+    [(None, 500 * 2**20), (0, 0), (10**9, 10**9), ("600MiB", 600 * 2**20), ("0.5 GiB", 2**29)],
 )
 def test_the_context_is_a_number_of_bytes_or_a_size(given, num_bytes):
     assert block(EstimateSettings)("estimate", {"context": given}).context == num_bytes

@@ -25,7 +25,9 @@ class Tied(nn.Module):
 
 
 def mean_loss(model):
-    return lambda batch: nn.functional.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+    return lambda batch: nn.functional.cross_entropy(
+        model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten()
+    )
 
 
 def sample(rows=2, length=32):
@@ -39,7 +41,9 @@ def test_a_model_without_memory_is_estimated_for_devices_and_stays_so():
     with torch.device("meta"):
         model = Tied(dim=1024, words=50_000)
     optimizer = torch.optim.AdamW(model.parameters())
-    estimate = estimate_memory(model, sample(), optimizer, ["H100", "8GiB"], mean_loss=mean_loss(model))
+    estimate = estimate_memory(
+        model, sample(), optimizer, ["H100", "8GiB"], mean_loss=mean_loss(model)
+    )
     assert estimate.lengths[0].sequence_length == 32
     assert estimate.lengths[0].resident.optimizer == pytest.approx(
         2 * estimate.lengths[0].resident.parameters, rel=1e-4
@@ -49,7 +53,8 @@ def test_a_model_without_memory_is_estimated_for_devices_and_stays_so():
     assert estimate.fits("H100", large)
     assert not estimate.fits("8.00 GiB", small + 1)
     with pytest.raises(
-        SettingError, match=r"device='A100': this is an estimate for H100 \(.* GiB\), 8\.00 GiB; give one"
+        SettingError,
+        match=r"device='A100': this is an estimate for H100 \(.* GiB\), 8\.00 GiB; give one",
     ):
         estimate.fits("A100")
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -64,7 +69,9 @@ def test_a_real_model_and_its_optimizer_are_left_as_they_were():
     optimizer.step()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     gradient, state = model.words.weight.grad, optimizer.state[model.words.weight]
-    estimate_memory(model, sample(), optimizer, "80GiB", mean_loss=mean_loss(model), max_grad_norm=1.0)
+    estimate_memory(
+        model, sample(), optimizer, "80GiB", mean_loss=mean_loss(model), max_grad_norm=1.0
+    )
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert model.words.weight.grad is gradient
     assert optimizer.state[model.words.weight] is state
@@ -81,8 +88,12 @@ def test_an_error_on_the_way_puts_the_model_back():
         assert loss.item() < 100
         return loss
 
-    with pytest.raises(SettingError, match=r"^model='Tied': it cannot run on fake tensors: .*_local_scalar_dense"):
-        estimate_memory(model, sample(), torch.optim.SGD(model.parameters()), "H100", mean_loss=reads_a_value)
+    with pytest.raises(
+        SettingError, match=r"^model='Tied': it cannot run on fake tensors: .*_local_scalar_dense"
+    ):
+        estimate_memory(
+            model, sample(), torch.optim.SGD(model.parameters()), "H100", mean_loss=reads_a_value
+        )
     assert model.words.weight is weight
     assert model.output.weight is weight
 
@@ -93,7 +104,9 @@ def test_a_loop_estimates_what_its_search_finds():
 
     def collate(some):
         longest = max(len(row["tokens"]) for row in some)
-        padded = torch.tensor([row["tokens"] + [0] * (longest - len(row["tokens"])) for row in some])
+        padded = torch.tensor(
+            [row["tokens"] + [0] * (longest - len(row["tokens"])) for row in some]
+        )
         return {"tokens": padded, "labels": padded}
 
     loop = AdaptiveLoop(
@@ -122,7 +135,11 @@ def test_a_loop_estimates_what_its_search_finds():
 @pytest.mark.parametrize(
     ("batch", "options", "says"),
     [
-        ({"none": 1}, {}, "batch='dict': give a sample with tensors whose first dimension is the rows"),
+        (
+            {"none": 1},
+            {},
+            "batch='dict': give a sample with tensors whose first dimension is the rows",
+        ),
         (torch.zeros(2, 8, dtype=torch.int64), {}, "mean_loss=None: the model returns no loss"),
         (sample(), {"maximum": 0}, "maximum=0: "),
         (sample(), {"devices": "H10"}, "estimate.devices='H10': "),
@@ -131,5 +148,7 @@ def test_a_loop_estimates_what_its_search_finds():
 def test_what_cannot_be_used_is_refused(batch, options, says):
     model = Tied()
     with pytest.raises(SettingError) as raised:
-        estimate_memory(model, batch, torch.optim.SGD(model.parameters()), **{"devices": "H100", **options})
+        estimate_memory(
+            model, batch, torch.optim.SGD(model.parameters()), **{"devices": "H100", **options}
+        )
     assert str(raised.value).startswith(says)

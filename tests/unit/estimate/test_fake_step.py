@@ -90,8 +90,16 @@ def test_no_tensor_of_a_fake_step_is_real(in_backward):
         model = Decoder()
     step = fake_step("AdamW8bit", in_backward=in_backward, model=model)
     step.trace(2)
-    tensors = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]
-    tensors += [plain for state in optimizer_state_tensors(step._optimizers) for plain in plain_tensors(state)]
+    tensors = [
+        *model.parameters(),
+        *model.buffers(),
+        *(p.grad for p in model.parameters() if p.grad is not None),
+    ]
+    tensors += [
+        plain
+        for state in optimizer_state_tensors(step._optimizers)
+        for plain in plain_tensors(state)
+    ]
     assert len(tensors) > 3 * len(list(model.parameters()))
     assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
 
@@ -136,7 +144,11 @@ def test_rows_of_another_length_are_traced_by_code_of_their_own():
         model = Decoder()
     device = FakeDevice()
     step = fake_step(model=model, device=device)
-    other = max(step.trace(3, forward_backward=partial(run, model, device.batch, length=40)).trace.live_bytes)
+    other = max(
+        step.trace(
+            3, forward_backward=partial(run, model, device.batch, length=40)
+        ).trace.live_bytes
+    )
     plain = max(step.trace(3).trace.live_bytes)
     with rehearsal() as trial:
         assert plain == trial(3).peak_bytes
@@ -146,10 +158,18 @@ def test_rows_of_another_length_are_traced_by_code_of_their_own():
 
 def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
     images = {"images": [[torch.ones(3, 4, 4)]], "sizes": (torch.ones(2),)}
-    batch = {"tokens": torch.arange(6).reshape(2, 3), "names": ["a", "b"], "mask": None, "encoder_input": images}
+    batch = {
+        "tokens": torch.arange(6).reshape(2, 3),
+        "names": ["a", "b"],
+        "mask": None,
+        "encoder_input": images,
+    }
     FakeDevice().batch(batch)
     inner = batch["encoder_input"]
-    assert [type(tensor) for tensor in (inner["images"][0][0], inner["sizes"][0])] == [FakeTensor, FakeTensor]
+    assert [type(tensor) for tensor in (inner["images"][0][0], inner["sizes"][0])] == [
+        FakeTensor,
+        FakeTensor,
+    ]
     assert isinstance(batch["tokens"], FakeTensor)
     assert (batch["tokens"].shape, batch["tokens"].dtype) == ((2, 3), torch.int64)
     assert (batch["names"], batch["mask"]) == (["a", "b"], None)

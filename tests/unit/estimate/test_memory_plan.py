@@ -36,7 +36,9 @@ LIVE = LiveMemory(
     ),
 )
 FLAT = MemoryBreakdown(Fraction(9 * GIB), Fraction(GIB, 8), (GIB, GIB / 16), GIB)
-STEEP = MemoryBreakdown(Fraction(7 * GIB), Fraction(GIB), (GIB / 2, GIB * 3 / 4), 0, LIVE.describe())
+STEEP = MemoryBreakdown(
+    Fraction(7 * GIB), Fraction(GIB), (GIB / 2, GIB * 3 / 4), 0, LIVE.describe()
+)
 LENGTH = LengthEstimate(
     sequence_length=512,
     resident=RESIDENT,
@@ -113,7 +115,8 @@ def test_the_first_thing_that_does_not_fit_is_named(gib, what):
 def test_gradients_that_stay_are_among_what_may_not_fit():
     accumulating = replace(LENGTH, resident=replace(RESIDENT, gradients=2 * GIB))
     assert (
-        accumulating.first_too_large(8 * GIB) == "the gradients that stay (2.00 GiB, 8.25 GiB with what comes before)"
+        accumulating.first_too_large(8 * GIB)
+        == "the gradients that stay (2.00 GiB, 8.25 GiB with what comes before)"
     )
     assert "gradients that stay 2.00" in plan(lengths=(accumulating,)).table()
 
@@ -142,7 +145,19 @@ def test_the_table_has_a_line_for_each_device_and_length():
         "free",
     ]
     rows = [line.split() for line in lines[1:5]]
-    assert rows[0] == ["80", "GiB", "512", "68", "34816", "75.00", "GiB", "1.00", "GiB", "0", "bytes"]
+    assert rows[0] == [
+        "80",
+        "GiB",
+        "512",
+        "68",
+        "34816",
+        "75.00",
+        "GiB",
+        "1.00",
+        "GiB",
+        "0",
+        "bytes",
+    ]
     assert rows[2] == ["small", "512", "4", "2048", "11.00", "GiB", "1.00", "GiB", "0", "bytes"]
     assert [row[-9] for row in rows] == ["512", "1024", "512", "1024"]
     assert len({len(line) for line in lines[:5]}) == 1  # aligned
@@ -150,7 +165,10 @@ def test_the_table_has_a_line_for_each_device_and_length():
         "80 GiB: 75.00 GiB may be used of 80.00 GiB, 1.00 GiB for the CUDA context, 4.00 GiB for headroom (5%)"
     )
     assert lines[6] == "small: 11.00 GiB may be used of 12.00 GiB"
-    assert lines[7] == "fixed: 6.25 GiB: parameters 2.00 GiB, optimizer state 4.00 GiB, buffers 0.250 GiB"
+    assert (
+        lines[7]
+        == "fixed: 6.25 GiB: parameters 2.00 GiB, optimizer state 4.00 GiB, buffers 0.250 GiB"
+    )
     assert lines[8] == "optimizer's step: 8.00 GiB at its peak, whatever the batch"
     assert lines[-1] == "checked: a third size, 5 rows, lies on the curve to the byte"
 
@@ -181,7 +199,10 @@ def test_a_check_that_is_off_says_by_how_much():
 
 def test_ranks_are_said_where_there_are_several():
     assert "fixed on each of 8 ranks: 6.25 GiB" in plan(world_size=8).table()
-    assert "optimizer's step" not in plan(lengths=(replace(LENGTH, optimizer_peak_bytes=None),)).table()
+    assert (
+        "optimizer's step"
+        not in plan(lengths=(replace(LENGTH, optimizer_peak_bytes=None),)).table()
+    )
 
 
 def test_where_the_peak_is_and_what_it_is_made_of_is_said():
@@ -216,7 +237,12 @@ def test_the_file_has_plain_values_and_sizes_in_bytes(tmp_path):
     assert sum(answer["composition"].values()) == 75 * GIB
     assert record["devices"][0]["taken"] == [["the CUDA context", GIB], ["headroom (5%)", 4 * GIB]]
     (length,) = record["lengths"]
-    assert length["resident"] == {"parameters": 2 * GIB, "buffers": GIB // 4, "optimizer": 4 * GIB, "gradients": 0}
+    assert length["resident"] == {
+        "parameters": 2 * GIB,
+        "buffers": GIB // 4,
+        "optimizer": 4 * GIB,
+        "gradients": 0,
+    }
     assert [line["fixed_bytes"] for line in length["breakdowns"]] == [9 * GIB, 7 * GIB]
     assert length["check"] == {"rows": 5, "counted_bytes": 12 * GIB, "expected_bytes": 12 * GIB}
     assert record["changes"][0]["bounds"] == [None, 3]
@@ -235,7 +261,10 @@ def test_the_file_has_plain_values_and_sizes_in_bytes(tmp_path):
 def test_what_is_saved_is_read_back(tmp_path_factory, fixed, refused, bounds, optimizer):
     line = MemoryBreakdown(Fraction(fixed), Fraction(GIB, 8), (0.5, 1.5), 3, refused)
     change = Change((refused,), "cost", tuple(bounds), refused)
-    made = plan(lengths=(replace(LENGTH, breakdowns=(line,), optimizer_peak_bytes=optimizer),), changes=(change,))
+    made = plan(
+        lengths=(replace(LENGTH, breakdowns=(line,), optimizer_peak_bytes=optimizer),),
+        changes=(change,),
+    )
     path = tmp_path_factory.mktemp("saved") / "estimate.json"
     made.save(path)
     assert read_estimate(path) == made
@@ -255,7 +284,13 @@ def test_changes_are_ordered_by_what_they_bring_and_those_that_bring_nothing_are
     nothing, worse = Change(("nothing=1",), "", (10, 4)), Change(("worse=1",), "", (9, 3))
     refused = Change(("refused=1",), "", refused="it cannot be")
     found = ranked([nothing, longer, some, refused, one_only, unlimited, worse, most], [10, 4])
-    assert [change.overrides[0] for change in found] == ["unlimited=1", "most=1", "two=1", "some=1", "one=1"]
+    assert [change.overrides[0] for change in found] == [
+        "unlimited=1",
+        "most=1",
+        "two=1",
+        "some=1",
+        "one=1",
+    ]
 
 
 def test_what_makes_a_first_row_fit_is_a_gain():
@@ -264,12 +299,23 @@ def test_what_makes_a_first_row_fit_is_a_gain():
 
 
 def test_the_table_of_changes_is_aligned_and_begins_with_what_there_is():
-    changes = (Change(("checkpointing=True",), "compute", (None, 30)), Change(("a=1", "b=2"), "nothing", (70, 4)))
+    changes = (
+        Change(("checkpointing=True",), "compute", (None, 30)),
+        Change(("a=1", "b=2"), "nothing", (70, 4)),
+    )
     lines = plan(changes=changes).table_of_changes().splitlines()
     assert lines[0] == "what one change would bring, in rows of 512 tokens:"
     assert lines[1].split() == ["key=value", "80", "GiB", "small", "what", "it", "costs"]
     assert lines[2].split() == ["(as", "it", "is)", "68", "4"]
     assert lines[3].split() == ["checkpointing=True", "4096+", "30", "compute"]
     assert lines[4].split() == ["a=1", "b=2", "70", "4", "nothing"]
-    assert len({line.index(cell) + len(cell) for line, cell in zip(lines[2:], ("68", "4096+", "70"), strict=True)}) == 1
+    assert (
+        len(
+            {
+                line.index(cell) + len(cell)
+                for line, cell in zip(lines[2:], ("68", "4096+", "70"), strict=True)
+            }
+        )
+        == 1
+    )
     assert plan().table_of_changes() == ""

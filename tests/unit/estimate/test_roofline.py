@@ -27,18 +27,32 @@ def roofline(**options):
 
 def test_a_matmul_multiplies_and_adds_for_each_inner_element_and_moves_three_matrices():
     a, b = torch.ones(3, 5, dtype=torch.bfloat16), torch.ones(5, 7, dtype=torch.bfloat16)
-    assert cost(aten.mm.default, a, b) == (torch.bfloat16, 2 * 3 * 5 * 7, 2 * (3 * 5 + 5 * 7 + 3 * 7))
+    assert cost(aten.mm.default, a, b) == (
+        torch.bfloat16,
+        2 * 3 * 5 * 7,
+        2 * (3 * 5 + 5 * 7 + 3 * 7),
+    )
 
 
 def test_an_elementwise_operation_moves_its_inputs_and_its_output():
-    assert cost(aten.add.Tensor, torch.ones(6, 4), torch.ones(6, 4)) == (torch.float32, 0, 3 * 24 * 4)
-    assert cost(aten.add.Tensor, torch.ones(6, 4), torch.ones(()).expand(6, 4)) == (torch.float32, 0, 2 * 24 * 4 + 4)
+    assert cost(aten.add.Tensor, torch.ones(6, 4), torch.ones(6, 4)) == (
+        torch.float32,
+        0,
+        3 * 24 * 4,
+    )
+    assert cost(aten.add.Tensor, torch.ones(6, 4), torch.ones(()).expand(6, 4)) == (
+        torch.float32,
+        0,
+        2 * 24 * 4 + 4,
+    )
 
 
 def test_views_and_empty_tensors_move_nothing_and_a_lookup_does_not_read_the_whole_table():
     assert cost(aten.view.default, torch.ones(6), [2, 3]) is None
     assert cost(aten.empty.memory_format, [5]) is None
-    assert cost(aten.embedding.default, torch.ones(1000, 4), torch.arange(3))[2] == 3 * 8 + 3 * 4 * 4
+    assert (
+        cost(aten.embedding.default, torch.ones(1000, 4), torch.arange(3))[2] == 3 * 8 + 3 * 4 * 4
+    )
 
 
 def test_the_time_is_the_sum_of_the_slower_of_arithmetic_and_traffic():
@@ -87,7 +101,9 @@ def test_checkpointing_runs_forward_again(device):
     """A step that computes is slower by what runs again: a third, less the output layer."""
 
     def seconds(*, checkpointing):
-        few, more = traces_alike(fake_step(device=FakeDevice(device), checkpointing=checkpointing, words=8))
+        few, more = traces_alike(
+            fake_step(device=FakeDevice(device), checkpointing=checkpointing, words=8)
+        )
         return Roofline(*((rows, trace.costs) for rows, trace in (few, more))).seconds(50, BY_FLOPS)
 
     assert 1.2 < seconds(checkpointing=True) / seconds(checkpointing=False) < 1.4
@@ -96,7 +112,11 @@ def test_checkpointing_runs_forward_again(device):
 def test_norms_move_bytes_on_a_device():
     kernels = CudaKernels((9, 0), 132)
     with kernels:
-        given = FakeDevice(kernels).mode.from_tensor(torch.ones(4, 8), static_shapes=True).requires_grad_()
+        given = (
+            FakeDevice(kernels)
+            .mode.from_tensor(torch.ones(4, 8), static_shapes=True)
+            .requires_grad_()
+        )
         with given.fake_mode:
             F.rms_norm(given, (8,)).sum().backward()
     sizes = [moved for _, flops, moved in kernels.costs if not flops]

@@ -36,7 +36,9 @@ def test_steps_leave_weights_and_states_alone(options):
     assert alive(logs[0]) == alive(logs[1]) == alive(logs[2])
     assert peak_bytes(logs[1]) == peak_bytes(logs[2])
     weights = sum(parameter.nbytes for parameter in step.model.parameters())
-    assert sum(alive(logs[0])) >= 3 * weights - step.model.scale.nbytes * 2  # whose steps are counted on the host
+    assert (
+        sum(alive(logs[0])) >= 3 * weights - step.model.scale.nbytes * 2
+    )  # whose steps are counted on the host
 
 
 def test_sizes_between_rows_that_were_traced_are_those_of_a_trace():
@@ -44,7 +46,9 @@ def test_sizes_between_rows_that_were_traced_are_those_of_a_trace():
     traced.trace(7)
     for rows in (2, 3):
         between.trace(rows)
-    assert between.log(7, [between.forward_backward] * 3) == traced.log(7, [traced.forward_backward] * 3)
+    assert between.log(7, [between.forward_backward] * 3) == traced.log(
+        7, [traced.forward_backward] * 3
+    )
 
 
 def test_a_micro_batch_after_the_first_frees_the_gradients_that_it_adds():
@@ -77,7 +81,12 @@ def log_of(call, *shapes, dtype=torch.float32, **options):
 def test_a_sum_over_many_rows_takes_a_buffer_and_semaphores():
     assert log_of(lambda x: x.sum((0, 1)), (2, 512, 2048)) == [8192, 16_777_216, 64, ~2, ~1, ~0]
     assert log_of(lambda x: x.sum(-1), (16, 1000)) == [64, ~0]
-    assert log_of(lambda x: x.sum(), (2, 511), dtype=torch.bool) == [8, 8176, ~1, ~0]  # whole numbers, as a copy
+    assert log_of(lambda x: x.sum(), (2, 511), dtype=torch.bool) == [
+        8,
+        8176,
+        ~1,
+        ~0,
+    ]  # whole numbers, as a copy
 
 
 def test_the_backward_of_an_embedding_sorts_more_than_3072_tokens():
@@ -87,14 +96,39 @@ def test_the_backward_of_an_embedding_sorts_more_than_3072_tokens():
 
     few, many = log_of(backward, (3072, 64)), log_of(backward, (4096, 64), dtype=torch.bfloat16)
     assert [entry for entry in few if entry > 0] == [3072 * 8, 1000 * 64 * 4]
-    expected = [32768, 32768, 32768, 71167, 128000, 32768, 8, 32768, 1279, 8000, 8000, 1279, 8, 11272, 360704]
+    expected = [
+        32768,
+        32768,
+        32768,
+        71167,
+        128000,
+        32768,
+        8,
+        32768,
+        1279,
+        8000,
+        8000,
+        1279,
+        8,
+        11272,
+        360704,
+    ]
     assert [entry for entry in many if entry > 0][1:] == expected
 
 
 def test_the_backward_of_softmax_and_the_norm_of_many_take_what_they_free():
     softmax = torch.ops.aten._softmax_backward_data.default
-    assert log_of(lambda g, o: softmax(g, o, -1, torch.float32), (4, 8), (4, 8))[:3] == [128, 128, ~1]
-    assert log_of(lambda a, b: torch._foreach_norm([a, b]), (1000,), (200_000,))[:4] == [32, 4, 4, ~0]
+    assert log_of(lambda g, o: softmax(g, o, -1, torch.float32), (4, 8), (4, 8))[:3] == [
+        128,
+        128,
+        ~1,
+    ]
+    assert log_of(lambda a, b: torch._foreach_norm([a, b]), (1000,), (200_000,))[:4] == [
+        32,
+        4,
+        4,
+        ~0,
+    ]
 
 
 def test_sizes_beyond_those_that_were_traced_stay_allocations():

@@ -14,10 +14,15 @@ from support.step_logs import differences, estimated, on_cuda, on_ranks, peak_by
 from adaptive_batch import distributed
 from adaptive_batch.estimate import AllocatorSettings, CachingAllocator
 
-pytestmark = [pytest.mark.cuda_stack, pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")]
+pytestmark = [
+    pytest.mark.cuda_stack,
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+]
 
 ENDS = 36  # bytes; where eight packed rows end is on the device too, which is not in the log
-SCALAR = 8  # bytes; the counts of label tokens and the sum of the losses of a step are not in the log
+SCALAR = (
+    8  # bytes; the counts of label tokens and the sum of the losses of a step are not in the log
+)
 TABLE = 2**20  # bytes; FSDP's kernels put pointers into tables of fewer
 ROTARY = 16777216  # bytes of the rotary embedding, which loading on ranks computes beside the one that it replaces
 PLAIN = "loss._component_=torch.nn.CrossEntropyLoss"
@@ -77,7 +82,9 @@ def test_the_log_of_a_rank_is_that_of_its_streams():
     with distributed.fake_process_group(2):
         expected = estimated(read("qwen2_5_0_5B"), 2, 512)
     got = on_ranks("qwen2_5_0_5B", 2, 512, ranks=2)
-    assert not [found for found in differences(expected, got, smallest=TABLE) if str(ROTARY) not in found]
+    assert not [
+        found for found in differences(expected, got, smallest=TABLE) if str(ROTARY) not in found
+    ]
     for settings in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
         reserved = []
         for log in (expected, got):

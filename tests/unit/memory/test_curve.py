@@ -73,10 +73,21 @@ def test_every_line_that_is_kept_is_the_highest_somewhere_and_they_grow_steeper(
 
 
 def test_a_peak_between_two_lines_is_on_both_sides_of_where_they_cross():
-    curve = curve_of([(1000, 1), (100, 10), (0, 10), (500, 2)])  # 1000 + r and 100 + 10 r meet at 100 rows
-    assert [(line.fixed_bytes, line.bytes_per_row) for line in curve.lines] == [(1000, 1), (100, 10)]
+    curve = curve_of(
+        [(1000, 1), (100, 10), (0, 10), (500, 2)]
+    )  # 1000 + r and 100 + 10 r meet at 100 rows
+    assert [(line.fixed_bytes, line.bytes_per_row) for line in curve.lines] == [
+        (1000, 1),
+        (100, 10),
+    ]
     assert [curve.peak_bytes(rows) for rows in (1, 99, 100, 101)] == [1001, 1099, 1100, 1110]
-    assert [curve.max_rows(budget) for budget in (1000, 1001, 1099, 1109, 1110)] == [0, 1, 99, 100, 101]
+    assert [curve.max_rows(budget) for budget in (1000, 1001, 1099, 1109, 1110)] == [
+        0,
+        1,
+        99,
+        100,
+        101,
+    ]
     assert [curve.highest(rows).operation for rows in (1, 99, 101)] == [0, 0, 1]
 
 
@@ -107,6 +118,7 @@ def test_an_operation_that_holds_less_with_more_rows_is_taken_as_flat_at_its_lea
 )
 def test_other_programs_and_sizes_in_the_wrong_order_are_refused(fewer, more):
     with pytest.raises(
-        ValueError, match=rf"{fewer[0]} and {more[0]} rows: give two sizes, the smaller first, that ran"
+        ValueError,
+        match=rf"{fewer[0]} and {more[0]} rows: give two sizes, the smaller first, that ran",
     ):
         MemoryCurve.from_traces(fewer, more)

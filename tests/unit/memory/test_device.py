@@ -51,15 +51,21 @@ OUT_OF_MEMORY = {
     ),
     "CUDA driver": RuntimeError("CUDA error: out of memory" + CUDA_HELP),
     "CUDA virtual memory": RuntimeError("CUDA driver error: out of memory"),
-    "HIP": RuntimeError("HIP out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 15.98 GiB"),
+    "HIP": RuntimeError(
+        "HIP out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 15.98 GiB"
+    ),
     "HIP driver": RuntimeError("HIP error: out of memory"),
-    "XPU": RuntimeError("XPU out of memory. Tried to allocate 1.56 GiB. GPU 0 has a total capacity of 15.56 GiB."),
+    "XPU": RuntimeError(
+        "XPU out of memory. Tried to allocate 1.56 GiB. GPU 0 has a total capacity of 15.56 GiB."
+    ),
     "MPS": RuntimeError(
         "MPS backend out of memory (MPS allocated: 17.30 GB, other allocations: 576.00 KB, max allowed: 18.13 GB). Tried to "
         "allocate 1024.00 MB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory "
         "allocations (may cause system failure)."
     ),
-    "NPU": RuntimeError("NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total capacity)"),
+    "NPU": RuntimeError(
+        "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total capacity)"
+    ),
     "CPU on Linux": RuntimeError(
         "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
         "1099511627776 bytes. Error code 12 (Cannot allocate memory)"
@@ -67,14 +73,22 @@ OUT_OF_MEMORY = {
     "CPU on Windows": RuntimeError(
         "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 1099511627776 bytes."
     ),
-    "cuBLAS": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    "cuBLAS": RuntimeError(
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    ),
     "cuDNN": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     "cuDNN, not supported": RuntimeError(
         "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
     ),
-    "cuDNN, no engine": RuntimeError("GET was unable to find an engine to execute this computation"),
-    "cuDNN, no algorithm": RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
-    "cuDNN, no engine, version 8": RuntimeError("FIND was unable to find an engine to execute this computation"),
+    "cuDNN, no engine": RuntimeError(
+        "GET was unable to find an engine to execute this computation"
+    ),
+    "cuDNN, no algorithm": RuntimeError(
+        "Unable to find a valid cuDNN algorithm to run convolution"
+    ),
+    "cuDNN, no engine, version 8": RuntimeError(
+        "FIND was unable to find an engine to execute this computation"
+    ),
     "cuFFT": RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     "Triton at launch": RuntimeError("Triton Error [CUDA]: out of memory"),
     "NCCL": torch.distributed.DistBackendError(
@@ -93,7 +107,9 @@ SOMETHING_ELSE = {
     "Triton's shared memory": RuntimeError(
         "out of resource: shared memory, Required: 147456, Hardware limit: 101376. Reducing block sizes or `num_stages` may help."
     ),
-    "illegal memory access": RuntimeError("CUDA error: an illegal memory access was encountered" + CUDA_HELP),
+    "illegal memory access": RuntimeError(
+        "CUDA error: an illegal memory access was encountered" + CUDA_HELP
+    ),
     "device-side assertion": RuntimeError("CUDA error: device-side assert triggered" + CUDA_HELP),
     "grid limit": RuntimeError("CUDA error: invalid configuration argument" + CUDA_HELP),
     "int32 index": RuntimeError("integer out of range"),
@@ -147,7 +163,9 @@ def wrapped_by_data_parallel(error):
 @pytest.mark.parametrize("name", OUT_OF_MEMORY)
 def test_it_is_recognised_when_re_raised_with_a_cause(name):
     assert is_out_of_memory(raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name]))
-    assert is_out_of_memory(raised_from(ValueError("step 3"), raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name])))
+    assert is_out_of_memory(
+        raised_from(ValueError("step 3"), raised_from(KeyError("layer 7"), OUT_OF_MEMORY[name]))
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in OUT_OF_MEMORY if name != "NCCL"])
@@ -185,7 +203,9 @@ def test_an_allocator_that_really_runs_out_is_recognised():
             kept.clear()
             print(type(error).__name__, is_out_of_memory(error), str(error).splitlines()[0])
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120
+    )
     assert done.stdout.startswith("RuntimeError True"), done.stdout + done.stderr
     assert "DefaultCPUAllocator" in done.stdout
 
@@ -213,7 +233,8 @@ def test_a_size_is_read(value, size):
 
 
 @pytest.mark.parametrize(
-    "value", ["12", "GiB", "-1GiB", "0GiB", "12 parsecs", "", 0, 1, -5, 0.0, 1.5, True, None, float("nan")]
+    "value",
+    ["12", "GiB", "-1GiB", "0GiB", "12 parsecs", "", 0, 1, -5, 0.0, 1.5, True, None, float("nan")],
 )
 def test_what_is_no_size_is_refused(value):
     with pytest.raises(ValueError, match='give a size such as "12GiB"'):
@@ -336,7 +357,10 @@ def test_passing_the_budget_raises_where_it_happens():
 def test_what_is_resident_alone_may_pass_the_budget():
     with pytest.raises(torch.OutOfMemoryError):
         counted(lambda: None, torch.zeros(MIB, dtype=torch.uint8), budget_bytes=MIB - 1)
-    assert counted(lambda: None, torch.zeros(MIB, dtype=torch.uint8), budget_bytes=MIB).peak_bytes == MIB
+    assert (
+        counted(lambda: None, torch.zeros(MIB, dtype=torch.uint8), budget_bytes=MIB).peak_bytes
+        == MIB
+    )
 
 
 def test_a_compiled_region_is_counted_as_the_eager_program():
@@ -433,7 +457,10 @@ def test_an_allocator_that_had_to_retry_is_told():
 def test_a_backend_that_cannot_limit_is_held_to_the_budget_after():
     backend, memory = accelerator()
     backend.set_per_process_memory_fraction = None
-    with pytest.raises(torch.OutOfMemoryError, match="over the budget"), memory.measure([], budget_bytes=4 * GIB):
+    with (
+        pytest.raises(torch.OutOfMemoryError, match="over the budget"),
+        memory.measure([], budget_bytes=4 * GIB),
+    ):
         backend.hold(5 * GIB)
 
 
@@ -451,7 +478,8 @@ def test_a_device_that_does_not_say_what_it_peaks_at_is_refused_for_probes_alone
     device = torch.device("cuda", 0)
     memory = AcceleratorMemory(device, backend=SaysNothing())
     with pytest.raises(
-        SettingError, match=r"device='cuda:0': torch .* no batch can be probed there; train with a conf"
+        SettingError,
+        match=r"device='cuda:0': torch .* no batch can be probed there; train with a conf",
     ):
         memory.check_it_can_be_measured()
     memory.release()
@@ -489,7 +517,9 @@ def test_recovering_frees_what_a_failed_backward_left_in_autograds_engine():
         kept = x.exp()
         reference = weakref.ref(kept.untyped_storage())
         branch = kept.sin()
-        assert isinstance(raised((branch.sum() + FailsInBackward.apply(x).sum()).backward), torch.OutOfMemoryError)
+        assert isinstance(
+            raised((branch.sum() + FailsInBackward.apply(x).sum()).backward), torch.OutOfMemoryError
+        )
         return reference
 
     reference = failed_backward()

@@ -104,7 +104,12 @@ def test_a_fresh_paged_state_is_set_back_in_place_since_its_buffers_are_never_gi
     snapshot = OptimizerSnapshot(optimizer)
     paged, quantiles = torch.ones(2, dtype=torch.uint8), torch.arange(4.0)
     paged.is_paged = True
-    optimizer.state[parameter] = {"step": 1, "state1": paged, "absmax1": torch.ones(1), "qmap1": quantiles}
+    optimizer.state[parameter] = {
+        "step": 1,
+        "state1": paged,
+        "absmax1": torch.ones(1),
+        "qmap1": quantiles,
+    }
     snapshot.restore()
     state = optimizer.state[parameter]
     assert state["state1"] is paged

@@ -15,12 +15,17 @@ LABELS = [10, 20, 30, 40] * 16
 def branch(batch, above, *, spread=0.0, labels=LABELS):
     """Token losses of 2 x (1 + above), with `spread` up and down from row to row."""
     per_token = [2 * (1 + above + spread * (-1) ** row) for row in range(len(labels))]
-    return Branch(batch, [loss * count for loss, count in zip(per_token, labels, strict=True)], labels)
+    return Branch(
+        batch, [loss * count for loss, count in zip(per_token, labels, strict=True)], labels
+    )
 
 
 def quadratic(critical):
     """Branches whose loss is above that of the smallest by 1% x (batch / critical) squared."""
-    return [branch(1, 0), *(branch(batch, 0.01 * (batch / critical) ** 2) for batch in (2, 4, 8, 16, 32))]
+    return [
+        branch(1, 0),
+        *(branch(batch, 0.01 * (batch / critical) ** 2) for batch in (2, 4, 8, 16, 32)),
+    ]
 
 
 def in_range(branches, tolerance=0.01):
@@ -50,7 +55,10 @@ def test_the_standard_error_is_that_of_a_ratio_by_hand():
 def test_the_range_is_of_the_batches_that_two_standard_errors_leave_open():
     def found(*above, spread):
         alike = {"labels": [10] * 64}
-        return [branch(1, 0, **alike), *(branch(2 << i, one, spread=spread, **alike) for i, one in enumerate(above))]
+        return [
+            branch(1, 0, **alike),
+            *(branch(2 << i, one, spread=spread, **alike) for i, one in enumerate(above)),
+        ]
 
     # 64 rows of equal length, each +- spread: a standard error of spread / sqrt(63)
     error = 0.02 / math.sqrt(63)
@@ -61,12 +69,17 @@ def test_the_range_is_of_the_batches_that_two_standard_errors_leave_open():
 
 
 def test_a_batch_counts_where_all_below_it_are_within_the_tolerance_too():
-    assert in_range([branch(1, 0), branch(2, 0.005), branch(4, 0.02), branch(8, 0.001)]) == [2, 2, 2]
+    assert in_range([branch(1, 0), branch(2, 0.005), branch(4, 0.02), branch(8, 0.001)]) == [
+        2,
+        2,
+        2,
+    ]
 
 
 def test_it_is_the_best_batch_that_others_are_compared_with_and_not_the_smallest():
     found = [
-        branch(batch, above) for batch, above in ((1, 0.03), (2, 0.02), (4, 0), (8, 0.005), (16, 0.012), (32, 0.03))
+        branch(batch, above)
+        for batch, above in ((1, 0.03), (2, 0.02), (4, 0), (8, 0.005), (16, 0.012), (32, 0.03))
     ]
     assert best_branch(found).batch == 4
     assert in_range(found) == [8, 8, 8]

@@ -36,7 +36,9 @@ def linear(true_maximum: int) -> IdealDevice:
     """A device on which so many rows are the most that fit."""
     row = int(0.7 * BUDGET / (true_maximum + 0.5))
     return IdealDevice(
-        lambda rows: BUDGET * 3 // 10 + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=BUDGET // 2
+        lambda rows: BUDGET * 3 // 10 + rows * row,
+        budget_bytes=BUDGET,
+        optimizer_peak_bytes=BUDGET // 2,
     )
 
 
@@ -67,7 +69,9 @@ def test_a_size_rounded_to_a_power_of_two_is_tried_too(search, true_maximum):
     device = linear(true_maximum)
     result = run_search(device, search=SEARCHES[search](), round_to_power_of_two=True)
     assert result.batch_size == 1 << (result.max_batch_size.bit_length() - 1)
-    assert {result.batch_size, result.max_batch_size} <= {t.batch_size for t in result.trials if t.fits}
+    assert {result.batch_size, result.max_batch_size} <= {
+        t.batch_size for t in result.trials if t.fits
+    }
     assert len(device.tried) == len(set(device.tried))
 
 
@@ -75,7 +79,9 @@ def test_a_size_rounded_to_a_power_of_two_is_tried_too(search, true_maximum):
 @pytest.mark.parametrize("search", SEARCHES)
 def test_the_bound_is_zero_when_nothing_fits(search, round_to_power_of_two):
     device = IdealDevice(lambda rows: BUDGET + 1, budget_bytes=BUDGET)
-    result = run_search(device, search=SEARCHES[search](), round_to_power_of_two=round_to_power_of_two)
+    result = run_search(
+        device, search=SEARCHES[search](), round_to_power_of_two=round_to_power_of_two
+    )
     assert (result.max_batch_size, result.batch_size) == (0, 0)
     assert result.num_out_of_memory == len(result.trials) > 0
     assert "max_batch_size: 0" in result.table()
@@ -85,7 +91,9 @@ def test_the_bound_is_zero_when_nothing_fits(search, round_to_power_of_two):
 def test_whatever_a_device_answers_only_sizes_that_were_tried_and_fit_are_returned(answers, search):
     left = list(answers)
     result = run_search(
-        lambda rows: Trial(rows, bool(left and left.pop())), search=SEARCHES[search](), round_to_power_of_two=True
+        lambda rows: Trial(rows, bool(left and left.pop())),
+        search=SEARCHES[search](),
+        round_to_power_of_two=True,
     )
     fitting = {t.batch_size for t in result.trials if t.fits} | {0}
     assert {result.max_batch_size, result.batch_size} <= fitting
@@ -94,7 +102,9 @@ def test_whatever_a_device_answers_only_sizes_that_were_tried_and_fit_are_return
 
 def test_an_error_of_a_trial_ends_the_search():
     def fail(rows):
-        raise RuntimeError(f"a trial of {rows} rows failed, and not for lack of memory: index out of range")
+        raise RuntimeError(
+            f"a trial of {rows} rows failed, and not for lack of memory: index out of range"
+        )
 
     with pytest.raises(RuntimeError, match="a trial of 1 rows failed"):
         run_search(fail, search=SEARCHES["predict"]())
@@ -102,7 +112,9 @@ def test_an_error_of_a_trial_ends_the_search():
 
 def test_the_table_says_what_is_fixed_what_a_row_costs_and_what_is_left():
     row = GIB // 4
-    device = IdealDevice(lambda rows: 4 * GIB + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=5 * GIB)
+    device = IdealDevice(
+        lambda rows: 4 * GIB + rows * row, budget_bytes=BUDGET, optimizer_peak_bytes=5 * GIB
+    )
     result = run_search(
         device,
         search=Predictive(budget_bytes=BUDGET, maximum=40),
@@ -131,7 +143,9 @@ def test_a_bound_that_is_the_most_that_is_tried_has_a_plus(search, true_maximum,
 
 
 def test_the_peak_of_the_bound_includes_the_optimizers_phase():
-    device = IdealDevice(lambda rows: rows * GIB, budget_bytes=BUDGET, optimizer_peak_bytes=15 * GIB)
+    device = IdealDevice(
+        lambda rows: rows * GIB, budget_bytes=BUDGET, optimizer_peak_bytes=15 * GIB
+    )
     assert run_search(device, search=Halving(start=2)).peak_bytes() == 15 * GIB
 
 
@@ -219,7 +233,9 @@ def without(key):
         edited(fingerprint=None),
     ],
 )
-def test_a_torn_foreign_or_old_file_is_not_believed_and_it_is_said(result, tmp_path, caplog, change):
+def test_a_torn_foreign_or_old_file_is_not_believed_and_it_is_said(
+    result, tmp_path, caplog, change
+):
     path = tmp_path / "probe.json"
     save_result(result, path, fingerprint="f")
     path.write_text(change(path.read_text()))
@@ -233,7 +249,9 @@ def test_saving_is_whole_or_not_at_all(result, tmp_path):
     path = tmp_path / "probe.json"
     save_result(result, path, fingerprint="f")
     with pytest.raises(TypeError):
-        save_result(replace(result, resident_bytes=object()), path, fingerprint="f")  # dies in the midst of writing
+        save_result(
+            replace(result, resident_bytes=object()), path, fingerprint="f"
+        )  # dies in the midst of writing
     assert load_result(path, fingerprint="f") == result
     save_result(result, path, fingerprint="g")
     assert load_result(path, fingerprint="g") == result
@@ -243,14 +261,19 @@ def test_saving_is_whole_or_not_at_all(result, tmp_path):
 
 
 def run_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=2
+    )
     found = {}
     for search, make in SEARCHES.items():
         device = linear((37, 23)[rank])
         found[search] = run_search(device, search=make(), round_to_power_of_two=True), device.tried
-    silent = IdealDevice(lambda rows: rows, budget_bytes=9)  # the other rank's device cannot say what it used
+    silent = IdealDevice(
+        lambda rows: rows, budget_bytes=9
+    )  # the other rank's device cannot say what it used
     result = run_search(
-        lambda rows: replace(silent(rows), peak_bytes=rows if rank else None), search=SEARCHES["predict"]()
+        lambda rows: replace(silent(rows), peak_bytes=rows if rank else None),
+        search=SEARCHES["predict"](),
     )
     found["silent"] = result, silent.tried
     (folder / f"rank{rank}").write_bytes(pickle.dumps(found))
@@ -260,7 +283,9 @@ def run_rank(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.start_processes(run_rank, args=(folder,), nprocs=2, start_method="forkserver")
+    torch.multiprocessing.start_processes(
+        run_rank, args=(folder,), nprocs=2, start_method="forkserver"
+    )
     return [pickle.loads((folder / f"rank{rank}").read_bytes()) for rank in range(2)]
 
 
@@ -286,7 +311,10 @@ def test_the_largest_size_that_ran_with_retries_is_told_beside_the_bound(tmp_pat
         return Trial(rows, rows <= 9, 100 * rows if rows <= 9 else None, retried=9 < rows <= 12)
 
     result = run_search(run_trial, search=BinarySearch(maximum=20))
-    assert (result.max_batch_size, result.max_batch_size_with_retries) == (9, 10)  # of those that were tried
+    assert (result.max_batch_size, result.max_batch_size_with_retries) == (
+        9,
+        10,
+    )  # of those that were tried
     assert result.num_out_of_memory == sum(trial.batch_size > 12 for trial in result.trials)
     assert "max_batch_size_with_retries: 10 (the allocator" in result.table()
     save_result(result, tmp_path / "probe.json", fingerprint="a")

@@ -34,13 +34,17 @@ def run(search: Search, answer: Callable[[int], Trial], *, at_most: int = 400) -
     return trials
 
 
-def ideal(peak: Peak, *, budget: float = BUDGET, noise: float = 0.0, seed: int = 0) -> Callable[[int], Trial]:
+def ideal(
+    peak: Peak, *, budget: float = BUDGET, noise: float = 0.0, seed: int = 0
+) -> Callable[[int], Trial]:
     """A device on which a size fits when its true peak is within the budget; reported peaks may be off by `noise`."""
     source = random.Random(seed)
 
     def answer(rows: int) -> Trial:
         fits = peak(rows) <= budget
-        return Trial(rows, fits, round(peak(rows) * (1 + source.uniform(-noise, noise))) if fits else None)
+        return Trial(
+            rows, fits, round(peak(rows) * (1 + source.uniform(-noise, noise))) if fits else None
+        )
 
     return answer
 
@@ -66,7 +70,10 @@ searches = st.one_of(
     st.integers(1, 5000).map(lambda start: (Halving(start=start), start)),
     st.integers(1, 5000).map(lambda maximum: (BinarySearch(maximum=maximum), maximum)),
     st.builds(
-        lambda maximum, resident: (Predictive(budget_bytes=1000, maximum=maximum, resident_bytes=resident), maximum),
+        lambda maximum, resident: (
+            Predictive(budget_bytes=1000, maximum=maximum, resident_bytes=resident),
+            maximum,
+        ),
         st.integers(1, 5000),
         st.integers(0, 1100),
     ),
@@ -80,7 +87,10 @@ def test_any_search_ends_on_any_answers_and_only_tries_new_sizes_within_its_rang
     search, maximum = search_and_maximum
     peaks = st.none() | st.integers(0, 2000)
 
-    trials = run(search, lambda rows: Trial(rows, data.draw(st.booleans()), data.draw(peaks), data.draw(peaks)))
+    trials = run(
+        search,
+        lambda rows: Trial(rows, data.draw(st.booleans()), data.draw(peaks), data.draw(peaks)),
+    )
 
     sizes = [trial.batch_size for trial in trials]
     assert len(set(sizes)) == len(sizes)
@@ -93,7 +103,9 @@ def test_only_the_candidate_can_be_recorded(search_and_maximum: tuple[Search, in
     search, _ = search_and_maximum
     rows = search.candidate
     assert rows is not None
-    with pytest.raises(ValueError, match=re.escape(f"batch_size={rows + 1}: the size to try next is {rows}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"batch_size={rows + 1}: the size to try next is {rows}")
+    ):
         search.record(Trial(rows + 1, True))
     assert search.candidate == rows
 
@@ -101,7 +113,9 @@ def test_only_the_candidate_can_be_recorded(search_and_maximum: tuple[Search, in
 def test_nothing_can_be_recorded_once_the_search_is_over() -> None:
     search = Halving(start=8)
     search.record(Trial(8, True))
-    with pytest.raises(ValueError, match=re.escape("batch_size=4: the search is over, its best is 8")):
+    with pytest.raises(
+        ValueError, match=re.escape("batch_size=4: the search is over, its best is 8")
+    ):
         search.record(Trial(4, True))
 
 
@@ -125,7 +139,12 @@ def test_a_budget_of_nothing_and_negative_residents_are_refused() -> None:
 
 def test_halving_tries_its_start_first_and_halves_until_one_fits() -> None:
     search = Halving(start=100)
-    assert [t.batch_size for t in run(search, lambda rows: Trial(rows, rows <= 13))] == [100, 50, 25, 12]
+    assert [t.batch_size for t in run(search, lambda rows: Trial(rows, rows <= 13))] == [
+        100,
+        50,
+        25,
+        12,
+    ]
     assert search.best == 12
 
 
@@ -136,7 +155,9 @@ def test_halving_ends_at_one_row() -> None:
 
 
 @given(st.integers(1, 100_000), st.data())
-def test_binary_search_finds_the_true_maximum_in_log2_trials(maximum: int, data: st.DataObject) -> None:
+def test_binary_search_finds_the_true_maximum_in_log2_trials(
+    maximum: int, data: st.DataObject
+) -> None:
     true_maximum = data.draw(st.integers(0, maximum))
     search = BinarySearch(maximum=maximum)
 
@@ -168,7 +189,9 @@ def test_predictive_without_peaks_doubles_and_bisects_to_within_its_last_percent
 
 @pytest.mark.parametrize("true_maximum", [37, 700, 3000])
 @pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_linear_memory_takes_five_trials_and_no_out_of_memory(true_maximum: int, fixed: float) -> None:
+def test_linear_memory_takes_five_trials_and_no_out_of_memory(
+    true_maximum: int, fixed: float
+) -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=MAXIMUM[true_maximum])
     trials = run(search, ideal(power(true_maximum, fixed, 1)))
     assert search.best == true_maximum
@@ -178,7 +201,9 @@ def test_linear_memory_takes_five_trials_and_no_out_of_memory(true_maximum: int,
 
 @pytest.mark.parametrize("true_maximum", [1, 2])
 @pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_a_true_maximum_of_one_or_two_rows_costs_one_trial_more(true_maximum: int, fixed: float) -> None:
+def test_a_true_maximum_of_one_or_two_rows_costs_one_trial_more(
+    true_maximum: int, fixed: float
+) -> None:
     search = Predictive(budget_bytes=BUDGET, maximum=4096)
     trials = run(search, ideal(power(true_maximum, fixed, 1)))
     assert search.best == true_maximum
@@ -200,7 +225,9 @@ def test_memory_that_bends_takes_eight_trials_and_at_most_one_out_of_memory(
 
 @pytest.mark.parametrize("exponent", [0.9, 1.0])
 @pytest.mark.parametrize("fixed", [share for share in FIXED_SHARES if share <= 0.3])
-def test_one_percent_of_noise_leaves_a_small_maximum_exact_in_eight_trials(exponent: float, fixed: float) -> None:
+def test_one_percent_of_noise_leaves_a_small_maximum_exact_in_eight_trials(
+    exponent: float, fixed: float
+) -> None:
     for seed in range(30):
         search = Predictive(budget_bytes=BUDGET, maximum=4096)
         trials = run(search, ideal(power(37, fixed, exponent), noise=0.01, seed=seed))
@@ -223,7 +250,12 @@ def test_one_percent_of_noise_costs_a_large_maximum_little(exponent: float, fixe
 @pytest.mark.parametrize("true_maximum", [37, 700, 3000])
 @pytest.mark.parametrize(
     ("fixed", "intercept"),
-    [(f, i) for f in (0.0, 0.1, 0.2, 0.3, 0.36, 0.374, 0.375) for i in (0.0, 0.1, 0.2, 0.3) if i <= f],
+    [
+        (f, i)
+        for f in (0.0, 0.1, 0.2, 0.3, 0.36, 0.374, 0.375)
+        for i in (0.0, 0.1, 0.2, 0.3)
+        if i <= f
+    ],
 )
 def test_memory_flat_or_gentle_up_to_three_eighths_never_runs_out(
     true_maximum: int, fixed: float, intercept: float
@@ -239,7 +271,9 @@ def test_memory_flat_or_gentle_up_to_three_eighths_never_runs_out(
 def test_the_measured_shape_with_tied_embeddings_never_runs_out(budget_mib: int) -> None:
     """31.95 MiB at 1 to 4 rows, 44 at 16, 68 at 32, measured on a small model."""
     search = Predictive(budget_bytes=budget_mib * 2**20, maximum=4096)
-    trials = run(search, ideal(lambda rows: max(31.95, 20 + 1.5 * rows) * 2**20, budget=budget_mib * 2**20))
+    trials = run(
+        search, ideal(lambda rows: max(31.95, 20 + 1.5 * rows) * 2**20, budget=budget_mib * 2**20)
+    )
     assert search.best == int((budget_mib - 20) / 1.5)
     assert out_of_memory(trials) == 0
 
@@ -274,7 +308,9 @@ def test_on_any_maximum_of_lines_the_result_is_the_true_maximum_or_a_percent_bel
 
 @pytest.mark.parametrize("resident_share", [0.2, 0.5, 0.9])
 def test_known_residents_leave_linear_memory_two_trials(resident_share: float) -> None:
-    search = Predictive(budget_bytes=BUDGET, maximum=4096, resident_bytes=round(resident_share * BUDGET))
+    search = Predictive(
+        budget_bytes=BUDGET, maximum=4096, resident_bytes=round(resident_share * BUDGET)
+    )
     trials = run(search, ideal(power(37, resident_share, 1)))
     assert search.best == 37
     assert len(trials) <= 3
@@ -305,7 +341,12 @@ def test_the_maximum_is_tried_when_memory_would_allow_more() -> None:
 
 def test_a_size_that_the_optimizer_alone_made_too_large_counts_as_too_large() -> None:
     search = Predictive(budget_bytes=1000, maximum=64)
-    run(search, lambda rows: Trial(rows, rows <= 5, 10 * rows, optimizer_peak_bytes=900 if rows <= 5 else 1100))
+    run(
+        search,
+        lambda rows: Trial(
+            rows, rows <= 5, 10 * rows, optimizer_peak_bytes=900 if rows <= 5 else 1100
+        ),
+    )
     assert search.best == 5
 
 
@@ -317,7 +358,12 @@ lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_si
 def traced(rows: int, program: list[tuple[int, int]], budget: int) -> Trial:
     alive = [fixed + slope * rows for fixed, slope in program]
     fits = max(alive) <= budget
-    return Trial(rows, fits, max(alive) if fits else None, trace=Trace(hash(tuple(program)), alive) if fits else None)
+    return Trial(
+        rows,
+        fits,
+        max(alive) if fits else None,
+        trace=Trace(hash(tuple(program)), alive) if fits else None,
+    )
 
 
 @pytest.mark.slow
@@ -352,7 +398,14 @@ def test_a_prediction_that_a_trial_contradicts_is_dropped():
     assert search.candidate == 91
     search.record(Trial(91, False))
     while (candidate := search.candidate) is not None:
-        search.record(Trial(candidate, candidate <= 50, 90 + 10 * candidate, trace=Trace(1, [90 + 10 * candidate])))
+        search.record(
+            Trial(
+                candidate,
+                candidate <= 50,
+                90 + 10 * candidate,
+                trace=Trace(1, [90 + 10 * candidate]),
+            )
+        )
     assert search.best in (49, 50)
 
 
@@ -388,7 +441,9 @@ def test_an_exact_expectation_takes_one_trial(true_maximum: int, resident: float
 @pytest.mark.parametrize("off", [-0.05, -0.02, 0.0, 0.02, 0.05])
 @pytest.mark.parametrize("true_maximum", [1, 2, 5, 37, 80, 300, 700, 3000])
 @pytest.mark.parametrize("resident", FIXED_SHARES)
-def test_an_expectation_within_five_percent_takes_three_trials(true_maximum: int, resident: float, off: float) -> None:
+def test_an_expectation_within_five_percent_takes_three_trials(
+    true_maximum: int, resident: float, off: float
+) -> None:
     peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
     search = Predictive(
         budget_bytes=BUDGET,
@@ -428,7 +483,9 @@ def test_a_wrong_expectation_costs_trials_and_no_rows(
 
 @pytest.mark.parametrize("fragments", [0.06, 0.1, 0.2])
 @pytest.mark.parametrize("true_maximum", [1, 2, 9, 44, 300])
-def test_an_expectation_that_knows_no_fragments_is_lowered_by_little(true_maximum: int, fragments: float) -> None:
+def test_an_expectation_that_knows_no_fragments_is_lowered_by_little(
+    true_maximum: int, fragments: float
+) -> None:
     peak = power(true_maximum, 0.05, 1)
     without = power(ceil(true_maximum * (1 + fragments)), 0.05, 1)
 
@@ -447,7 +504,10 @@ def test_an_expectation_that_knows_no_fragments_is_lowered_by_little(true_maximu
 def test_a_device_that_cannot_say_what_it_used_takes_the_first_size_from_the_curve() -> None:
     peak = power(64, 0.1, 1)
     search = Predictive(
-        budget_bytes=BUDGET, maximum=4096, granularity_bytes=BLOCK, expected=expected(peak, int(0.1 * BUDGET), 0.0)
+        budget_bytes=BUDGET,
+        maximum=4096,
+        granularity_bytes=BLOCK,
+        expected=expected(peak, int(0.1 * BUDGET), 0.0),
     )
     trials = run(search, lambda rows: Trial(rows, peak(rows) <= BUDGET))
     assert 55 <= trials[0].batch_size <= 64

@@ -5,7 +5,14 @@ from dataclasses import asdict, dataclass, field
 
 import pytest
 
-from adaptive_batch.data import KINDS, MicroBatch, MicroBatchLayout, MicroBatchLimit, MicroBatchTime, micro_batches
+from adaptive_batch.data import (
+    KINDS,
+    MicroBatch,
+    MicroBatchLayout,
+    MicroBatchLimit,
+    MicroBatchTime,
+    micro_batches,
+)
 from adaptive_batch.probe import OBJECTIVES, FastestSearch, Pieces, Throughput
 from adaptive_batch.probe.throughput import MAX_TRIALS, Objective, fitted
 
@@ -31,21 +38,34 @@ class Machine:
         for pieces, layout in layouts:
             self.trials.add((layout.kind, str(pieces)))
             fits = all(piece.padded_tokens <= self.fits for piece in pieces)
-            seconds = (self.seconds(piece, layout.kind) * (1 + random.uniform(0, self.noise)) for piece in pieces)
+            seconds = (
+                self.seconds(piece, layout.kind) * (1 + random.uniform(0, self.noise))
+                for piece in pieces
+            )
             found.append(list(seconds) if fits else None)
         return found
 
-    def of_steps(self, steps: list[list[int]], kind: str, limit: MicroBatchLimit, time: MicroBatchTime) -> float:
+    def of_steps(
+        self, steps: list[list[int]], kind: str, limit: MicroBatchLimit, time: MicroBatchTime
+    ) -> float:
         layout = MicroBatchLayout(kind=kind, time=time)
-        return sum(self.seconds(piece, kind) for lengths in steps for piece in micro_batches(lengths, limit, layout))
+        return sum(
+            self.seconds(piece, kind)
+            for lengths in steps
+            for piece in micro_batches(lengths, limit, layout)
+        )
 
 
 def drawn_steps(sigma: float) -> list[list[int]]:
-    return [[min(256, 1 + int(random.lognormvariate(4.2, sigma))) for _ in range(32)] for _ in range(8)]
+    return [
+        [min(256, 1 + int(random.lognormvariate(4.2, sigma))) for _ in range(32)] for _ in range(8)
+    ]
 
 
 def search(machine: Machine, steps: list[list[int]]) -> Throughput | None:
-    return FastestSearch(machine.run, steps=steps, sample=steps[0], layouts=LAYOUTS, limits=lambda layout: LIMITS)()
+    return FastestSearch(
+        machine.run, steps=steps, sample=steps[0], layouts=LAYOUTS, limits=lambda layout: LIMITS
+    )()
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -56,7 +76,10 @@ def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: in
     token = 1e-4
     times = {
         kind: MicroBatchTime(
-            token * random.choice([20, 200, 2000]), token * random.choice([0, 20]), token, token / 1000
+            token * random.choice([20, 200, 2000]),
+            token * random.choice([0, 20]),
+            token,
+            token / 1000,
         )
         for kind in KINDS
     }
@@ -65,7 +88,11 @@ def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: in
     assert found is not None
     assert len(found.trials) <= MAX_TRIALS - len(LAYOUTS)  # as many are to calibrate
     took = machine.of_steps(steps, found.kind, found.limit, found.time)
-    every = [machine.of_steps(steps, layout.kind, limit, times[layout.kind]) for layout in LAYOUTS for limit in LIMITS]
+    every = [
+        machine.of_steps(steps, layout.kind, limit, times[layout.kind])
+        for layout in LAYOUTS
+        for limit in LIMITS
+    ]
     assert took <= 1.03 * min(every)
 
 
@@ -76,7 +103,9 @@ def test_what_does_not_fit_is_not_taken_and_nothing_larger_is_tried() -> None:
     found = search(machine, steps)
     assert found is not None
     layout = MicroBatchLayout(kind=found.kind, time=found.time)
-    assert all(piece.padded_tokens <= 1500 for piece in micro_batches(steps[0], found.limit, layout))
+    assert all(
+        piece.padded_tokens <= 1500 for piece in micro_batches(steps[0], found.limit, layout)
+    )
     assert search(Machine(times, fits=1), drawn_steps(1.0)) is None
 
 
@@ -99,7 +128,9 @@ def test_a_result_is_read_as_it_was_written() -> None:
 
 def test_another_objective_takes_what_costs_least_by_it(monkeypatch):
     random.seed(0)
-    monkeypatch.setitem(OBJECTIVES, "smallest", Objective(cost=lambda kind, limit, seconds: limit.amount))
+    monkeypatch.setitem(
+        OBJECTIVES, "smallest", Objective(cost=lambda kind, limit, seconds: limit.amount)
+    )
     steps = drawn_steps(0.5)
     times = {kind: MicroBatchTime(1.0) for kind in ("padded", "grouped", "packed")}
     machine = Machine(times)

@@ -56,13 +56,25 @@ def test_a_probe_leaves_no_trace_however_it_ends(case):
 
 def test_the_comparison_sees_what_a_step_changes():
     """Else the facts above could not fail."""
-    for case in (Case("counting", resumed=True), Case("AdamW8bit", resumed=True), Case("AdamW", in_backward=True)):
+    for case in (
+        Case("counting", resumed=True),
+        Case("AdamW8bit", resumed=True),
+        Case("AdamW", in_backward=True),
+    ):
         with torch.compiler.set_stance("force_eager"):
             training = Training(case)
             before = training.everything()
             training.train(1)
         differing = differences(before, training.everything())
-        for name in ("torch", "python", "numpy", "parameter embed.weight", "buffer seen", "buffer mean", "state 0"):
+        for name in (
+            "torch",
+            "python",
+            "numpy",
+            "parameter embed.weight",
+            "buffer seen",
+            "buffer mean",
+            "state 0",
+        ):
             assert name in differing
 
 
@@ -146,7 +158,9 @@ def test_a_trial_that_ran_out_anywhere_holds_nothing_afterwards(checkpointing):
     training = Training(Case("SGD momentum", checkpointing=checkpointing))
     alive, at, phases = [], 0, set()
     for module in training.model.modules():
-        module.register_forward_hook(lambda module, args, output: alive.append(weakref.ref(output.untyped_storage())))
+        module.register_forward_hook(
+            lambda module, args, output: alive.append(weakref.ref(output.untyped_storage()))
+        )
 
     def forward_backward(rows):
         with RunsOutAt(at):
@@ -197,9 +211,13 @@ def test_one_row_that_does_not_fit_is_told_with_numbers_and_remedies():
 
 
 def test_an_optimizer_step_that_does_not_fit_is_told_so():
-    training = Training(Case("big", resumed=True), optimizers={"big": lambda p: BigStep(p, lr=0.1, momentum=0.9)})
+    training = Training(
+        Case("big", resumed=True), optimizers={"big": lambda p: BigStep(p, lr=0.1, momentum=0.9)}
+    )
     message = refusal(training, 2**26)
-    assert re.match(r"the optimizer's step needs 0\.06\d GiB, cpu allows 0\.062 GiB; ", message), message
+    assert re.match(r"the optimizer's step needs 0\.06\d GiB, cpu allows 0\.062 GiB; ", message), (
+        message
+    )
 
 
 def test_a_row_that_fits_only_before_the_optimizer_has_state_does_not_fit():
@@ -209,7 +227,10 @@ def test_a_row_that_fits_only_before_the_optimizer_has_state_does_not_fit():
         assert trial.optimizer_peak_bytes < beside_state
     with (
         pytest.raises(DoesNotFitError, match="one row of 24 tokens needs"),
-        long.rehearsal(forward_backward=lambda rows: long.forward_backward(64 * rows), budget_bytes=beside_state - 1),
+        long.rehearsal(
+            forward_backward=lambda rows: long.forward_backward(64 * rows),
+            budget_bytes=beside_state - 1,
+        ),
     ):
         pass
     with long.rehearsal(
@@ -228,7 +249,8 @@ def test_the_budget_that_one_row_needs_is_the_smallest_that_lets_it_in(in_backwa
 
 
 @pytest.mark.parametrize(
-    "error", [Mishap("index out of range"), RuntimeError("CUDA error: device-side assert triggered")]
+    "error",
+    [Mishap("index out of range"), RuntimeError("CUDA error: device-side assert triggered")],
 )
 def test_another_failure_names_the_size_and_is_not_called_too_large(error):
     training = Training(Case("AdamW"))
@@ -239,7 +261,10 @@ def test_another_failure_names_the_size_and_is_not_called_too_large(error):
             raise error
 
     expected = re.escape(f"a trial of 8 rows failed, and not for lack of memory: {error}")
-    with pytest.raises(RuntimeError, match=expected), training.rehearsal(forward_backward=fail) as trial:
+    with (
+        pytest.raises(RuntimeError, match=expected),
+        training.rehearsal(forward_backward=fail) as trial,
+    ):
         trial(8)
 
 
@@ -252,7 +277,10 @@ def test_an_interrupt_passes_through_and_leaves_no_trace():
         if rows == 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), training.rehearsal(forward_backward=interrupted) as trial:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        training.rehearsal(forward_backward=interrupted) as trial,
+    ):
         trial(2)
     assert differences(before, training.everything()) == []
 
@@ -268,7 +296,9 @@ def test_a_size_that_made_the_allocator_retry_is_too_large():
         backend.retries += rows == 4
 
     memory = AcceleratorMemory(CPU, backend=backend)
-    with training.rehearsal(forward_backward=forward_backward, memory=memory, budget_bytes=8 * GIB) as trial:
+    with training.rehearsal(
+        forward_backward=forward_backward, memory=memory, budget_bytes=8 * GIB
+    ) as trial:
         assert [trial(rows).fits for rows in (2, 4, 3, 9, 8)] == [True, False, True, False, True]
         assert trial(7).peak_bytes == 7 * GIB
     assert backend.fraction == 1.0
@@ -301,13 +331,20 @@ def test_trials_of_evaluating_leave_no_trace_however_they_end(in_backward, resum
         training.model.burden = {}
         assert trial(2).fits
         assert trial.evaluation(lambda rows: evaluate(training, rows), 3).fits
-    assert differences(before, training.everything()) + differences(objects, training.objects()) == []
+    assert (
+        differences(before, training.everything()) + differences(objects, training.objects()) == []
+    )
     with (
-        pytest.raises(RuntimeError, match="a trial of evaluating 3 rows failed, and not for lack of memory: index out"),
+        pytest.raises(
+            RuntimeError,
+            match="a trial of evaluating 3 rows failed, and not for lack of memory: index out",
+        ),
         training.rehearsal() as trial,
     ):
         trial.evaluation(fail, 3)
-    assert differences(before, training.everything()) + differences(objects, training.objects()) == []
+    assert (
+        differences(before, training.everything()) + differences(objects, training.objects()) == []
+    )
 
 
 @pytest.mark.parametrize("accumulates", [False, True])
@@ -315,7 +352,10 @@ def test_a_trial_of_evaluating_peaks_where_evaluating_between_two_steps_does(acc
     training = Training(Case("AdamW"))
     training.train(1)
     with training.rehearsal(accumulates=accumulates) as trial:
-        found = {rows: trial.evaluation(lambda rows: evaluate(training, rows), rows) for rows in (1, 7, 40)}
+        found = {
+            rows: trial.evaluation(lambda rows: evaluate(training, rows), rows)
+            for rows in (1, 7, 40)
+        }
         assert all(tried.peak_bytes < trial(rows).peak_bytes for rows, tried in found.items())
     training.optimizer.zero_grad(set_to_none=True)
     training.model.eval()
@@ -326,7 +366,9 @@ def test_a_trial_of_evaluating_peaks_where_evaluating_between_two_steps_does(acc
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 1)], ids=str)
-def test_each_module_is_tried_in_the_mode_that_training_has_it_in_and_evaluated_in_that_of_evaluation(frozen):
+def test_each_module_is_tried_in_the_mode_that_training_has_it_in_and_evaluated_in_that_of_evaluation(
+    frozen,
+):
     """As where normalization with running statistics is kept as it was before."""
     training = Training(Case("AdamW"))
     modules = list(training.model.modules())
@@ -379,10 +421,15 @@ def test_more_rows_can_be_evaluated_than_trained():
     with training.rehearsal(budget_bytes=budget_bytes) as trial:
         trained = run_search(trial, search=BinarySearch(maximum=500))
         evaluated = run_search(
-            lambda rows: trial.evaluation(lambda rows: evaluate(training, rows), rows), search=BinarySearch(maximum=500)
+            lambda rows: trial.evaluation(lambda rows: evaluate(training, rows), rows),
+            search=BinarySearch(maximum=500),
         )
-        assert trial.evaluation(lambda rows: evaluate(training, rows), evaluated.max_batch_size).fits
-        assert not trial.evaluation(lambda rows: evaluate(training, rows), evaluated.max_batch_size + 1).fits
+        assert trial.evaluation(
+            lambda rows: evaluate(training, rows), evaluated.max_batch_size
+        ).fits
+        assert not trial.evaluation(
+            lambda rows: evaluate(training, rows), evaluated.max_batch_size + 1
+        ).fits
     assert trained.max_batch_size == 6
     assert evaluated.max_batch_size > 2 * trained.max_batch_size
 
@@ -432,7 +479,9 @@ def test_the_host_must_have_room_for_the_copies():
         budget_bytes=PLENTY,
     )
     with (
-        pytest.raises(DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host, which has \d+\.\d\d GiB"),
+        pytest.raises(
+            DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host, which has \d+\.\d\d GiB"
+        ),
         rehearsal,
     ):
         pass
@@ -446,7 +495,9 @@ def test_where_an_allocator_has_a_cache_a_trial_is_whole_steps_of_varying_sizes_
         for size in (rows, 1, rows):
             said.append(size)
             yield [lambda size=size: training.forward_backward(size)] * 2
-            said.append(f"stepped {len(training.optimizer.state) > 0}, {training.model.embed.weight.grad}")
+            said.append(
+                f"stepped {len(training.optimizer.state) > 0}, {training.model.embed.weight.grad}"
+            )
 
     before = training.everything()
     rehearsal = training.rehearsal()

@@ -37,7 +37,12 @@ class Run:
     def process(self, saves):
         """What one process records, from the newest save; `saves` gets what it saves."""
         progress, resumed = (saves[-1], True) if saves else (Progress(), False)
-        start = {"resumed": resumed, "rows": self.rows, "progress": progress.state_dict(), "run": self.name}
+        start = {
+            "resumed": resumed,
+            "rows": self.rows,
+            "progress": progress.state_dict(),
+            "run": self.name,
+        }
         yield {"kind": "start", **start}
         while progress.epoch < len(self.batches):
             epoch, batch = progress.epoch, self.batches[progress.epoch]
@@ -67,7 +72,13 @@ class Run:
             used = progress.epoch_rows
             cut = len(order) - used
             reasons = {"drop_last": cut, "max_steps_per_epoch": 0, "long_rows": len(self.long_rows)}
-            yield {"kind": "epoch", "epoch": epoch, "used": used, "left_out": self.rows - used, "reasons": reasons}
+            yield {
+                "kind": "epoch",
+                "epoch": epoch,
+                "used": used,
+                "left_out": self.rows - used,
+                "reasons": reasons,
+            }
             progress = progress.after_epoch()
             saves.append(progress)
             yield {"kind": "checkpoint", "epoch": epoch, "steps": progress.steps}
@@ -128,9 +139,14 @@ def test_a_run_that_is_killed_and_resumed_at_random_holds(tmp_path_factory, run,
 
 CORRUPTIONS = {
     "a row twice": lambda step, _: {"rows": [step["rows"][0], *step["rows"][:-1]]},
-    "a row of an earlier step": lambda step, run: {"rows": [run.order(step["epoch"])[0], *step["rows"][1:]]},
+    "a row of an earlier step": lambda step, run: {
+        "rows": [run.order(step["epoch"])[0], *step["rows"][1:]]
+    },
     "a missing row": lambda step, _: {"rows": step["rows"][1:]},
-    "a missing row, counted so": lambda step, _: {"rows": step["rows"][1:], "batch_size": step["batch_size"] - 1},
+    "a missing row, counted so": lambda step, _: {
+        "rows": step["rows"][1:],
+        "batch_size": step["batch_size"] - 1,
+    },
     "a foreign row": lambda step, run: {"rows": [run.rows, *step["rows"][1:]]},
     "a row that is no number": lambda step, _: {"rows": ["1", *step["rows"][1:]]},
     "rows unknown": lambda _, __: {"rows": None},
@@ -152,7 +168,9 @@ def test_a_step_that_counts_and_is_corrupted_never_holds(name, data, run, kills)
     lines = run.lines([(after, 1.0, lost) for after, _, lost in kills])
     records = [json.loads(line) for line in lines]
     assert audit_records(records).holds
-    latest = {record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"}
+    latest = {
+        record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"
+    }
     step = data.draw(st.sampled_from(sorted(latest)))
     changed = records[latest[step]]
     values = CORRUPTIONS[name](changed, run)
@@ -164,8 +182,12 @@ def test_a_step_that_counts_and_is_corrupted_never_holds(name, data, run, kills)
 
 @given(data=st.data(), run=RUNS, kills=KILLS)
 def test_a_step_that_counts_and_is_lost_or_torn_never_holds(data, run, kills):
-    records = [json.loads(line) for line in run.lines([(after, 1.0, lost) for after, _, lost in kills])]
-    latest = {record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"}
+    records = [
+        json.loads(line) for line in run.lines([(after, 1.0, lost) for after, _, lost in kills])
+    ]
+    latest = {
+        record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"
+    }
     place = latest[data.draw(st.sampled_from(sorted(latest)))]
     torn = data.draw(st.booleans())
     found = audit_records([*records[:place], *([None] if torn else []), *records[place + 1 :]])
@@ -176,7 +198,9 @@ def test_a_step_that_counts_and_is_lost_or_torn_never_holds(data, run, kills):
 @given(data=st.data(), run=RUNS)
 def test_an_end_of_an_epoch_that_says_other_numbers_never_holds(data, run):
     records = run.records()
-    place = data.draw(st.sampled_from([i for i, record in enumerate(records) if record["kind"] == "epoch"]))
+    place = data.draw(
+        st.sampled_from([i for i, record in enumerate(records) if record["kind"] == "epoch"])
+    )
     ending = records[place]
     values = data.draw(
         st.sampled_from(
@@ -210,13 +234,23 @@ def test_a_dropped_row_may_not_be_used_and_a_lost_list_of_dropped_rows_is_no_exc
     records[1] = {**records[1], "rows": [4]}
     assert "rows used, and listed as dropped: 4" in " ".join(audit_records(records).problems)
     without = [record for record in run.records() if record["kind"] not in ("dropped", "epoch")]
-    assert audit_records(without).problems == ("epoch 0: rows never used, and not recorded as left out: 3",)
+    assert audit_records(without).problems == (
+        "epoch 0: rows never used, and not recorded as left out: 3",
+    )
 
 
 def test_a_step_done_again_with_another_loss_is_a_failure_unless_a_change_on_resume_is_recorded():
     lines = Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])
     records = [json.loads(line) for line in lines]
-    assert [record.get("step") for record in records if record["kind"] == "step"] == [1, 2, 3, 4, 5, 4, 5]
+    assert [record.get("step") for record in records if record["kind"] == "step"] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        4,
+        5,
+    ]
     assert "repeats     repeated steps: 2, alike: 2" in audit_records(records).lines
     again = next(i for i, record in enumerate(records) if i > 7 and record["kind"] == "step")
     records[again] = {**records[again], "loss": 9.5}
@@ -231,7 +265,12 @@ def test_a_step_done_again_with_another_loss_is_a_failure_unless_a_change_on_res
     assert any("changed on resume: lr_scaling none -> sqrt" in line for line in explained.lines)
 
     unchanged = {"kind": "lr_scaling", "before": "sqrt", "after": "sqrt"}
-    grown = {"kind": "batch_size", "before": 2, "requested": 4, "after": 4}  # a rule's, not a change on resume
+    grown = {
+        "kind": "batch_size",
+        "before": 2,
+        "requested": 4,
+        "after": 4,
+    }  # a rule's, not a change on resume
     late = [*records[: again + 1], change, *records[again + 1 :]]
     for no_reason in (unchanged, grown):
         assert not audit_records([*records[: start + 1], no_reason, *records[start + 1 :]]).holds
@@ -240,7 +279,11 @@ def test_a_step_done_again_with_another_loss_is_a_failure_unless_a_change_on_res
 
 def test_a_lowered_limit_explains_another_loss_and_not_another_row_or_rate():
     records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
-    places = [i for i, record in enumerate(records) if record.get("step") == 4 and record["kind"] == "step"]
+    places = [
+        i
+        for i, record in enumerate(records)
+        if record.get("step") == 4 and record["kind"] == "step"
+    ]
     lowered = {"kind": "limit", "before": 8, "after": 4, "unit": "rows", "out_of_memory": True}
 
     def with_(at, **values):
@@ -268,9 +311,14 @@ def test_an_epoch_that_began_anew_on_changed_data_counts_from_there():
     begun_anew = list(new.process([within.at_epoch_start()]))
     for progress in (within, within.at_epoch_start()):  # as it was saved, or as it goes on
         start = {**begun_anew[0], "progress": progress.state_dict()}
-        found = audit_records([*records, start, {"kind": "epoch_restarted", "epoch": 1}, *begun_anew[1:]])
+        found = audit_records(
+            [*records, start, {"kind": "epoch_restarted", "epoch": 1}, *begun_anew[1:]]
+        )
         assert found.problems == ()
-        assert any("epoch 1 began again after step 5, as its data was changed" in line for line in found.lines)
+        assert any(
+            "epoch 1 began again after step 5, as its data was changed" in line
+            for line in found.lines
+        )
         assert found.lines[-1].endswith(
             "each of 20 rows exactly once in epoch 0; each of 24 rows exactly once in epoch 1"
         )
@@ -288,12 +336,20 @@ def test_an_epoch_that_began_anew_can_be_killed_and_begin_anew_again():
     start = {**begun_anew[0], "progress": saves[-1].state_dict()}
     restart = [start, {"kind": "epoch_restarted", "epoch": 1}]
     for steps in range(5):
-        assert audit_records([*records, *restart, *begun_anew[1 : steps + 1], *restart, *begun_anew[1:]]).problems == ()
+        assert (
+            audit_records(
+                [*records, *restart, *begun_anew[1 : steps + 1], *restart, *begun_anew[1:]]
+            ).problems
+            == ()
+        )
 
 
 def test_only_the_last_run_of_a_file_is_audited():
     first, second = Run(name="a"), Run(rows=7, batches=(2,), name="b")
-    broken = [{**record, "rows": [0, 0]} if record["kind"] == "step" else record for record in first.records()]
+    broken = [
+        {**record, "rows": [0, 0]} if record["kind"] == "step" else record
+        for record in first.records()
+    ]
     found = audit_records([*broken, *second.records()])
     assert found.holds
     assert "the last run is audited; other runs in the file: 1" in found.lines[1]
@@ -337,15 +393,21 @@ def test_a_line_that_is_completed_while_the_file_is_read_changes_nothing():
 def test_an_epoch_without_a_step_ends_too():
     found = audit_records(Run(rows=6, batches=(4, 8, 3), drop_last=True).records())
     assert found.problems == ()
-    assert any("no step: 0 of 6 rows used, 6 left out (drop_last 6)" in line for line in found.lines)
+    assert any(
+        "no step: 0 of 6 rows used, 6 left out (drop_last 6)" in line for line in found.lines
+    )
 
 
 def test_one_row_is_none_of_several():
     records = Run(rows=1, batches=(1,)).records()
     assert "1 of 1 row used" in "\n".join((said := audit_records(records)).lines)
     assert "1 row, lr" in "\n".join(said.lines)
-    twice = [record | {"batch_size": 2} if record["kind"] == "step" else record for record in records]
-    assert any("batch_size 2, and 1 row is listed" in problem for problem in audit_records(twice).problems)
+    twice = [
+        record | {"batch_size": 2} if record["kind"] == "step" else record for record in records
+    ]
+    assert any(
+        "batch_size 2, and 1 row is listed" in problem for problem in audit_records(twice).problems
+    )
 
 
 def test_a_gap_is_named():
@@ -354,7 +416,9 @@ def test_a_gap_is_named():
     assert audit_records(lost).problems[0] == "step 5: not in the log: step 4"
     place = next(i for i, record in enumerate(records) if record["kind"] == "resume_point")
     found = audit_records([*records[: place - 2], None, records[place]])
-    assert found.problems == ("resume_point at step 3: not in the log: steps 2 to 3 (torn lines before it: 1)",)
+    assert found.problems == (
+        "resume_point at step 3: not in the log: steps 2 to 3 (torn lines before it: 1)",
+    )
     saved = Progress(steps=9, samples=36, tokens=360, epoch=1, epoch_rows=16)
     beyond = [*records[:place], *Run(save_every=3).process([saved])]
     assert audit_records(beyond).problems[0] == "resumed at step 9: not in the log: steps 4 to 9"
@@ -365,7 +429,9 @@ def test_a_record_without_its_beginning_or_without_a_start_between_never_holds()
     assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the log"
     twice = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
     joined = [record for record in twice if not record.get("resumed")]
-    assert audit_records(joined).problems[0] == "step 4 follows step 5, without a start between them"
+    assert (
+        audit_records(joined).problems[0] == "step 4 follows step 5, without a start between them"
+    )
     assert not audit_records([]).holds
 
 
@@ -383,7 +449,9 @@ def test_records_without_row_numbers_cannot_be_proved():
     records = [{key: value for key, value in record.items() if key != "rows" or record["kind"] == "start"}
                for record in Run(batches=(4,)).records()]  # fmt: skip
     found = audit_records(records)
-    assert found.problems[:5] == tuple(f"step {step}: which rows it used is not recorded" for step in range(1, 6))
+    assert found.problems[:5] == tuple(
+        f"step {step}: which rows it used is not recorded" for step in range(1, 6)
+    )
 
 
 def test_batch_size_and_rate_are_listed_and_a_short_last_step_is_no_change():
@@ -433,9 +501,13 @@ def test_a_limit_lowered_in_a_step_that_was_rolled_back_is_marked():
 
 def test_steps_filled_by_tokens_are_one_batch():
     records = Run(rows=21, batches=(4,)).records()
-    asked = [{**record, "asked": 512} if record["kind"] == "step" else record for record in records[1:]]
+    asked = [
+        {**record, "asked": 512} if record["kind"] == "step" else record for record in records[1:]
+    ]
     found = audit_records([records[0], {"kind": "plan", "batch_tokens": 512}, *asked])
-    assert [line for line in found.lines if "tokens (" in line] == ["batch size  step 1: 512 tokens (4 rows), lr 0.004"]
+    assert [line for line in found.lines if "tokens (" in line] == [
+        "batch size  step 1: 512 tokens (4 rows), lr 0.004"
+    ]
 
 
 def test_decisions_about_the_rate_are_listed_once():
@@ -459,7 +531,10 @@ def test_the_command_prints_the_verdict_last_and_exits_by_it(tmp_path, capsys):
 
 
 def test_a_folder_that_is_not_there_or_holds_no_record_exits_with_2(tmp_path, capsys):
-    for folder, what in ((tmp_path / "no", "there is no such folder"), (tmp_path, "cannot be read")):
+    for folder, what in (
+        (tmp_path / "no", "there is no such folder"),
+        (tmp_path, "cannot be read"),
+    ):
         with pytest.raises(SystemExit) as stopped:
             main(["audit", str(folder)])
         assert stopped.value.code == 2
@@ -471,18 +546,23 @@ def test_a_folder_that_is_not_there_or_holds_no_record_exits_with_2(tmp_path, ca
 def test_the_command_needs_no_torch(tmp_path):
     written(tmp_path, Run().lines([]))
     program = f"import sys; sys.modules['torch'] = None; from adaptive_batch.__main__ import main; sys.exit(main(['audit', {str(tmp_path)!r}]))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
-    "garbage", [b"\x00" * 40, b"\xff\xfe{", b"17", b"[1]", b"null", b'{"kind": "step"', b"[" * 100_000]
+    "garbage",
+    [b"\x00" * 40, b"\xff\xfe{", b"17", b"[1]", b"null", b'{"kind": "step"', b"[" * 100_000],
 )
 def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
     with RunLog(tmp_path / "adaptive_batch" / "run.jsonl") as record:
         for one in Run().records():
             values = {key: value for key, value in one.items() if key != "kind"}
-            record.step(**values) if one["kind"] == "step" else record.event(one["kind"], "", **values)
+            record.step(**values) if one["kind"] == "step" else record.event(
+                one["kind"], "", **values
+            )
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     first, _, rest = path.read_bytes().partition(b"\n")
     path.write_bytes(first + b"\n" + garbage + b"\n" + rest)
@@ -496,7 +576,10 @@ def test_an_epoch_may_end_in_a_start_that_does_no_step():
     run = Run(rows=7, batches=(4,), save_every=1, drop_last=True, long_rows=(0,), name="a", seed=0)
     found = audit_records([json.loads(line) for line in run.lines([(4, 1.0, 0), (3, 1.0, 0)])])
     assert found.holds
-    assert found.lines[-1] == "verdict     holds: 4 of 7 rows exactly once in epoch 0, 3 left out as recorded"
+    assert (
+        found.lines[-1]
+        == "verdict     holds: 4 of 7 rows exactly once in epoch 0, 3 left out as recorded"
+    )
 
 
 def test_a_resumed_start_that_does_not_say_its_rows_leaves_those_that_are_known():
@@ -512,14 +595,24 @@ def test_steps_whose_loss_is_not_finite_and_those_that_were_skipped_are_listed()
     for record in Run().records():
         step = record.get("step") if record["kind"] == "step" else None
         if step in (2, 5):
-            records.append({"kind": "nonfinite_loss", "step": step, "skipped": True, "message": "skipped"})
-        records.append({**record, "loss": {2: "nan", 5: "nan", 6: "inf"}.get(step, 1.0)} if step else record)
+            records.append(
+                {"kind": "nonfinite_loss", "step": step, "skipped": True, "message": "skipped"}
+            )
+        records.append(
+            {**record, "loss": {2: "nan", 5: "nan", 6: "inf"}.get(step, 1.0)} if step else record
+        )
     found = audit_records(records)
     assert found.holds
-    said = [line.split(maxsplit=1)[1] if line.startswith("loss") else line.strip() for line in found.lines]
+    said = [
+        line.split(maxsplit=1)[1] if line.startswith("loss") else line.strip()
+        for line in found.lines
+    ]
     assert "loss is NaN at step 2 (2 steps)" in said
     assert "loss is infinite at step 6 (1 step)" in said
-    assert "skipped steps, which changed no weight: 2 (their loss or gradients were not finite): 2, 5" in said
+    assert (
+        "skipped steps, which changed no weight: 2 (their loss or gradients were not finite): 2, 5"
+        in said
+    )
 
 
 def test_a_skipped_step_that_was_rolled_back_is_not_listed():

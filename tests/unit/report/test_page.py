@@ -51,14 +51,20 @@ def lines_of(figure):
     """What a figure draws: each named line with its points."""
     axes = Figure().subplots()
     figure.draw(axes)
-    return {line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.get_lines()}
+    return {
+        line.get_label(): [tuple(point) for point in line.get_xydata()] for line in axes.get_lines()
+    }
 
 
 def marks_in(figure):
     """The places of the marks above the axes, by their shape."""
     axes = Figure().subplots()
     figure.draw(axes)
-    return {line.get_marker(): list(line.get_xdata()) for line in axes.get_lines() if not line.get_clip_on()}
+    return {
+        line.get_marker(): list(line.get_xdata())
+        for line in axes.get_lines()
+        if not line.get_clip_on()
+    }
 
 
 def figures_in(page: str) -> list[str]:
@@ -166,7 +172,14 @@ def test_a_kind_that_is_recorded_very_often_is_cut_in_the_middle_and_says_so():
         records.add("validation", message=f"validated {number}.", val_loss=2.0)
     records.add("batch_size", message="batch_size 1 -> 2", before=1, after=2)
     page, _ = render(timeline_of(records), None, name="run")
-    assert [f"validated {number}." in page for number in (1, 50, 51, 950, 951, 1000)] == [1, 1, 0, 0, 1, 1]
+    assert [f"validated {number}." in page for number in (1, 50, 51, 950, 951, 1000)] == [
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+    ]
     assert "900 more of the kind validation" in page
     assert "batch_size 1 -&gt; 2" in page
 
@@ -176,7 +189,9 @@ def test_a_kind_that_is_recorded_very_often_is_cut_in_the_middle_and_says_so():
 
 def test_the_page_refers_to_nothing_outside(page):
     without_names = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
-    assert not re.search(r"https?:|//\w+\.|src=|@import|<script|<iframe|<object|<embed", without_names)
+    assert not re.search(
+        r"https?:|//\w+\.|src=|@import|<script|<iframe|<object|<embed", without_names
+    )
     assert set(re.findall(r"url\(([^)])", without_names)) <= {"#"}
     references = re.findall(r'href="([^"]*)"', without_names)
     assert references
@@ -209,7 +224,9 @@ def test_each_colour_of_a_figure_has_one_for_a_dark_ground(page):
 
 def luminance(colour: str) -> float:
     parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
@@ -228,7 +245,10 @@ def test_the_picture_has_the_same_figures_and_is_not_blank(written):
     picture = Image.open(written[1]).convert("RGB")
     assert min(picture.size) > 1000
     found = {colour for count, colour in picture.getcolors(maxcolors=1 << 24) if count > 50}
-    drawn = {tuple(bytes.fromhex(LIGHT[name][1:])) for name in ("blue", "vermilion", "green", "purple", "text")}
+    drawn = {
+        tuple(bytes.fromhex(LIGHT[name][1:]))
+        for name in ("blue", "vermilion", "green", "purple", "text")
+    }
     assert drawn <= found
     assert (255, 255, 255) in found
 
@@ -239,7 +259,9 @@ def test_the_picture_has_the_same_figures_and_is_not_blank(written):
 def test_steps_that_a_restart_rolled_back_are_apart():
     timeline = timeline_of(full_records())
     assert [step.number for step in timeline.steps] == list(range(1, 601))
-    assert [[step.number for step in stretch] for stretch in timeline.rolled_back] == [list(range(421, 481))]
+    assert [[step.number for step in stretch] for stretch in timeline.rolled_back] == [
+        list(range(421, 481))
+    ]
     page, _ = render(timeline, None, name="run")
     assert "Steps that restarts rolled back: 60." in page
 
@@ -252,7 +274,10 @@ def test_only_the_last_run_of_a_file_is_shown_and_that_is_said():
     timeline = timeline_of(records)
     assert ([step.number for step in timeline.steps], timeline.other_runs) == ([1], 1)
     assert dict(facts_of(timeline, None))["restarts"] == "0"
-    assert "Only the last run of the file is shown; other runs in it: 1." in render(timeline, None, name="run")[0]
+    assert (
+        "Only the last run of the file is shown; other runs in it: 1."
+        in render(timeline, None, name="run")[0]
+    )
 
 
 def test_what_a_restart_rolled_back_is_not_marked_but_what_happened_stays_marked():
@@ -278,7 +303,9 @@ def test_steps_whose_loss_is_not_finite_are_named_and_marked_once_each():
     for number in range(1, 31):
         if number in (7, 20):
             records.add("nonfinite_loss", message=f"step {number}", step=number, skipped=False)
-        records.step(number, **{7: {"loss": "nan"}, 8: {"loss": "nan"}, 9: {"loss": "-inf"}}.get(number, {}))
+        records.step(
+            number, **{7: {"loss": "nan"}, 8: {"loss": "nan"}, 9: {"loss": "-inf"}}.get(number, {})
+        )
     timeline = timeline_of(records)
     wrong = [step.samples for step in timeline.steps if step.number in (7, 8, 9, 20)]
     marker, character, colour = MARKS["loss not finite"]
@@ -309,7 +336,9 @@ def test_torn_lines_and_numbers_that_are_none_still_make_a_page(tmp_path):
     records = Records()
     records.start()
     for number in range(1, 40):
-        records.step(number, **({"loss": "nan"} if number == 7 else {"loss": "inf"} if number == 9 else {}))
+        records.step(
+            number, **({"loss": "nan"} if number == 7 else {"loss": "inf"} if number == 9 else {})
+        )
     records.lines[20] = records.lines[20][:30]
     records.lines[22:22] = [
         "5",
@@ -326,13 +355,24 @@ def test_torn_lines_and_numbers_that_are_none_still_make_a_page(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf", 1e300, -1e300, 0, 1e-300, True, "text", [], 10**400])
+@pytest.mark.parametrize(
+    "value", ["nan", "inf", "-inf", 1e300, -1e300, 0, 1e-300, True, "text", [], 10**400]
+)
 def test_any_value_of_a_metric_makes_a_page(value):
     records = Records()
     records.start()
     for number in range(1, 4):
-        records.step(number, loss=value, lr=value, padding_fraction=value, gradient_noise_scale=value, batch_size=value)
-    page, picture = render(timeline_of(records), {**PROBE, "budget_bytes": value, "max_batch_size": value}, name="run")
+        records.step(
+            number,
+            loss=value,
+            lr=value,
+            padding_fraction=value,
+            gradient_noise_scale=value,
+            batch_size=value,
+        )
+    page, picture = render(
+        timeline_of(records), {**PROBE, "budget_bytes": value, "max_batch_size": value}, name="run"
+    )
     assert "loss-over-samples" in figures_in(page)
     assert Image.open(io.BytesIO(picture)).size[0] > 500
 
@@ -358,7 +398,9 @@ def test_a_probe_alone_makes_a_page(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"trials": 3}', '{"trials": [3, {"batch_size": "x"}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "{}", '{"trials": 3}', '{"trials": [3, {"batch_size": "x"}]}']
+)
 def test_a_probe_that_cannot_be_read_is_left_out(tmp_path, content):
     records = Records()
     records.start()
@@ -384,14 +426,19 @@ def test_a_folder_without_a_run_is_refused_with_what_would_do(tmp_path, capsys):
 @pytest.mark.parametrize("output", ["report.png", "nowhere/report.html", "."])
 def test_an_output_that_cannot_be_a_page_is_refused(tmp_path, output):
     full_records(12).write(tmp_path)
-    with pytest.raises(SettingError, match=r"give a file that ends in \.html, in a folder that is there"):
+    with pytest.raises(
+        SettingError, match=r"give a file that ends in \.html, in a folder that is there"
+    ):
         write_report(tmp_path, output=tmp_path / output)
 
 
 def test_the_command_says_where_page_and_picture_are(tmp_path, capsys):
     folder = full_records(12).write(tmp_path / "run")
     assert main(["report", str(folder), "--output", str(tmp_path / "look.html")]) == 0
-    assert capsys.readouterr().out.splitlines() == [str(tmp_path / "look.html"), str(tmp_path / "look.png")]
+    assert capsys.readouterr().out.splitlines() == [
+        str(tmp_path / "look.html"),
+        str(tmp_path / "look.png"),
+    ]
     assert {path.name for path in tmp_path.iterdir()} == {"run", "look.html", "look.png"}
 
 
@@ -405,7 +452,9 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path):
         sys.exit(main(["report", sys.argv[1]]))
         """
     )
-    done = subprocess.run([sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "pip install 'adaptive-batch[report]'" in line
@@ -426,7 +475,11 @@ def test_the_running_mean_is_the_mean_of_the_values_before(y, window):
 @pytest.mark.slow
 def test_a_long_run_makes_a_small_page_soon_and_keeps_its_spike(tmp_path):
     records = full_records(100_000)
-    place, step = next((p, r) for p, line in enumerate(records.lines) if (r := json.loads(line)).get("step") == 55_555)
+    place, step = next(
+        (p, r)
+        for p, line in enumerate(records.lines)
+        if (r := json.loads(line)).get("step") == 55_555
+    )
     records.lines[place] = json.dumps({**step, "loss": 123.25})
     folder = records.write(tmp_path, probe=PROBE)
     start = time.process_time()
@@ -438,12 +491,16 @@ def test_a_long_run_makes_a_small_page_soon_and_keeps_its_spike(tmp_path):
     curve = max(re.findall(r' d="(.*?)"', svg, re.DOTALL), key=len)
     heights = [float(point.split()[2]) for point in curve.strip().splitlines() if point[0] in "ML"]
     assert 1000 < len(heights) < 20_000
-    assert sum(height < min(heights) + 50 for height in heights) < 10  # the spike alone is at the top
+    assert (
+        sum(height < min(heights) + 50 for height in heights) < 10
+    )  # the spike alone is at the top
 
 
 def run_command(*arguments, **environment):
     command = [sys.executable, "-m", "adaptive_batch", *arguments]
-    return subprocess.run(command, capture_output=True, timeout=120, env={**os.environ, **environment})
+    return subprocess.run(
+        command, capture_output=True, timeout=120, env={**os.environ, **environment}
+    )
 
 
 @pytest.mark.parametrize("name", [b"caf\xe9", "größe €".encode()], ids=["no UTF-8", "UTF-8"])

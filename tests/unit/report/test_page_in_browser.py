@@ -18,7 +18,12 @@ from adaptive_batch.report import write_report
 pytestmark = pytest.mark.browser
 
 CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
+    (
+        path
+        for name in ("chromium", "chromium-browser", "google-chrome")
+        if (path := shutil.which(name))
+    ),
+    None,
 )
 FLAGS = (
     "--headless",
@@ -89,15 +94,23 @@ class Browser:
         program += "os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[1], sys.argv[1:])"
         command = [sys.executable, "-c", program, CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
         self._process = subprocess.Popen(
-            command, pass_fds=(its_input, its_output), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command,
+            pass_fds=(its_input, its_output),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         os.close(its_input)
         os.close(its_output)
-        self._write, self._read = os.fdopen(write, "wb", buffering=0), os.fdopen(read, "rb", buffering=0)
+        self._write, self._read = (
+            os.fdopen(write, "wb", buffering=0),
+            os.fdopen(read, "rb", buffering=0),
+        )
         self._rest, self._number, self._session = b"", 0, None
         self.events = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
 
@@ -123,10 +136,16 @@ class Browser:
         """The page as it is seen: what was measured in it, a picture of the whole of it, what happened meanwhile."""
         self.events.clear()
         self.call(
-            "Emulation.setEmulatedMedia", media=media, features=[{"name": "prefers-color-scheme", "value": scheme}]
+            "Emulation.setEmulatedMedia",
+            media=media,
+            features=[{"name": "prefers-color-scheme", "value": scheme}],
         )
         self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
         )
         self.call("Page.navigate", url=path.as_uri())
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
@@ -179,9 +198,18 @@ VIEWS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 360
 @pytest.mark.parametrize("view", VIEWS)
 def test_nothing_goes_wrong_and_nothing_is_asked_of_a_network(views, page, view):
     _, _, events = views[view]
-    asked = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
+    asked = {
+        event["params"]["request"]["url"]
+        for event in events
+        if event["method"] == "Network.requestWillBeSent"
+    }
     assert {url for url in asked if not url.startswith("data:")} == {page.as_uri()}
-    complaints = ("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Network.loadingFailed")
+    complaints = (
+        "Log.entryAdded",
+        "Runtime.consoleAPICalled",
+        "Runtime.exceptionThrown",
+        "Network.loadingFailed",
+    )
     assert [event for event in events if event["method"] in complaints] == []
 
 
@@ -201,7 +229,9 @@ def test_text_and_lines_stand_out_from_their_ground(views, view):
     seen, _, _ = views[view]
     assert len(seen["contrasts"]) > 100
     assert min(seen["contrasts"]) >= 4.5
-    drawn = [contrast for contrast in seen["lines"] if contrast > 1.6]  # the lines of the grid stay behind
+    drawn = [
+        contrast for contrast in seen["lines"] if contrast > 1.6
+    ]  # the lines of the grid stay behind
     assert len(drawn) > 20
     assert min(drawn) >= 3
 

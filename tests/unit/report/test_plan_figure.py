@@ -35,10 +35,19 @@ from adaptive_batch.report.estimate_figures import estimate_figures
 
 
 def target(name, gib):
-    return Target(name, int(gib * 1.1 * GIB), int(gib * GIB), (("headroom (5%)", GIB),), "https://example.org")
+    return Target(
+        name, int(gib * 1.1 * GIB), int(gib * GIB), (("headroom (5%)", GIB),), "https://example.org"
+    )
 
 
-def length_of(*lines, tokens=512, one_row=None, optimizer=3.0, resident=(1.0, 0.001, 2.0, 0.0), of_gradients=0.5):
+def length_of(
+    *lines,
+    tokens=512,
+    one_row=None,
+    optimizer=3.0,
+    resident=(1.0, 0.001, 2.0, 0.0),
+    of_gradients=0.5,
+):
     """A plan whose lines are (fixed, a row) in GiB, of which a row's activations are four fifths."""
     parts = Resident(*(int(part * GIB) for part in resident))
     breakdowns = tuple(
@@ -50,14 +59,20 @@ def length_of(*lines, tokens=512, one_row=None, optimizer=3.0, resident=(1.0, 0.
         )
         for number, (fixed, each) in enumerate(lines)
     )
-    length = LengthEstimate(tokens, parts, breakdowns, 0, None if optimizer is None else int(optimizer * GIB))
-    return replace(length, one_row_bytes=length.curve.peak_bytes(1) if one_row is None else int(one_row * GIB))
+    length = LengthEstimate(
+        tokens, parts, breakdowns, 0, None if optimizer is None else int(optimizer * GIB)
+    )
+    return replace(
+        length, one_row_bytes=length.curve.peak_bytes(1) if one_row is None else int(one_row * GIB)
+    )
 
 
 def plan_with(*lengths, targets=(("80 GiB", 75.0), ("L4 (21.96 GiB)", 20.0)), **values):
     lengths = lengths or (length_of((4.0, 0.5), (3.2, 1.0)),)
     maximum = values.setdefault("maximum", 4096)
-    return MemoryEstimate(tuple(counted(target(*one), lengths, maximum=maximum) for one in targets), lengths, **values)
+    return MemoryEstimate(
+        tuple(counted(target(*one), lengths, maximum=maximum) for one in targets), lengths, **values
+    )
 
 
 def drawn(figure):
@@ -85,7 +100,11 @@ def held(axes):
 
 def levels(axes):
     """By name: the height of each line across the axes."""
-    return {line.get_label(): line.get_ydata()[0] for line in axes.get_lines() if not line.get_label().startswith("_")}
+    return {
+        line.get_label(): line.get_ydata()[0]
+        for line in axes.get_lines()
+        if not line.get_label().startswith("_")
+    }
 
 
 def dots(axes):
@@ -101,7 +120,9 @@ def dots(axes):
     one_row=st.none() | st.floats(3.5, 30),
 )
 def test_at_each_row_the_kinds_are_stacked_to_the_peak_of_forward_and_backward(lines, gib, one_row):
-    slopes = {int(each * GIB): (fixed, each) for fixed, each in lines}  # no two lines of a hull are parallel
+    slopes = {
+        int(each * GIB): (fixed, each) for fixed, each in lines
+    }  # no two lines of a hull are parallel
     length = length_of(*(slopes[slope] for slope in sorted(slopes)), one_row=one_row)
     (figure,) = estimate_figures(plan_with(length, targets=(("device", gib),)))
     axes = drawn(figure)
@@ -120,7 +141,8 @@ def test_between_two_corners_the_peak_is_the_straight_line_that_is_drawn():
         for between in range(max(2, int(row)), int(following) + 1):
             on_the_line = low + (high - low) * (between - row) / (following - row)
             assert (
-                length.curve.peak_bytes(between) / GIB == pytest.approx(on_the_line, rel=1e-6) or following == row + 1
+                length.curve.peak_bytes(between) / GIB == pytest.approx(on_the_line, rel=1e-6)
+                or following == row + 1
             )
     assert max(corners) == axes.get_xlim()[1]
 
@@ -165,11 +187,17 @@ def test_a_kind_that_is_not_there_is_not_shown():
     (figure,) = estimate_figures(plan_with(length_of((4.0, 0.5), (3.2, 1.0), of_gradients=0.0)))
     kinds = ["parameters", "buffers", "optimizer state", "activations", "backward temporaries"]
     assert list(areas(drawn(figure))) == kinds
-    assert ": parameters 1.00 GiB, buffers 1.02 MiB, optimizer state 2.00 GiB, activations" in figure.description
+    assert (
+        ": parameters 1.00 GiB, buffers 1.02 MiB, optimizer state 2.00 GiB, activations"
+        in figure.description
+    )
 
 
 def test_the_optimizers_step_is_shown_where_it_holds_more_than_a_row():
-    low, high = (drawn(estimate_figures(plan_with(length_of((4.0, 1.0), optimizer=peak)))[0]) for peak in (4.5, 12.0))
+    low, high = (
+        drawn(estimate_figures(plan_with(length_of((4.0, 1.0), optimizer=peak)))[0])
+        for peak in (4.5, 12.0)
+    )
     assert "optimizer's step" not in levels(low)
     assert levels(high)["optimizer's step"] == 12.0
 
@@ -177,7 +205,14 @@ def test_the_optimizers_step_is_shown_where_it_holds_more_than_a_row():
 def test_a_figure_names_everything_once_in_its_svg():
     (figure,) = estimate_figures(plan_with())
     svg = to_svg(figure)
-    for text in ("80 GiB: 71 rows", "L4: 16 rows", "parameters", "activations", "gradients", "backward temporaries"):
+    for text in (
+        "80 GiB: 71 rows",
+        "L4: 16 rows",
+        "parameters",
+        "activations",
+        "gradients",
+        "backward temporaries",
+    ):
         assert svg.count(f">{text}<") == 1, text
 
 
@@ -190,7 +225,9 @@ def full_plan():
         replace(length_of((4.0, 2.0), tokens=2048), check=CurveCheck(5, 14, 14)),
     )
     better = Change(("enable=True", "~that"), "more <compute>", (None, 30))
-    return plan_with(*lengths, world_size=2, left_out=("a <thing>",), changes=(better,), seconds=1.25)
+    return plan_with(
+        *lengths, world_size=2, left_out=("a <thing>",), changes=(better,), seconds=1.25
+    )
 
 
 def test_a_plan_that_is_saved_and_read_says_the_same(tmp_path):
@@ -200,12 +237,23 @@ def test_a_plan_that_is_saved_and_read_says_the_same(tmp_path):
     assert read == plan
     assert read.table() == plan.table()
     assert read.table_of_changes() == plan.table_of_changes()
-    assert [to_svg(one) for one in estimate_figures(read)] == [to_svg(one) for one in estimate_figures(plan)]
+    assert [to_svg(one) for one in estimate_figures(read)] == [
+        to_svg(one) for one in estimate_figures(plan)
+    ]
 
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "3", "{}", '{"devices": [], "lengths": []}', '{"devices": [{"name": 1}]}', '{"devices": 3}'],
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        "{}",
+        '{"devices": [], "lengths": []}',
+        '{"devices": [{"name": 1}]}',
+        '{"devices": 3}',
+    ],
 )
 def test_a_plan_that_cannot_be_read_is_none(tmp_path, content):
     (tmp_path / "estimate.json").write_text(content)
@@ -232,10 +280,15 @@ def rows_of_tables(page):
 def test_the_tables_have_each_device_and_length_and_each_change(tmp_path):
     plan = full_plan()
     fit = replace(
-        plan.devices[0].lengths[0], max_batch_size_with_retries=73, allocated_bytes=60 * GIB, reserved_bytes=70 * GIB
+        plan.devices[0].lengths[0],
+        max_batch_size_with_retries=73,
+        allocated_bytes=60 * GIB,
+        reserved_bytes=70 * GIB,
     )
     first = replace(plan.devices[0], lengths=(fit, *plan.devices[0].lengths[1:]))
-    replace(plan, devices=(first, *plan.devices[1:])).save(tmp_path / "adaptive_batch" / "estimate.json")
+    replace(plan, devices=(first, *plan.devices[1:])).save(
+        tmp_path / "adaptive_batch" / "estimate.json"
+    )
     lines = rows_of_tables(write_report(tmp_path)[0].read_text())
     allowed = f"{plan.devices[0].budget_bytes / GIB:.2f}"
     assert lines[0] == ["80 GiB", "512", "71", "73", "36,352", "60.00", "70.00", allowed]
@@ -244,7 +297,10 @@ def test_the_tables_have_each_device_and_length_and_each_change(tmp_path):
         ["L4 (21.96 GiB)", "512", "16", "16", "8,192"],
         ["L4 (21.96 GiB)", "2,048", "8", "8", "16,384"],
     ]
-    assert lines[4:] == [["(as it is)", "71", "16", ""], ["enable=True ~that", "4096+", "30", "more &lt;compute&gt;"]]
+    assert lines[4:] == [
+        ["(as it is)", "71", "16", ""],
+        ["enable=True ~that", "4096+", "30", "more &lt;compute&gt;"],
+    ]
     replace(full_plan(), changes=()).save(tmp_path / "adaptive_batch" / "estimate.json")
     assert len(rows_of_tables(write_report(tmp_path)[0].read_text())) == 4
 
@@ -252,10 +308,14 @@ def test_the_tables_have_each_device_and_length_and_each_change(tmp_path):
 @pytest.mark.parametrize("num_lengths", [1, 3])
 def test_the_picture_is_written_and_not_blank(tmp_path, num_lengths):
     plan = full_plan()
-    write_estimate_picture(replace(plan, lengths=(plan.lengths * 2)[:num_lengths]), tmp_path / "estimate.png")
+    write_estimate_picture(
+        replace(plan, lengths=(plan.lengths * 2)[:num_lengths]), tmp_path / "estimate.png"
+    )
     picture = Image.open(io.BytesIO((tmp_path / "estimate.png").read_bytes())).convert("RGB")
     assert (picture.size[0] > 1000) == (num_lengths > 1)
-    assert len({colour for count, colour in picture.getcolors(maxcolors=1 << 24) if count > 500}) >= 4
+    assert (
+        len({colour for count, colour in picture.getcolors(maxcolors=1 << 24) if count > 500}) >= 4
+    )
 
 
 def test_a_report_of_a_folder_with_a_plan_alone_shows_its_figures_and_tables(tmp_path):
@@ -288,7 +348,9 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path):
             print(error)
         """
     )
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120
+    )
     (line,) = done.stdout.splitlines()
     assert "pip install 'adaptive-batch[report]'" in line
     assert not (tmp_path / "estimate.png").exists()

@@ -44,7 +44,10 @@ def test_a_line_torn_by_a_kill_at_any_byte_costs_that_line_alone(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path, caplog):
-    with caplog.at_level("INFO", logger="adaptive_batch"), RunLog(tmp_path / "run.jsonl", enabled=False) as record:
+    with (
+        caplog.at_level("INFO", logger="adaptive_batch"),
+        RunLog(tmp_path / "run.jsonl", enabled=False) as record,
+    ):
         record.event("batch_size", "said once")
         record.step(step=1)
     assert not list(tmp_path.iterdir())
@@ -84,7 +87,8 @@ def test_a_record_that_another_run_is_writing_is_refused(tmp_path):
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     with RunLog(path) as first:
         with pytest.raises(
-            SettingError, match=r"output_dir=.*another run is writing there; give this one another folder"
+            SettingError,
+            match=r"output_dir=.*another run is writing there; give this one another folder",
         ):
             RunLog(path)
         first.event("still", "written")

@@ -49,14 +49,21 @@ def test_a_size_holds_until_its_threshold_is_reached():
 
 def test_thresholds_are_of_any_unit():
     rule = steps([16, 32], ["0.3ep"])
-    assert [rule(at(epoch_rows=rows, rows_per_epoch=10)) for rows in (0, 2, 3, 10)] == [16, 16, 32, 32]
+    assert [rule(at(epoch_rows=rows, rows_per_epoch=10)) for rows in (0, 2, 3, 10)] == [
+        16,
+        16,
+        32,
+        32,
+    ]
     assert [steps([16, 32], ["100sp"])(at(samples=n)) for n in (99, 100)] == [16, 32]
     assert [steps([16, 32], ["1e3tok"])(at(tokens=n)) for n in (999, 1000)] == [16, 32]
 
 
 @given(st.lists(batches, min_size=1, max_size=8), st.data())
 def test_each_stage_begins_at_its_threshold(sizes, data):
-    ends = sorted(data.draw(st.sets(st.integers(1, 500), min_size=len(sizes) - 1, max_size=len(sizes) - 1)))
+    ends = sorted(
+        data.draw(st.sets(st.integers(1, 500), min_size=len(sizes) - 1, max_size=len(sizes) - 1))
+    )
     rule = steps(sizes, [f"{end}ba" for end in ends])
     step = data.draw(st.integers(0, 600))
     stage = sum(end <= step for end in ends)
@@ -82,7 +89,9 @@ def test_each_stage_begins_at_its_threshold(sizes, data):
     ],
 )
 def test_stages_that_make_no_sense_are_refused(sizes, thresholds, says):
-    with pytest.raises(SettingError, match=r"^batch_size_schedule\.(batch_sizes|thresholds)=") as caught:
+    with pytest.raises(
+        SettingError, match=r"^batch_size_schedule\.(batch_sizes|thresholds)="
+    ) as caught:
         steps(sizes, thresholds)
     assert says in str(caught.value)
 
@@ -97,7 +106,12 @@ def test_a_ramp_goes_straight_and_is_rounded_down():
     assert trace(linear_ramp(2, 10, "4ba", multiple_of=4), 6) == [4, 4, 4, 8, 10, 10]
 
 
-@given(start=st.integers(1, 60), more=st.integers(1, 60), size=st.integers(1, 16), each=st.integers(1, 50))
+@given(
+    start=st.integers(1, 60),
+    more=st.integers(1, 60),
+    size=st.integers(1, 16),
+    each=st.integers(1, 50),
+)
 def test_between_multiples_each_holds_for_an_equal_part_as_in_megatron(start, more, size, each):
     """One increment each `each` samples: start + (samples // each) x increment."""
     rule = linear_ramp(start * size, (start + more) * size, f"{more * each}sp", multiple_of=size)
@@ -143,7 +157,12 @@ def test_a_ramp_that_makes_no_sense_is_refused(arguments, says):
 def test_the_ramp_of_bert24_doubles_at_even_parts():
     rule = ramp_by_doubling(64, "1ep", start=16)
     assert rule.batches == (16, 32, 64)
-    assert [rule(at(epoch_rows=rows, rows_per_epoch=100)) for rows in (0, 49, 50, 99)] == [16, 16, 32, 32]
+    assert [rule(at(epoch_rows=rows, rows_per_epoch=100)) for rows in (0, 49, 50, 99)] == [
+        16,
+        16,
+        32,
+        32,
+    ]
     assert rule(at(epoch=1, rows_per_epoch=100)) == rule(at(epoch=5)) == 64
     assert [rule.begins(stage) for stage in range(3)] == ["the start", "1/2 of 1ep", "1ep"]
 
@@ -153,7 +172,9 @@ def test_it_starts_from_the_smallest_batch_that_doubles_up_to_the_last():
     assert trace(ramp_by_doubling(8, "3ba"), 5) == [1, 2, 4, 8, 8]
 
 
-@given(odd=st.integers(0, 50), doublings=st.integers(1, 10), less=st.data(), over=st.integers(1, 5000))
+@given(
+    odd=st.integers(0, 50), doublings=st.integers(1, 10), less=st.data(), over=st.integers(1, 5000)
+)
 def test_each_stage_divides_the_last_batch_and_has_an_equal_part(odd, doublings, less, over):
     end = (2 * odd + 1) << doublings
     stages = less.draw(st.integers(1, doublings))
@@ -188,8 +209,16 @@ def test_a_start_that_does_not_double_up_is_refused_with_those_that_do(end, star
 def test_it_keeps_what_it_has_while_nothing_is_known_and_decides_at_its_steps_only():
     rule = by_noise_scale(16)
     assert rule(at(0, noise_scale=1e6)) == rule(at(10)) == 16
-    assert [rule(at(step, batch=16, noise_scale=1e6)) for step in (9, 10, 11, 20)] == [16, 32, 16, 32]
-    assert {rule(at(10, batch=16, noise_scale=noise)) for noise in (math.nan, math.inf, -math.inf, -5.0, 0.0)} == {16}
+    assert [rule(at(step, batch=16, noise_scale=1e6)) for step in (9, 10, 11, 20)] == [
+        16,
+        32,
+        16,
+        32,
+    ]
+    assert {
+        rule(at(10, batch=16, noise_scale=noise))
+        for noise in (math.nan, math.inf, -math.inf, -5.0, 0.0)
+    } == {16}
 
 
 def test_it_grows_above_the_margin_and_shrinks_only_if_it_may():
@@ -255,8 +284,14 @@ RULES = [
 def test_a_rule_says_how_it_was_made_and_crosses_processes(rule):
     assert eval(repr(rule), vars(batch_schedules)) == rule == pickle.loads(pickle.dumps(rule))
     assert hash(rule) == hash(pickle.loads(pickle.dumps(rule)))
-    progress = at(10, samples=300, tokens=10**6, epoch_rows=30, rows_per_epoch=100, noise_scale=200.0)
-    assert rule(progress) == rule(replace(progress)) == request_batch(rule, progress, maximum=None).after
+    progress = at(
+        10, samples=300, tokens=10**6, epoch_rows=30, rows_per_epoch=100, noise_scale=200.0
+    )
+    assert (
+        rule(progress)
+        == rule(replace(progress))
+        == request_batch(rule, progress, maximum=None).after
+    )
     check_schedule(rule)
 
 
@@ -299,7 +334,15 @@ def test_what_became_of_it_is_one_line(asked, line):
 
 @pytest.mark.parametrize(
     ("answer", "shown"),
-    [(0, "0"), (-1, "-1"), (10**9 + 1, "1000000001"), (2.0, "2.0"), (True, "True"), (None, "None"), ("8", "'8'")],
+    [
+        (0, "0"),
+        (-1, "-1"),
+        (10**9 + 1, "1000000001"),
+        (2.0, "2.0"),
+        (True, "True"),
+        (None, "None"),
+        ("8", "'8'"),
+    ],
 )
 def test_an_answer_that_is_no_batch_is_named_with_rule_and_progress(answer, shown):
     with pytest.raises(GrowthFunctionError) as caught:
@@ -308,7 +351,8 @@ def test_an_answer_that_is_no_batch_is_named_with_rule_and_progress(answer, show
     assert message.startswith("batch_size_schedule ")
     assert "<lambda>(Progress(epoch=0, epoch_rows=0, steps=7" in message
     assert (
-        f" returned {shown}: it must return what a step on one device holds: a whole number, 1 to 1000000000" in message
+        f" returned {shown}: it must return what a step on one device holds: a whole number, 1 to 1000000000"
+        in message
     )
 
 
@@ -318,14 +362,20 @@ def test_an_error_of_the_rule_becomes_the_cause():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
-@pytest.mark.parametrize("rule", [len, lambda progress: 8, lambda progress, other=1: 8, lambda *args: 8])
+@pytest.mark.parametrize(
+    "rule", [len, lambda progress: 8, lambda progress, other=1: 8, lambda *args: 8]
+)
 def test_what_takes_one_argument_is_a_schedule(rule):
     check_schedule(rule)
 
 
 @pytest.mark.parametrize(
     ("rule", "says"),
-    [(8, "it is a int"), (lambda: 8, "it takes ()"), (lambda epoch, batch_size: 8, "it takes (epoch, batch_size)")],
+    [
+        (8, "it is a int"),
+        (lambda: 8, "it takes ()"),
+        (lambda epoch, batch_size: 8, "it takes (epoch, batch_size)"),
+    ],
 )
 def test_what_cannot_be_called_with_progress_is_refused(rule, says):
     with pytest.raises(SettingError, match=r"^my_key=") as caught:

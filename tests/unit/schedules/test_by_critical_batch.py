@@ -36,7 +36,9 @@ def test_a_critical_batch_proportional_to_the_square_root_of_tokens_is_followed_
     st.lists(st.integers(0, 2 * 10**6), min_size=2, max_size=20),
 )
 def test_it_never_shrinks_nor_leaves_what_was_measured(measured, start, when):
-    rule = by_critical_batch(start=start, points={f"{at}sp": batch for at, batch in measured.items()})
+    rule = by_critical_batch(
+        start=start, points={f"{at}sp": batch for at, batch in measured.items()}
+    )
     batches = [rule(Progress(samples=samples)) for samples in sorted(when)]
     assert batches == sorted(batches)
     assert all(start <= batch <= max(start, *measured.values()) for batch in batches)
@@ -46,7 +48,11 @@ def test_points_may_come_in_any_order_and_in_epochs():
     rule = by_critical_batch(start=4, points={"1ep": 32, "0.25ep": 18})
     assert repr(rule) == "by_critical_batch({'0.25ep': 18, '1ep': 32}, start=4)"
     halfway = Progress(epoch_rows=16, rows_per_epoch=64)
-    assert (rule(Progress(rows_per_epoch=64)), rule(halfway), rule(Progress(epoch=1))) == (4, 18, 32)
+    assert (rule(Progress(rows_per_epoch=64)), rule(halfway), rule(Progress(epoch=1))) == (
+        4,
+        18,
+        32,
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,15 @@ def schedule_clock(progress, *, plan, reference, unit="samples"):
     return TrainingClock(Clock(unit, unit)).at(replace(progress, pace=pace))
 
 
-@given(rows=st.integers(1, 100_000), step_rows=st.integers(1, 300), drop_last=st.booleans(), epochs=st.integers(1, 5))
-def test_with_a_constant_batch_the_clock_is_the_step_count_exactly(rows, step_rows, drop_last, epochs):
+@given(
+    rows=st.integers(1, 100_000),
+    step_rows=st.integers(1, 300),
+    drop_last=st.booleans(),
+    epochs=st.integers(1, 5),
+)
+def test_with_a_constant_batch_the_clock_is_the_step_count_exactly(
+    rows, step_rows, drop_last, epochs
+):
     plan = EpochPlan.of(rows, step_rows=step_rows, drop_last=drop_last, max_steps=40)
     progress = Progress()
     for _ in range(epochs):
@@ -106,16 +113,25 @@ def test_a_clock_is_one_unit_or_two():
 
 @pytest.mark.parametrize("value", ["epochs", 3, ["steps"], {"warmup": "rows"}, {"warm": "steps"}])
 def test_what_is_no_clock_is_refused_with_what_would_do(value):
-    with pytest.raises(SettingError, match=r"^lr_clock=.*give one of samples, tokens, steps, or a block such as"):
+    with pytest.raises(
+        SettingError, match=r"^lr_clock=.*give one of samples, tokens, steps, or a block such as"
+    ):
         Clock.from_config(value)
 
 
 def test_a_grown_batch_whose_last_step_is_short_is_where_the_constant_batch_would_be():
     reference, plan = (EpochPlan.of(112, step_rows=rows, drop_last=False) for rows in (16, 32))
-    clocks = [schedule_clock(Progress(epoch_rows=rows), plan=plan, reference=reference) for rows in (0, 32, 64, 96)]
+    clocks = [
+        schedule_clock(Progress(epoch_rows=rows), plan=plan, reference=reference)
+        for rows in (0, 32, 64, 96)
+    ]
     assert clocks == [0, 2, 4, 6]
 
 
 def test_where_the_end_of_the_epoch_drops_other_rows_the_clock_still_comes_to_the_end():
     reference, plan = (EpochPlan.of(100, step_rows=rows, drop_last=True) for rows in (16, 32))
-    assert schedule_clock(Progress(epoch_rows=96), plan=plan, reference=reference) == reference.steps == 6
+    assert (
+        schedule_clock(Progress(epoch_rows=96), plan=plan, reference=reference)
+        == reference.steps
+        == 6
+    )

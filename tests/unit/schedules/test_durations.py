@@ -43,7 +43,9 @@ def test_its_text_is_read_back_as_the_same_duration(duration):
     assert pickle.loads(pickle.dumps(duration)) == duration
 
 
-@pytest.mark.parametrize("text", ["2ep", "0.5ep", "100ba", "10000sp", "1.5e6tok", "1234567tok", "0.0001ep", "1e20ep"])
+@pytest.mark.parametrize(
+    "text", ["2ep", "0.5ep", "100ba", "10000sp", "1.5e6tok", "1234567tok", "0.0001ep", "1e20ep"]
+)
 def test_its_text_is_the_notation(text):
     assert str(parse_duration(text, key="over")) == text
 
@@ -57,7 +59,10 @@ def test_its_text_is_the_notation(text):
         ),
         ("ep", "write it such as 2ep"),
         ("1,000ba", "write it such as 2ba"),
-        *((value, "with a finite number above 0") for value in ("xep", "0ba", "-1ep", "infep", "nanba", "1e400tok")),
+        *(
+            (value, "with a finite number above 0")
+            for value in ("xep", "0ba", "-1ep", "infep", "nanba", "1e400tok")
+        ),
         ("1.5ba", "ba are counted in whole ones"),
         ("0.5sp", "sp are counted in whole ones"),
     ],
@@ -70,7 +75,9 @@ def test_what_cannot_be_read_is_refused_with_what_would_do(value, says):
 
 
 def test_each_unit_reads_its_own_part_of_progress():
-    progress = Progress(epoch=1, epoch_rows=25, rows_per_epoch=100, steps=7, samples=125, tokens=4000)
+    progress = Progress(
+        epoch=1, epoch_rows=25, rows_per_epoch=100, steps=7, samples=125, tokens=4000
+    )
     shares = {unit: Duration(5, unit).share(progress) for unit in ("ep", "ba", "sp", "tok")}
     assert shares == {"ep": Fraction(1, 4), "ba": Fraction(7, 5), "sp": 25, "tok": 800}
 
@@ -90,7 +97,12 @@ def test_a_part_of_an_epoch_is_reached_at_its_row_whatever_floats_say(rows, part
         at = Progress(epoch=epoch, epoch_rows=tenth * rows, rows_per_epoch=10 * rows)
         duration = parse_duration(f"{epoch}.{tenth}ep", key="over")
         assert duration.share(at) == 1
-        assert duration.share(Progress(epoch=epoch, epoch_rows=tenth * rows - 1, rows_per_epoch=10 * rows)) < 1
+        assert (
+            duration.share(
+                Progress(epoch=epoch, epoch_rows=tenth * rows - 1, rows_per_epoch=10 * rows)
+            )
+            < 1
+        )
 
 
 def test_units_are_not_equal_by_accident():

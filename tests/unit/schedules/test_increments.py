@@ -63,8 +63,16 @@ def test_the_increment_is_asked_once_with_epoch_and_batch_size():
         (16, ClampedBatch(40, 24, 24), "batch_size 16 -> 24 (asked for 40, cut to the bound 24)"),
         (16, ClampedBatch(24, 24, 24), "batch_size 16 -> 24"),
         (16, ClampedBatch(16, 16, None), "batch_size 16 unchanged"),
-        (24, ClampedBatch(40, 24, 24), "batch_size 24 unchanged (asked for 40, cut to the bound 24)"),
-        (24, ClampedBatch(40, 24, 8), "batch_size 24 unchanged (asked for 40, already above the bound 8)"),
+        (
+            24,
+            ClampedBatch(40, 24, 24),
+            "batch_size 24 unchanged (asked for 40, cut to the bound 24)",
+        ),
+        (
+            24,
+            ClampedBatch(40, 24, 8),
+            "batch_size 24 unchanged (asked for 40, already above the bound 8)",
+        ),
         (24, ClampedBatch(24, 24, 8), "batch_size 24 unchanged"),
     ],
 )
@@ -73,7 +81,8 @@ def test_what_was_decided_is_one_line(before, batch, line):
 
 
 @pytest.mark.parametrize(
-    "answer", [np.int64(8), np.uint8(8), np.array(8), torch.tensor(8), torch.tensor(8, dtype=torch.int8)]
+    "answer",
+    [np.int64(8), np.uint8(8), np.array(8), torch.tensor(8), torch.tensor(8, dtype=torch.int8)],
 )
 def test_whole_numbers_of_numpy_and_torch_are_rows(answer):
     growth = next_batch_size(by(answer), epoch=0, batch_size=4, maximum=None)
@@ -107,14 +116,18 @@ def test_an_answer_that_is_no_row_count_is_named_with_epoch_and_batch_size(answe
         next_batch_size(by(answer), epoch=3, batch_size=16, maximum=64)
     message = str(caught.value)
     assert "by.<locals>.<lambda>(epoch=3, batch_size=16) returned " + shown in message
-    assert message.endswith("it must return how many rows to add to batch_size: a whole number, 0 to 1000000000")
+    assert message.endswith(
+        "it must return how many rows to add to batch_size: a whole number, 0 to 1000000000"
+    )
 
 
 def test_an_error_of_the_function_becomes_the_cause():
     def increment(epoch, batch_size):
         return [1, 2][epoch]
 
-    with pytest.raises(GrowthFunctionError, match=r"increment\(epoch=2, batch_size=16\) raised IndexError: ") as caught:
+    with pytest.raises(
+        GrowthFunctionError, match=r"increment\(epoch=2, batch_size=16\) raised IndexError: "
+    ) as caught:
         next_batch_size(increment, epoch=2, batch_size=16, maximum=64)
     assert isinstance(caught.value.__cause__, IndexError)
 
@@ -161,8 +174,14 @@ def test_what_takes_two_positional_arguments_is_an_increment(function):
         (None, "give a function f(epoch, batch_size) -> rows to add"),
         ("grow", "give a function f(epoch, batch_size) -> rows to add"),
         (lambda: 1, "give a function f(epoch, batch_size) -> rows to add, of positional arguments"),
-        (lambda epoch: 1, "give a function f(epoch, batch_size) -> rows to add, of positional arguments"),
-        (lambda a, b, c: 1, "give a function f(epoch, batch_size) -> rows to add, of positional arguments"),
+        (
+            lambda epoch: 1,
+            "give a function f(epoch, batch_size) -> rows to add, of positional arguments",
+        ),
+        (
+            lambda a, b, c: 1,
+            "give a function f(epoch, batch_size) -> rows to add, of positional arguments",
+        ),
         (
             lambda *, epoch, batch_size: 1,
             "give a function f(epoch, batch_size) -> rows to add, of positional arguments",
@@ -183,12 +202,17 @@ def test_what_does_not_is_refused_with_key_and_remedy(function, said):
 # at_epochs
 
 
-@given(additions=st.dictionaries(st.integers(0, 50), st.integers(0, 1000), min_size=1), as_text=st.booleans())
+@given(
+    additions=st.dictionaries(st.integers(0, 50), st.integers(0, 1000), min_size=1),
+    as_text=st.booleans(),
+)
 def test_at_epochs_adds_up_to_the_sum_of_its_additions(additions, as_text):
     increment = at_epochs({str(key) if as_text else key: value for key, value in additions.items()})
     batch_size = 4
     for epoch in range(51):
-        batch_size = next_batch_size(increment, epoch=epoch, batch_size=batch_size, maximum=None).after
+        batch_size = next_batch_size(
+            increment, epoch=epoch, batch_size=batch_size, maximum=None
+        ).after
     assert batch_size == 4 + sum(additions.values())
 
 
@@ -240,26 +264,33 @@ def test_geometric_multiplies_to_the_nearest_row_and_always_grows(factor, every,
 def test_geometric_doubles_each_second_epoch():
     batch_size, sizes = 3, []
     for epoch in range(6):
-        batch_size = next_batch_size(geometric(2, every=2), epoch=epoch, batch_size=batch_size, maximum=10).after
+        batch_size = next_batch_size(
+            geometric(2, every=2), epoch=epoch, batch_size=batch_size, maximum=10
+        ).after
         sizes.append(batch_size)
     assert sizes == [3, 3, 6, 6, 10, 10]
 
 
 @pytest.mark.parametrize("factor", [1, 1.0, 0.5, -2, float("nan"), float("inf"), True, "2", None])
 def test_geometric_refuses_a_factor_that_does_not_grow(factor):
-    with pytest.raises(SettingError, match=r"batch_increase_function\.factor=.*: must be a number above 1"):
+    with pytest.raises(
+        SettingError, match=r"batch_increase_function\.factor=.*: must be a number above 1"
+    ):
         geometric(factor)
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, "2", None])
 def test_geometric_refuses_a_period_that_is_no_number_of_epochs(every):
-    with pytest.raises(SettingError, match=r"batch_increase_function\.every=.*: must be a whole number, 1 to"):
+    with pytest.raises(
+        SettingError, match=r"batch_increase_function\.every=.*: must be a whole number, 1 to"
+    ):
         geometric(2, every=every)
 
 
 def test_a_factor_beyond_all_rows_is_refused_when_it_is_asked():
     with pytest.raises(
-        GrowthFunctionError, match=r"geometric\(factor=1e\+300, every=1\)\(epoch=1, batch_size=4\) returned"
+        GrowthFunctionError,
+        match=r"geometric\(factor=1e\+300, every=1\)\(epoch=1, batch_size=4\) returned",
     ):
         next_batch_size(geometric(1e300), epoch=1, batch_size=4, maximum=None)
 

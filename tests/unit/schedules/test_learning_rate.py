@@ -15,11 +15,20 @@ from torch.optim import lr_scheduler as torchs
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import LearningRate, Reference, parse_reference, scale_learning_rate, schedule_of
+from adaptive_batch.schedules import (
+    LearningRate,
+    Reference,
+    parse_reference,
+    scale_learning_rate,
+    schedule_of,
+)
 
 
 def optimizer(*rates):
-    return SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates], momentum=0.9)
+    return SGD(
+        [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates],
+        momentum=0.9,
+    )
 
 
 def rates(one):
@@ -49,7 +58,9 @@ class Callable:
 
 
 def chained(one):
-    return torchs.ChainedScheduler([torchs.ConstantLR(one, 0.1, total_iters=3), torchs.ExponentialLR(one, 0.9)])
+    return torchs.ChainedScheduler(
+        [torchs.ConstantLR(one, 0.1, total_iters=3), torchs.ExponentialLR(one, 0.9)]
+    )
 
 
 class Floor(LambdaLR):
@@ -64,7 +75,9 @@ FUNCTIONS_OF_THE_STEP = {
     "LambdaLR": lambda one: LambdaLR(one, cosine),
     "LambdaLR of objects": lambda one: LambdaLR(one, Callable()),
     "SequentialLR of LambdaLRs": lambda one: SequentialLR(
-        one, [LambdaLR(one, warm_up), LambdaLR(one, cosine), LambdaLR(one, halves)], milestones=[3, 7]
+        one,
+        [LambdaLR(one, warm_up), LambdaLR(one, cosine), LambdaLR(one, halves)],
+        milestones=[3, 7],
     ),
 }
 COUNTING = {
@@ -77,8 +90,12 @@ COUNTING = {
     "ExponentialLR": lambda one: torchs.ExponentialLR(one, gamma=0.9),
     "PolynomialLR": lambda one: torchs.PolynomialLR(one, total_iters=9, power=2.0),
     "CosineAnnealingLR": lambda one: torchs.CosineAnnealingLR(one, T_max=4, eta_min=1e-3),
-    "CosineAnnealingWarmRestarts": lambda one: torchs.CosineAnnealingWarmRestarts(one, T_0=2, T_mult=2),
-    "CyclicLR": lambda one: torchs.CyclicLR(one, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="exp_range", gamma=0.9),
+    "CosineAnnealingWarmRestarts": lambda one: torchs.CosineAnnealingWarmRestarts(
+        one, T_0=2, T_mult=2
+    ),
+    "CyclicLR": lambda one: torchs.CyclicLR(
+        one, base_lr=0.01, max_lr=0.1, step_size_up=3, mode="exp_range", gamma=0.9
+    ),
     "OneCycleLR": lambda one: OneCycleLR(one, max_lr=0.1, total_steps=20),
     "ChainedScheduler": chained,
     "SequentialLR": lambda one: SequentialLR(
@@ -86,11 +103,17 @@ COUNTING = {
     ),
     "SequentialLR of three": lambda one: SequentialLR(
         one,
-        [torchs.ConstantLR(one, 0.5, total_iters=2), torchs.MultiStepLR(one, [1, 2]), torchs.ExponentialLR(one, 0.9)],
+        [
+            torchs.ConstantLR(one, 0.5, total_iters=2),
+            torchs.MultiStepLR(one, [1, 2]),
+            torchs.ExponentialLR(one, 0.9),
+        ],
         [2, 6],
     ),
 }
-every_scheduler = pytest.mark.parametrize("build", FUNCTIONS_OF_THE_STEP.values(), ids=FUNCTIONS_OF_THE_STEP)
+every_scheduler = pytest.mark.parametrize(
+    "build", FUNCTIONS_OF_THE_STEP.values(), ids=FUNCTIONS_OF_THE_STEP
+)
 every_counting_scheduler = pytest.mark.parametrize("build", COUNTING.values(), ids=COUNTING)
 
 
@@ -116,7 +139,9 @@ def test_scaling_follows_the_batch():
     assert scale_learning_rate(1e-3, 8, 2, "none") == 1e-3
 
 
-@pytest.mark.parametrize("arguments", [(1e-3, 8, 2, "cubic"), (1e-3, 0, 2, "linear"), (1e-3, 8, 0, "sqrt")])
+@pytest.mark.parametrize(
+    "arguments", [(1e-3, 8, 2, "cubic"), (1e-3, 0, 2, "linear"), (1e-3, 8, 0, "sqrt")]
+)
 def test_scaling_by_nonsense_is_refused(arguments):
     with pytest.raises(ValueError, match=r"give one of|must be above 0"):
         scale_learning_rate(*arguments)
@@ -138,10 +163,28 @@ def test_a_reference_is_rows_or_tokens(value, reference, text):
 
 
 @pytest.mark.parametrize(
-    "value", [0, -4, True, 64.0, "64", "tok", "0tok", "-1tok", "nantok", "inftok", "1e999tok", "manytok", "8ktok", None]
+    "value",
+    [
+        0,
+        -4,
+        True,
+        64.0,
+        "64",
+        "tok",
+        "0tok",
+        "-1tok",
+        "nantok",
+        "inftok",
+        "1e999tok",
+        "manytok",
+        "8ktok",
+        None,
+    ],
 )
 def test_another_reference_is_refused(value):
-    with pytest.raises(ValueError, match="give a whole number of rows, 1 or more, or tokens as in 8192tok"):
+    with pytest.raises(
+        ValueError, match="give a whole number of rows, 1 or more, or tokens as in 8192tok"
+    ):
         parse_reference(value)
 
 
@@ -192,7 +235,9 @@ def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
     for step in range(12):
         rate.set(float(step), batch=batch)
         assert [{**group, "params": 0} for group in ours.param_groups] == [
-            {**group, "params": 0, "initial_lr": own["initial_lr"]} if "initial_lr" in own else {**group, "params": 0}
+            {**group, "params": 0, "initial_lr": own["initial_lr"]}
+            if "initial_lr" in own
+            else {**group, "params": 0}
             for group, own in zip(theirs.param_groups, ours.param_groups, strict=True)
         ]
         theirs.step()
@@ -204,7 +249,9 @@ def test_torchtunes_cosine_on_the_clock_is_torchtunes_cosine_stepped():
     schedulers = pytest.importorskip("torchtune.training.lr_schedulers")
     ours, theirs = optimizer(2e-5), optimizer(2e-5)
     build = schedulers.get_cosine_schedule_with_warmup
-    rate = LearningRate(ours, build(ours, num_warmup_steps=7, num_training_steps=50), rule="sqrt", reference=32)
+    rate = LearningRate(
+        ours, build(ours, num_warmup_steps=7, num_training_steps=50), rule="sqrt", reference=32
+    )
     scheduler = build(theirs, num_warmup_steps=7, num_training_steps=50)
     for step in range(50):
         assert rate.set(float(step), batch=32) == theirs.param_groups[0]["lr"]
@@ -221,7 +268,9 @@ def test_the_rate_depends_on_the_clock_alone(clocks):
     assert rates(one) == pytest.approx([0.1 * cosine(clocks[-1]), 0.3 * cosine(clocks[-1])])
 
 
-@pytest.mark.parametrize(("clock", "factor"), [(2.5, 0.875), (3.0, 1.0), (6.75, cosine(3.75)), (7.5, 0.5**0.5)])
+@pytest.mark.parametrize(
+    ("clock", "factor"), [(2.5, 0.875), (3.0, 1.0), (6.75, cosine(3.75)), (7.5, 0.5**0.5)]
+)
 def test_a_sequence_of_lambdas_is_evaluated_between_steps(clock, factor):
     one = optimizer(0.1)
     build = FUNCTIONS_OF_THE_STEP["SequentialLR of LambdaLRs"]
@@ -231,9 +280,15 @@ def test_a_sequence_of_lambdas_is_evaluated_between_steps(clock, factor):
 def test_a_schedule_without_an_optimizer_is_what_multiplies_the_first_base_rate():
     one = optimizer(0.1, 0.3)
     factor = schedule_of(FUNCTIONS_OF_THE_STEP["SequentialLR of LambdaLRs"](one))
-    assert [factor(clock) for clock in (2.5, 3.0, 6.75)] == pytest.approx([0.875, 1.0, cosine(3.75)])
+    assert [factor(clock) for clock in (2.5, 3.0, 6.75)] == pytest.approx(
+        [0.875, 1.0, cosine(3.75)]
+    )
     assert schedule_of(Wrapped(LambdaLR(one, cosine)))(4) == cosine(4)
-    for scheduler, name in ((None, "None"), (StepLR(one, 2), "'StepLR'"), (Wrapped(StepLR(one, 2)), "'StepLR'")):
+    for scheduler, name in (
+        (None, "None"),
+        (StepLR(one, 2), "'StepLR'"),
+        (Wrapped(StepLR(one, 2)), "'StepLR'"),
+    ):
         with pytest.raises(SettingError, match=rf"^lr_scheduler={name}: .*needs a LambdaLR"):
             schedule_of(scheduler)
 
@@ -324,7 +379,9 @@ def test_groups_that_share_a_tensor_are_scaled_once():
 @pytest.mark.parametrize("make", ["numbers", "tensors"])
 def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled(build, make):
     """It is stepped by the script, after each step of its optimizer, which sees its rate x batch / reference."""
-    ours, theirs = (optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3) for _ in range(2))
+    ours, theirs = (
+        optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3) for _ in range(2)
+    )
     rate = LearningRate(ours, rule="linear", reference=4)
     own, torchs_own = build(ours), build(theirs)
     for clock, batch in enumerate((4, 16, 8, 8, 2, 12, 4)):
@@ -342,7 +399,10 @@ def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled
 @every_scheduler
 def test_after_a_step_the_groups_hold_what_they_hold_without_a_rule(build):
     one, other = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
-    scaled, plain = LearningRate(one, build(one), rule="linear", reference=4), LearningRate(other, build(other))
+    scaled, plain = (
+        LearningRate(one, build(one), rule="linear", reference=4),
+        LearningRate(other, build(other)),
+    )
     for clock, batch in enumerate((4, 16, 8, 1)):
         plain.set(clock)
         assert scaled.set(clock, batch=batch) == rates(other)[0] * (batch / 4)
@@ -373,7 +433,10 @@ def test_a_rate_that_is_written_between_the_step_and_what_it_is_set_by_is_refuse
     assert rate.set(1, batch=8) == pytest.approx(0.18)
     torchs_own.step()
     one.step()
-    with pytest.raises(SettingError, match=r"^lr_scaling='linear': another lr was set after the step's own and before"):
+    with pytest.raises(
+        SettingError,
+        match=r"^lr_scaling='linear': another lr was set after the step's own and before",
+    ):
         rate.set(2, batch=8)
 
 
@@ -439,7 +502,10 @@ def test_a_wrapped_optimizer_is_the_one_inside(wrap):
 def test_whether_somebody_else_steps_the_scheduler_too_makes_no_difference(name):
     one, other = optimizer(0.1), optimizer(0.1)
     scheduler = FUNCTIONS_OF_THE_STEP[name](one)
-    rate, alone = LearningRate(one, scheduler), LearningRate(other, FUNCTIONS_OF_THE_STEP[name](other))
+    rate, alone = (
+        LearningRate(one, scheduler),
+        LearningRate(other, FUNCTIONS_OF_THE_STEP[name](other)),
+    )
     for clock in range(9):
         assert rate.set(clock) == alone.set(clock)
         one.step()
@@ -488,10 +554,14 @@ def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers
     for clock, batch in enumerate(CHANGING):
         saved.append(through_a_file(ours.state_dict()))
         rate.set(float(clock), batch=batch)
-        trace.append([{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups])
+        trace.append(
+            [{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups]
+        )
         ours.step()
     for start, state in enumerate(saved):
-        ours, rate = build_run(build, rule, make=make, load=state, optimizers_first=optimizers_first)
+        ours, rate = build_run(
+            build, rule, make=make, load=state, optimizers_first=optimizers_first
+        )
         for clock in range(start, len(CHANGING)):
             rate.set(float(clock), batch=CHANGING[clock])
             now = [{**group, "lr": float(group["lr"]), "params": 0} for group in ours.param_groups]
@@ -512,13 +582,17 @@ def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
         ours = optimizer(0.1)
         ours.load_state_dict(state)
         rate = LearningRate(ours, LambdaLR(ours, cosine, start - 1), rule="linear", reference=4)
-        assert [rate.set(clock, batch=CHANGING[clock]) for clock in range(start, len(CHANGING))] == trace[start:]
+        assert [
+            rate.set(clock, batch=CHANGING[clock]) for clock in range(start, len(CHANGING))
+        ] == trace[start:]
 
 
 # --- refused ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", [*COUNTING.values(), ReduceLROnPlateau], ids=[*COUNTING, "ReduceLROnPlateau"])
+@pytest.mark.parametrize(
+    "build", [*COUNTING.values(), ReduceLROnPlateau], ids=[*COUNTING, "ReduceLROnPlateau"]
+)
 @pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped], ids=["plain", "wrapped"])
 def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
     one = optimizer(0.1)
@@ -548,7 +622,9 @@ def test_a_group_that_the_scheduler_does_not_know_is_refused():
     rate = LearningRate(one, LambdaLR(one, cosine))
     rate.set(0)
     one.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))]})
-    with pytest.raises(SettingError, match="it was built for 1 parameter groups, and the optimizer has 2"):
+    with pytest.raises(
+        SettingError, match="it was built for 1 parameter groups, and the optimizer has 2"
+    ):
         rate.set(1)
 
 

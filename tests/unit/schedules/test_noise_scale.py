@@ -33,7 +33,9 @@ def test_both_estimates_are_right_on_average_over_every_step_that_there_can_be(p
     small, big = sizes
     drawn = list(itertools.product(population, repeat=big))
     found = [
-        NoiseSample(small, squared_norm_of_mean(rows[:small]), big, squared_norm_of_mean(rows)).estimates()
+        NoiseSample(
+            small, squared_norm_of_mean(rows[:small]), big, squared_norm_of_mean(rows)
+        ).estimates()
         for rows in drawn
     ]
     mean_row = squared_norm_of_mean(population)
@@ -66,7 +68,10 @@ def test_the_small_batch_is_a_quarter_of_the_rows_and_never_all_of_them():
 
 def test_the_squared_norm_is_of_all_gradients_whatever_their_types():
     types = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float16)
-    gradients = [torch.randn(7, 5, generator=torch.Generator().manual_seed(n)).to(t) for n, t in enumerate(types)]
+    gradients = [
+        torch.randn(7, 5, generator=torch.Generator().manual_seed(n)).to(t)
+        for n, t in enumerate(types)
+    ]
     exact = sum(float(gradient.double().square().sum()) for gradient in gradients)
     found = squared_norm(gradients)
     assert (found.dtype, float(found)) == (torch.float32, pytest.approx(exact, rel=1e-6))
@@ -149,7 +154,11 @@ def test_each_step_is_sampled_until_there_is_a_value_then_every_fifth_also_after
 NORMS = st.floats(0, 1e6)
 
 
-@given(norms=st.lists(st.tuples(NORMS, NORMS), max_size=20), cut=st.integers(0, 20), decay=st.floats(0, 0.999))
+@given(
+    norms=st.lists(st.tuples(NORMS, NORMS), max_size=20),
+    cut=st.integers(0, 20),
+    decay=st.floats(0, 0.999),
+)
 def test_it_goes_on_from_plain_numbers_to_the_bit(norms, cut, decay):
     whole, first, second = (NoiseScale(decay=decay, min_samples=2) for _ in range(3))
     for small, big in norms:
@@ -180,7 +189,9 @@ class MeanEstimation:
         self.model = nn.ParameterList([nn.Parameter(torch.zeros(DIMENSIONS))])
 
     def rows(self, count):
-        drawn = torch.randn(count, DIMENSIONS, generator=self.generator) * self.deviations + self.mean
+        drawn = (
+            torch.randn(count, DIMENSIONS, generator=self.generator) * self.deviations + self.mean
+        )
         return [{"tokens": [0, 0], "labels": [IGNORED, 0], "x": x} for x in drawn]
 
     def runner(self, limit, **settings):
@@ -188,7 +199,8 @@ class MeanEstimation:
             self.model,
             limit,
             collate=lambda rows: {
-                key: torch.stack([torch.as_tensor(row[key]) for row in rows]) for key in ("tokens", "labels", "x")
+                key: torch.stack([torch.as_tensor(row[key]) for row in rows])
+                for key in ("tokens", "labels", "x")
             },
             mean_loss=lambda batch: 0.5 * (self.model[0] - batch["x"]).square().sum(1).mean(),
             measures_noise=True,
@@ -242,13 +254,20 @@ def test_by_tokens_within_a_tenth_of_the_closed_form(true, kind, one_thread):
 def test_a_small_batch_of_long_rows_would_be_far_off(one_thread):
     problem = TokenMeans(noise_scale=16.0, seed=1)
     sampler = problem.sampler(BY_TOKENS)
-    value = estimated(problem, sampler, 100, order=lambda rows: sorted(rows, key=lambda row: -len(row["tokens"])))
+    value = estimated(
+        problem, sampler, 100, order=lambda rows: sorted(rows, key=lambda row: -len(row["tokens"]))
+    )
     assert value is None or not 8 < value < 32
 
 
 def test_all_layouts_say_the_same_of_the_same_rows(one_thread):
     problem = TokenMeans(noise_scale=16.0, seed=2)
     rows = problem.rows(32)
-    first, *others = [vars(problem.sampler(BY_TOKENS, kind)(rows)).values() for kind in ("padded", "grouped", "packed")]
+    first, *others = [
+        vars(problem.sampler(BY_TOKENS, kind)(rows)).values()
+        for kind in ("padded", "grouped", "packed")
+    ]
     for other in others:
-        assert [float(value) for value in other] == pytest.approx([float(value) for value in first], rel=1e-6)
+        assert [float(value) for value in other] == pytest.approx(
+            [float(value) for value in first], rel=1e-6
+        )

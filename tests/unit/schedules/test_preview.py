@@ -67,7 +67,9 @@ def test_the_ramp_of_bert24_by_hand():
     assert [stage.last.samples for stage in (first, second, third)] == [320, 640, 1280]
     assert [stage.first.epochs for stage in (first, second, third)] == [0.0, 0.5, 1.0]
     assert [stage.last.epochs for stage in (first, second, third)] == [0.5, 1.0, 2.0]
-    assert [(stage.micro_batches_least, stage.micro_batches_most) for stage in (first, second, third)] == [
+    assert [
+        (stage.micro_batches_least, stage.micro_batches_most) for stage in (first, second, third)
+    ] == [
         (1, 1),
         (2, 2),
         (4, 4),
@@ -96,7 +98,9 @@ def test_a_short_last_step_belongs_to_its_stage_and_an_epoch_ends_none():
 
 
 def test_a_plan_without_tokens_or_without_steps_says_so():
-    assert "a number not known before of tokens" in table(stages_of(of_batches([8, 8])), unit="rows", ranks=1)
+    assert "a number not known before of tokens" in table(
+        stages_of(of_batches([8, 8])), unit="rows", ranks=1
+    )
     assert table([], unit="rows", ranks=1, notes=["why"]) == "no step is left\nwhy"
     assert stages_of([]) == []
 
@@ -120,7 +124,9 @@ def test_stages_hold_all_steps_in_order_in_no_more_than_the_lines(batches):
     stages = stages_of(of_batches(batches))
     assert len(stages) <= 2 * SHOWN + 1
     assert sum(stage.steps for stage in stages) == len(batches)
-    assert all(before.last.steps == after.first.steps for before, after in itertools.pairwise(stages))
+    assert all(
+        before.last.steps == after.first.steps for before, after in itertools.pairwise(stages)
+    )
     for stage in stages:
         of_stage = batches[stage.first.steps : stage.last.steps]
         assert (stage.batch_least, stage.batch_most) == (min(of_stage), max(of_stage))
@@ -149,7 +155,12 @@ DATA = {"ranks": 1, "rows_per_epoch": 640, "drop_last": False}
 
 def test_a_schedule_whose_stages_all_have_steps_has_no_notes():
     assert check_stages(BERT24, progress_of(planned(BERT24, rows=640, epochs=2)), **DATA) == []
-    assert check_stages(lambda progress: 8, progress_of(planned(lambda progress: 8, rows=64, epochs=1)), **DATA) == []
+    assert (
+        check_stages(
+            lambda progress: 8, progress_of(planned(lambda progress: 8, rows=64, epochs=1)), **DATA
+        )
+        == []
+    )
 
 
 def test_a_stage_that_training_ends_before_is_named():
@@ -160,7 +171,9 @@ def test_a_stage_that_training_ends_before_is_named():
 
 def test_a_stage_that_is_too_short_for_a_step_is_refused():
     short = steps([128, 16, 64], ["100sp", "120sp"])
-    with pytest.raises(SettingError, match="no step has batch 16, asked for from 100sp on: that is over before"):
+    with pytest.raises(
+        SettingError, match="no step has batch 16, asked for from 100sp on: that is over before"
+    ):
         check_stages(short, progress_of(planned(short, rows=640, epochs=1)), **DATA)
 
 
@@ -179,10 +192,15 @@ def test_what_lies_behind_is_not_looked_for():
 def test_a_stage_that_drop_last_drops_whole_is_refused():
     ahead = progress_of(planned(BERT24, rows=100, epochs=2, ranks=2))
     with pytest.raises(
-        SettingError, match=r"^batch_size_schedule=64: 64 rows on each of 2 devices .*ask for 50 or fewer"
+        SettingError,
+        match=r"^batch_size_schedule=64: 64 rows on each of 2 devices .*ask for 50 or fewer",
     ):
         check_stages(BERT24, ahead, ranks=2, rows_per_epoch=100, drop_last=True)
-    for others in ({"drop_last": False}, {"drop_last": True, "maximum": 50}, {"drop_last": True, "unit": "tokens"}):
+    for others in (
+        {"drop_last": False},
+        {"drop_last": True, "maximum": 50},
+        {"drop_last": True, "unit": "tokens"},
+    ):
         check_stages(BERT24, ahead, ranks=2, rows_per_epoch=100, **others)
 
 
@@ -190,7 +208,9 @@ def test_a_stage_that_drop_last_drops_whole_is_refused():
 
 
 def ahead(increment, *, first_epoch=0, epochs=4, batch_size=16, maximum=None):
-    return batch_sizes_ahead(increment, first_epoch=first_epoch, epochs=epochs, batch_size=batch_size, maximum=maximum)
+    return batch_sizes_ahead(
+        increment, first_epoch=first_epoch, epochs=epochs, batch_size=batch_size, maximum=maximum
+    )
 
 
 def test_a_pure_growth_function_is_known_to_the_end():
@@ -233,15 +253,24 @@ def test_an_answer_that_cannot_be_used_is_refused_ahead():
 @pytest.mark.parametrize("answer", [-1, 4.0, None, True, 10**12], ids=repr)
 def test_before_it_is_known_what_fits_a_later_answer_is_refused_too(answer):
     with pytest.raises(GrowthFunctionError, match=r"\(epoch=3, batch_size=16\) returned"):
-        check_increments(lambda epoch, batch_size: answer if epoch == 3 else 8, first_epoch=0, epochs=5, batch_size=16)
+        check_increments(
+            lambda epoch, batch_size: answer if epoch == 3 else 8,
+            first_epoch=0,
+            epochs=5,
+            batch_size=16,
+        )
 
 
 def test_before_it_is_known_what_fits_an_answer_that_a_cut_may_make_good_is_not_refused():
     check_increments(geometric(2), first_epoch=0, epochs=100, batch_size=16)
-    check_increments(lambda epoch, batch_size: 32 - 2 * batch_size, first_epoch=0, epochs=5, batch_size=4)
+    check_increments(
+        lambda epoch, batch_size: 32 - 2 * batch_size, first_epoch=0, epochs=5, batch_size=4
+    )
 
 
 def test_answers_are_asked_of_a_copy_for_the_epochs_that_are_ahead_alone():
     asked = []
-    check_increments(lambda epoch, batch_size: asked.append(epoch) or 1, first_epoch=2, epochs=4, batch_size=16)
+    check_increments(
+        lambda epoch, batch_size: asked.append(epoch) or 1, first_epoch=2, epochs=4, batch_size=16
+    )
     assert asked == [2, 3]

@@ -26,7 +26,9 @@ def parameters(size=4):
 def train(optimizer, weights, batches, *, rule="sqrt", first=0, reference=8):
     """Step with gradients that depend on the step's number alone; return what each step saw."""
     rate, seen = LearningRate(optimizer, rule=rule, reference=reference, scale_with_batch=BOTH), []
-    optimizer.register_step_pre_hook(lambda one, *_: seen.append(copy.deepcopy(one.param_groups[0])))
+    optimizer.register_step_pre_hook(
+        lambda one, *_: seen.append(copy.deepcopy(one.param_groups[0]))
+    )
     for step, batch in enumerate(batches, start=first):
         generator = torch.Generator().manual_seed(step)
         weights[0].grad = torch.randn(weights[0].shape, generator=generator)
@@ -40,7 +42,9 @@ def train(optimizer, weights, batches, *, rule="sqrt", first=0, reference=8):
 def test_the_half_life_of_beta2_stays_in_rows(beta2, ratio):
     scaled = scale_beta2(beta2, ratio)
     if 0.9 < scaled < 0.9999:
-        assert math.log(0.5) / math.log(scaled) * ratio == pytest.approx(math.log(0.5) / math.log(beta2), rel=1e-6)
+        assert math.log(0.5) / math.log(scaled) * ratio == pytest.approx(
+            math.log(0.5) / math.log(beta2), rel=1e-6
+        )
     assert 0.9 <= scaled <= 0.9999
     assert scale_beta2(beta2, 1.0) == beta2
 
@@ -55,9 +59,9 @@ def test_beta2_is_kept_within_bounds_that_what_is_configured_widens():
 @pytest.mark.parametrize(("rule", "expected"), [("none", 4.0), ("sqrt", 2.0), ("linear", 1.0)])
 def test_weights_that_nothing_trains_decay_alike_over_the_same_rows_under_each_rule(rule, expected):
     """To first order: (1 - rate x decay) to the power of the steps is what AdamW leaves of a weight without gradients."""
-    assert scale_weight_decay(0.1, 4.0, {"none": 1.0, "sqrt": 2.0, "linear": 4.0}[rule]) == pytest.approx(
-        0.1 * expected
-    )
+    assert scale_weight_decay(
+        0.1, 4.0, {"none": 1.0, "sqrt": 2.0, "linear": 4.0}[rule]
+    ) == pytest.approx(0.1 * expected)
     left = {}
     for batch in (8, 32):
         weight = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
@@ -75,7 +79,9 @@ def test_weights_that_nothing_trains_decay_alike_over_the_same_rows_under_each_r
 def test_each_step_sees_what_belongs_to_its_batch_and_what_is_saved_is_the_base(kind):
     weights = parameters()
     optimizer = kind(weights, lr=0.1, betas=(0.9, 0.99), weight_decay=0.02)
-    before = copy.deepcopy({key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")})
+    before = copy.deepcopy(
+        {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
+    )
     seen = train(optimizer, weights, [8, 16, 4, 32])
     for group, ratio in zip(seen, [1, 2, 0.5, 4], strict=True):
         assert group["betas"] == (0.9, min(0.9999, 0.99**ratio))
@@ -135,7 +141,9 @@ def test_torchaos_low_bit_steps_are_compiled_once_and_follow_too():
         assert float(group["weight_decay"]) == pytest.approx(0.1 * math.sqrt(ratio), rel=1e-6)
     reference = parameters(64)
     train(AdamW(reference, lr=0.01, weight_decay=0.1), reference, [8, 16, 24, 40])
-    assert torch.allclose(weights[0], reference[0], atol=0.01)  # four steps of at most 0.02, states of 8 bits
+    assert torch.allclose(
+        weights[0], reference[0], atol=0.01
+    )  # four steps of at most 0.02, states of 8 bits
 
 
 def test_a_weight_decay_that_is_written_between_the_step_and_what_it_is_set_by_is_refused():
@@ -146,7 +154,8 @@ def test_a_weight_decay_that_is_written_between_the_step_and_what_it_is_set_by_i
     optimizer.param_groups[0]["weight_decay"] = 0.5
     optimizer.step()
     with pytest.raises(
-        SettingError, match=r"scale_with_batch=.*per_token.*: another weight_decay was set after the step's own"
+        SettingError,
+        match=r"scale_with_batch=.*per_token.*: another weight_decay was set after the step's own",
     ):
         rate.set(1, batch=16)
 
@@ -173,15 +182,31 @@ def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_va
             {"beta2": "half_life"},
             r"scale_with_batch\.beta2='half_life': .*SGD have no betas",
         ),
-        (Adafactor(parameters()), {"beta2": "half_life"}, r"scale_with_batch\.beta2=.*Adafactor have no betas"),
-        (SGD(parameters(), lr=0.1), {"weight_decay": "per_token"}, r"weight_decay of SGD is 0; set it, or remove this"),
+        (
+            Adafactor(parameters()),
+            {"beta2": "half_life"},
+            r"scale_with_batch\.beta2=.*Adafactor have no betas",
+        ),
+        (
+            SGD(parameters(), lr=0.1),
+            {"weight_decay": "per_token"},
+            r"weight_decay of SGD is 0; set it, or remove this",
+        ),
         (
             AdamW(parameters()),
             {"beta1": "half_life"},
             r"scale_with_batch\.beta1='half_life': give beta2: half_life, weight",
         ),
-        (AdamW(parameters()), {"beta2": True}, r"scale_with_batch\.beta2=True: give beta2: half_life"),
-        (AdamW(parameters()), "beta2", r"scale_with_batch='beta2': give a block of beta2: half_life"),
+        (
+            AdamW(parameters()),
+            {"beta2": True},
+            r"scale_with_batch\.beta2=True: give beta2: half_life",
+        ),
+        (
+            AdamW(parameters()),
+            "beta2",
+            r"scale_with_batch='beta2': give a block of beta2: half_life",
+        ),
     ):
         with pytest.raises(SettingError, match=message):
             LearningRate(optimizer, reference=8, scale_with_batch=names)

@@ -92,7 +92,9 @@ def trained(schedule, **settings):
     ],
     ids=["half a cosine", "a quarter", "a line", "half a cosine after a warm-up", "constant"],
 )
-def test_all_rows_take_the_mean_of_the_schedule_times_the_steps_of_a_constant_batch(schedule, share):
+def test_all_rows_take_the_mean_of_the_schedule_times_the_steps_of_a_constant_batch(
+    schedule, share
+):
     steps = trained(schedule)
     assert sum(rows for _, rows, _ in steps) == ROWS
     by_hand, done, peak = [], 0, 0.0
@@ -110,10 +112,14 @@ def test_all_rows_take_the_mean_of_the_schedule_times_the_steps_of_a_constant_ba
     "settings", [{}, {"factor": 2}, {"factor": 1.1}, {"maximum": 32}, {"factor": 2, "maximum": 48}]
 )
 @pytest.mark.parametrize("warmup", [0, 100])
-def test_at_equal_rows_the_rate_over_the_root_of_the_batch_is_what_the_schedule_alone_gives(settings, warmup):
+def test_at_equal_rows_the_rate_over_the_root_of_the_batch_is_what_the_schedule_alone_gives(
+    settings, warmup
+):
     schedule = half_cosine(warmup)
     for clock, rows, rate in trained(schedule, **settings):
-        assert rate / math.sqrt(rows) == pytest.approx(0.1 * schedule(clock) / math.sqrt(BATCH), rel=1e-12, abs=1e-300)
+        assert rate / math.sqrt(rows) == pytest.approx(
+            0.1 * schedule(clock) / math.sqrt(BATCH), rel=1e-12, abs=1e-300
+        )
 
 
 def test_a_warm_up_is_not_touched():
@@ -181,7 +187,9 @@ def test_several_epochs_are_one_decay():
     assert sum(rows for _, rows, _ in steps) == ROWS
     assert len(steps) == pytest.approx(TOTAL / 2, abs=0.01 * TOTAL)
     for clock, rows, rate in steps:
-        assert rate == pytest.approx(0.1 * half_cosine()(clock) * math.sqrt(rows / BATCH), rel=1e-12)
+        assert rate == pytest.approx(
+            0.1 * half_cosine()(clock) * math.sqrt(rows / BATCH), rel=1e-12
+        )
 
 
 def test_where_the_rate_rises_again_the_batch_shrinks_again():
@@ -200,7 +208,9 @@ def test_by_tokens_the_clock_is_the_part_of_the_tokens():
     for some in loop:
         result = loop.run(some)
         clock = done / total * steps
-        assert loop.learning_rate == pytest.approx(0.1 * schedule(clock) * math.sqrt(len(some) / BATCH), rel=1e-9)
+        assert loop.learning_rate == pytest.approx(
+            0.1 * schedule(clock) * math.sqrt(len(some) / BATCH), rel=1e-9
+        )
         assert len(some) == math.floor(BATCH / schedule(clock) + 0.5) or loop.progress.epoch
         done += result.tokens
         optimizer.step()
@@ -211,13 +221,18 @@ def test_by_tokens_the_clock_is_the_part_of_the_tokens():
 def test_a_step_of_tokens_grows_as_one_of_rows_does():
     schedule = lambda step: 1 - step / 128  # noqa: E731
     loop, optimizer = loop_of(
-        schedule, rows=Rows(512, tokens=lambda row: 4), sampling=Sampling(batch_tokens=16), micro_batch_tokens=64
+        schedule,
+        rows=Rows(512, tokens=lambda row: 4),
+        sampling=Sampling(batch_tokens=16),
+        micro_batch_tokens=64,
     )
     for some in loop:
         clock = loop.progress.samples / 4
         loop.run(some)
         assert len(some) == math.floor(16 / schedule(clock) + 0.5) // 4 or loop.progress.epoch
-        assert loop.learning_rate == pytest.approx(0.1 * schedule(clock) * math.sqrt(len(some) / 4), rel=1e-12)
+        assert loop.learning_rate == pytest.approx(
+            0.1 * schedule(clock) * math.sqrt(len(some) / 4), rel=1e-12
+        )
         optimizer.step()
         optimizer.zero_grad()
 
@@ -260,7 +275,10 @@ def test_what_cannot_be_used_is_refused_with_key_value_and_fix():
     model = torch.nn.Linear(1, 1)
     step_lr = StepLR(torch.optim.SGD(model.parameters(), lr=0.1), 1)
     for message, settings in (
-        (r"batch_size_schedule\.maximum=2: training starts with 8; give that or more", {"maximum": 2}),
+        (
+            r"batch_size_schedule\.maximum=2: training starts with 8; give that or more",
+            {"maximum": 2},
+        ),
         (r"lr_scaling='linear': seesaw\(.*leave lr_scaling out", {"lr_scaling": "linear"}),
         (
             r"lr_clock='steps': seesaw\(.*takes fewer steps for the same data; give samples or tokens",

@@ -25,7 +25,13 @@ from adaptive_batch.torchtune import (
     without_effect,
     without_effect_on,
 )
-from adaptive_batch.torchtune.checks import TO_TRAIN, check_all_is_trained, check_loss, check_output_dir, complete
+from adaptive_batch.torchtune.checks import (
+    TO_TRAIN,
+    check_all_is_trained,
+    check_loss,
+    check_output_dir,
+    complete,
+)
 from adaptive_batch.torchtune.config_errors import check_file, plainly
 from adaptive_batch.torchtune.rate import check_scheduler
 
@@ -70,7 +76,9 @@ def test_a_full_config_of_torchtune_is_taken(name):
     check(OmegaConf.load(STOCK / name))
 
 
-UNREAD = {"dev/8B_full_experimental.yaml": ["memory_efficient_fsdp_wrap"]}  # by torchtune's own recipes either
+UNREAD = {
+    "dev/8B_full_experimental.yaml": ["memory_efficient_fsdp_wrap"]
+}  # by torchtune's own recipes either
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -90,8 +98,16 @@ def test_every_key_of_a_full_config_of_torchtune_is_known_in_all_recipes(name):
             "model",
             "give the full model: model=torchtune.models.llama3_2.llama3_2_1b ~",
         ),
-        ("llama3_2/1B_qlora_single_device", "model", "model=torchtune.models.llama3_2.llama3_2_1b ~model.lora_attn_"),
-        ("qwen2/0.5B_lora", "model", "model=torchtune.models.qwen2.qwen2_0_5b ~model.lora_attn_modules ~model.apply_"),
+        (
+            "llama3_2/1B_qlora_single_device",
+            "model",
+            "model=torchtune.models.llama3_2.llama3_2_1b ~model.lora_attn_",
+        ),
+        (
+            "qwen2/0.5B_lora",
+            "model",
+            "model=torchtune.models.qwen2.qwen2_0_5b ~model.lora_attn_modules ~model.apply_",
+        ),
         ("llama3/8B_dora", "model", "~model.lora_alpha ~model.use_dora"),
         ("llama3_2/8B_to_1B_KD_lora_single_device", "teacher_model", "nothing is distilled here"),
         ("llama2/7B_qat_full", "quantizer", "with nothing quantized"),
@@ -130,9 +146,15 @@ def with_adapters():
 
 
 def test_adapters_are_refused_before_weights_load_and_data_are_read(small):
-    own = ("tokenizer.path=nowhere", "checkpointer.checkpoint_dir=nowhere", "dataset.data_files=nowhere")
+    own = (
+        "tokenizer.path=nowhere",
+        "checkpointer.checkpoint_dir=nowhere",
+        "dataset.data_files=nowhere",
+    )
     changed = [f"model.{key}={value}".replace("'", "") for key, value in LORA.items()]
-    with pytest.raises(SettingError, match=r"qwen2\.lora_qwen2': .*adapters by `tune run adaptive_lora_finetune`"):
+    with pytest.raises(
+        SettingError, match=r"qwen2\.lora_qwen2': .*adapters by `tune run adaptive_lora_finetune`"
+    ):
         small.run_in_process(OURS, *own, *changed)
 
 
@@ -158,36 +180,62 @@ def test_a_key_that_is_missing_is_named(key):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"output_dir": "${nowhere}/x"}, r"output_dir='\${nowhere}/x': Interpolation key 'nowhere' not found"),
+        (
+            {"output_dir": "${nowhere}/x"},
+            r"output_dir='\${nowhere}/x': Interpolation key 'nowhere' not found",
+        ),
         ({"dataset.source": "${no.where}"}, r"dataset\.source='\${no\.where}': Interpolation key"),
         (
             {"model": "torchtune.models.qwen2.qwen2"},
             r"model='torchtune\.models\.qwen2\.qwen2': give a block with _comp",
         ),
         ({"loss": None}, "loss=None: give a block with _component_"),
-        ({"dataset": [{"source": "json"}]}, r"dataset={'source': 'json'}: give a block with _component_"),
+        (
+            {"dataset": [{"source": "json"}]},
+            r"dataset={'source': 'json'}: give a block with _component_",
+        ),
         ({"model": "${nowhere}"}, r"model='\${nowhere}': Interpolation key 'nowhere' not found"),
-        ({"mine": [1, "${nowhere}"]}, r"mine\[1\]='\${nowhere}': Interpolation key 'nowhere' not found"),
+        (
+            {"mine": [1, "${nowhere}"]},
+            r"mine\[1\]='\${nowhere}': Interpolation key 'nowhere' not found",
+        ),
         ({"dtype": "fp8"}, "dtype='fp8': .* give bf16 or fp32"),
         ({"device": "gpu"}, "device='gpu': Expected one of cpu, cuda.* give cuda or cpu"),
         *(
             ({"seed": value}, "seed=.*: give a whole number, 0 to 4294967295, or null")
             for value in (-1, 1.5, "abc", True, [1], 2**32)
         ),
-        *(({"log_every_n_steps": value}, "log_every_n_steps=.*: give a whole number") for value in (0, -1, 1.5, "abc")),
+        *(
+            ({"log_every_n_steps": value}, "log_every_n_steps=.*: give a whole number")
+            for value in (0, -1, 1.5, "abc")
+        ),
         *(
             ({key: "maybe"}, f"{key}='maybe': give True or False")
-            for key in ("shuffle", "resume_from_checkpoint", "compile", "enable_activation_checkpointing")
+            for key in (
+                "shuffle",
+                "resume_from_checkpoint",
+                "compile",
+                "enable_activation_checkpointing",
+            )
         ),
         ({"log_peak_memory_stats": 3}, "log_peak_memory_stats=3: give True or False"),
-        ({"cudnn_deterministic_mode": "some"}, "cudnn_deterministic_mode='some': give default, warn or error"),
+        (
+            {"cudnn_deterministic_mode": "some"},
+            "cudnn_deterministic_mode='some': give default, warn or error",
+        ),
         ({"clip_grad_norm": "lots"}, "clip_grad_norm='lots': give the largest norm"),
         ({"clip_grad_norm": -1.0}, "clip_grad_norm=-1.0: give the largest norm"),
-        ({"clip_grad_norm": 0}, "clip_grad_norm=0: give the largest norm of all gradients, above 0"),
+        (
+            {"clip_grad_norm": 0},
+            "clip_grad_norm=0: give the largest norm of all gradients, above 0",
+        ),
         ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0: give the largest norm"),
         ({"clip_grad_norm": "0"}, "clip_grad_norm='0': give the largest norm"),
         ({"clip_grad_norm": "nan"}, "clip_grad_norm='nan': give the largest norm"),
-        ({"custom_sharded_layers": "output"}, "custom_sharded_layers='output': give a list of names"),
+        (
+            {"custom_sharded_layers": "output"},
+            "custom_sharded_layers='output': give a list of names",
+        ),
         ({"custom_sharded_layers": [1]}, r"custom_sharded_layers=\[1\]: give a list of names"),
     ],
     ids=str,
@@ -211,8 +259,14 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
             {"optimizer.lr": -1.0},
             r"optimizer='torch\.optim\.AdamW': it cannot be built: ValueError: Invalid learning rate",
         ),
-        ({"optimizer.lr": "abc"}, r"optimizer='torch\.optim\.AdamW': it cannot be built: TypeError"),
-        ({"model.nlayers": 2}, r"model='torchtune\.models\.qwen2\.qwen2': it cannot be built: TypeError: .*'nlayers'"),
+        (
+            {"optimizer.lr": "abc"},
+            r"optimizer='torch\.optim\.AdamW': it cannot be built: TypeError",
+        ),
+        (
+            {"model.nlayers": 2},
+            r"model='torchtune\.models\.qwen2\.qwen2': it cannot be built: TypeError: .*'nlayers'",
+        ),
         (
             {"model.embed_dim": 33},
             r"model='torchtune\.models\.qwen2\.qwen2': it cannot be built: ValueError: embed_dim",
@@ -220,7 +274,10 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
         ({"loss.ignore_idx": 3}, "loss='.*': it cannot be built: TypeError: .*'ignore_idx'"),
         ({"lr_scheduler": "a.b"}, "lr_scheduler='a.b': give a block with _component_"),
         ({"checkpointer": 3}, "checkpointer=3: give a block with _component_"),
-        ({"metric_logger": {"_component_": None}}, "metric_logger=.*: give a block with _component_"),
+        (
+            {"metric_logger": {"_component_": None}},
+            "metric_logger=.*: give a block with _component_",
+        ),
     ],
     ids=str,
 )
@@ -309,7 +366,10 @@ def test_a_model_that_cannot_be_built_without_memory_is_looked_at_when_it_is_the
     cfg.model = {"_component_": f"{__name__}.LooksAtValues"}
     job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
     job.check_model()
-    with pytest.raises(SettingError, match=r"^model='[\w.]*test_checks\.LooksAtValues': every weight is trained here"):
+    with pytest.raises(
+        SettingError,
+        match=r"^model='[\w.]*test_checks\.LooksAtValues': every weight is trained here",
+    ):
         job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
 
 
@@ -367,7 +427,9 @@ def test_a_component_that_cannot_be_imported_is_one_line_with_the_cause():
 def test_a_block_without_a_component_is_one_line_too():
     with pytest.raises(Exception, match="Cannot instantiate") as error:
         config.instantiate(OmegaConf.create({"lr": 1}))
-    assert str(plainly(error.value)).startswith("_component_=None: Cannot instantiate specified object. ")
+    assert str(plainly(error.value)).startswith(
+        "_component_=None: Cannot instantiate specified object. "
+    )
 
 
 def test_other_errors_stay_what_they_are():
@@ -380,6 +442,7 @@ def test_a_scheduler_that_cannot_be_built_is_refused_by_its_key():
     name = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     cfg = OmegaConf.create({"lr_scheduler": {"_component_": name, "num_warmup_steps": "ten"}})
     with pytest.raises(
-        SettingError, match=r"lr_scheduler='torchtune.*it cannot be built: TypeError: '<' not supported"
+        SettingError,
+        match=r"lr_scheduler='torchtune.*it cannot be built: TypeError: '<' not supported",
     ):
         check_scheduler(cfg)

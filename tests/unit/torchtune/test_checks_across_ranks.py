@@ -43,7 +43,13 @@ def test_a_stock_configuration_for_many_devices_is_taken_as_it_is(name):
 
 @pytest.mark.parametrize("name", DISTRIBUTED)
 def test_every_key_of_a_stock_configuration_is_known_to_be_torchtunes(name):
-    known = {*TORCHTUNE_KEYS, "save_adapter_weights_only", "model_type", "tensor_parallel_dim", "model_dir"}
+    known = {
+        *TORCHTUNE_KEYS,
+        "save_adapter_weights_only",
+        "model_type",
+        "tensor_parallel_dim",
+        "model_dir",
+    }
     assert {str(key) for key in OmegaConf.load(DISTRIBUTED[name])} - known == set()
 
 
@@ -70,7 +76,8 @@ def test_an_optimizer_that_needs_the_device_is_refused_with_offloading():
         "optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"},
     }
     with pytest.raises(
-        SettingError, match=r"bitsandbytes\.optim\.PagedAdamW8bit cannot step parameters that lie on the host"
+        SettingError,
+        match=r"bitsandbytes\.optim\.PagedAdamW8bit cannot step parameters that lie on the host",
     ):
         check_parallel(OmegaConf.create(cfg), world_size=8)
 
@@ -94,12 +101,17 @@ def test_what_differs_is_named_with_both_values():
 
 def test_a_function_that_answers_differently_is_refused_with_the_rank(monkeypatch):
     monkeypatch.setattr(distributed, "all_gather", lambda mine: [mine, {"f in epoch 1": "9"}])
-    with pytest.raises(GrowthFunctionError, match="f in epoch 1 answers 9 on rank 1 and 8 on rank 0"):
+    with pytest.raises(
+        GrowthFunctionError, match="f in epoch 1 answers 9 on rank 1 and 8 on rank 0"
+    ):
         same_answers({"f in epoch 1": 8})
 
 
 def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
-    job = Job(cfg := Combination("qwen2", 32).config(), Settings.from_config(OmegaConf.to_container(cfg) | IN_BACKWARD))
+    job = Job(
+        cfg := Combination("qwen2", 32).config(),
+        Settings.from_config(OmegaConf.to_container(cfg) | IN_BACKWARD),
+    )
     job.ranks = 2
     with pytest.raises(SettingError, match="start 2 or more"):
         check_fewer_ranks(job)
@@ -109,4 +121,7 @@ def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
 
 @pytest.mark.parametrize("optimizer", [None, "torch.optim.AdamW"])
 def test_what_is_no_block_is_left_to_the_check_that_names_it(optimizer):
-    assert check_parallel(OmegaConf.create({"optimizer": optimizer, "device": "cpu"}), world_size=1) == 1
+    assert (
+        check_parallel(OmegaConf.create({"optimizer": optimizer, "device": "cpu"}), world_size=1)
+        == 1
+    )

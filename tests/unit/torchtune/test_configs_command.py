@@ -77,7 +77,12 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("llama3_1_8b", "llama3_1_8B"), ("Demo-CPU", "demo_cpu"), ("qwen2_5_0.5B", "qwen2_5_0_5B"), ("zzz", "phi4_14B")],
+    [
+        ("llama3_1_8b", "llama3_1_8B"),
+        ("Demo-CPU", "demo_cpu"),
+        ("qwen2_5_0.5B", "qwen2_5_0_5B"),
+        ("zzz", "phi4_14B"),
+    ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest_names(tmp_path, name, near):
     with pytest.raises(SettingError, match=near) as refused:
@@ -90,7 +95,15 @@ def test_the_command_lists_a_config_on_each_line(capsys):
     assert main(["configs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(NAMES)
-    assert len({line.index(description) for line, (_, description) in zip(lines, shipped_configs(), strict=True)}) == 1
+    assert (
+        len(
+            {
+                line.index(description)
+                for line, (_, description) in zip(lines, shipped_configs(), strict=True)
+            }
+        )
+        == 1
+    )
 
 
 def test_the_command_needs_no_torch():

@@ -18,7 +18,11 @@ from adaptive_batch.checkpoint import SkippedCheckpoint, changed_content
 from adaptive_batch.distributed import launch_name
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.torchtune.checkpoints import Checkpoints
-from adaptive_batch.torchtune.epoch_checkpoints import EpochCheckpoints, inspect_epoch, orders_of_epochs
+from adaptive_batch.torchtune.epoch_checkpoints import (
+    EpochCheckpoints,
+    inspect_epoch,
+    orders_of_epochs,
+)
 
 WEIGHTS, STATE = "epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"
 
@@ -41,7 +45,10 @@ def out(block, tmp_path):
 def save(block, epoch, *, order, **own):
     """Save an epoch whose weights and optimizer are all its order."""
     epochs = EpochCheckpoints(block)
-    weights = {name: torch.full_like(tensor, float(order)) for name, tensor in epochs.load_weights().items()}
+    weights = {
+        name: torch.full_like(tensor, float(order))
+        for name, tensor in epochs.load_weights().items()
+    }
     state = {
         training.SEED_KEY: 7,
         training.EPOCHS_KEY: epoch + 1,
@@ -53,12 +60,20 @@ def save(block, epoch, *, order, **own):
     epochs.save({training.MODEL_KEY: weights}, recipe_state=state, epoch=epoch, order=order)
 
 
-def test_a_run_that_torchrun_starts_again_finds_its_epoch_whatever_recipe_checkpoint_says(block, out, monkeypatch):
+def test_a_run_that_torchrun_starts_again_finds_its_epoch_whatever_recipe_checkpoint_says(
+    block, out, monkeypatch
+):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
-    atomic_write(out / "adaptive_batch" / "job.json", json.dumps({"run": "a", "launch": launch_name()}))
+    atomic_write(
+        out / "adaptive_batch" / "job.json", json.dumps({"run": "a", "launch": launch_name()})
+    )
     block.recipe_checkpoint = "recipe_state_0.pt"
-    cfg = OmegaConf.create({"output_dir": str(out), "checkpointer": block, "resume_from_checkpoint": False})
-    settings = SimpleNamespace(keep_last_n_checkpoints=None, enable_async_checkpointing=False, preview=True)
+    cfg = OmegaConf.create(
+        {"output_dir": str(out), "checkpointer": block, "resume_from_checkpoint": False}
+    )
+    settings = SimpleNamespace(
+        keep_last_n_checkpoints=None, enable_async_checkpointing=False, preview=True
+    )
     assert Checkpoints(cfg, settings).found.source == str(out / "epoch_0")
 
 
@@ -75,7 +90,11 @@ def order_of(block):
 
 def why_not(block):
     found = inspect_epoch(block)
-    return found.reason if isinstance(found, SkippedCheckpoint) else changed_content(found.path, found.files)
+    return (
+        found.reason
+        if isinstance(found, SkippedCheckpoint)
+        else changed_content(found.path, found.files)
+    )
 
 
 def flip(path, at):
@@ -106,7 +125,9 @@ def test_a_flipped_bit_in_the_manifest_is_no_epoch(block, out, at):
     assert why_not(block) == "adaptive_batch.json is truncated or changed"
 
 
-def test_a_recipe_state_that_lost_the_name_of_its_save_is_not_taken_for_one_of_torchtune(block, out):
+def test_a_recipe_state_that_lost_the_name_of_its_save_is_not_taken_for_one_of_torchtune(
+    block, out
+):
     content = (out / STATE).read_bytes()
     assert content.count(b"adaptive_batch") == 1
     (out / STATE).write_bytes(content.replace(b"adaptive_batch", b"adaptive_batbh"))
@@ -115,11 +136,23 @@ def test_a_recipe_state_that_lost_the_name_of_its_save_is_not_taken_for_one_of_t
 
 HARM = {
     "a file is truncated": (lambda out: os.truncate(out / WEIGHTS, 1000), "has 1,000 bytes, "),
-    "a file is renamed": (lambda out: (out / WEIGHTS).rename(out / "epoch_0" / "a.bin"), "safetensors is missing"),
+    "a file is renamed": (
+        lambda out: (out / WEIGHTS).rename(out / "epoch_0" / "a.bin"),
+        "safetensors is missing",
+    ),
     "the recipe state is gone": (lambda out: (out / STATE).unlink(), "recipe_state.pt is missing"),
-    "the recipe state is no archive": (lambda out: (out / STATE).write_bytes(b"\x80\x00"), "has 2 bytes, "),
-    "the manifest is gone": (lambda out: (out / "epoch_0" / "adaptive_batch.json").unlink(), "No such file"),
-    "the folder is gone": (lambda out: shutil.rmtree(out / "epoch_0"), "cannot be read (No such file"),
+    "the recipe state is no archive": (
+        lambda out: (out / STATE).write_bytes(b"\x80\x00"),
+        "has 2 bytes, ",
+    ),
+    "the manifest is gone": (
+        lambda out: (out / "epoch_0" / "adaptive_batch.json").unlink(),
+        "No such file",
+    ),
+    "the folder is gone": (
+        lambda out: shutil.rmtree(out / "epoch_0"),
+        "cannot be read (No such file",
+    ),
 }
 
 
@@ -142,7 +175,9 @@ def test_an_extra_file_is_not_loaded(block, out):
     assert [path.name for path in inspect_epoch(block).weights] == [WEIGHTS.rpartition("/")[2]]
 
 
-def test_a_corrupt_state_without_a_manifest_is_named_without_its_bytes_or_the_advice_to_allow_everything(block, out):
+def test_a_corrupt_state_without_a_manifest_is_named_without_its_bytes_or_the_advice_to_allow_everything(
+    block, out
+):
     shutil.rmtree(out / "epoch_0")
     for content in (b"\x80\x02c__builtin__\nprint\n\x07.", bytes(range(256)) * 20, b""):
         (out / STATE).write_bytes(content)
@@ -164,7 +199,10 @@ def test_each_of_several_files_of_weights_is_checked(block, small, tmp_path):
     found = inspect_epoch(block)
     second = "model-00002-of-00002.safetensors"
     assert [path.name for path in found.weights] == ["model-00001-of-00002.safetensors", second]
-    assert EpochCheckpoints(block, found).load_weights().keys() == EpochCheckpoints(block).load_weights().keys()
+    assert (
+        EpochCheckpoints(block, found).load_weights().keys()
+        == EpochCheckpoints(block).load_weights().keys()
+    )
     flip(found.weights[1], 0.5)
     assert f"{second} has another checksum" in why_not(block)
     found.weights[1].unlink()
@@ -197,7 +235,9 @@ def test_a_file_that_its_index_names_must_be_there(block, of_torchtune):
 
 def test_a_manifest_that_torchtune_copied_from_the_base_says_nothing(block, of_torchtune, tmp_path):
     shutil.move(of_torchtune, tmp_path / "aside")
-    save(block, 0, order=9, more=torch.zeros(10))  # the base: an epoch of ours, with the same sizes of weights
+    save(
+        block, 0, order=9, more=torch.zeros(10)
+    )  # the base: an epoch of ours, with the same sizes of weights
     shutil.copy(of_torchtune / "epoch_0" / "adaptive_batch.json", tmp_path / "aside" / "epoch_0")
     shutil.rmtree(of_torchtune)
     shutil.move(tmp_path / "aside", of_torchtune)
@@ -212,7 +252,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_a_save_that_is_killed_anywhere_leaves_an_epoch_to_resume_from(block, out, tmp_path, monkeypatch, epoch):
+def test_a_save_that_is_killed_anywhere_leaves_an_epoch_to_resume_from(
+    block, out, tmp_path, monkeypatch, epoch
+):
     """Before any operation that renames or removes a folder; also where the epoch is saved again by another run."""
     before, found = tmp_path / "before", set()
     shutil.copytree(out, before)
@@ -257,12 +299,12 @@ def test_a_second_save_does_not_lose_what_a_killed_one_has_left_aside(block, out
 
 
 def test_a_full_disk_says_what_is_needed_and_free_and_leaves_what_was_saved(block, out):
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", out], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", out], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
-    told = (
-        r"\(No space left on device\): it needs 1,\d{3},\d{3} bytes and a little more, and 1,048,576 bytes were free;"
-    )
+    told = r"\(No space left on device\): it needs 1,\d{3},\d{3} bytes and a little more, and 1,048,576 bytes were free;"
     try:
         with pytest.raises(CheckpointError, match=told):
             save(block, 0, order=5, more=torch.zeros(300_000))
@@ -280,7 +322,11 @@ def test_a_full_disk_says_what_is_needed_and_free_and_leaves_what_was_saved(bloc
     [
         ("checkpoint_dir", "/nowhere", "there is no such folder; see `tune download`"),
         ("checkpoint_dir", "/etc", "config.json"),
-        ("checkpoint_files", ["nothing.safetensors"], "No file with name: nothing.safetensors found in "),
+        (
+            "checkpoint_files",
+            ["nothing.safetensors"],
+            "No file with name: nothing.safetensors found in ",
+        ),
         ("output_dir", "/proc/nothing", "cannot be made"),
     ],
 )

@@ -22,7 +22,9 @@ LLAMA = {
 }
 
 
-@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 0.0), (torch.bfloat16, 2**-7), (torch.float64, 1e-5)])
+@pytest.mark.parametrize(
+    ("dtype", "within"), [(torch.float32, 0.0), (torch.bfloat16, 2**-7), (torch.float64, 1e-5)]
+)
 def test_the_norm_is_torchtunes_to_rounding(dtype, within):
     torch.manual_seed(0)
     plain, fused = RMSNorm(64).to(dtype), FusedRMSNorm(64).to(dtype)
@@ -42,7 +44,11 @@ def test_all_norms_of_a_model_are_replaced_and_keep_their_weights():
 
 
 def test_a_model_without_such_norms_is_refused_before_weights_load():
-    cfg = OmegaConf.create({"model": {"_component_": "torch.nn.Linear", "in_features": 4, "out_features": 4}})
+    cfg = OmegaConf.create(
+        {"model": {"_component_": "torch.nn.Linear", "in_features": 4, "out_features": 4}}
+    )
     cfg.fused_rms_norm = True
-    with pytest.raises(SettingError, match=r"^fused_rms_norm=True: torch\.nn\.Linear has no RMSNorm of torchtune's"):
+    with pytest.raises(
+        SettingError, match=r"^fused_rms_norm=True: torch\.nn\.Linear has no RMSNorm of torchtune's"
+    ):
         FullModel().skeleton(cfg, dtype=torch.float32)

@@ -81,10 +81,19 @@ def test_all_that_nothing_reads_is_one_line_in_every_recipe():
 
 @pytest.mark.parametrize(
     "reference",
-    ["${resume}", "a/${resume}/b", "${.resume}", "${resume.inner}", "${oc.select:resume,1}", "${oc.decode:${resume}}"],
+    [
+        "${resume}",
+        "a/${resume}/b",
+        "${.resume}",
+        "${resume.inner}",
+        "${oc.select:resume,1}",
+        "${oc.decode:${resume}}",
+    ],
 )
 def test_a_key_that_another_refers_to_is_read(reference):
-    cfg = OmegaConf.create(PLAIN | {"resume": {"inner": "1"}, "tokenizer": {"path": ["x", {"y": reference}]}})
+    cfg = OmegaConf.create(
+        PLAIN | {"resume": {"inner": "1"}, "tokenizer": {"path": ["x", {"y": reference}]}}
+    )
     assert unread(Settings, cfg) == []
 
 
@@ -95,11 +104,15 @@ def test_the_name_of_a_key_that_another_refers_to_may_have_dashes(reference):
 
 
 def test_the_inner_name_of_a_reference_is_not_read():
-    cfg = OmegaConf.create(PLAIN | {"model": {"max_seq_len": 4}, "my_rows": "${model.max_seq_len}", "max_seq_len": 8})
+    cfg = OmegaConf.create(
+        PLAIN | {"model": {"max_seq_len": 4}, "my_rows": "${model.max_seq_len}", "max_seq_len": 8}
+    )
     assert unread(Settings, cfg) == ["my_rows", "max_seq_len"]
 
 
-@pytest.mark.parametrize("argument", ["--batch_size=4", "--preview", "batch_size", "=", "a=b=c", "-batch_size=4"])
+@pytest.mark.parametrize(
+    "argument", ["--batch_size=4", "--preview", "batch_size", "=", "a=b=c", "-batch_size=4"]
+)
 def test_an_argument_that_is_no_override_is_refused(tmp_path, argument):
     config = tmp_path / "mine.yaml"
     config.write_text("batch_size: 1\n")
@@ -111,4 +124,6 @@ def test_an_argument_that_is_no_override_is_refused(tmp_path, argument):
 def test_overrides_and_removals_are_arguments(tmp_path):
     config = tmp_path / "mine.yaml"
     config.write_text("batch_size: 1\nmodel: {a: 1, b: 2}\n")
-    use_shipped_config(["recipe", "epochs=1", "--config", str(config), "~model.a", "note=", "a.b=[1, 2]", "--help"])
+    use_shipped_config(
+        ["recipe", "epochs=1", "--config", str(config), "~model.a", "note=", "a.b=[1, 2]", "--help"]
+    )

@@ -19,7 +19,11 @@ OF_LENGTHS = ("dataset._component_=support.components.OfLengths", "batch_size=4"
         ({"micro_batch_size": 2}, True, "micro_batch_tokens=auto, without micro_batch_size,"),
         ({"micro_batch_size": 2, "uniform_micro_batches": "rows"}, True, "sample_order=seqlen"),
         ({"micro_batch_tokens": 100}, True, "sample_order=seqlen"),
-        ({"micro_batch_tokens": 100, "uniform_micro_batches": "lengths"}, True, "uniform_micro_batches=lengths pads"),
+        (
+            {"micro_batch_tokens": 100, "uniform_micro_batches": "lengths"},
+            True,
+            "uniform_micro_batches=lengths pads",
+        ),
         ({"sample_order": "seqlen", "pad_to_multiple_of": 64}, False, "a lower pad_to_multiple_of"),
         ({"sample_order": "seqlen"}, False, ""),
     ],
@@ -33,12 +37,19 @@ def test_the_key_that_would_remove_padding_is_one_that_is_not_on(keys, splits, s
 
 @pytest.mark.parametrize(
     ("lengths", "said"),
-    [("[5,5,5,60,5,5,5,60]", "; 69% of the tokens that ran were padding: sample_order=seqlen"), ("[50,55,55,60]", "")],
+    [
+        ("[5,5,5,60,5,5,5,60]", "; 69% of the tokens that ran were padding: sample_order=seqlen"),
+        ("[50,55,55,60]", ""),
+    ],
 )
 def test_it_is_said_where_it_is_much(small, lengths, said):
-    run = small.run_in_process(OURS, *OF_LENGTHS, f"dataset.lengths={lengths}", "shuffle=False", "drop_last=False")
+    run = small.run_in_process(
+        OURS, *OF_LENGTHS, f"dataset.lengths={lengths}", "shuffle=False", "drop_last=False"
+    )
     records = (run.output_dir / "adaptive_batch" / "run.jsonl").read_text().splitlines()
-    (message,) = [record["message"] for record in map(json.loads, records) if record["kind"] == "epoch"]
+    (message,) = [
+        record["message"] for record in map(json.loads, records) if record["kind"] == "epoch"
+    ]
     rows = lengths.count(",") + 1
     assert message.startswith(f"epoch 0: {rows} rows trained{said}")
     assert ("padding" in message) is bool(said)

@@ -41,7 +41,9 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     given = [override for override in overrides if override != "~fused"]
     cfg = OmegaConf.merge(
         OmegaConf.load(small.config),
-        OmegaConf.from_dotlist([f"output_dir={folder}", "probe.round_to_power_of_two=False", *given]),
+        OmegaConf.from_dotlist(
+            [f"output_dir={folder}", "probe.round_to_power_of_two=False", *given]
+        ),
     )
     assert isinstance(cfg, DictConfig)
     if "~fused" in overrides:
@@ -63,7 +65,9 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "curves"
 
 
-def test_a_counted_search_is_remembered_whatever_the_budget(small: SmallSetup, own_cache: Path) -> None:
+def test_a_counted_search_is_remembered_whatever_the_budget(
+    small: SmallSetup, own_cache: Path
+) -> None:
     first = searched(small, "probe.device_memory=8MiB")
     other = searched(small, "probe.device_memory=6MiB")
     alone = searched(small, "probe.device_memory=6MiB", "probe.cache=False")
@@ -86,7 +90,10 @@ def test_a_counted_search_is_remembered_whatever_the_budget(small: SmallSetup, o
         ({"weight_decay": 0.1}, {"weight_decay": 0.0}, False),
         ({"momentum": 0.9}, {}, False),
         ({"alpha": None}, {"alpha": 0.5}, False),
-        *(({key: False}, {key: True}, False) for key in ("amsgrad", "fused", "foreach", "capturable", "nesterov")),
+        *(
+            ({key: False}, {key: True}, False)
+            for key in ("amsgrad", "fused", "foreach", "capturable", "nesterov")
+        ),
         ({"block_size": 128}, {"block_size": 256}, False),
         ({"_component_": "torch.optim.SGD"}, {"_component_": "torch.optim.AdamW"}, False),
     ],
@@ -106,7 +113,9 @@ def test_of_the_clipping_it_matters_whether_there_is_any() -> None:
 
 
 @pytest.mark.slow
-def test_another_loss_dtype_or_optimizer_is_not_taken_for_known(small: SmallSetup, own_cache: Path) -> None:
+def test_another_loss_dtype_or_optimizer_is_not_taken_for_known(
+    small: SmallSetup, own_cache: Path
+) -> None:
     searched(small, "probe.device_memory=8MiB")
     for change in (
         "enable_activation_checkpointing=True",

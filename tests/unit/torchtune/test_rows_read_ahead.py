@@ -30,7 +30,12 @@ class Watched:
 def test_rows_are_read_ahead_on_an_accelerator_alone(device: str) -> None:
     loss = SimpleNamespace(ignore_index=-100)
     job: Any = SimpleNamespace(
-        device=torch.device(device), max_seq_len=None, vocab_size=None, cfg={}, loss_fn=loss, settings=None
+        device=torch.device(device),
+        max_seq_len=None,
+        vocab_size=None,
+        cfg={},
+        loss_fn=loss,
+        settings=None,
     )
     watched = Watched()
     reader = RowReader(Rows(job, "dataset", watched, name="rows"))

@@ -11,7 +11,12 @@ from adaptive_batch.memory import budget_bytes
 from adaptive_batch.schedules import Reference
 from adaptive_batch.torchtune import Settings, without_effect, without_effect_on
 from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, keys_of, load_function
-from adaptive_batch.torchtune.settings import OURS, EstimateSettings, ProbeSettings, ValidationSettings
+from adaptive_batch.torchtune.settings import (
+    OURS,
+    EstimateSettings,
+    ProbeSettings,
+    ValidationSettings,
+)
 
 GIB = 1024**3
 PLAIN = {"batch_size": 2, "epochs": 1, "gradient_accumulation_steps": 1}
@@ -60,14 +65,22 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
     ("keys", "ranks", "without"),
     [
         ({}, 1, set()),
-        ({"sequence_length": 32, "device_memory": "1GiB", "trial_timeout": 9, "search": "halve"}, 2, set()),
+        (
+            {"sequence_length": 32, "device_memory": "1GiB", "trial_timeout": 9, "search": "halve"},
+            2,
+            set(),
+        ),
         ({"sequence_length": 32, "sequence_lengths": [64]}, 1, {"sequence_length"}),
         (
             {"trial_timeout": 9, "assumed_maximum": 4},
             1,
             {"trial_timeout", "assumed_maximum"},
         ),
-        ({"critical_batch": True, "critical_batch_rows": 64, "search": "halve", "tune": True}, 2, {"search", "tune"}),
+        (
+            {"critical_batch": True, "critical_batch_rows": 64, "search": "halve", "tune": True},
+            2,
+            {"search", "tune"},
+        ),
         (
             {"critical_batch_rows": 64, "critical_batch_tolerance": 0.1},
             1,
@@ -83,7 +96,10 @@ def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
 
 
 def test_a_length_that_is_there_twice_is_refused():
-    with pytest.raises(SettingError, match=r"probe\.sequence_lengths=\[64, 32, 64\]: 64 is there twice; leave one out"):
+    with pytest.raises(
+        SettingError,
+        match=r"probe\.sequence_lengths=\[64, 32, 64\]: 64 is there twice; leave one out",
+    ):
         block(ProbeSettings)("probe", {"sequence_lengths": [64, 32, 64]})
 
 
@@ -94,7 +110,9 @@ def test_the_tables_of_the_documentation_are_those_of_the_settings(tmp_path):
     copy = tmp_path / "configuration.md"
     copy.write_text(PAGE.read_text())
     assert main(["keys", str(copy)]) == 0
-    assert copy.read_text() == PAGE.read_text(), "run: python -m adaptive_batch keys docs/configuration.md"
+    assert copy.read_text() == PAGE.read_text(), (
+        "run: python -m adaptive_batch keys docs/configuration.md"
+    )
 
 
 def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
@@ -110,7 +128,9 @@ def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
 
 @pytest.mark.parametrize("config", [{"plan_only": True}], ids=str)
 def test_an_old_spelling_is_refused_with_the_new_one(config):
-    with pytest.raises(SettingError, match=r"^plan_only=True: there is no such key; preview is meant$"):
+    with pytest.raises(
+        SettingError, match=r"^plan_only=True: there is no such key; preview is meant$"
+    ):
         Settings.from_config(PLAIN | config)
 
 
@@ -130,7 +150,9 @@ def test_settings_cannot_be_changed():
         (1024, 8 * GIB, 0.0, 1024),
     ],
 )
-def test_the_budget_is_what_is_asked_for_and_can_be_had_less_headroom(device_memory, available, headroom, budget):
+def test_the_budget_is_what_is_asked_for_and_can_be_had_less_headroom(
+    device_memory, available, headroom, budget
+):
     given = {"headroom": headroom, "total_bytes": 16 * GIB, "available_bytes": available}
     assert budget_bytes(device_memory, **given) == budget
 
@@ -144,14 +166,17 @@ def test_a_module_that_fails_on_import_is_named_with_its_error(tmp_path, monkeyp
     (tmp_path / "half_written.py").write_text("import a_package_that_is_not_there\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(
-        SettingError, match=r"importing half_written failed: No module named 'a_package_that_is_not_there'"
+        SettingError,
+        match=r"importing half_written failed: No module named 'a_package_that_is_not_there'",
     ):
         load_function("half_written.f", key="batch_increase_function")
 
 
 def test_a_ready_made_function_comes_from_a_block():
     block = {"_component_": "adaptive_batch.schedules.at_epochs", "additions": {1: 8}}
-    function = Settings.from_config(PLAIN | {"batch_increase_function": block}).batch_increase_function
+    function = Settings.from_config(
+        PLAIN | {"batch_increase_function": block}
+    ).batch_increase_function
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
 
 
@@ -165,7 +190,11 @@ def test_the_keys_of_memory_and_tokens_default_to_what_happens_without_them():
     settings = Settings.from_config(PLAIN)
     assert settings.micro_batch_size is settings.micro_batch_tokens is settings.batch_tokens is None
     assert (settings.sample_order, settings.sample_window) == ("dataloader", None)
-    assert (settings.min_rows_per_batch, settings.max_rows_per_batch, settings.long_rows) == (1, None, "error")
+    assert (settings.min_rows_per_batch, settings.max_rows_per_batch, settings.long_rows) == (
+        1,
+        None,
+        "error",
+    )
     assert (settings.uniform_micro_batches, settings.pad_to_multiple_of) == (None, 1)
     assert (settings.lr_scaling, settings.reference_batch_size) == ("none", None)
     assert settings.on_out_of_memory == "shrink"
@@ -175,7 +204,9 @@ def test_the_keys_of_memory_and_tokens_default_to_what_happens_without_them():
 def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
     in_backward = PLAIN | {"optimizer_in_bwd": True}
     assert Settings.from_config(in_backward).on_out_of_memory == "raise"
-    with pytest.raises(SettingError, match=r"^on_out_of_memory='shrink'.*cannot be run again; give raise, or set"):
+    with pytest.raises(
+        SettingError, match=r"^on_out_of_memory='shrink'.*cannot be run again; give raise, or set"
+    ):
         Settings.from_config(in_backward | {"on_out_of_memory": "shrink"})
 
 
@@ -193,7 +224,12 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     [
         ({"use_maximum_batch_size": True}, True, True, False),
         (
-            {"batch_increase_function": {"_component_": "adaptive_batch.schedules.geometric", "factor": 2}},
+            {
+                "batch_increase_function": {
+                    "_component_": "adaptive_batch.schedules.geometric",
+                    "factor": 2,
+                }
+            },
             True,
             True,
             False,
@@ -228,16 +264,22 @@ def test_validation_takes_the_configured_batch_where_it_has_none_of_its_own():
     def validation(**keys):
         return Settings.from_config(PLAIN | VALIDATED | keys).validation
 
-    assert validation() == ValidationSettings(every_n_steps=10, batch_size=2, fits_itself=False, max_batches=None)
+    assert validation() == ValidationSettings(
+        every_n_steps=10, batch_size=2, fits_itself=False, max_batches=None
+    )
     assert validation(batch_size_val=5).batch_size == 5
     assert validation(batch_size_val="auto") == ValidationSettings(10, 2, True, None)
-    assert validation(max_validation_batches=-1).max_batches is None  # torchtune's later recipes write all so
+    assert (
+        validation(max_validation_batches=-1).max_batches is None
+    )  # torchtune's later recipes write all so
     assert validation(max_validation_batches=3).max_batches == 3
 
 
 def test_a_reference_is_rows_or_tokens():
     def reference(value):
-        return Settings.from_config(PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}).reference_batch_size
+        return Settings.from_config(
+            PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}
+        ).reference_batch_size
 
     assert reference(64) == Reference(64, "rows")
     assert reference("8192tok") == Reference(8192, "tokens")
@@ -252,12 +294,25 @@ def test_a_reference_is_rows_or_tokens():
             {"min_rows_per_batch": 2, "max_rows_per_batch": 3, "long_rows": "drop"},
             ["min_rows_per_batch", "max_rows_per_batch", "long_rows"],
         ),
-        ({"batch_tokens": 100, "min_rows_per_batch": 2, "max_rows_per_batch": 3, "long_rows": "drop"}, []),
+        (
+            {
+                "batch_tokens": 100,
+                "min_rows_per_batch": 2,
+                "max_rows_per_batch": 3,
+                "long_rows": "drop",
+            },
+            [],
+        ),
         ({"batch_tokens": 100, "gradient_accumulation_steps": 2}, ["gradient_accumulation_steps"]),
         # it is part of the batch that the rate belongs to, unless that is given
         ({"batch_tokens": 100, "gradient_accumulation_steps": 2, "lr_scaling": "sqrt"}, []),
         (
-            {"batch_tokens": 100, "gradient_accumulation_steps": 2, "lr_scaling": "sqrt", "reference_batch_size": 8},
+            {
+                "batch_tokens": 100,
+                "gradient_accumulation_steps": 2,
+                "lr_scaling": "sqrt",
+                "reference_batch_size": 8,
+            },
             ["gradient_accumulation_steps"],
         ),
         ({"shuffle": False}, []),
@@ -273,7 +328,14 @@ def test_a_reference_is_rows_or_tokens():
             {"keep_last_n_checkpoints": 2, "enable_async_checkpointing": True},
             ["keep_last_n_checkpoints", "enable_async_checkpointing"],
         ),
-        ({"save_every_n_steps": 5, "keep_last_n_checkpoints": 2, "enable_async_checkpointing": True}, []),
+        (
+            {
+                "save_every_n_steps": 5,
+                "keep_last_n_checkpoints": 2,
+                "enable_async_checkpointing": True,
+            },
+            [],
+        ),
         ({"resume_allow_changes": ["dataset"]}, ["resume_allow_changes"]),
         ({"resume_allow_changes": ["dataset"], "resume_from_checkpoint": True}, []),
         ({"lr_clock": "tokens"}, ["lr_clock"]),
@@ -282,9 +344,16 @@ def test_a_reference_is_rows_or_tokens():
         ({"log_gradient_noise_scale": True, "micro_batch_size": 1}, []),
         ({"log_gradient_noise_scale": True, "micro_batch_size": 2}, ["log_gradient_noise_scale"]),
         ({"log_gradient_noise_scale": True, "gradient_accumulation_steps": 2}, []),
-        ({"log_gradient_noise_scale": True, "micro_batch_size": 2, "batch_size_schedule": RAMP}, []),
         (
-            {"log_gradient_noise_scale": True, "micro_batch_size": 1, "uniform_micro_batches": "lengths"},
+            {"log_gradient_noise_scale": True, "micro_batch_size": 2, "batch_size_schedule": RAMP},
+            [],
+        ),
+        (
+            {
+                "log_gradient_noise_scale": True,
+                "micro_batch_size": 1,
+                "uniform_micro_batches": "lengths",
+            },
             ["log_gradient_noise_scale"],
         ),
         (
@@ -302,7 +371,11 @@ def test_a_reference_is_rows_or_tokens():
         ({"reference_batch_size": 8}, ["reference_batch_size"]),
         ({"reference_batch_size": 8, "lr_scaling": "linear"}, []),
         (
-            {"dataset_val": {"_component_": "a.b"}, "batch_size_val": 2, "max_validation_batches": 1},
+            {
+                "dataset_val": {"_component_": "a.b"},
+                "batch_size_val": 2,
+                "max_validation_batches": 1,
+            },
             ["dataset_val", "batch_size_val", "max_validation_batches"],
         ),
         (VALIDATED | {"batch_size_val": 2, "max_validation_batches": 1}, []),
@@ -313,7 +386,10 @@ def test_a_reference_is_rows_or_tokens():
             ["probe.critical_batch_rows"],
         ),
         (
-            {"probe": {"critical_batch": True, "critical_batch_rows": 8}, "micro_batch_size": "auto"},
+            {
+                "probe": {"critical_batch": True, "critical_batch_rows": 8},
+                "micro_batch_size": "auto",
+            },
             ["probe.critical_batch"],
         ),
         (VALIDATED | {"probe": {"maximum": 8}, "batch_size_val": "auto"}, []),
@@ -325,13 +401,18 @@ def test_keys_that_are_set_and_do_nothing_are_named(config, named):
     assert [key for key, _ in without_effect(Settings.from_config(config), config)] == named
 
 
-BY_NOISE = {"batch_size_schedule": {"_component_": "adaptive_batch.schedules.by_noise_scale", "start": 4}}
+BY_NOISE = {
+    "batch_size_schedule": {"_component_": "adaptive_batch.schedules.by_noise_scale", "start": 4}
+}
 
 
 @pytest.mark.parametrize(
     ("keys", "why"),
     [
-        ({}, "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"),
+        (
+            {},
+            "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has",
+        ),
         ({"micro_batch_size": 4}, "a step is one micro-batch"),
         (
             {"micro_batch_tokens": 100, "uniform_micro_batches": "lengths"},
@@ -342,7 +423,9 @@ BY_NOISE = {"batch_size_schedule": {"_component_": "adaptive_batch.schedules.by_
     ids=str,
 )
 def test_a_rule_of_the_noise_that_is_never_measured_is_refused(keys, why):
-    with pytest.raises(SettingError, match=rf"^batch_size_schedule=.*: it follows the gradient noise scale: {why}"):
+    with pytest.raises(
+        SettingError, match=rf"^batch_size_schedule=.*: it follows the gradient noise scale: {why}"
+    ):
         Settings.from_config(PLAIN | BY_NOISE | keys)
 
 
@@ -373,7 +456,9 @@ def test_a_whole_number_beyond_what_can_be_trained_is_refused(name):
         keys_of(Settings)[name].read(name, 10**20)
 
 
-@pytest.mark.parametrize("dataset", ["my_dataset", {}, {"source": "json"}, [], [{"source": "json"}]], ids=str)
+@pytest.mark.parametrize(
+    "dataset", ["my_dataset", {}, {"source": "json"}, [], [{"source": "json"}]], ids=str
+)
 def test_what_is_validated_on_is_a_block_or_a_list_of_them(dataset):
     with pytest.raises(SettingError, match=r"^dataset_val=.*_component_"):
         Settings.from_config(PLAIN | VALIDATED | {"dataset_val": dataset})

@@ -96,7 +96,16 @@ def test_our_keys_are_shown_with_their_defaults(name):
 def test_model_tokenizer_checkpoint_and_rate_are_those_of_torchtunes_own_config(name):
     ours = shipped(name)
     stock = OmegaConf.load(STOCK / f"{MODELS[name][1]}.yaml")
-    for key in ("model", "loss", "dataset", "batch_size", "gradient_accumulation_steps", "epochs", "dtype", "device"):
+    for key in (
+        "model",
+        "loss",
+        "dataset",
+        "batch_size",
+        "gradient_accumulation_steps",
+        "epochs",
+        "dtype",
+        "device",
+    ):
         assert ours[key] == stock[key], key
     assert ours.optimizer.lr == stock.optimizer.lr
     assert ours.enable_activation_checkpointing == stock.enable_activation_checkpointing
@@ -115,7 +124,9 @@ def test_the_top_of_the_file_says_how_to_launch_it(name):
     head = config_path(name).read_text().split("\n\n")[0]
     for line in head.splitlines():
         assert line.startswith("#")
-        assert len(line) <= 120 or line.startswith("#   "), "only a command, which is to be copied whole, may be longer"
+        assert len(line) <= 120 or line.startswith("#   "), (
+            "only a command, which is to be copied whole, may be longer"
+        )
     on_ranks = "--nproc_per_node 8 " if name in ON_8_GPUS else ""
     recipe = "adaptive_lora_finetune" if name in ADAPTERS else "adaptive_full_finetune"
     assert f"tune run {on_ranks}{recipe} --config {name}\n" in head

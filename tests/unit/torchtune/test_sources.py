@@ -36,7 +36,9 @@ def dataset():
     return importlib.import_module("own_rows").build()
 
 
-@pytest.mark.parametrize(("changed", "differs"), [*zip(MODULES, (True, True, True, False), strict=True)])
+@pytest.mark.parametrize(
+    ("changed", "differs"), [*zip(MODULES, (True, True, True, False), strict=True)]
+)
 def test_the_code_of_a_dataset_and_all_that_it_uses_counts(modules, changed, differs):
     before = named(dataset())
     assert named(dataset()) == before
@@ -55,7 +57,8 @@ def test_what_attributes_name_counts(modules, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "wrap", [lambda cut: partial(cut), lambda cut: lambda text: cut(text), lambda cut: [{"by": cut}]]
+    "wrap",
+    [lambda cut: partial(cut), lambda cut: lambda text: cut(text), lambda cut: [{"by": cut}]],
 )
 def test_functions_are_found_in_what_holds_them(modules, wrap):
     rows = dataset()

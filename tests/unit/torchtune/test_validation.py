@@ -34,12 +34,21 @@ class UnreadableRows:
 
 def test_a_rank_that_fails_in_validation_begins_no_collective_alone() -> None:
     rows = UnreadableRows()
-    runner = build_runner(torch.nn.Linear(1, 1), MicroBatchLimit(2), collate=dict, mean_loss=lambda batch: batch["x"])
-    settings = ValidationSettings(every_n_steps=1, batch_size=2, fits_itself=False, max_batches=None)
-    job = SimpleNamespace(
-        settings=SimpleNamespace(validation=settings), ranks=1, device=torch.device("cpu"), memory=None
+    runner = build_runner(
+        torch.nn.Linear(1, 1), MicroBatchLimit(2), collate=dict, mean_loss=lambda batch: batch["x"]
     )
-    data = SimpleNamespace(dataset_val=rows, loss_val=lambda loss: loss, shapes_val=MicroBatchLayout())
+    settings = ValidationSettings(
+        every_n_steps=1, batch_size=2, fits_itself=False, max_batches=None
+    )
+    job = SimpleNamespace(
+        settings=SimpleNamespace(validation=settings),
+        ranks=1,
+        device=torch.device("cpu"),
+        memory=None,
+    )
+    data = SimpleNamespace(
+        dataset_val=rows, loss_val=lambda loss: loss, shapes_val=MicroBatchLayout()
+    )
     parts: Any = (job, data, SimpleNamespace(runner=runner), None, None)
     validation = Validation(*parts)
     with pytest.raises(SettingError, match="row 0 cannot be read"):

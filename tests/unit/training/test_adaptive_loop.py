@@ -38,13 +38,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiplicativeLR, ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    MultiplicativeLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
 from torch.utils.data import DistributedSampler
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adaptive_batch import distributed
 from adaptive_batch.data import Sampling, move_to_device
-from adaptive_batch.errors import DoesNotFitError, GrowthFunctionError, NonfiniteLossError, SettingError
+from adaptive_batch.errors import (
+    DoesNotFitError,
+    GrowthFunctionError,
+    NonfiniteLossError,
+    SettingError,
+)
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
 from adaptive_batch.training import AdaptiveLoop, StepOptions
@@ -64,7 +75,11 @@ def seed_all() -> None:
 
 
 def training(
-    *, model: nn.Module | None = None, rows: Any = ROWS, optimizer: Any = torch.optim.AdamW, **options: Any
+    *,
+    model: nn.Module | None = None,
+    rows: Any = ROWS,
+    optimizer: Any = torch.optim.AdamW,
+    **options: Any,
 ) -> SimpleNamespace:
     """A model, its optimizer and the loop around them."""
     model = model or Decoder()
@@ -76,9 +91,13 @@ def training(
     if schedule := options.pop("schedule", None):
         options["lr_scheduler"] = LambdaLR(optimizer, schedule)
     for name, group in (("sampling", Sampling), ("options", StepOptions)):
-        given = {field.name: options.pop(field.name) for field in fields(group) if field.name in options}
+        given = {
+            field.name: options.pop(field.name) for field in fields(group) if field.name in options
+        }
         options.setdefault(name, group(**given))
-    return SimpleNamespace(model=model, optimizer=optimizer, loop=AdaptiveLoop(model, optimizer, rows, **options))
+    return SimpleNamespace(
+        model=model, optimizer=optimizer, loop=AdaptiveLoop(model, optimizer, rows, **options)
+    )
 
 
 def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[SimpleNamespace]:
@@ -92,7 +111,11 @@ def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[
             one.optimizer.zero_grad()
             numbers = [row["row"] for row in rows]
             rate = one.loop.learning_rate
-            seen.append(SimpleNamespace(epoch=epoch, rows=numbers, result=result, rate=rate, loss=result.loss))
+            seen.append(
+                SimpleNamespace(
+                    epoch=epoch, rows=numbers, result=result, rate=rate, loss=result.loss
+                )
+            )
             if one.loop.progress.steps >= until:
                 return seen
     return seen
@@ -132,9 +155,13 @@ def peak_by_hand(one: SimpleNamespace, size: int, *, accumulates: bool) -> int:
     """Of forward and backward of the longest rows in plain torch, with the optimizer's state there."""
     longest = sorted(ROWS, key=lambda row: -len(row["tokens"]))[:size]
     for parameter in one.model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if accumulates and parameter.requires_grad else None
+        parameter.grad = (
+            torch.zeros_like(parameter) if accumulates and parameter.requires_grad else None
+        )
     state = [value for state in one.optimizer.state.values() for value in state.values()]
-    gradients = [parameter.grad for parameter in one.model.parameters() if parameter.grad is not None]
+    gradients = [
+        parameter.grad for parameter in one.model.parameters() if parameter.grad is not None
+    ]
     resident = [*one.model.parameters(), *one.model.buffers(), *gradients, *state]
     with CountedMemory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
         batch = collate(longest)
@@ -156,18 +183,29 @@ def test_the_bound_is_what_trying_every_size_finds(beyond):
         assert found.max_batch_size == one.loop.max_batch_size == expected
         assert found.sequence_length == max(len(row["tokens"]) for row in ROWS)
         assert found.budget_bytes == budget
-    assert training().loop.find_bound(device_memory="1GiB").max_batch_size == 40  # an epoch has no more
+    assert (
+        training().loop.find_bound(device_memory="1GiB").max_batch_size == 40
+    )  # an epoch has no more
     assert training().loop.find_bound(device_memory="1GiB", maximum=9).max_batch_size == 9
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
 def test_finding_the_bound_leaves_no_trace(steps_before):
-    one = training(model=Decoder(draws=True), max_grad_norm=0.1, schedule=lambda step: 0.5**step, lr_scaling="sqrt")
+    one = training(
+        model=Decoder(draws=True),
+        max_grad_norm=0.1,
+        schedule=lambda step: 0.5**step,
+        lr_scaling="sqrt",
+    )
     train(one, until=steps_before)
     before = training_state(one.model, one.optimizer), one.loop.progress, one.loop.batch_size
     found = one.loop.find_bound(device_memory="400KiB")
     assert 1 < found.max_batch_size < 40
-    assert (training_state(one.model, one.optimizer), one.loop.progress, one.loop.batch_size) == before
+    assert (
+        training_state(one.model, one.optimizer),
+        one.loop.progress,
+        one.loop.batch_size,
+    ) == before
 
 
 def test_training_after_a_search_is_training_without_one():
@@ -247,7 +285,8 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches()
         one = begin()
         rows = next(iter(one.loop))
         with pytest.raises(
-            SettingError, match=r"batch_size=24: 10 rows fit at once where no gradients.*find_bound again"
+            SettingError,
+            match=r"batch_size=24: 10 rows fit at once where no gradients.*find_bound again",
         ):
             one.loop.run(rows)
         beside_gradients = one.loop.find_bound(**budget).max_batch_size
@@ -255,7 +294,9 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches()
         result = one.loop.run(rows)  # the same rows
         assert (result.rows, result.micro_batches) == (24, -(-24 // beside_gradients))
         other = training()
-        other.loop.load_state_dict(one.loop.state_dict())  # what was tried with gradients is known to have been
+        other.loop.load_state_dict(
+            one.loop.state_dict()
+        )  # what was tried with gradients is known to have been
         assert other.loop.run(next(iter(other.loop))).micro_batches > 1
     one = training()
     one.loop.load_state_dict(saved)
@@ -269,7 +310,11 @@ def test_modules_that_are_frozen_in_evaluation_mode_are_so_in_a_trial_and_after_
     modes = []
     net[1].register_forward_hook(lambda module, *_: modes.append((net.training, module.training)))
     one = training(
-        model=net, rows=rows, mean_loss=lambda batch: cross_entropy(net(batch[0]), batch[1]), row_length=1, **options
+        model=net,
+        rows=rows,
+        mean_loss=lambda batch: cross_entropy(net(batch[0]), batch[1]),
+        row_length=1,
+        **options,
     )
     found = one.loop.find_bound(
         device_memory="1GiB"
@@ -358,7 +403,11 @@ def test_a_schedule_is_asked_for_each_step_and_cut_to_the_bound():
     assert sizes(train(one)) == expected
 
 
-@given(counts=st.lists(st.integers(1, 50), min_size=1, max_size=6), shuffle=st.booleans(), seed=st.integers(0, 9))
+@given(
+    counts=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 9),
+)
 @settings(max_examples=15)
 def test_each_row_is_handed_out_once_an_epoch_in_the_order_of_torchs_sampler(counts, shuffle, seed):
     one = training(
@@ -371,10 +420,17 @@ def test_each_row_is_handed_out_once_an_epoch_in_the_order_of_torchs_sampler(cou
     seen = train(one, epochs=2)
     for epoch in range(2):
         sampler.set_epoch(epoch)
-        assert [number for step in seen if step.epoch == epoch for number in step.rows] == list(sampler)
+        assert [number for step in seen if step.epoch == epoch for number in step.rows] == list(
+            sampler
+        )
     assert [step.result.rows for step in seen] == [len(step.rows) for step in seen]
     progress = one.loop.progress
-    assert (progress.epoch, progress.epoch_rows, progress.samples, progress.steps) == (2, 0, 80, len(seen))
+    assert (progress.epoch, progress.epoch_rows, progress.samples, progress.steps) == (
+        2,
+        0,
+        80,
+        len(seen),
+    )
     assert progress.tokens == 2 * sum(len(row["tokens"]) for row in ROWS)
 
 
@@ -426,7 +482,9 @@ def test_gradients_are_those_of_the_mean_over_the_label_tokens_of_a_step(micro_b
 
 @pytest.mark.parametrize("micro_batch_size", [None, 4, 1])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_batches(dtype, micro_batch_size):
+def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_batches(
+    dtype, micro_batch_size
+):
     net = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64)).to(dtype)
     rows = make_rows([30] * 256)
     seen = []
@@ -454,7 +512,9 @@ def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_
 
 @pytest.mark.parametrize("most", [4, 2])
 @pytest.mark.parametrize("goes_well", [0, 2], ids="after {} steps".format)
-def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_limit(most, goes_well):
+def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_limit(
+    most, goes_well
+):
     """With dropout, running statistics and random numbers of all kinds; one or two replays."""
     options: dict[str, Any] = {"batch_size": 8, "max_grad_norm": 0.5, "lr_scaling": "linear"}
     model = Decoder(draws=True)
@@ -467,7 +527,9 @@ def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_li
     other.loop.load_state_dict(state)
     train(other, epochs=2)
     assert one.loop.num_out_of_memory == {4: 1, 2: 2}[most]
-    assert [step.result.micro_batches for step in seen] == [1] * goes_well + [8 // most] * (10 - goes_well)
+    assert [step.result.micro_batches for step in seen] == [1] * goes_well + [8 // most] * (
+        10 - goes_well
+    )
     assert training_state(one.model, one.optimizer) == training_state(other.model, other.optimizer)
     assert one.loop.progress == other.loop.progress
 
@@ -481,7 +543,9 @@ def test_an_out_of_memory_error_is_let_through_where_that_is_asked_for():
     one = training(model=model, mean_loss=RunsOut(model, most=0))
     with pytest.raises(DoesNotFitError, match=r"one row of \d+ tokens ran out of memory") as caught:
         train(one)
-    assert not re.search("tokenizer|optimizer_in_bwd|enable_", str(caught.value))  # which nobody has here
+    assert not re.search(
+        "tokenizer|optimizer_in_bwd|enable_", str(caught.value)
+    )  # which nobody has here
 
 
 # --- the rate ---------------------------------------------------------------------------------------------------------
@@ -513,7 +577,9 @@ def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
 def stepped_rates(one: SimpleNamespace, after: Any = lambda step: None) -> list[float]:
     """The rate that the optimizer has at each of its steps, in a loop that calls `after` when a step is done."""
     found: list[float] = []
-    one.optimizer.register_step_pre_hook(lambda optimizer, *_: found.append(float(optimizer.param_groups[0]["lr"])))
+    one.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: found.append(float(optimizer.param_groups[0]["lr"]))
+    )
     for number, rows in enumerate(one.loop):
         one.loop.run(rows)
         one.optimizer.step()
@@ -543,20 +609,29 @@ def accelerated(scheduler: Any, optimizer: Any) -> AcceleratedScheduler:
     [
         (lambda one: StepLR(one, 2, gamma=0.5), lambda step: 0.5 ** (step // 2)),
         (lambda one: MultiplicativeLR(one, lambda step: 0.5), lambda step: 0.5**step),
-        (lambda one: CosineAnnealingLR(one, 5), lambda step: 0.5 * (1 + math.cos(math.pi * step / 5))),
+        (
+            lambda one: CosineAnnealingLR(one, 5),
+            lambda step: 0.5 * (1 + math.cos(math.pi * step / 5)),
+        ),
         (lambda one: LambdaLR(one, lambda step: 1 / (1 + step)), lambda step: 1 / (1 + step)),
     ],
     ids=["StepLR", "MultiplicativeLR", "CosineAnnealingLR", "LambdaLR"],
 )
-@pytest.mark.parametrize("wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"])
-def test_a_scheduler_of_the_scripts_own_reads_and_multiplies_rates_that_are_not_scaled(build, factor, wrap):
+@pytest.mark.parametrize(
+    "wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"]
+)
+def test_a_scheduler_of_the_scripts_own_reads_and_multiplies_rates_that_are_not_scaled(
+    build, factor, wrap
+):
     one = training(batch_size=8, lr_scaling="linear", reference_batch_size=4)
     scheduler = wrap(build(one.optimizer), one.optimizer)
     rates = stepped_rates(one, lambda number: scheduler.step())
     assert rates == pytest.approx([2 * RATE * factor(step) for step in range(5)], rel=1e-12)
 
 
-def with_scheduler(build: Any, wrap: Any = lambda scheduler, optimizer: scheduler, **options: Any) -> SimpleNamespace:
+def with_scheduler(
+    build: Any, wrap: Any = lambda scheduler, optimizer: scheduler, **options: Any
+) -> SimpleNamespace:
     """Training whose scheduler is given to the loop, and kept for the script to step."""
     one = training()
     one.scheduler = wrap(build(one.optimizer), one.optimizer)
@@ -569,15 +644,23 @@ def with_scheduler(build: Any, wrap: Any = lambda scheduler, optimizer: schedule
 def test_what_accelerate_wraps_is_seen_through():
     """As its scripts have it, which step both; the rate is that of the clock, however often they do."""
     factor = lambda step: 1 / (1 + step)  # noqa: E731
-    one = with_scheduler(lambda optimizer: LambdaLR(optimizer, factor), accelerated, lr_scaling="linear")
+    one = with_scheduler(
+        lambda optimizer: LambdaLR(optimizer, factor), accelerated, lr_scaling="linear"
+    )
     rates = stepped_rates(one, lambda number: one.scheduler.step())
     assert rates == pytest.approx([RATE * factor(step) for step in range(5)], rel=1e-12)
 
 
-@pytest.mark.parametrize("wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"])
+@pytest.mark.parametrize(
+    "wrap", [lambda scheduler, optimizer: scheduler, accelerated], ids=["plain", "accelerated"]
+)
 @pytest.mark.parametrize(
     "build",
-    [lambda optimizer: StepLR(optimizer, 2), lambda optimizer: CosineAnnealingLR(optimizer, 5), ReduceLROnPlateau],
+    [
+        lambda optimizer: StepLR(optimizer, 2),
+        lambda optimizer: CosineAnnealingLR(optimizer, 5),
+        ReduceLROnPlateau,
+    ],
     ids=["StepLR", "CosineAnnealingLR", "ReduceLROnPlateau"],
 )
 def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
@@ -630,7 +713,9 @@ def test_a_step_that_is_skipped_leaves_no_gradients_and_its_rows_are_consumed():
 
 
 def test_a_step_that_stops_can_be_run_again():
-    one = spoiled(2, on_nonfinite_loss="stop", batch_size=8, lr_scaling="linear", reference_batch_size=4)
+    one = spoiled(
+        2, on_nonfinite_loss="stop", batch_size=8, lr_scaling="linear", reference_batch_size=4
+    )
     steps_of_epoch = iter(one.loop)
     one.loop.run(next(steps_of_epoch))
     one.optimizer.step()
@@ -658,7 +743,11 @@ def test_going_on_from_a_saved_state_gives_the_bits_of_training_without_a_stop(s
     def begin() -> SimpleNamespace:
         model = Decoder(draws=True)
         loss = RunsOut(model, most=3)
-        options: dict[str, Any] = {"mean_loss": loss, "lr_scaling": "sqrt", "schedule": lambda step: 0.9**step}
+        options: dict[str, Any] = {
+            "mean_loss": loss,
+            "lr_scaling": "sqrt",
+            "schedule": lambda step: 0.9**step,
+        }
         one = training(model=model, **options, **rules[rule])
         one.loop.find_bound(device_memory="1GiB", maximum=3)
         return one
@@ -684,7 +773,9 @@ def test_going_on_from_a_saved_state_gives_the_bits_of_training_without_a_stop(s
     random.setstate(random_states[1])
     np.random.set_state(random_states[2])
     train(goes_on, epochs=3)
-    assert training_state(goes_on.model, goes_on.optimizer) == training_state(whole.model, whole.optimizer)
+    assert training_state(goes_on.model, goes_on.optimizer) == training_state(
+        whole.model, whole.optimizer
+    )
     assert goes_on.loop.state_dict() == whole.loop.state_dict()
 
 
@@ -722,7 +813,9 @@ def test_a_lowered_limit_goes_on_unless_another_bound_is_found():
         assert other.loop.limit.amount == (5 if lowered else 8)
 
 
-@pytest.mark.parametrize(("option", "value"), [("seed", 3), ("shuffle", False), ("rows", ROWS[:39])])
+@pytest.mark.parametrize(
+    ("option", "value"), [("seed", 3), ("shuffle", False), ("rows", ROWS[:39])]
+)
 def test_rows_in_another_order_are_refused_when_going_on(option, value):
     state = training().loop.state_dict()
     key = {"rows": "dataset"}.get(option, option)
@@ -739,7 +832,10 @@ def classes(kind: str) -> tuple[dict[str, Any], Any]:
     points = [(torch.randn(5, generator=generator), number % 3) for number in range(32)]
     if kind == "tuples":
         options = {
-            "collate": lambda rows: (torch.stack([point for point, _ in rows]), torch.tensor([one for _, one in rows])),
+            "collate": lambda rows: (
+                torch.stack([point for point, _ in rows]),
+                torch.tensor([one for _, one in rows]),
+            ),
             "num_labels": lambda batch: len(batch[1]),
         }
         return options, points
@@ -762,7 +858,13 @@ def test_a_classifier_trains_as_it_does_by_hand(kind):
         return cross_entropy(nets[0](points.double()), labels)
 
     one = training(
-        model=nets[0], rows=rows, mean_loss=mean_loss, batch_size=12, micro_batch_size=5, row_length=1, **options
+        model=nets[0],
+        rows=rows,
+        mean_loss=mean_loss,
+        batch_size=12,
+        micro_batch_size=5,
+        row_length=1,
+        **options,
     )
     found = one.loop.find_bound(device_memory="1GiB")
     assert (found.max_batch_size, found.sequence_length) == (32, 1)
@@ -811,14 +913,23 @@ def test_batches_go_to_the_device_as_they_are_nested():
         ({"batch_size": 0}, "batch_size=0: "),
         ({"mean_loss": 5}, "mean_loss=5: give a function"),
         ({"collate": None}, "collate=None: give a function"),
-        ({"optimizer": lambda parameters, lr: [torch.optim.SGD(parameters)]}, "optimizer='list': give one torch.optim"),
+        (
+            {"optimizer": lambda parameters, lr: [torch.optim.SGD(parameters)]},
+            "optimizer='list': give one torch.optim",
+        ),
         ({"micro_batch_size": 2.5}, "micro_batch_size=2.5: "),
         ({"rows": []}, "dataset='list': it has no rows"),
         ({"lr_scaling": "square"}, "lr_scaling='square': give one of none, linear, sqrt"),
         ({"on_out_of_memory": "skip"}, "on_out_of_memory='skip': give one of shrink, raise"),
         ({"reference_batch_size": "8k"}, "reference_batch_size='8k': "),
-        ({"batch_increase_function": lambda epoch: 1}, "batch_increase_function=.*of positional arguments"),
-        ({"batch_increase_function": max, "batch_size_schedule": sum}, "batch_size_schedule=.*not both"),
+        (
+            {"batch_increase_function": lambda epoch: 1},
+            "batch_increase_function=.*of positional arguments",
+        ),
+        (
+            {"batch_increase_function": max, "batch_size_schedule": sum},
+            "batch_size_schedule=.*not both",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -829,9 +940,14 @@ def test_what_cannot_be_used_is_refused_by_name(options, message):
 
 def test_what_rows_and_batches_do_not_say_is_asked_for():
     tuples = [(row["tokens"], row["labels"]) for row in ROWS]
-    pairs = {"collate": lambda rows: tuple(collate([{"tokens": one, "labels": two} for one, two in rows]).values())}
+    pairs = {
+        "collate": lambda rows: tuple(
+            collate([{"tokens": one, "labels": two} for one, two in rows]).values()
+        )
+    }
     with pytest.raises(
-        SettingError, match=r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension; give"
+        SettingError,
+        match=r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension; give",
     ):
         training(rows=tuples, **pairs).loop.find_bound()
     model = Decoder()
@@ -850,7 +966,10 @@ def test_what_rows_and_batches_do_not_say_is_asked_for():
     }
     # Rows are counted, and this is no mean over them.
     one = training(**given)
-    with pytest.raises(SettingError, match=r"as a whole and .* as the sum of its parts' shares.*; give num_labels=,"):
+    with pytest.raises(
+        SettingError,
+        match=r"as a whole and .* as the sum of its parts' shares.*; give num_labels=,",
+    ):
         one.loop.run(next(iter(one.loop)))
     one = training(**given, num_labels=lambda batch: (batch[1][:, 1:] != -100).sum())
     assert one.loop.run(next(iter(one.loop))).micro_batches == 2
@@ -863,7 +982,9 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
     for option, value in {"headroom": 2, "device_memory": "lots", "maximum": 0}.items():
         with pytest.raises(SettingError, match=f"^{option}={value!r}: "):
             one.loop.find_bound(**{option: value})
-    with pytest.raises(SettingError, match=r"^device_memory='999TiB': .* or null \(None\) for what is available"):
+    with pytest.raises(
+        SettingError, match=r"^device_memory='999TiB': .* or null \(None\) for what is available"
+    ):
         one.loop.find_bound(device_memory="999TiB")
     one = training(batch_increase_function=lambda epoch, batch_size: -1)
     with pytest.raises(GrowthFunctionError, match=r"epoch=0, batch_size=4\) returned -1"):
@@ -872,13 +993,19 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
 
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
-UNLABELLED = make_rows([3 + (5 * number) % 13 for number in range(33)], unlabelled=[n for n in range(33) if n % 3])
+UNLABELLED = make_rows(
+    [3 + (5 * number) % 13 for number in range(33)], unlabelled=[n for n in range(33) if n % 3]
+)
 
 
 def masked_mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """A mean whose gradient is not a number where there is no label; that of torch's cross-entropy is zero."""
     labels = batch["labels"][:, 1:]
-    picked = model(batch["tokens"])[:, :-1].log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    picked = (
+        model(batch["tokens"])[:, :-1]
+        .log_softmax(-1)
+        .gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    )
     return -(picked * (labels >= 0)).sum() / (labels != -100).sum()
 
 
@@ -933,18 +1060,29 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
         return RunsOut(model, most=2 if distributed.rank() == 1 else 99, after=5)
 
     for syncs in (True, False):
-        one = on_ranks(loss=fails_on_rank_one, grow_beyond_maximum=True, sync_gradients_every_micro_batch=syncs)
+        one = on_ranks(
+            loss=fails_on_rank_one, grow_beyond_maximum=True, sync_gradients_every_micro_batch=syncs
+        )
         found[f"fails, {syncs}"] = facts(one, train(one, epochs=2))
     one = on_ranks(loss=spoils_gradients_on_rank_one, on_nonfinite_loss="skip", max_grad_norm=None)
-    found["skipped"] = facts(one, seen := train(one)) | {"finite": [step.result.is_finite for step in seen]}
+    found["skipped"] = facts(one, seen := train(one)) | {
+        "finite": [step.result.is_finite for step in seen]
+    }
     one = on_ranks(sync_gradients_every_micro_batch=False, grow_beyond_maximum=True)
-    found["bound, gradients kept"] = one.loop.find_bound(device_memory="1GiB", maximum=5).max_batch_size
+    found["bound, gradients kept"] = one.loop.find_bound(
+        device_memory="1GiB", maximum=5
+    ).max_batch_size
     one = on_ranks()
     found["begun"] = facts(one, train(one, epochs=2, until=3))
     found["state"] = one.loop.state_dict()
     found["optimizer"] = {
-        name: {key: value.full_tensor() if hasattr(value, "full_tensor") else value for key, value in state.items()}
-        for name, state in ((n, one.optimizer.state[p]) for n, p in one.model.named_parameters() if p.requires_grad)
+        name: {
+            key: value.full_tensor() if hasattr(value, "full_tensor") else value
+            for key, value in state.items()
+        }
+        for name, state in (
+            (n, one.optimizer.state[p]) for n, p in one.model.named_parameters() if p.requires_grad
+        )
     }
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
     models = {"whole": Decoder(), "over fewer ranks": divided(Decoder(), mesh=mesh["data"])}
@@ -1007,7 +1145,9 @@ def after_a_validation() -> dict[str, Any]:
     return {
         "stays divided": stays_divided,
         "bound": bound,
-        "changed": [name for name, tensor in before.items() if not torch.equal(tensor, after[name])],
+        "changed": [
+            name for name, tensor in before.items() if not torch.equal(tensor, after[name])
+        ],
         "said": said,
     }
 
@@ -1044,7 +1184,9 @@ def test_two_ranks_train_as_one_device_does(two_ranks, alone):
         assert rank["whole"]["micro_batches"] == [2, 2, 2, 2, 0, 3, 3, 1]
         assert_alike(rank["whole"], alone)
     for number, rows in enumerate(alone["rows"]):
-        assert sorted(two_ranks[0]["whole"]["rows"][number] + two_ranks[1]["whole"]["rows"][number]) == sorted(rows)
+        assert sorted(
+            two_ranks[0]["whole"]["rows"][number] + two_ranks[1]["whole"]["rows"][number]
+        ) == sorted(rows)
 
 
 @pytest.mark.parametrize("syncs", [True, False])
@@ -1053,7 +1195,16 @@ def test_a_step_that_runs_out_of_memory_on_one_rank_is_retried_on_all(two_ranks,
         found = rank[f"fails, {syncs}"]
         assert_alike(found, alone)
         assert (found["capacity"], found["out_of_memory"]) == (2, 1)
-        assert found["micro_batches"] == [1, 1, 1, 2, 0, 4, 4, 1]  # the last row of the first epoch has no label
+        assert found["micro_batches"] == [
+            1,
+            1,
+            1,
+            2,
+            0,
+            4,
+            4,
+            1,
+        ]  # the last row of the first epoch has no label
 
 
 def test_gradients_that_are_not_finite_on_one_rank_are_skipped_on_all(two_ranks):
@@ -1071,10 +1222,15 @@ def test_gradients_that_are_kept_unsharded_are_there_in_a_trial(two_ranks):
 
 @pytest.mark.parametrize("name", ["whole", "over fewer ranks", "twice"])
 def test_a_model_that_is_not_divided_by_rows_alone_is_refused_on_several_ranks(two_ranks, name):
-    assert "fully_shard, and nothing else, has divided over all of them" in two_ranks[0][f"refused, {name}"]
+    assert (
+        "fully_shard, and nothing else, has divided over all of them"
+        in two_ranks[0][f"refused, {name}"]
+    )
 
 
-def test_a_model_of_which_a_part_was_not_divided_is_refused_by_the_names_of_its_parameters(two_ranks):
+def test_a_model_of_which_a_part_was_not_divided_is_refused_by_the_names_of_its_parameters(
+    two_ranks,
+):
     for rank in two_ranks:
         said = rank["refused, partly"]
         assert (
@@ -1095,7 +1251,11 @@ def on_one_rank() -> dict[str, Any]:
             one = training(model=model, micro_batch_size=2)
             calls: list[int] = []
 
-            def runs_out(loop: AdaptiveLoop = one.loop, calls: list[int] = calls, at: int = 3 if fails else -1) -> None:
+            def runs_out(
+                loop: AdaptiveLoop = one.loop,
+                calls: list[int] = calls,
+                at: int = 3 if fails else -1,
+            ) -> None:
                 if loop.is_trial:
                     return
                 calls.append(1)
@@ -1110,7 +1270,9 @@ def on_one_rank() -> dict[str, Any]:
             one = training(model=model, mean_loss=RunsOut(model, most=2), grow_beyond_maximum=True)
             assert one.loop.find_bound(device_memory="1GiB").max_batch_size == 2
             after = whole_parameters(model)
-            found[f"{phase}, {fails}"] = [name for name in before if not torch.equal(before[name], after[name])]
+            found[f"{phase}, {fails}"] = [
+                name for name in before if not torch.equal(before[name], after[name])
+            ]
             weights.append(after)
         found[phase] = relative_error(weights[1], weights[0])
     return found
@@ -1125,7 +1287,9 @@ def one_rank() -> dict[str, Any]:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 def test_a_model_that_is_divided_over_one_rank_goes_on_after_running_out_of_memory(one_rank, phase):
     assert one_rank[phase] < 1e-12
-    assert one_rank[f"{phase}, False"] == one_rank[f"{phase}, True"] == []  # what a search has changed
+    assert (
+        one_rank[f"{phase}, False"] == one_rank[f"{phase}, True"] == []
+    )  # what a search has changed
 
 
 def test_a_loop_goes_well_after_a_forward_of_the_user(two_ranks, one_rank):
@@ -1172,14 +1336,22 @@ def test_one_device_goes_on_with_what_two_ranks_began(two_ranks, alone):
 def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
     body, head = Decoder(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
-    with pytest.raises(SettingError, match=r"model='Decoder': 2 tensors of the optimizer are no parameters of it"):
-        AdaptiveLoop(body, optimizer, ROWS, collate=collate, mean_loss=lambda batch: batch, batch_size=4)
+    with pytest.raises(
+        SettingError, match=r"model='Decoder': 2 tensors of the optimizer are no parameters of it"
+    ):
+        AdaptiveLoop(
+            body, optimizer, ROWS, collate=collate, mean_loss=lambda batch: batch, batch_size=4
+        )
 
 
 def test_what_the_optimizer_leaves_out_is_said_and_its_gradients_too(caplog) -> None:
     options, rows = classes("tuples")
     net = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3))
-    options |= {"mean_loss": lambda batch: cross_entropy(net(batch[0]), batch[1]), "row_length": 1, "batch_size": 8}
+    options |= {
+        "mean_loss": lambda batch: cross_entropy(net(batch[0]), batch[1]),
+        "row_length": 1,
+        "batch_size": 8,
+    }
     head = torch.optim.SGD(net[2].parameters(), lr=RATE)
 
     def leaves_out() -> list[str]:
@@ -1214,7 +1386,8 @@ def test_gradients_that_are_there_are_not_added_to() -> None:
     one.loop.run(next(rows))
     second = next(rows)
     with pytest.raises(
-        ValueError, match=r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer"
+        ValueError,
+        match=r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer",
     ):
         one.loop.run(second)
     one.optimizer.step()
@@ -1276,7 +1449,9 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(option: str, value: ob
 
 def test_labels_that_cannot_be_counted_are_refused() -> None:
     one = training(num_labels=lambda batch: 0.8)
-    with pytest.raises(SettingError, match=r"num_labels=0\.8: give a function that returns a whole number"):
+    with pytest.raises(
+        SettingError, match=r"num_labels=0\.8: give a function that returns a whole number"
+    ):
         one.loop.run(next(iter(one.loop)))
 
 
@@ -1285,7 +1460,9 @@ def test_a_dataset_without_rows_by_number_is_refused() -> None:
         def __iter__(self) -> Any:
             return iter(ROWS)
 
-    with pytest.raises(SettingError, match=r"dataset='Stream': a Stream has no row by its number; give a map-style"):
+    with pytest.raises(
+        SettingError, match=r"dataset='Stream': a Stream has no row by its number; give a map-style"
+    ):
         training(rows=Stream())
 
 
@@ -1308,7 +1485,9 @@ def test_steps_by_tokens_hold_them_and_each_row_is_trained_once_an_epoch(order: 
     lengths = {number: len(row["tokens"]) for number, row in enumerate(ROWS)}
     for epoch in (0, 1):
         steps_of_epoch = [step for step in seen if step.epoch == epoch]
-        assert sorted(number for step in steps_of_epoch for number in step.rows) == list(range(len(ROWS)))
+        assert sorted(number for step in steps_of_epoch for number in step.rows) == list(
+            range(len(ROWS))
+        )
         assert all(sum(lengths[number] for number in step.rows) <= 60 for step in steps_of_epoch)
     assert max(step.result.micro_batches for step in seen) > 1
     assert one.loop.progress.tokens == 2 * sum(lengths.values())
@@ -1330,7 +1509,9 @@ def test_steps_by_tokens_resume_to_the_bit() -> None:
     second.optimizer.load_state_dict(first.optimizer.state_dict())
     second.loop.load_state_dict(first.loop.state_dict())
     train(second, epochs=2)
-    assert training_state(second.model, second.optimizer) == training_state(whole.model, whole.optimizer)
+    assert training_state(second.model, second.optimizer) == training_state(
+        whole.model, whole.optimizer
+    )
 
 
 def test_as_many_tokens_at_once_as_fit_need_a_bound_first() -> None:
@@ -1347,14 +1528,22 @@ def test_as_many_tokens_at_once_as_fit_need_a_bound_first() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"micro_batch_tokens": 8, "micro_batch_size": 2}, "micro_batch_tokens=8: micro_batch_size is given too"),
+        (
+            {"micro_batch_tokens": 8, "micro_batch_size": 2},
+            "micro_batch_tokens=8: micro_batch_size is given too",
+        ),
         ({"micro_batch_tokens": 0}, "micro_batch_tokens=0: give auto, or a whole number"),
         ({"batch_tokens": 3}, "batch_tokens=3: row .* has .* tokens"),
-        ({"sample_order": "longest"}, "sample_order='longest': give one of dataloader, random, seqlen"),
+        (
+            {"sample_order": "longest"},
+            "sample_order='longest': give one of dataloader, random, seqlen",
+        ),
         ({"lr_clock": "epochs"}, "lr_clock='epochs': give one of"),
     ],
 )
-def test_settings_of_tokens_and_orders_that_cannot_be_used_are_refused(options: dict[str, Any], message: str) -> None:
+def test_settings_of_tokens_and_orders_that_cannot_be_used_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(SettingError, match=message):
         list(training(**options).loop)
 
@@ -1409,7 +1598,12 @@ def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned
 def llama(**options: Any) -> SimpleNamespace:
     """Training of a small model of transformers, on rows that it names as it does."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = LlamaConfig(vocab_size=53, num_key_value_heads=2, attn_implementation="sdpa", **shape)
     model = LlamaForCausalLM(config)
 
@@ -1422,14 +1616,24 @@ def llama(**options: Any) -> SimpleNamespace:
         logits = model(**inputs).logits[:, :-1].flatten(0, 1)
         return cross_entropy(logits, batch["labels"][:, 1:].flatten())
 
-    given = {"model": model, "collate": padded, "mean_loss": mean_loss, "optimizer": torch.optim.SGD, "batch_size": 8}
-    rows = [{"row": row["row"], "input_ids": row["tokens"], "labels": row["labels"]} for row in ROWS]
+    given = {
+        "model": model,
+        "collate": padded,
+        "mean_loss": mean_loss,
+        "optimizer": torch.optim.SGD,
+        "batch_size": 8,
+    }
+    rows = [
+        {"row": row["row"], "input_ids": row["tokens"], "labels": row["labels"]} for row in ROWS
+    ]
     return training(**{"rows": rows, **given, **options})
 
 
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 3}, {"micro_batch_tokens": 40}], ids=str)
 @pytest.mark.parametrize("layout", ["packed", "grouped"])
-def test_a_model_of_transformers_trains_alike_in_each_layout(layout: str, limit: dict[str, int]) -> None:
+def test_a_model_of_transformers_trains_alike_in_each_layout(
+    layout: str, limit: dict[str, int]
+) -> None:
     found, expected = (llama(micro_batch_layout=kind, **limit) for kind in (layout, "padded"))
     seen, padded = train(found), train(expected)
     assert [step.rows for step in seen] == [step.rows for step in padded]
@@ -1463,12 +1667,16 @@ def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
     ],
 )
 def test_rows_that_cannot_be_packed_are_refused(rows: list[Any], says: str) -> None:
-    with pytest.raises(SettingError, match=f"^micro_batch_layout='packed': {says}.*; or give grouped$"):
+    with pytest.raises(
+        SettingError, match=f"^micro_batch_layout='packed': {says}.*; or give grouped$"
+    ):
         llama(rows=rows, micro_batch_layout="packed", row_length=len)
 
 
 def test_an_unknown_layout_or_objective_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"^micro_batch_layout='loose': give one of padded, grouped, packed$"):
+    with pytest.raises(
+        SettingError, match=r"^micro_batch_layout='loose': give one of padded, grouped, packed$"
+    ):
         StepOptions(micro_batch_layout="loose")
     with pytest.raises(SettingError, match=r"^objective='fast': give one of throughput, largest$"):
         llama(micro_batch_tokens="auto").loop.find_bound(objective="fast")
@@ -1496,7 +1704,9 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
         assert again.loop._sizer.layout == one.loop._sizer.layout
         assert again.loop._sizer.limit(8) == fastest.limit
         went_on = train(again)
-        assert [(step.rows, step.loss) for step in went_on] == [(step.rows, step.loss) for step in rest]
+        assert [(step.rows, step.loss) for step in went_on] == [
+            (step.rows, step.loss) for step in rest
+        ]
 
 
 def test_a_saved_choice_does_not_replace_what_was_found_before_it_was_loaded() -> None:
@@ -1518,9 +1728,12 @@ def saved(state: Any) -> io.BytesIO:
 
 
 @pytest.mark.parametrize(
-    "now", [{"micro_batch_tokens": 30}, {"micro_batch_tokens": "auto", "micro_batch_layout": "padded"}]
+    "now",
+    [{"micro_batch_tokens": 30}, {"micro_batch_tokens": "auto", "micro_batch_layout": "padded"}],
 )
-def test_what_is_set_now_counts_more_than_what_a_saved_loop_found_fastest(now: dict[str, Any]) -> None:
+def test_what_is_set_now_counts_more_than_what_a_saved_loop_found_fastest(
+    now: dict[str, Any],
+) -> None:
     one = llama(micro_batch_tokens="auto")
     one.loop.find_bound(device_memory="1GiB", maximum=8)
     again = llama(**now)
@@ -1533,4 +1746,6 @@ def test_the_largest_is_taken_where_that_is_asked_for() -> None:
     one = llama(micro_batch_tokens="auto")
     found = one.loop.find_bound(device_memory="1GiB", maximum=8, objective="largest")
     assert found.throughput is None
-    assert one.loop._sizer.limit(8).amount == found.max_batch_size * max(len(row["tokens"]) for row in ROWS)
+    assert one.loop._sizer.limit(8).amount == found.max_batch_size * max(
+        len(row["tokens"]) for row in ROWS
+    )

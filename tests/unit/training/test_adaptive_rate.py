@@ -13,7 +13,9 @@ def rate_of(**arguments):
 
 
 @pytest.mark.parametrize("reference", [None, parse_reference(32), parse_reference("100tok")])
-def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_the_configured_one(reference):
+def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_the_configured_one(
+    reference,
+):
     rate = rate_of(reference_batch_size=reference)
     assert rate.describe_unscaled(4, configured=4) is None
     line = "lr 2e-05 stays, chosen for a global batch of 4, now 64: linear scaling would give 0.00032, sqrt 8e-05"

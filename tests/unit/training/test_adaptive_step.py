@@ -87,7 +87,11 @@ class Script:
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def plain_gradients(
@@ -140,7 +144,8 @@ def test_one_part_is_the_batch_itself_and_is_not_checked():
     model = decoder()
     batch = make_batch()
     padded = {
-        key: nn.functional.pad(value, (0, 5), value=IGNORE_INDEX * (key == "labels")) for key, value in batch.items()
+        key: nn.functional.pad(value, (0, 5), value=IGNORE_INDEX * (key == "labels"))
+        for key, value in batch.items()
     }
     script = Script(model)
     AdaptiveStep(model, script, micro_batch_tokens=10**6)(padded)
@@ -240,19 +245,25 @@ def test_what_has_no_rows_stays_whole_and_texts_go_with_their_rows():
         "name": "train",
         "table": torch.eye(3),
     }
-    script = Script(model, loss=lambda model, batch: batch["scale"] * mse_loss(model(batch["x"]), batch["y"]))
+    script = Script(
+        model, loss=lambda model, batch: batch["scale"] * mse_loss(model(batch["x"]), batch["y"])
+    )
     AdaptiveStep(model, script, micro_batch_size=4)(batch)
     assert [text for part in script.trained for text in part.batch["texts"]] == texts
     for part in script.trained:
         assert part.batch["scale"] is batch["scale"]
         assert part.batch["table"] is batch["table"]
         assert part.batch["name"] == "train"
-        assert torch.equal(part.batch["x"], inputs[[texts.index(text) for text in part.batch["texts"]]])
+        assert torch.equal(
+            part.batch["x"], inputs[[texts.index(text) for text in part.batch["texts"]]]
+        )
 
 
 def test_a_batch_without_a_tensor_is_refused():
     model = Regression()
-    with pytest.raises(SettingError, match=r"batch='dict': no tensor in it shows the number of rows; give split="):
+    with pytest.raises(
+        SettingError, match=r"batch='dict': no tensor in it shows the number of rows; give split="
+    ):
         AdaptiveStep(model, Script(model))({"texts": ["a", "b"]})
 
 
@@ -311,7 +322,9 @@ def test_a_function_may_say_how_many_labels_there_are():
     with pytest.raises(SettingError, match="num_labels="):
         AdaptiveStep(model, Script(model, loss=loss), micro_batch_size=4)(batch)
     script = Script(model, loss=loss)
-    AdaptiveStep(model, script, micro_batch_size=4, num_labels=lambda batch: batch["weights"].sum())(batch)
+    AdaptiveStep(
+        model, script, micro_batch_size=4, num_labels=lambda batch: batch["weights"].sum()
+    )(batch)
     assert [part.share for part in script.trained] == [2 / 7, 3 / 7, 2 / 7]
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
@@ -374,7 +387,9 @@ def test_parts_by_tokens_leave_trailing_padding_out(shown_by):
         # Neither three dimensions nor another width.
         assert part.batch["positions"].shape == (part.num_rows, 16, 2)
         assert part.batch["scores"].shape == (part.num_rows, 3)
-    assert sorted(number for part in script.trained for number in part.batch["classes"].tolist()) == list(range(12))
+    assert sorted(
+        number for part in script.trained for number in part.batch["classes"].tolist()
+    ) == list(range(12))
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
@@ -391,7 +406,9 @@ def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
     model = Regression()
     script = Script(model)
     step = AdaptiveStep(model, script, micro_batch_tokens=8)
-    with pytest.raises(SettingError, match=r"micro_batch_tokens.*nothing shows the tokens of a row; give split="):
+    with pytest.raises(
+        SettingError, match=r"micro_batch_tokens.*nothing shows the tokens of a row; give split="
+    ):
         step(regression_data())
     assert script.trained == script.trials == []
 
@@ -475,7 +492,9 @@ def classified_rows() -> dict[str, torch.Tensor]:
     return {"x": inputs, "labels": torch.arange(11) * 7 % 3, "valid": torch.arange(11) % 4 != 1}
 
 
-def loss_of_parts(model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor]) -> float:
+def loss_of_parts(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor]
+) -> float:
     """Mean loss over rows, of parts of three rows."""
     total = 0.0
     with torch.no_grad():
@@ -505,7 +524,9 @@ def test_a_loss_that_is_not_the_sum_of_its_parts_is_refused_before_anything_chan
     message = str(caught.value)
     assert message.startswith("forward_backward='Script': the loss of a batch is ")
     if because == "micro_batch_size":
-        whole, parts = map(float, re.findall(r"is (\S+) as a whole and (\S+) as the sum", message)[0])
+        whole, parts = map(
+            float, re.findall(r"is (\S+) as a whole and (\S+) as the sum", message)[0]
+        )
         assert whole == pytest.approx(whole_loss, rel=1e-4)
         assert parts == pytest.approx(loss_of_parts(model, batch, loss), rel=1e-4)
         assert script.trained == []
@@ -543,7 +564,9 @@ class Normalized(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2)
+        )
         self.frozen = nn.Dropout(0.9).eval()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
@@ -619,7 +642,9 @@ def test_one_warning_where_no_backward_is_seen(how, caplog):
     step(batch)
     assert relative_error(gradients_of(model), expected) <= ROUNDING
     step(batch)
-    warnings = [record for record in caplog.records if "no loss.backward() is seen" in record.message]
+    warnings = [
+        record for record in caplog.records if "no loss.backward() is seen" in record.message
+    ]
     assert len(warnings) == 1
 
 
@@ -732,7 +757,9 @@ def test_a_step_that_fails_for_another_reason_leaves_the_gradients_of_earlier_ba
 def test_one_row_that_does_not_fit_is_refused_with_its_size():
     model = decoder()
     step = AdaptiveStep(model, Script(model, most_rows=0))
-    with pytest.raises(DoesNotFitError, match=r"one row of .* ran out of memory on cpu.*DefaultCPUAllocator"):
+    with pytest.raises(
+        DoesNotFitError, match=r"one row of .* ran out of memory on cpu.*DefaultCPUAllocator"
+    ):
         step(make_batch())
     assert gradients_of(model) == {}
 
@@ -749,7 +776,9 @@ def test_an_error_of_memory_is_let_through_where_asked():
 def test_the_limit_grows_back_where_memory_suffices():
     model = decoder()
     script = Script(model, most_rows=6)
-    step = AdaptiveStep(model, script, options=StepOptions(oom_policy=OOMPolicy(grow_divisor=1, grow_after=1)))
+    step = AdaptiveStep(
+        model, script, options=StepOptions(oom_policy=OOMPolicy(grow_divisor=1, grow_after=1))
+    )
     step(make_batch())
     assert script.rows == [12, 6, 6]
     script.most_rows = 12
@@ -845,7 +874,10 @@ def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
         assert max(script.rows) == result.max_batch_size
     else:
         most_tokens = result.max_batch_size * max(LENGTHS)
-        assert max(rows * width for rows, width in zip(script.rows, widths, strict=True)) <= most_tokens
+        assert (
+            max(rows * width for rows, width in zip(script.rows, widths, strict=True))
+            <= most_tokens
+        )
         assert max(script.rows) > result.max_batch_size
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
@@ -868,7 +900,8 @@ def test_a_row_that_does_not_fit_is_refused_by_the_search():
     model = decoder()
     step = AdaptiveStep(model, Script(model))
     with pytest.raises(
-        DoesNotFitError, match=r"one row of \d+ tokens needs .* KiB, cpu allows 28.50 KiB; shorten the rows"
+        DoesNotFitError,
+        match=r"one row of \d+ tokens needs .* KiB, cpu allows 28.50 KiB; shorten the rows",
     ):
         step.find_bound(torch.optim.SGD(model.parameters()), repeated, device_memory="30KiB")
 
@@ -883,7 +916,9 @@ def test_fewer_rows_fit_beside_the_gradients_of_other_parts_and_batches():
         model = decoder()
         step = AdaptiveStep(model, Script(model))
         optimizer = torch.optim.SGD(model.parameters())
-        found[name] = step.find_bound(optimizer, repeated, device_memory="1MiB", **options).max_batch_size
+        found[name] = step.find_bound(
+            optimizer, repeated, device_memory="1MiB", **options
+        ).max_batch_size
     assert found["two parts"] < found["one part"]
     assert found["accumulation"] < found["one part"]
 
@@ -905,7 +940,9 @@ def test_a_lowered_limit_and_what_was_found_are_resumed():
     assert resumed.state_dict()["sizer"]["num_out_of_memory"] == 2
 
     searched = AdaptiveStep(model, Script(model), micro_batch_size="auto")
-    bound = searched.find_bound(torch.optim.SGD(model.parameters()), repeated, device_memory="192KiB").max_batch_size
+    bound = searched.find_bound(
+        torch.optim.SGD(model.parameters()), repeated, device_memory="192KiB"
+    ).max_batch_size
     script = Script(model)
     other = AdaptiveStep(model, script, micro_batch_size="auto")
     other.load_state_dict(searched.state_dict())

@@ -40,7 +40,9 @@ class Validated:
             on_change=self.changes_in_training.append,
             **settings,
         )
-        self.evaluator = Evaluator(self.runner, self.runner.loss, HeldSizer(capacity, on_change=self.changes.append))
+        self.evaluator = Evaluator(
+            self.runner, self.runner.loss, HeldSizer(capacity, on_change=self.changes.append)
+        )
 
     def mean_loss(self, batch):
         self.shapes_run.append(tuple(batch["tokens"].shape))
@@ -55,7 +57,9 @@ class Validated:
 
 
 def row(length, *, masked=0, seed=0):
-    tokens = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    tokens = torch.randint(
+        1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     return {"tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]}
 
 
@@ -71,7 +75,9 @@ def mean_of_label_tokens(model, batch):
     counts = [sum(label != IGNORED for label in one["labels"][1:]) for one in batch]
     with torch.no_grad():
         sums = [
-            float(mean_loss(model, collate([one]))) * count for one, count in zip(batch, counts, strict=True) if count
+            float(mean_loss(model, collate([one]))) * count
+            for one, count in zip(batch, counts, strict=True)
+            if count
         ]
     return sum(sums) / sum(counts) if sum(counts) else math.nan
 
@@ -86,10 +92,14 @@ CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 9), st.just("rows")) | st
 def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_limit(batch, capacity):
     validated = Validated(capacity)
     found = validated.evaluator.run(iter(batch))
-    assert found == pytest.approx(mean_of_label_tokens(validated.model, batch), rel=1e-12, nan_ok=True)
+    assert found == pytest.approx(
+        mean_of_label_tokens(validated.model, batch), rel=1e-12, nan_ok=True
+    )
 
 
-@pytest.mark.parametrize("capacity", [MicroBatchLimit(100), MicroBatchLimit(300, "tokens")], ids=str)
+@pytest.mark.parametrize(
+    "capacity", [MicroBatchLimit(100), MicroBatchLimit(300, "tokens")], ids=str
+)
 def test_more_rows_than_are_read_at_a_time_are_each_evaluated_once(capacity):
     batch = [row(2 + seed % 7, masked=seed % 3, seed=seed) for seed in range(600)]
     validated = Validated(capacity)
@@ -98,7 +108,9 @@ def test_more_rows_than_are_read_at_a_time_are_each_evaluated_once(capacity):
     assert found == pytest.approx(mean_of_label_tokens(validated.model, batch), rel=1e-12)
 
 
-@pytest.mark.parametrize("batch", [[], [row(5, masked=5)], [row(3, masked=3), row(4, masked=4)]], ids=len)
+@pytest.mark.parametrize(
+    "batch", [[], [row(5, masked=5)], [row(3, masked=3), row(4, masked=4)]], ids=len
+)
 def test_without_labels_the_loss_is_nan_and_nothing_is_run(batch):
     validated = Validated()
     assert math.isnan(validated.evaluator.run(batch))
@@ -159,7 +171,10 @@ def test_gradients_statistics_and_random_numbers_are_as_they_were():
 
 @pytest.mark.parametrize(
     ("capacity", "after"),
-    [(MicroBatchLimit(8), MicroBatchLimit(2)), (MicroBatchLimit(72, "tokens"), MicroBatchLimit(18, "tokens"))],
+    [
+        (MicroBatchLimit(8), MicroBatchLimit(2)),
+        (MicroBatchLimit(72, "tokens"), MicroBatchLimit(18, "tokens")),
+    ],
     ids=str,
 )
 def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, after):
@@ -171,7 +186,10 @@ def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, a
     assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
     assert validated.evaluator.limit == after
     assert [change.out_of_memory for change in validated.changes] == [True, True]
-    assert (validated.runner.sizer.limit(), validated.changes_in_training) == (MicroBatchLimit(8), [])
+    assert (validated.runner.sizer.limit(), validated.changes_in_training) == (
+        MicroBatchLimit(8),
+        [],
+    )
     assert validated.modes() == before
     validated.shapes_run.clear()
     validated.evaluator.run(batch)
@@ -192,7 +210,8 @@ def test_one_row_that_does_not_fit_is_told_and_each_module_put_back():
     before = validated.modes()
     validated.too_large = lambda tokens: tokens.shape[1] > 9
     with pytest.raises(
-        DoesNotFitError, match=r"one row of 10 tokens ran out of memory on cpu, .*tokenizer\.max_seq_len"
+        DoesNotFitError,
+        match=r"one row of 10 tokens ran out of memory on cpu, .*tokenizer\.max_seq_len",
     ):
         validated.evaluator.run([row(9), row(10), row(9)])
     assert validated.modes() == before
@@ -212,10 +231,15 @@ class Thrashing(CountedMemory):
 
 @pytest.mark.parametrize(
     ("capacity", "after"),
-    [(MicroBatchLimit(32), MicroBatchLimit(30)), (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens"))],
+    [
+        (MicroBatchLimit(32), MicroBatchLimit(30)),
+        (MicroBatchLimit(288, "tokens"), MicroBatchLimit(270, "tokens")),
+    ],
     ids=str,
 )
-def test_where_it_is_near_its_limit_the_largest_micro_batch_is_made_a_little_smaller(capacity, after):
+def test_where_it_is_near_its_limit_the_largest_micro_batch_is_made_a_little_smaller(
+    capacity, after
+):
     """Not the rest that comes last."""
     validated = Validated(capacity, memory=Thrashing())
     validated.evaluator.run([row(9)] * 32 + [row(3)] * 2)

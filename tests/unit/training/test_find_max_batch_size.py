@@ -38,7 +38,9 @@ class Training:
         cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten()).backward()
 
     def find(self, **options: Any) -> Any:
-        return find_max_batch_size(self.model, self.optimizer, self.forward_backward, sample, **options)
+        return find_max_batch_size(
+            self.model, self.optimizer, self.forward_backward, sample, **options
+        )
 
     def train(self, steps: int) -> None:
         for _ in range(steps):
@@ -55,8 +57,14 @@ def peaks_by_hand(*, accumulates: bool = False) -> list[int]:
     peaks = []
     for number in range(1, MAXIMUM + 2):
         for parameter in training.model.parameters():
-            parameter.grad = torch.zeros_like(parameter) if accumulates and parameter.requires_grad else None
-        gradients = [parameter.grad for parameter in training.model.parameters() if parameter.grad is not None]
+            parameter.grad = (
+                torch.zeros_like(parameter) if accumulates and parameter.requires_grad else None
+            )
+        gradients = [
+            parameter.grad
+            for parameter in training.model.parameters()
+            if parameter.grad is not None
+        ]
         resident = [*training.model.parameters(), *training.model.buffers(), *gradients, *state]
         with CountedMemory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
             training.forward_backward(sample(number))
@@ -81,7 +89,10 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
     assert result.max_batch_size == expected
     assert result.budget_bytes == budget
     assert expected in [trial.batch_size for trial in result.trials if trial.fits]
-    assert expected + 1 in [trial.batch_size for trial in result.trials if not trial.fits] or search == "predict"
+    assert (
+        expected + 1 in [trial.batch_size for trial in result.trials if not trial.fits]
+        or search == "predict"
+    )
     assert f"max_batch_size: {expected}" in result.table()
 
 
@@ -128,8 +139,12 @@ def test_an_error_in_a_trial_leaves_training_as_it_was():
         if len(batch["tokens"]) > 1:
             raise ValueError("index out of range")
 
-    with pytest.raises(RuntimeError, match=r"a trial of .* failed, and not for lack of memory: index out of range"):
-        find_max_batch_size(training.model, training.optimizer, fail, sample, device_memory="512KiB")
+    with pytest.raises(
+        RuntimeError, match=r"a trial of .* failed, and not for lack of memory: index out of range"
+    ):
+        find_max_batch_size(
+            training.model, training.optimizer, fail, sample, device_memory="512KiB"
+        )
     assert training_state(training.model, training.optimizer) == before
 
 
@@ -147,7 +162,9 @@ def test_the_search_of_a_step_finds_the_same_number():
 
 
 def test_a_row_that_does_not_fit_is_refused_with_what_it_needs():
-    with pytest.raises(DoesNotFitError, match=r"one row of \d+ tokens needs .* KiB, cpu allows 50.00 KiB"):
+    with pytest.raises(
+        DoesNotFitError, match=r"one row of \d+ tokens needs .* KiB, cpu allows 50.00 KiB"
+    ):
         Training().find(device_memory="50KiB", headroom=0.0)
 
 

@@ -23,6 +23,8 @@ def test_each_step_counts_in_one_average_weighted_by_its_label_tokens(steps, row
         assert (mean is not None) == full
         if full:
             total = sum(labels for _, labels, _ in open_steps)
-            expected = sum(loss * labels for loss, labels, _ in open_steps) / total if total else 0.0
+            expected = (
+                sum(loss * labels for loss, labels, _ in open_steps) / total if total else 0.0
+            )
             assert mean == (loss if len(open_steps) == 1 else pytest.approx(expected))
             open_steps = []

@@ -37,11 +37,15 @@ def model():
 
 
 def runner(net, limit, **settings):
-    return build_runner(net, limit, collate=collate, mean_loss=lambda batch: mean_loss(net, batch), **settings)
+    return build_runner(
+        net, limit, collate=collate, mean_loss=lambda batch: mean_loss(net, batch), **settings
+    )
 
 
 def row(length, *, masked=0, seed=0):
-    tokens = torch.randint(1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    tokens = torch.randint(
+        1, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     return {"tokens": tokens, "labels": [IGNORED] * masked + tokens[masked:]}
 
 
@@ -115,7 +119,9 @@ def test_micro_batches_are_weighted_by_their_label_tokens():
     assert relative_error(mean_of_means, expected) > 0.01
 
 
-@pytest.mark.parametrize("capacity", [MicroBatchLimit(4), MicroBatchLimit(1), MicroBatchLimit(20, "tokens")], ids=str)
+@pytest.mark.parametrize(
+    "capacity", [MicroBatchLimit(4), MicroBatchLimit(1), MicroBatchLimit(20, "tokens")], ids=str
+)
 def test_gradients_are_clipped_and_their_norm_before_is_told(capacity):
     batch = [row(length, seed=length) for length in (4, 9, 6, 3)]
     unclipped, expected = gradients(batch, capacity)
@@ -141,9 +147,15 @@ def test_padding_is_counted_per_micro_batch():
     batch = [row(2), row(8)]
     assert gradients(batch, MicroBatchLimit(2))[0].padding_fraction == 1 - 10 / 16
     assert gradients(batch, MicroBatchLimit(1))[0].padding_fraction == 0
-    assert gradients(batch, MicroBatchLimit(1), layout=MicroBatchLayout("lengths"))[0].padding_fraction == 1 - 10 / 16
     assert (
-        gradients(batch, MicroBatchLimit(2), layout=MicroBatchLayout(pad_to_multiple_of=5))[0].padding_fraction == 0.5
+        gradients(batch, MicroBatchLimit(1), layout=MicroBatchLayout("lengths"))[0].padding_fraction
+        == 1 - 10 / 16
+    )
+    assert (
+        gradients(batch, MicroBatchLimit(2), layout=MicroBatchLayout(pad_to_multiple_of=5))[
+            0
+        ].padding_fraction
+        == 0.5
     )
 
 
@@ -162,7 +174,9 @@ def test_in_backward_the_loss_is_a_mean_and_not_multiplied_by_its_tokens():
     batch = [row(4, masked=1)]
     scaled, found = gradients(batch, MicroBatchLimit(1))
     result, in_backward = gradients(batch, MicroBatchLimit(1), scale_gradients=False)
-    assert relative_error(in_backward, found) <= 1e-7  # one of them is multiplied by a third, a float32
+    assert (
+        relative_error(in_backward, found) <= 1e-7
+    )  # one of them is multiplied by a third, a float32
     assert result.loss == pytest.approx(scaled.loss)
 
 
@@ -176,7 +190,9 @@ def test_a_model_that_normalizes_over_rows_is_told():
 
 def squared_norm(gradients):
     """Exactly, of whatever type they are."""
-    return sum(float(gradient.double().square().sum()) for gradient in gradients if gradient is not None)
+    return sum(
+        float(gradient.double().square().sum()) for gradient in gradients if gradient is not None
+    )
 
 
 def numbers(sample):
@@ -186,14 +202,20 @@ def numbers(sample):
 LIMITS = st.sampled_from([None, 1e-3, 1e3])
 
 
-@given(batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES, limit=LIMITS)
+@given(
+    batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES, limit=LIMITS
+)
 @settings(max_examples=60)
-def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(batch, capacity, shapes, limit):
+def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(
+    batch, capacity, shapes, limit
+):
     assume(capacity.unit == "rows" and shapes.kind != "grouped")
     for dtype in (torch.float64, torch.bfloat16):
         nets = model().to(dtype), model().to(dtype)
         results = [
-            runner(net, capacity, layout=shapes, max_grad_norm=limit, measures_noise=measures).run(batch)
+            runner(net, capacity, layout=shapes, max_grad_norm=limit, measures_noise=measures).run(
+                batch
+            )
             for net, measures in zip(nets, (False, True), strict=True)
         ]
         plain, measured = [vars(result) for result in results]
@@ -206,7 +228,9 @@ def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(b
 
 
 @given(
-    batch=st.lists(rows(), min_size=2, max_size=9), capacity=st.builds(MicroBatchLimit, st.integers(1, 8)), limit=LIMITS
+    batch=st.lists(rows(), min_size=2, max_size=9),
+    capacity=st.builds(MicroBatchLimit, st.integers(1, 8)),
+    limit=LIMITS,
 )
 @settings(max_examples=60)
 def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, capacity, limit):
@@ -219,7 +243,9 @@ def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, cap
     per_row = int(first.label_tokens) / capacity.amount
     assert numbers(result.noise) == {
         "small_rows": capacity.amount,
-        "small_squared_norm": pytest.approx(squared_norm(of_first), rel=1e-6),  # it was divided by a float32
+        "small_squared_norm": pytest.approx(
+            squared_norm(of_first), rel=1e-6
+        ),  # it was divided by a float32
         "big_rows": len(batch),
         "big_squared_norm": pytest.approx(squared_norm(of_whole), rel=1e-6),
         "label_ratio": pytest.approx(per_row / (int(whole.label_tokens) / len(batch))),
@@ -233,9 +259,15 @@ LAYOUTS = [
 ]
 
 
-@given(batch=st.lists(rows(), min_size=2, max_size=9), layout=st.sampled_from(LAYOUTS), small=st.integers(1, 8))
+@given(
+    batch=st.lists(rows(), min_size=2, max_size=9),
+    layout=st.sampled_from(LAYOUTS),
+    small=st.integers(1, 8),
+)
 @settings(max_examples=60)
-def test_by_length_the_sample_is_of_the_rows_that_were_asked_for_and_gradients_are_the_same(batch, layout, small):
+def test_by_length_the_sample_is_of_the_rows_that_were_asked_for_and_gradients_are_the_same(
+    batch, layout, small
+):
     small = min(small, len(batch) - 1)
     net = model()
     run = runner(net, layout[0], layout=layout[1], measures_noise=True)
@@ -265,7 +297,11 @@ UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
         (UNEQUAL, MicroBatchLimit(4), {"measures_noise": True}),
         (UNEQUAL, MicroBatchLimit(1), {}),
         (UNEQUAL, MicroBatchLimit(1), {"measures_noise": False}),
-        (UNEQUAL, MicroBatchLimit(18, "tokens"), {"measures_noise": True, "layout": MicroBatchLayout(uniform="rows")}),
+        (
+            UNEQUAL,
+            MicroBatchLimit(18, "tokens"),
+            {"measures_noise": True, "layout": MicroBatchLayout(uniform="rows")},
+        ),
         ([row(5, masked=5), row(5)], MicroBatchLimit(1), {"measures_noise": True}),
         ([row(5), row(5, masked=5)], MicroBatchLimit(1), {"measures_noise": True}),
         ([row(5, masked=5), row(4, masked=4)], MicroBatchLimit(1), {"measures_noise": True}),
@@ -288,7 +324,11 @@ def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, capacit
 def test_norms_of_16_bit_gradients_are_as_precise_as_of_others(limit):
     """Their own type would round each to a part in 256, and the noise is a difference."""
     nets = [model().bfloat16() for _ in range(2)]
-    sample = runner(nets[0], MicroBatchLimit(2), measures_noise=True, max_grad_norm=limit).run(UNEQUAL).noise
+    sample = (
+        runner(nets[0], MicroBatchLimit(2), measures_noise=True, max_grad_norm=limit)
+        .run(UNEQUAL)
+        .noise
+    )
     runner(nets[1], MicroBatchLimit(2)).run(UNEQUAL)
     exact = squared_norm(parameter.grad for parameter in nets[1].parameters())
     assert float(sample.big_squared_norm) == pytest.approx(exact, rel=1e-6)

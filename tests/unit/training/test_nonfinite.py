@@ -31,13 +31,17 @@ def steps_of(policy, **options):
 
 def result(loss, norm=None):
     labels = torch.tensor(8)
-    return StepResult(loss, labels, 4, 8, 1, 0.0, grad_norm=None if norm is None else torch.tensor(norm))
+    return StepResult(
+        loss, labels, 4, 8, 1, 0.0, grad_norm=None if norm is None else torch.tensor(norm)
+    )
 
 
 def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
     steps, events, dropped = steps_of("warn")
     losses = [2.0, NAN, INF, -INF, -3.0, NAN]
-    assert [steps.drops(result(loss), step=number, lr=0.1) for number, loss in enumerate(losses, 1)] == [False] * 6
+    assert [
+        steps.drops(result(loss), step=number, lr=0.1) for number, loss in enumerate(losses, 1)
+    ] == [False] * 6
     assert [(event.kind, event.step, event.prints, event.skipped) for event in events] == [
         ("nonfinite_loss", 2, True, False),
         ("nonfinite_loss", 3, False, False),
@@ -52,7 +56,9 @@ def test_many_in_a_row_are_printed_now_and_then():
     assert all(steps.drops(result(NAN), step=number, lr=0.1) for number in range(1, 251))
     printed = [event for event in events if event.prints]
     assert [event.step for event in printed] == [1, 100, 200]
-    assert printed[1].message.startswith("step 100: the loss is nan (100 steps in a row), lr 0.1; it is skipped")
+    assert printed[1].message.startswith(
+        "step 100: the loss is nan (100 steps in a row), lr 0.1; it is skipped"
+    )
 
 
 def test_the_line_names_what_changed_before():

@@ -24,9 +24,14 @@ def may_hold(capacity, rows, length):
 
 
 @given(
-    LENGTHS, CAPACITIES, SHAPES, st.sampled_from([OOMPolicy().after_out_of_memory, OOMPolicy().after_allocator_retry])
+    LENGTHS,
+    CAPACITIES,
+    SHAPES,
+    st.sampled_from([OOMPolicy().after_out_of_memory, OOMPolicy().after_allocator_retry]),
 )
-def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_large(lengths, capacity, shapes, how):
+def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_large(
+    lengths, capacity, shapes, how
+):
     for piece in micro_batches(lengths, capacity, shapes):
         lower = how(capacity, rows=len(piece.rows), length=piece.length)
         if lower is None:
@@ -41,7 +46,9 @@ def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_l
 
 
 @given(LENGTHS, CAPACITIES, SHAPES, st.data())
-def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(lengths, capacity, shapes, data):
+def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(
+    lengths, capacity, shapes, data
+):
     """Within as many failures as the first micro-batch can be halved, whatever the device holds."""
     device_holds = data.draw(st.integers(0, 30 * 24))
     failures = 0
@@ -51,7 +58,9 @@ def test_halving_whatever_does_not_fit_ends_with_what_fits_or_one_row(lengths, c
         if len(piece.rows) > 1 and len(piece.rows) * piece.length > device_holds
     ]:
         failed = data.draw(st.sampled_from(too_large))
-        capacity = OOMPolicy().after_out_of_memory(capacity, rows=len(failed.rows), length=failed.length)
+        capacity = OOMPolicy().after_out_of_memory(
+            capacity, rows=len(failed.rows), length=failed.length
+        )
         failures += 1
         assert failures <= (24 * 40).bit_length()
 
@@ -77,7 +86,9 @@ def test_one_row_cannot_be_halved(unit):
 def test_no_policy_leaves_less_than_one_row_or_shrinks_nothing():
     policy = OOMPolicy(shrink_divisor=4)
     assert policy.after_out_of_memory(MicroBatchLimit(2), rows=2, length=10) == MicroBatchLimit(1)
-    assert policy.after_out_of_memory(MicroBatchLimit(20, "tokens"), rows=2, length=10) == MicroBatchLimit(10, "tokens")
+    assert policy.after_out_of_memory(
+        MicroBatchLimit(20, "tokens"), rows=2, length=10
+    ) == MicroBatchLimit(10, "tokens")
     with pytest.raises(SettingError, match="shrink_divisor=1: give 2 or more"):
         OOMPolicy(shrink_divisor=1)
 
@@ -86,5 +97,9 @@ def test_no_policy_leaves_less_than_one_row_or_shrinks_nothing():
 def test_a_policy_of_ones_own_shrinks_by_what_it_says(unit):
     limit, policy = MicroBatchLimit(64, unit), OOMPolicy(shrink_divisor=4, ease_divisor=8)
     tokens = 10 if unit == "tokens" else 1
-    assert policy.after_out_of_memory(limit, rows=16, length=10) == MicroBatchLimit(4 * tokens, unit)
-    assert policy.after_allocator_retry(limit, rows=16, length=10) == MicroBatchLimit(14 * tokens, unit)
+    assert policy.after_out_of_memory(limit, rows=16, length=10) == MicroBatchLimit(
+        4 * tokens, unit
+    )
+    assert policy.after_allocator_retry(limit, rows=16, length=10) == MicroBatchLimit(
+        14 * tokens, unit
+    )

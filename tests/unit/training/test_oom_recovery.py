@@ -17,7 +17,13 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import Room
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
-from adaptive_batch.training import LimitChange, MicroBatchRunner, MicroBatchSizer, OOMPolicy, Question
+from adaptive_batch.training import (
+    LimitChange,
+    MicroBatchRunner,
+    MicroBatchSizer,
+    OOMPolicy,
+    Question,
+)
 from adaptive_batch.training.sizing import LimitCost, SmallerLimit
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
@@ -47,7 +53,9 @@ class Run:
         self.memory, self.changes = Squeezed(says=says), []
         self.model = model = nn.Embedding(8, 1)
         self.sizer = MicroBatchSizer(
-            micro_batch_size="auto" if bound else 32, memory=self.memory, on_change=self.changes.append
+            micro_batch_size="auto" if bound else 32,
+            memory=self.memory,
+            on_change=self.changes.append,
         )
         if bound:
             self.sizer.found(found(says=says))
@@ -55,10 +63,14 @@ class Run:
         def loss(batch):
             rows = len(batch["tokens"])
             if RESIDENT + rows * ROW > self.memory.total:
-                raise torch.OutOfMemoryError(SAID.format(asked=ROW, held=RESIDENT + (rows - 1) * ROW))
+                raise torch.OutOfMemoryError(
+                    SAID.format(asked=ROW, held=RESIDENT + (rows - 1) * ROW)
+                )
             return model(batch["tokens"]).mean()
 
-        row_loss = build_runner(model, MicroBatchLimit(32), collate=collate, mean_loss=loss, memory=self.memory).loss
+        row_loss = build_runner(
+            model, MicroBatchLimit(32), collate=collate, mean_loss=loss, memory=self.memory
+        ).loss
         self.runner = MicroBatchRunner(model, row_loss, self.sizer, memory=self.memory)
 
     @property
@@ -91,7 +103,9 @@ def found(*, says: bool = True) -> ProbeResult:
 
 @pytest.mark.parametrize("bound", [True, False], ids=["after a search", "by what failed"])
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.6])
-def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit_and_no_more(share, bound):
+def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit_and_no_more(
+    share, bound
+):
     run = Run(bound=bound)
     all_of_it = run.memory.total
     assert run.steps(3) == [32] * 3
@@ -109,7 +123,9 @@ def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit
     assert run.sizer.num_out_of_memory == 1
 
 
-@pytest.mark.parametrize(("sizes", "row"), [((8, 31, 32), 100), ((31, 32), 150)], ids=["far apart", "close"])
+@pytest.mark.parametrize(
+    ("sizes", "row"), [((8, 31, 32), 100), ((31, 32), 150)], ids=["far apart", "close"]
+)
 def test_a_row_costs_what_the_sizes_that_are_farthest_apart_say(sizes, row):
     fixed, block = 50 * 32, 700  # whose half may be empty
     peaks = [RESIDENT + fixed + 100 * rows + (block if rows == 31 else 0) for rows in sizes]
@@ -178,7 +194,9 @@ def test_what_longer_rows_allow_is_never_grown_over():
 
 
 @pytest.mark.parametrize("again", [2, 3], ids=["while its cache fills", "for long"])
-def test_a_limit_that_only_just_fits_is_eased_again_after_it_grew_back_where_the_allocator_goes_on_asking(again):
+def test_a_limit_that_only_just_fits_is_eased_again_after_it_grew_back_where_the_allocator_goes_on_asking(
+    again,
+):
     asks = [1, *[0] * 5, *[1] * again, *[0] * 20]  # in a step
     counted = [number for i in range(len(asks)) for number in (sum(asks[:i]), sum(asks[: i + 1]))]
     run, retries = Run(bound=True), iter(counted)
@@ -192,13 +210,20 @@ def test_a_limit_that_only_just_fits_is_eased_again_after_it_grew_back_where_the
 def test_a_change_upwards_is_described():
     change = LimitChange(MicroBatchLimit(4), MicroBatchLimit(8), 0, 0, False, "")
     assert change.grows
-    assert change.describe() == "memory has sufficed since: a micro-batch holds 8 rows from now on, not 4 rows"
+    assert (
+        change.describe()
+        == "memory has sufficed since: a micro-batch holds 8 rows from now on, not 4 rows"
+    )
 
 
 def test_a_policy_of_ones_own_decides_how_it_grows_back():
     policy = OOMPolicy(grow_divisor=2)
-    assert policy.after_good_steps(MicroBatchLimit(3), ceiling=MicroBatchLimit(9)) == MicroBatchLimit(7)
-    assert policy.after_good_steps(MicroBatchLimit(7), ceiling=MicroBatchLimit(9)) == MicroBatchLimit(9)
+    assert policy.after_good_steps(
+        MicroBatchLimit(3), ceiling=MicroBatchLimit(9)
+    ) == MicroBatchLimit(7)
+    assert policy.after_good_steps(
+        MicroBatchLimit(7), ceiling=MicroBatchLimit(9)
+    ) == MicroBatchLimit(9)
     for key in ("grow_divisor", "grow_after"):
         with pytest.raises(SettingError, match=f"{key}=0: give 1 or more"):
             OOMPolicy(**{key: 0})
@@ -209,6 +234,8 @@ def test_what_is_known_to_fit_replaces_halving(unit):
     limit, row = MicroBatchLimit(640, unit), 1 if unit == "rows" else 10
     shrink = OOMPolicy().after_out_of_memory
     assert shrink(limit, rows=32, length=10, fits=20 * row) == MicroBatchLimit(20 * row, unit)
-    assert shrink(limit, rows=32, length=10, fits=99 * row) == MicroBatchLimit(30 * row, unit)  # it did not fit
+    assert shrink(limit, rows=32, length=10, fits=99 * row) == MicroBatchLimit(
+        30 * row, unit
+    )  # it did not fit
     assert shrink(limit, rows=32, length=10, fits=1) == MicroBatchLimit(row, unit)
     assert shrink(limit, rows=1, length=10, fits=20) is None

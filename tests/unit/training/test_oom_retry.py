@@ -38,10 +38,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # what a replay leaves
 
 
-@pytest.mark.parametrize("nested", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"])
+@pytest.mark.parametrize(
+    "nested", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"]
+)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize(("unit", "adapters"), [("rows", ""), ("tokens", ""), ("rows", "LoRA")])
-def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(unit, checkpointing, nested, adapters):
+def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(
+    unit, checkpointing, nested, adapters
+):
     swept = list(sweep(Way(unit, checkpointing, nested, adapters), every=79))
     assert {phase for phase, _ in swept} == set(PHASES)
     assert [differing for _, differing in swept if differing] == []
@@ -72,7 +76,9 @@ class Step:
         self.changes = []
         settings.setdefault("on_change", self.changes.append)
         settings.setdefault("memory", AttemptedMemory(begin))
-        self.runner = build_runner(self.model, capacity, collate=collate, mean_loss=self.mean_loss, **settings)
+        self.runner = build_runner(
+            self.model, capacity, collate=collate, mean_loss=self.mean_loss, **settings
+        )
 
     def mean_loss(self, batch):
         self.shapes_run.append(tuple(batch["tokens"].shape))
@@ -91,7 +97,9 @@ def test_nothing_of_a_failed_attempt_is_alive_when_its_retry_begins(checkpointin
     alive, still_alive, failed_in = [], [], set()
     step = Step(
         checkpointing=checkpointing,
-        on_change=lambda change: still_alive.append(sum(reference() is not None for reference in alive)),
+        on_change=lambda change: still_alive.append(
+            sum(reference() is not None for reference in alive)
+        ),
         begin=lambda: fault.begin(),
     )
 
@@ -119,7 +127,10 @@ def test_the_largest_micro_batch_is_retried_until_it_fits_and_limit_stays_lowere
     step = Step(capacity=MicroBatchLimit(8))
     step.too_large = lambda tokens: tokens.shape[0] > 3
     assert step.runner.run(step_rows(0)).micro_batches == 4
-    assert [(change.before.amount, change.after.amount) for change in step.changes] == [(8, 4), (4, 2)]
+    assert [(change.before.amount, change.after.amount) for change in step.changes] == [
+        (8, 4),
+        (4, 2),
+    ]
     assert step.runner.sizer.limit() == MicroBatchLimit(2)
     step.model.zero_grad()
     assert step.runner.run(step_rows(1)).micro_batches == 4
@@ -152,7 +163,9 @@ def test_by_tokens_limit_becomes_half_of_the_group_that_failed():
 
 
 def test_padding_counts_in_the_group_that_failed():
-    step = Step(capacity=MicroBatchLimit(64, "tokens"), layout=MicroBatchLayout(pad_to_multiple_of=16))
+    step = Step(
+        capacity=MicroBatchLimit(64, "tokens"), layout=MicroBatchLayout(pad_to_multiple_of=16)
+    )
     step.too_large = lambda tokens: tokens.numel() > 32
     step.runner.run(rows(3, 4, 5, 6))
     assert step.changes[0].after == MicroBatchLimit(32, "tokens")
@@ -161,7 +174,12 @@ def test_padding_counts_in_the_group_that_failed():
 
 def test_a_change_is_described_with_its_numbers():
     change = LimitChange(
-        MicroBatchLimit(64, "tokens"), MicroBatchLimit(24, "tokens"), 6, 8, True, "CUDA out of memory.\nGPU 0"
+        MicroBatchLimit(64, "tokens"),
+        MicroBatchLimit(24, "tokens"),
+        6,
+        8,
+        True,
+        "CUDA out of memory.\nGPU 0",
     )
     assert change.describe() == (
         "out of memory with 6 rows of 8 tokens at once: it is run again, and a micro-batch holds 24 padded tokens from now "
@@ -236,7 +254,9 @@ class Thrashing(CountedMemory):
     ],
     ids=str,
 )
-def test_a_size_that_is_near_its_limit_is_made_a_little_smaller_once_and_nothing_is_retried(capacity, after):
+def test_a_size_that_is_near_its_limit_is_made_a_little_smaller_once_and_nothing_is_retried(
+    capacity, after
+):
     """The largest, not the rest that comes last."""
     step = Step(capacity=capacity, memory=Thrashing())
     for _ in range(3):
@@ -259,7 +279,10 @@ def test_after_allocator_retries_it_may_still_run_out():
     step.runner.run(rows(*[9] * 32))
     step.too_large = lambda tokens: tokens.shape[0] > 20
     step.runner.run(rows(*[9] * 32))
-    assert [(change.after.amount, change.out_of_memory) for change in step.changes] == [(30, False), (15, True)]
+    assert [(change.after.amount, change.out_of_memory) for change in step.changes] == [
+        (30, False),
+        (15, True),
+    ]
 
 
 def test_what_was_undone_is_undone_before_anybody_is_told():
@@ -274,5 +297,8 @@ def test_what_was_undone_is_undone_before_anybody_is_told():
             raise MemoryError
         return "done"
 
-    assert retry.run(attempt, rows_at_once=4, undo=lambda: told.append("undone"), doing="in a test") == "done"
+    assert (
+        retry.run(attempt, rows_at_once=4, undo=lambda: told.append("undone"), doing="in a test")
+        == "done"
+    )
     assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]

@@ -16,7 +16,14 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, MistralConfig, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    Qwen2Config,
+)
 
 from adaptive_batch.training import pack_rows, rows_apart, why_not_packed
 
@@ -62,13 +69,17 @@ def loss_of(model, batch, *, in_float32=True):
     if in_float32 and logits.dtype.itemsize == 2:
         logits = logits.float()
     labels = batch["labels"][:, 1:].flatten()
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
+    return functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum"
+    )
 
 
 def torchtune_model(build, *, checkpointing=False, **changes):
     torch.manual_seed(0)
     model = build(**{**SHAPE, **changes}).double()
-    model.set_num_output_chunks(2)  # which are of the model's dtype, and logits in one are rounded to float32
+    model.set_num_output_chunks(
+        2
+    )  # which are of the model's dtype, and logits in one are rounded to float32
     if checkpointing:
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
     return model
@@ -76,8 +87,15 @@ def torchtune_model(build, *, checkpointing=False, **changes):
 
 def transformers_model():
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **shape)).double()
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **shape)
+    ).double()
 
 
 MODELS = {
@@ -112,7 +130,9 @@ def attended(lengths, *, heads=3, key_heads=3, seed=0, dtype=torch.float64):
     """Query, key and value of packed rows, as views of [1, tokens, heads, head_dim]."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(1, sum(lengths), number, 8, generator=generator, dtype=dtype).transpose(1, 2).requires_grad_()
+        torch.randn(1, sum(lengths), number, 8, generator=generator, dtype=dtype)
+        .transpose(1, 2)
+        .requires_grad_()
         for number in (heads, key_heads, key_heads)
     ]
 
@@ -128,7 +148,11 @@ def test_packed_rows_leave_the_loss_and_gradients_of_padded_ones(name):
     torch.testing.assert_close(of_packed, gradients, rtol=1e-12, atol=1e-12)
 
 
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=6), st.booleans(), st.sampled_from([None, 0.3]))
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=6),
+    st.booleans(),
+    st.sampled_from([None, 0.3]),
+)
 @settings(max_examples=40)
 def test_attention_is_that_of_each_row_whatever_mask_is_given(lengths, grouped, scale):
     query, key, value = attended(lengths, heads=4, key_heads=2 if grouped else 4)
@@ -139,7 +163,9 @@ def test_attention_is_that_of_each_row_whatever_mask_is_given(lengths, grouped, 
         )
     assert packed.calls == 1
     same_row = torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool().tril()
-    expected = functional.scaled_dot_product_attention(query, key, value, same_row, scale=scale, enable_gqa=grouped)
+    expected = functional.scaled_dot_product_attention(
+        query, key, value, same_row, scale=scale, enable_gqa=grouped
+    )
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -155,7 +181,9 @@ def test_what_is_not_finite_in_one_row_stays_there(lengths, data):
         plant[:, :, first : first + lengths[bad]] = planted
         with rows_apart(lengths):
             out = functional.scaled_dot_product_attention(*(one + plant for one in tensors))
-            others = torch.cat([one for row, one in enumerate(out.split(lengths, 2)) if row != bad], 2)
+            others = torch.cat(
+                [one for row, one in enumerate(out.split(lengths, 2)) if row != bad], 2
+            )
             others.square().sum().backward()
         outs.append(others.detach())
         of_rows = [one.grad.split(lengths, 2) for one in tensors]
@@ -172,7 +200,9 @@ def test_cost_is_linear_in_the_rows(name):
     def multiplied(rows):
         lengths = [20] * rows
         with FlopCounterMode(display=False) as counter:
-            loss_and_gradients(model, pack_rows(random_rows(lengths, name=ids), ignore_index=IGNORED), lengths)
+            loss_and_gradients(
+                model, pack_rows(random_rows(lengths, name=ids), ignore_index=IGNORED), lengths
+            )
         return counter.get_total_flops()
 
     assert multiplied(8) == 4 * multiplied(2)
@@ -180,11 +210,16 @@ def test_cost_is_linear_in_the_rows(name):
 
 def test_a_transformers_model_makes_no_mask_of_tokens_by_tokens():
     lengths = [10] * 20
-    model, batch = transformers_model(), pack_rows(random_rows(lengths, name="input_ids"), ignore_index=IGNORED)
+    model, batch = (
+        transformers_model(),
+        pack_rows(random_rows(lengths, name="input_ids"), ignore_index=IGNORED),
+    )
     masks = []
     with rows_apart(lengths) as packed:
         take = packed._attend
-        packed._attend = lambda *args, **how: masks.append(how.get("attn_mask")) or take(*args, **how)
+        packed._attend = lambda *args, **how: (
+            masks.append(how.get("attn_mask")) or take(*args, **how)
+        )
         loss_of(model, batch)
     assert packed.calls == 2
     assert len(masks) == 40
@@ -201,7 +236,10 @@ def test_attention_is_pytorchs_again_outside_even_after_an_error():
 
 @pytest.mark.parametrize("shape", [(2, 3, 5, 8), (1, 3, 6, 8), (3, 5, 8)])
 def test_attention_of_another_shape_is_refused(shape):
-    with rows_apart([2, 3]), pytest.raises(ValueError, match=r"cannot keep packed rows of 5 tokens in all apart"):
+    with (
+        rows_apart([2, 3]),
+        pytest.raises(ValueError, match=r"cannot keep packed rows of 5 tokens in all apart"),
+    ):
         functional.scaled_dot_product_attention(*[torch.randn(shape)] * 3)
 
 
@@ -212,20 +250,28 @@ def test_dropout_drops_within_rows(given, named):
     value = torch.eye(11, dtype=torch.float64).expand(1, 3, 11, 11)
     with rows_apart(lengths):
         weights = functional.scaled_dot_product_attention(query, key, value, *given, **named)
-    assert torch.equal(weights, weights * torch.block_diag(torch.ones(4, 4), torch.ones(7, 7)).tril())
+    assert torch.equal(
+        weights, weights * torch.block_diag(torch.ones(4, 4), torch.ones(7, 7)).tril()
+    )
     assert (weights == 0).sum() > (weights.shape[1] * (121 - 10 - 28)) + 10
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(["tokens", "input_ids"]))
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(["tokens", "input_ids"])
+)
 @settings(max_examples=40)
 def test_a_packed_batch_has_every_token_and_the_labels_that_the_rows_have(lengths, name):
     rows = random_rows(lengths, name=name)
     batch = pack_rows(rows, ignore_index=IGNORED)
     positions = batch["position_ids" if name == "input_ids" else "input_pos"]
     assert positions.tolist() == [[place for length in lengths for place in range(length)]]
-    assert batch[name].tolist() == [torch.cat([torch.as_tensor(row[name]) for row in rows]).tolist()]
+    assert batch[name].tolist() == [
+        torch.cat([torch.as_tensor(row[name]) for row in rows]).tolist()
+    ]
     expected = [torch.as_tensor(row["labels"])[1:].tolist() for row in rows]
-    assert [row[1:] for row in (one.tolist() for one in batch["labels"][0].split(lengths))] == expected
+    assert [
+        row[1:] for row in (one.tolist() for one in batch["labels"][0].split(lengths))
+    ] == expected
     assert (batch["labels"][0][positions[0] == 0] == IGNORED).all()
     assert {batch[key].dtype for key in (name, "labels")} == {torch.int64}
 
@@ -254,12 +300,19 @@ def from_config(config, **settings):
 class Small(nn.Module):
     """A decoder whose attention, positions and mixing of tokens are as asked for."""
 
-    def __init__(self, *, attend=functional.scaled_dot_product_attention, takes_positions=True, mixes=False):
+    def __init__(
+        self, *, attend=functional.scaled_dot_product_attention, takes_positions=True, mixes=False
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.ids, self.places = nn.Embedding(VOCABULARY, 32), nn.Embedding(64, 32)
         self.project, self.out = nn.Linear(32, 96), nn.Linear(32, VOCABULARY)
-        self.dropout, self.attend, self.takes_positions, self.mixes = nn.Dropout(), attend, takes_positions, mixes
+        self.dropout, self.attend, self.takes_positions, self.mixes = (
+            nn.Dropout(),
+            attend,
+            takes_positions,
+            mixes,
+        )
 
     def forward(self, tokens, input_pos=None):
         if not self.takes_positions or input_pos is None:
@@ -306,10 +359,13 @@ ACCEPTED = {
     "transformers": transformers_model,
     "transformers in bfloat16": lambda: half(transformers_model()),
     "learned positions, transformers": lambda: from_config(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4), attn_implementation="sdpa"
+        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4),
+        attn_implementation="sdpa",
     ),
     "learned positions": lambda: Small(attend=None),
-    "a window longer than rows, transformers": lambda: from_config(MistralConfig(**WIDE, sliding_window=40)),
+    "a window longer than rows, transformers": lambda: from_config(
+        MistralConfig(**WIDE, sliding_window=40)
+    ),
     "no window in use, transformers": lambda: from_config(Qwen2Config(**WIDE, sliding_window=8)),
 }
 REFUSED = {
@@ -317,7 +373,10 @@ REFUSED = {
         lambda: gemma2(**SHAPE, head_dim=8, query_pre_attn_scalar=8),
         "does not attend by torch's scaled_dot_product",
     ),
-    "matmul": (lambda: Small(attend=matmul_attention), "does not attend by torch's scaled_dot_product"),
+    "matmul": (
+        lambda: Small(attend=matmul_attention),
+        "does not attend by torch's scaled_dot_product",
+    ),
     "matmul in bfloat16": (lambda: half(Small(attend=matmul_attention)), "does not attend by"),
     "a function taken before": (lambda: Small(), "does not attend by torch's scaled_dot_product"),
     "eager, transformers": (
@@ -325,7 +384,10 @@ REFUSED = {
         "attn_implementation='sdpa'",
     ),
     "its own positions": (lambda: Small(attend=None, takes_positions=False), "use input_pos"),
-    "its own positions in bfloat16": (lambda: half(Small(attend=None, takes_positions=False)), "use input_pos"),
+    "its own positions in bfloat16": (
+        lambda: half(Small(attend=None, takes_positions=False)),
+        "use input_pos",
+    ),
     "a convolution": (
         lambda: Small(attend=None, mixes=True),
         "mix tokens by torch's scaled_dot_product_attention alone",
