@@ -136,3 +136,17 @@ def test_what_runs_at_once_is_set_by_its_owner_alone(path):
         # FSDP's own events are reset where a backward has failed.
         is_torchs = path.name == "fsdp.py" and attribute.attr.endswith("_event")
         assert is_own or is_torchs or not owned.search(attribute.attr), ast.unparse(attribute)
+
+
+UNIT = ROOT / "tests" / "unit"
+
+
+@pytest.mark.parametrize(
+    "path", sorted(UNIT.rglob("test_*.py")), ids=lambda path: path.relative_to(UNIT).as_posix()
+)
+def test_a_unit_file_is_named_after_its_module(path):
+    """``test_MODULE.py``, or ``test_MODULE_ASPECT.py`` where a module has several."""
+    package = PACKAGE / path.parent.relative_to(UNIT)
+    modules = {file.stem.lstrip("_") for file in package.iterdir()} - {"init__", "pycache__"}
+    subject = path.stem.removeprefix("test_")
+    assert any(subject == module or subject.startswith(f"{module}_") for module in modules)

@@ -1,4 +1,4 @@
-"""Children that save resume points until they are killed or may not write any more: what unit/checkpoint/test_resume_points.py starts.
+"""Children that save resume points until they are killed or may not write any more: what unit/checkpoint/test_manager.py starts.
 
     python tests/support/saving_process.py kills OUTPUT_DIR sync|async NUMBER
     python tests/support/saving_process.py limits OUTPUT_DIR

@@ -1,0 +1,637 @@
+"""A training loop of one's own: steps that grow, resuming, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.loops import (
+    RATE,
+    ROWS,
+    RunsOut,
+    classes,
+    of_ranks,
+    sizes,
+    train,
+    training,
+)
+from support.sharded_model import (
+    Decoder,
+    collate,
+    token_losses,
+    training_state,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DistributedSampler
+
+from adaptive_batch.errors import (
+    GrowthFunctionError,
+    NonfiniteLossError,
+    SettingError,
+)
+from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
+from adaptive_batch.training import AdaptiveLoop
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# --- steps that grow --------------------------------------------------------------------------------------------------
+
+
+def test_an_increment_is_asked_once_an_epoch_and_cut_to_the_bound():
+    asked = []
+
+    def grow(epoch: int, batch_size: int) -> int:
+        asked.append((epoch, batch_size))
+        return 0 if epoch == 0 else batch_size
+
+    one = training(batch_increase_function=grow)
+    one.loop.find_bound(device_memory="1GiB", maximum=11)
+    assert one.loop.num_steps(4) == 10 + 5 + 4 + 4
+    asked.clear()
+    seen = train(one, epochs=4)
+    assert [sizes(seen, epoch)[0] for epoch in range(4)] == [4, 8, 11, 11]
+    assert asked == [(0, 4), (1, 4), (2, 8), (3, 11)]
+    assert len(seen) == 10 + 5 + 4 + 4
+    iter_twice = training(batch_increase_function=grow)
+    for _ in range(2):
+        next(iter(iter_twice.loop))
+    assert iter_twice.loop.batch_size == 4
+    assert len(asked) == 5
+
+
+def test_an_increment_may_pass_the_bound_in_micro_batches():
+    one = training(batch_increase_function=at_epochs({1: 20}), grow_beyond_maximum=True)
+    one.loop.find_bound(device_memory="1GiB", maximum=11)
+    seen = train(one, epochs=2)
+    assert sizes(seen, 1) == [24, 16]
+    assert [step.result.micro_batches for step in seen if step.epoch == 1] == [3, 2]
+
+
+def test_a_schedule_is_asked_for_each_step_and_cut_to_the_bound():
+    one = training(batch_size_schedule=steps([2, 6, 16], ["10sp", "20sp"]))
+    one.loop.find_bound(device_memory="1GiB", maximum=13)
+    expected = [2] * 5 + [6] * 2 + [13, 5]
+    assert one.loop.num_steps(1) == len(expected)
+    assert sizes(train(one)) == expected
+
+
+@given(
+    counts=st.lists(st.integers(1, 50), min_size=1, max_size=6),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=15)
+def test_each_row_is_handed_out_once_an_epoch_in_the_order_of_torchs_sampler(counts, shuffle, seed):
+    one = training(
+        model=Decoder(width=4),
+        batch_size_schedule=lambda progress: counts[progress.steps % len(counts)],
+        shuffle=shuffle,
+        seed=seed,
+    )
+    sampler = DistributedSampler(ROWS, 1, 0, shuffle=shuffle, seed=seed)
+    seen = train(one, epochs=2)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        assert [number for step in seen if step.epoch == epoch for number in step.rows] == list(
+            sampler
+        )
+    assert [step.result.rows for step in seen] == [len(step.rows) for step in seen]
+    progress = one.loop.progress
+    assert (progress.epoch, progress.epoch_rows, progress.samples, progress.steps) == (
+        2,
+        0,
+        80,
+        len(seen),
+    )
+    assert progress.tokens == 2 * sum(len(row["tokens"]) for row in ROWS)
+
+
+def test_rows_that_are_taken_ahead_change_nothing():
+    """As a trainer that looks one batch ahead takes them; a rule over tokens counts those that were handed out."""
+    rule = linear_ramp(2, 12, "300tok")
+    one, other = (training(batch_size_schedule=rule) for _ in range(2))
+    seen = train(one)
+    ahead = list(other.loop)
+    assert [len(rows) for rows in ahead] == sizes(seen)
+    assert len(set(sizes(seen))) > 3
+    for rows in ahead:
+        other.loop.run(rows)
+        other.optimizer.step()
+        other.optimizer.zero_grad()
+    assert (
+        training_state(one.model, one.optimizer)["parameters"]
+        == training_state(other.model, other.optimizer)["parameters"]
+    )
+    assert one.loop.progress == other.loop.progress
+
+
+def test_only_rows_that_were_handed_out_are_run():
+    one = training()
+    with pytest.raises(ValueError, match="4 rows were given, and none are waiting"):
+        one.loop.run(ROWS[:4])
+    rows = next(iter(one.loop))
+    with pytest.raises(ValueError, match="3 rows were given, and 4 rows come next"):
+        one.loop.run(rows[:3])
+    one.loop.run(rows)
+    assert one.loop.progress.samples == 4
+
+
+# --- what is not finite -----------------------------------------------------------------------------------------------
+
+
+def spoiled(at: int, **options: Any) -> SimpleNamespace:
+    """Training whose loss is NaN when it is computed for the so-manieth time."""
+    model, calls = Decoder(), []
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(1)
+        return token_losses(model, batch, "mean") * (float("nan") if len(calls) == at else 1.0)
+
+    return training(model=model, mean_loss=mean_loss, **options)
+
+
+def test_a_loss_that_is_not_finite_is_logged_and_trained_on(caplog):
+    one = spoiled(3)
+    assert [step.result.is_finite for step in train(one)] == [True] * 2 + [False] * 8
+    assert caplog.text.count("the loss is nan") == 1
+    assert "step 3: the loss is nan, lr 0.05; step 2 had loss" in caplog.text
+
+
+def test_a_step_that_is_skipped_leaves_no_gradients_and_its_rows_are_consumed():
+    one = spoiled(3, on_nonfinite_loss="skip", lr_scaling="linear")
+    train(one, until=2)
+    before = training_state(one.model, one.optimizer)
+    third = train(one, until=3)
+    assert not third[0].result.is_finite
+    assert training_state(one.model, one.optimizer) == before
+    assert all(step.result.is_finite for step in train(one))
+    assert one.loop.progress.samples == len(ROWS)
+
+
+def test_a_step_that_stops_can_be_run_again():
+    one = spoiled(
+        2, on_nonfinite_loss="stop", batch_size=8, lr_scaling="linear", reference_batch_size=4
+    )
+    steps_of_epoch = iter(one.loop)
+    one.loop.run(next(steps_of_epoch))
+    one.optimizer.step()
+    one.optimizer.zero_grad()
+    rows = next(steps_of_epoch)
+    with pytest.raises(NonfiniteLossError, match="step 2: the loss is nan"):
+        one.loop.run(rows)
+    assert one.optimizer.param_groups[0]["lr"] == RATE
+    assert one.loop.run(rows).is_finite
+    assert one.loop.progress.steps == 2
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stopped_after", [2, 10, 13])
+@pytest.mark.parametrize("rule", ["increment", "schedule"])
+def test_going_on_from_a_saved_state_gives_the_bits_of_training_without_a_stop(stopped_after, rule):
+    """In mid-epoch, between two epochs, with a growing batch, a lowered capacity, dropout and a scheduler."""
+    rules: dict[str, dict[str, Any]] = {
+        "increment": {"batch_increase_function": geometric(2.0)},
+        "schedule": {"batch_size_schedule": linear_ramp(2, 9, "50sp")},
+    }
+
+    def begin() -> SimpleNamespace:
+        model = Decoder(draws=True)
+        loss = RunsOut(model, most=3)
+        options: dict[str, Any] = {
+            "mean_loss": loss,
+            "lr_scaling": "sqrt",
+            "schedule": lambda step: 0.9**step,
+        }
+        one = training(model=model, **options, **rules[rule])
+        one.loop.find_bound(device_memory="1GiB", maximum=3)
+        return one
+
+    whole = begin()
+    train(whole, epochs=3)
+    first = begin()
+    train(first, until=stopped_after)
+    file = io.BytesIO()
+    state = {
+        "loop": first.loop.state_dict(),
+        "model": first.model.state_dict(),
+        "optimizer": first.optimizer.state_dict(),
+    }
+    torch.save(state, file)
+    random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    goes_on = begin()
+    goes_on.model.load_state_dict(saved["model"])
+    goes_on.optimizer.load_state_dict(saved["optimizer"])
+    goes_on.loop.load_state_dict(saved["loop"])
+    torch.set_rng_state(random_states[0])
+    random.setstate(random_states[1])
+    np.random.set_state(random_states[2])
+    train(goes_on, epochs=3)
+    assert training_state(goes_on.model, goes_on.optimizer) == training_state(
+        whole.model, whole.optimizer
+    )
+    assert goes_on.loop.state_dict() == whole.loop.state_dict()
+
+
+def test_a_saved_bound_below_what_is_configured_now_is_found_anew_and_not_refused():
+    """As on a device that holds more: find_bound comes after load_state_dict."""
+    small = training(batch_size=4)
+    small.loop.find_bound(device_memory="1GiB", maximum=2)
+    large = training(batch_size=4, micro_batch_size=3)
+    large.loop.load_state_dict(small.loop.state_dict())
+    assert large.loop.find_bound(device_memory="1GiB", maximum=8).max_batch_size > 2
+
+
+def test_a_lowered_limit_goes_on_unless_another_bound_is_found():
+    model = Decoder()
+    loss = RunsOut(model, most=5, after=10**6)
+    one = training(model=model, mean_loss=loss, batch_size=10)
+    one.loop.find_bound(device_memory="1GiB", maximum=10)
+    loss.left = 0  # what fitted then
+    train(one)
+    assert one.loop.limit.amount == 5
+    for before, after, lowered in (
+        (None, None, True),
+        (None, 10, True),
+        (None, 8, False),
+        (10, None, True),
+        (8, None, False),
+    ):
+        other = training(batch_size=10)
+        if before is not None:
+            other.loop.find_bound(device_memory="1GiB", maximum=before)
+        other.loop.load_state_dict(one.loop.state_dict())
+        if after is not None:
+            other.loop.find_bound(device_memory="1GiB", maximum=after)
+        train(other, epochs=2)
+        assert other.loop.limit.amount == (5 if lowered else 8)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("seed", 3), ("shuffle", False), ("rows", ROWS[:39])]
+)
+def test_rows_in_another_order_are_refused_when_going_on(option, value):
+    state = training().loop.state_dict()
+    key = {"rows": "dataset"}.get(option, option)
+    with pytest.raises(SettingError, match=f"{key}=.*resume with that"):
+        training(**{option: value}).loop.load_state_dict(state)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0: "),
+        ({"mean_loss": 5}, "mean_loss=5: give a function"),
+        ({"collate": None}, "collate=None: give a function"),
+        (
+            {"optimizer": lambda parameters, lr: [torch.optim.SGD(parameters)]},
+            "optimizer='list': give one torch.optim",
+        ),
+        ({"micro_batch_size": 2.5}, "micro_batch_size=2.5: "),
+        ({"rows": []}, "dataset='list': it has no rows"),
+        ({"lr_scaling": "square"}, "lr_scaling='square': give one of none, linear, sqrt"),
+        ({"on_out_of_memory": "skip"}, "on_out_of_memory='skip': give one of shrink, raise"),
+        ({"reference_batch_size": "8k"}, "reference_batch_size='8k': "),
+        (
+            {"batch_increase_function": lambda epoch: 1},
+            "batch_increase_function=.*of positional arguments",
+        ),
+        (
+            {"batch_increase_function": max, "batch_size_schedule": sum},
+            "batch_size_schedule=.*not both",
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_used_is_refused_by_name(options, message):
+    with pytest.raises(SettingError, match=f"^{message}"):
+        training(**options)
+
+
+def test_what_rows_and_batches_do_not_say_is_asked_for():
+    tuples = [(row["tokens"], row["labels"]) for row in ROWS]
+    pairs = {
+        "collate": lambda rows: tuple(
+            collate([{"tokens": one, "labels": two} for one, two in rows]).values()
+        )
+    }
+    with pytest.raises(
+        SettingError,
+        match=r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension; give",
+    ):
+        training(rows=tuples, **pairs).loop.find_bound()
+    model = Decoder()
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        tokens, labels = batch
+        return token_losses(model, {"tokens": tokens, "labels": labels}, "mean")
+
+    given = {
+        "model": model,
+        "rows": tuples,
+        "row_length": lambda row: len(row[0]),
+        "mean_loss": mean_loss,
+        "micro_batch_size": 2,
+        **pairs,
+    }
+    # Rows are counted, and this is no mean over them.
+    one = training(**given)
+    with pytest.raises(
+        SettingError,
+        match=r"as a whole and .* as the sum of its parts' shares.*; give num_labels=,",
+    ):
+        one.loop.run(next(iter(one.loop)))
+    one = training(**given, num_labels=lambda batch: (batch[1][:, 1:] != -100).sum())
+    assert one.loop.run(next(iter(one.loop))).micro_batches == 2
+
+
+def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nonsense():
+    one = training(micro_batch_size=12)
+    with pytest.raises(SettingError, match="micro_batch_size=12: 7 rows fit; give 7 or less"):
+        one.loop.find_bound(device_memory="1GiB", maximum=7)
+    for option, value in {"headroom": 2, "device_memory": "lots", "maximum": 0}.items():
+        with pytest.raises(SettingError, match=f"^{option}={value!r}: "):
+            one.loop.find_bound(**{option: value})
+    with pytest.raises(
+        SettingError, match=r"^device_memory='999TiB': .* or null \(None\) for what is available"
+    ):
+        one.loop.find_bound(device_memory="999TiB")
+    one = training(batch_increase_function=lambda epoch, batch_size: -1)
+    with pytest.raises(GrowthFunctionError, match=r"epoch=0, batch_size=4\) returned -1"):
+        next(iter(one.loop))
+
+
+# --- what would train something else than was meant ---------------------------------------------------------------------
+
+
+def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
+    body, head = Decoder(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+    with pytest.raises(
+        SettingError, match=r"model='Decoder': 2 tensors of the optimizer are no parameters of it"
+    ):
+        AdaptiveLoop(
+            body, optimizer, ROWS, collate=collate, mean_loss=lambda batch: batch, batch_size=4
+        )
+
+
+def test_what_the_optimizer_leaves_out_is_said_and_its_gradients_too(caplog) -> None:
+    options, rows = classes("tuples")
+    net = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    options |= {
+        "mean_loss": lambda batch: cross_entropy(net(batch[0]), batch[1]),
+        "row_length": 1,
+        "batch_size": 8,
+    }
+    head = torch.optim.SGD(net[2].parameters(), lr=RATE)
+
+    def leaves_out() -> list[str]:
+        caplog.clear()
+        AdaptiveLoop(net, head, rows, **options)
+        return [record.getMessage() for record in caplog.records]
+
+    (warning,) = leaves_out()
+    assert warning.startswith(
+        "4 parameters (0.weight, 0.bias, 1.weight and 1 more) need gradients and are not the optimizer's"
+    )
+    loop = AdaptiveLoop(net, head, rows, **options)
+    steps_of_loop = iter(loop)
+    loop.run(next(steps_of_loop))
+    second = next(steps_of_loop)
+    with pytest.raises(ValueError, match=r"there before a step: call optimizer\.step\(\)"):
+        loop.run(second)
+    head.step()
+    head.zero_grad()
+    expected = r"there before a step: 4 parameters \(0\.weight, .*\) are not the optimizer's.*requires_grad_\(False\)"
+    with pytest.raises(ValueError, match=expected):
+        loop.run(second)
+    net.zero_grad()
+    assert loop.run(second).rows == 8
+    net[:2].requires_grad_(False)
+    assert leaves_out() == []
+
+
+def test_gradients_that_are_there_are_not_added_to() -> None:
+    one = training()
+    rows = iter(one.loop)
+    one.loop.run(next(rows))
+    second = next(rows)
+    with pytest.raises(
+        ValueError,
+        match=r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer",
+    ):
+        one.loop.run(second)
+    one.optimizer.step()
+    one.optimizer.zero_grad(set_to_none=False)
+    assert one.loop.run(second).rows == 4
+
+
+def test_a_step_that_failed_can_be_run_again_and_none_is_skipped() -> None:
+    one = training(on_out_of_memory="raise")
+    undisturbed = [step.rows for step in train(training())]
+    loss = RunsOut(one.model, most=0, times=1)
+    failing = training(model=one.model, on_out_of_memory="raise", mean_loss=loss)
+    seen = []
+    for rows in failing.loop:
+        try:
+            failing.loop.run(rows)
+        except torch.OutOfMemoryError:
+            failing.optimizer.zero_grad()
+            failing.loop.run(rows)
+        failing.optimizer.step()
+        failing.optimizer.zero_grad()
+        seen.append([row["row"] for row in rows])
+    assert seen == undisturbed
+    assert failing.loop.progress.epoch == 1
+
+
+def test_a_step_that_is_skipped_is_noticed_with_the_next() -> None:
+    loop = training().loop
+    rows = iter(loop)
+    next(rows)
+    second = next(rows)
+    with pytest.raises(ValueError, match="has not been run"):
+        loop.run(second)
+
+
+def test_another_batch_or_rule_does_not_go_on_in_silence() -> None:
+    state = training(lr_scaling="linear").loop.state_dict()
+    with pytest.raises(SettingError, match=r"batch_size=8: the saved loop was built with 4"):
+        training(lr_scaling="linear", batch_size=8).loop.load_state_dict(state)
+    with pytest.raises(SettingError, match=r"lr_scaling='none'"):
+        training().loop.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_grad_norm", -1.0),
+        ("max_grad_norm", 0),
+        ("max_grad_norm", "1"),
+        ("row_length", 0),
+        ("row_length", "tokens"),
+        ("grow_beyond_maximum", "false"),
+    ],
+)
+def test_an_option_that_cannot_be_used_is_refused_by_name(option: str, value: object) -> None:
+    with pytest.raises(SettingError, match=f"{option}={value!r}"):
+        training(**{option: value})
+
+
+def test_labels_that_cannot_be_counted_are_refused() -> None:
+    one = training(num_labels=lambda batch: 0.8)
+    with pytest.raises(
+        SettingError, match=r"num_labels=0\.8: give a function that returns a whole number"
+    ):
+        one.loop.run(next(iter(one.loop)))
+
+
+def test_a_dataset_without_rows_by_number_is_refused() -> None:
+    class Stream(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(ROWS)
+
+    with pytest.raises(
+        SettingError, match=r"dataset='Stream': a Stream has no row by its number; give a map-style"
+    ):
+        training(rows=Stream())
+
+
+def test_a_collate_function_may_take_from_its_rows() -> None:
+    def takes(rows: list[Any]) -> Any:
+        return collate([{"row": row.pop("row"), **row} for row in rows])
+
+    one, other = training(collate=takes, rows=[dict(row) for row in ROWS]), training()
+    assert one.loop.find_bound(device_memory="8MiB").max_batch_size > 0
+    assert [step.loss for step in train(one)] == [step.loss for step in train(other)]
+
+
+# --- steps by tokens, other orders and clocks -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])
+def test_steps_by_tokens_hold_them_and_each_row_is_trained_once_an_epoch(order: str) -> None:
+    one = training(sample_order=order, sample_window=20, batch_tokens=60, micro_batch_tokens=40)
+    seen = train(one, epochs=2)
+    lengths = {number: len(row["tokens"]) for number, row in enumerate(ROWS)}
+    for epoch in (0, 1):
+        steps_of_epoch = [step for step in seen if step.epoch == epoch]
+        assert sorted(number for step in steps_of_epoch for number in step.rows) == list(
+            range(len(ROWS))
+        )
+        assert all(sum(lengths[number] for number in step.rows) <= 60 for step in steps_of_epoch)
+    assert max(step.result.micro_batches for step in seen) > 1
+    assert one.loop.progress.tokens == 2 * sum(lengths.values())
+
+
+def test_steps_by_tokens_resume_to_the_bit() -> None:
+    options: dict[str, Any] = {
+        "batch_tokens": 60,
+        "micro_batch_tokens": 60,
+        "sample_order": "seqlen",
+        "lr_clock": "tokens",
+    }
+    whole = training(schedule=lambda step: 0.9**step, **options)
+    train(whole, epochs=2)
+    first = training(schedule=lambda step: 0.9**step, **options)
+    train(first, until=4)
+    second = training(schedule=lambda step: 0.9**step, **options)
+    second.model.load_state_dict(first.model.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    second.loop.load_state_dict(first.loop.state_dict())
+    train(second, epochs=2)
+    assert training_state(second.model, second.optimizer) == training_state(
+        whole.model, whole.optimizer
+    )
+
+
+def test_as_many_tokens_at_once_as_fit_need_a_bound_first() -> None:
+    one = training(batch_tokens=60)
+    with pytest.raises(SettingError, match="micro_batch_tokens='auto': call find_bound first"):
+        one.loop.run(next(iter(one.loop)))
+    bound = one.loop.find_bound(device_memory="400KiB")
+    (rows, *_) = list(one.loop)
+    one.loop.run(rows)
+    assert one.loop.limit.amount == bound.max_batch_size * bound.sequence_length
+    assert one.loop.limit.unit == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"micro_batch_tokens": 8, "micro_batch_size": 2},
+            "micro_batch_tokens=8: micro_batch_size is given too",
+        ),
+        ({"micro_batch_tokens": 0}, "micro_batch_tokens=0: give auto, or a whole number"),
+        ({"batch_tokens": 3}, "batch_tokens=3: row .* has .* tokens"),
+        (
+            {"sample_order": "longest"},
+            "sample_order='longest': give one of dataloader, random, seqlen",
+        ),
+        ({"lr_clock": "epochs"}, "lr_clock='epochs': give one of"),
+    ],
+)
+def test_settings_of_tokens_and_orders_that_cannot_be_used_are_refused(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingError, match=message):
+        list(training(**options).loop)
+
+
+def test_a_trial_can_be_told_from_training() -> None:
+    calls: list[bool] = []
+    model = Decoder()
+
+    def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        calls.append(one.loop.is_trial)
+        return token_losses(model, batch, "mean")
+
+    one = training(model=model, mean_loss=loss)
+    one.loop.find_bound(device_memory="400KiB")
+    assert calls
+    assert all(calls)
+    calls.clear()
+    (first,) = train(one, until=1)
+    # The whole batch and its parts are tried before the first split.
+    parts = first.result.micro_batches
+    assert calls == [True] * (1 + parts) + [False] * parts
+    calls.clear()
+    train(one, until=3)
+    assert calls
+    assert not any(calls)
+
+
+def test_a_schedule_that_resumes_where_less_fits_follows_the_new_bound() -> None:
+    larger = training(batch_size_schedule=lambda progress: 4 if progress.steps < 1 else 12)
+    larger.loop.find_bound(device_memory="1GiB", maximum=16)
+    train(larger, until=1)
+    smaller = training(batch_size_schedule=lambda progress: 4 if progress.steps < 1 else 12)
+    smaller.loop.load_state_dict(larger.loop.state_dict())
+    smaller.loop.find_bound(device_memory="1GiB", maximum=8)
+    assert sizes(train(smaller)) == [8, 8, 8, 8, 4]
+
+
+def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned_again() -> None:
+    saved = training(batch_tokens=60, micro_batch_tokens=60).loop.state_dict()
+    saved = of_ranks(saved, 2)
+    one, fresh = (training(batch_tokens=60, micro_batch_tokens=60) for _ in range(2))
+    assert one.loop.num_steps(1) > 0
+    for loop in (one.loop, fresh.loop):
+        loop.load_state_dict(saved)
+    assert one.loop.num_steps(1) == fresh.loop.num_steps(1)
+    assert [len(rows) for rows in one.loop] == [len(rows) for rows in fresh.loop]

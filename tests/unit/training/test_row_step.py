@@ -1,0 +1,549 @@
+"""A step of rows: what fits, its gradients, rows of any kind, layouts."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+from collections import namedtuple
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.loops import (
+    RATE,
+    ROWS,
+    RunsOut,
+    classes,
+    of_ranks,
+    peak_by_hand,
+    seed_all,
+    sizes,
+    train,
+    training,
+)
+from support.sharded_model import (
+    Decoder,
+    by_hand,
+    collate,
+    make_rows,
+    relative_error,
+    token_losses,
+    training_state,
+    whole_gradients,
+    whole_parameters,
+)
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DistributedSampler
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from adaptive_batch.data import move_to_device
+from adaptive_batch.errors import (
+    DoesNotFitError,
+    SettingError,
+)
+from adaptive_batch.schedules import at_epochs
+from adaptive_batch.training import StepOptions
+from adaptive_batch.training.parts import LabelCounter
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+# --- the bound --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beyond", [False, True])
+def test_the_bound_is_what_trying_every_size_finds(beyond):
+    reference = training()
+    train(reference, until=1)  # the optimizer's state is there
+    peaks = [peak_by_hand(reference, size, accumulates=beyond) for size in range(1, 41)]
+    for expected in (5, 17, 39):
+        budget = (peaks[expected - 1] + peaks[expected]) // 2
+        one = training(grow_beyond_maximum=beyond)
+        found = one.loop.find_bound(device_memory=budget, headroom=0.0)
+        assert found.max_batch_size == one.loop.max_batch_size == expected
+        assert found.sequence_length == max(len(row["tokens"]) for row in ROWS)
+        assert found.budget_bytes == budget
+    assert (
+        training().loop.find_bound(device_memory="1GiB").max_batch_size == 40
+    )  # an epoch has no more
+    assert training().loop.find_bound(device_memory="1GiB", maximum=9).max_batch_size == 9
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_finding_the_bound_leaves_no_trace(steps_before):
+    one = training(
+        model=Decoder(draws=True),
+        max_grad_norm=0.1,
+        schedule=lambda step: 0.5**step,
+        lr_scaling="sqrt",
+    )
+    train(one, until=steps_before)
+    before = training_state(one.model, one.optimizer), one.loop.progress, one.loop.batch_size
+    found = one.loop.find_bound(device_memory="400KiB")
+    assert 1 < found.max_batch_size < 40
+    assert (
+        training_state(one.model, one.optimizer),
+        one.loop.progress,
+        one.loop.batch_size,
+    ) == before
+
+
+def test_training_after_a_search_is_training_without_one():
+    one, other = (training(model=Decoder(draws=True)) for _ in range(2))
+    for each in (one, other):
+        seed_all()
+        if each is one:
+            one.loop.find_bound(device_memory="1GiB")
+        train(each)
+    assert (
+        training_state(one.model, one.optimizer)["parameters"]
+        == training_state(other.model, other.optimizer)["parameters"]
+    )
+
+
+def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro_batches():
+    reference = training()
+    train(reference, until=1)
+    budget = peak_by_hand(reference, 10, accumulates=False)
+    fits = {
+        (batch_size, beyond): training(batch_size=batch_size, grow_beyond_maximum=beyond)
+        .loop.find_bound(device_memory=budget, headroom=0.0)
+        .max_batch_size
+        for batch_size, beyond in ((4, False), (4, True), (40, False))
+    }
+    assert fits[4, False] == 10
+    assert fits[40, False] == fits[4, True] < 10
+    splits = training(batch_size=40)
+    splits.loop.find_bound(device_memory=budget, headroom=0.0)
+    (step,) = train(splits)
+    assert (step.result.rows, step.result.micro_batches) == (40, -(-40 // fits[40, False]))
+    assert splits.loop.limit.amount == fits[40, False]
+
+
+def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches():
+    """Beside the gradients of earlier micro-batches fewer rows fit."""
+    reference = training()
+    train(reference, until=1)
+    budget = {"device_memory": peak_by_hand(reference, 10, accumulates=False), "headroom": 0.0}
+    larger = training()
+    larger.loop.batch_size = 24
+    saved = larger.loop.state_dict()
+
+    def searched(one: SimpleNamespace) -> SimpleNamespace:
+        assert one.loop.find_bound(**budget).max_batch_size == 10
+        return one
+
+    def is_set() -> SimpleNamespace:
+        one = searched(training())
+        one.loop.batch_size = 24
+        return one
+
+    def is_loaded() -> SimpleNamespace:
+        one = searched(training())
+        one.loop.load_state_dict(saved)
+        return one
+
+    def bound_is_loaded() -> SimpleNamespace:
+        """Which the saved loop tried for steps of 4 rows."""
+        one, other = training(), searched(training())
+        other.loop.batch_size = 24
+        one.loop.load_state_dict(other.loop.state_dict())
+        assert one.loop.max_batch_size == 10
+        return one
+
+    def grows_beyond() -> SimpleNamespace:
+        one = training(grow_beyond_maximum=True, batch_increase_function=at_epochs({0: 20}))
+        one.loop.load_state_dict(searched(training()).loop.state_dict())
+        return one
+
+    def begun_on_six_ranks() -> SimpleNamespace:
+        one, state = searched(training()), training().loop.state_dict()
+        one.loop.load_state_dict(of_ranks(state, 6))
+        return one
+
+    for begin in (is_set, is_loaded, bound_is_loaded, grows_beyond, begun_on_six_ranks):
+        one = begin()
+        rows = next(iter(one.loop))
+        with pytest.raises(
+            SettingError,
+            match=r"batch_size=24: 10 rows fit at once where no gradients.*find_bound again",
+        ):
+            one.loop.run(rows)
+        beside_gradients = one.loop.find_bound(**budget).max_batch_size
+        assert 0 < beside_gradients < 10
+        result = one.loop.run(rows)  # the same rows
+        assert (result.rows, result.micro_batches) == (24, -(-24 // beside_gradients))
+        other = training()
+        other.loop.load_state_dict(
+            one.loop.state_dict()
+        )  # what was tried with gradients is known to have been
+        assert other.loop.run(next(iter(other.loop))).micro_batches > 1
+    one = training()
+    one.loop.load_state_dict(saved)
+    assert one.loop.find_bound(**budget).max_batch_size == 9
+
+
+def test_modules_that_are_frozen_in_evaluation_mode_are_so_in_a_trial_and_after_it():
+    options, rows = classes("tuples")
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    net[1].eval()
+    modes = []
+    net[1].register_forward_hook(lambda module, *_: modes.append((net.training, module.training)))
+    one = training(
+        model=net,
+        rows=rows,
+        mean_loss=lambda batch: cross_entropy(net(batch[0]), batch[1]),
+        row_length=1,
+        **options,
+    )
+    found = one.loop.find_bound(
+        device_memory="1GiB"
+    )  # in training mode one row has no statistics, and torch refuses it
+    assert found.max_batch_size == 32
+    assert set(modes) == {(True, False)}
+    assert [module.training for module in net.modules()] == [True, True, False, True]
+
+
+def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
+    class Draws(list):
+        def __getitem__(self, number: int) -> Any:
+            torch.rand(1), random.random(), np.random.rand()
+            return super().__getitem__(number)
+
+    for options in (
+        {},
+        {"micro_batch_tokens": "auto"},
+        {"batch_tokens": 60},
+        {"sample_order": "seqlen"},
+        {"micro_batch_layout": "grouped"},
+    ):
+        one = training(rows=Draws(ROWS), **options)
+        before = training_state(one.model, one.optimizer)
+        one.loop.find_bound(device_memory="1GiB", maximum=8)
+        assert training_state(one.model, one.optimizer) == before
+
+
+def test_one_row_that_does_not_fit_is_said_with_numbers():
+    with pytest.raises(DoesNotFitError) as caught:
+        training().loop.find_bound(device_memory="40KiB", headroom=0.0)
+    said, remedies = str(caught.value).split("; ")
+    assert re.fullmatch(r"one row of 15 tokens needs 0\.\d\d\d MiB, cpu allows 40\.00 KiB", said)
+    assert not re.search("tokenizer|optimizer_in_bwd|enable_", remedies)  # which nobody has here
+    with pytest.raises(DoesNotFitError, match=r"^one row needs \d"):
+        training(row_length=1).loop.find_bound(device_memory="40KiB")
+
+
+def test_the_power_of_two_below_the_bound_is_tried_too():
+    one = training()
+    found = one.loop.find_bound(device_memory="1GiB", maximum=11, round_to_power_of_two=True)
+    assert (found.max_batch_size, found.batch_size) == (11, 8)
+    assert found.batch_size in {trial.batch_size for trial in found.trials if trial.fits}
+    one.loop.batch_size = found.batch_size
+    assert sizes(train(one))[0] == found.batch_size
+
+
+# --- a step -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
+def test_gradients_are_those_of_the_mean_over_the_label_tokens_of_a_step(micro_batch_size):
+    one = training(batch_size=7, micro_batch_size=micro_batch_size)
+    rows = next(iter(one.loop))
+    result = one.loop.run(rows)
+    found = whole_gradients(one.model)
+    expected, loss, label_tokens = by_hand(one.model, rows)
+    assert relative_error(found, expected) < 1e-7  # one count divides them, a float32
+    assert result.loss == pytest.approx(loss, rel=1e-6)
+    assert int(result.label_tokens) == label_tokens
+    assert result.micro_batches == {None: 1, 1: 7, 3: 3}[micro_batch_size]
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 4, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_loss_of_a_model_in_16_bits_does_not_drift_with_the_number_of_micro_batches(
+    dtype, micro_batch_size
+):
+    net = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64)).to(dtype)
+    rows = make_rows([30] * 256)
+    seen = []
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        loss = token_losses(net, batch, "mean")
+        if not one.loop.is_trial:
+            seen.append(float(loss))
+        return loss
+
+    one = training(
+        model=net,
+        rows=rows,
+        mean_loss=mean_loss,
+        num_labels=lambda batch: batch["labels"].numel(),
+        batch_size=256,
+        micro_batch_size=micro_batch_size,
+    )
+    result = one.loop.run(next(iter(one.loop)))
+    assert result.micro_batches == 256 // (micro_batch_size or 256)
+    assert len(seen) == result.micro_batches
+    assert result.loss == pytest.approx(sum(seen) / len(seen), rel=1e-6)
+    assert {parameter.grad.dtype for parameter in net.parameters()} == {dtype}
+
+
+@pytest.mark.parametrize("most", [4, 2])
+@pytest.mark.parametrize("goes_well", [0, 2], ids="after {} steps".format)
+def test_a_step_that_runs_out_of_memory_leaves_the_bits_of_a_run_with_a_lower_limit(
+    most, goes_well
+):
+    """With dropout, running statistics and random numbers of all kinds; one or two replays."""
+    options: dict[str, Any] = {"batch_size": 8, "max_grad_norm": 0.5, "lr_scaling": "linear"}
+    model = Decoder(draws=True)
+    one = training(model=model, mean_loss=RunsOut(model, most=most, after=goes_well), **options)
+    seen = train(one, epochs=2)
+    other = training(model=Decoder(draws=True), **options)
+    train(other, until=goes_well)
+    state = other.loop.state_dict()
+    state["step"]["sizer"]["lowered"] = {"amount": most, "unit": "rows"}
+    other.loop.load_state_dict(state)
+    train(other, epochs=2)
+    assert one.loop.num_out_of_memory == {4: 1, 2: 2}[most]
+    assert [step.result.micro_batches for step in seen] == [1] * goes_well + [8 // most] * (
+        10 - goes_well
+    )
+    assert training_state(one.model, one.optimizer) == training_state(other.model, other.optimizer)
+    assert one.loop.progress == other.loop.progress
+
+
+def test_an_out_of_memory_error_is_let_through_where_that_is_asked_for():
+    model = Decoder()
+    one = training(model=model, mean_loss=RunsOut(model, most=2), on_out_of_memory="raise")
+    with pytest.raises(torch.OutOfMemoryError):
+        train(one)
+    model = Decoder()
+    one = training(model=model, mean_loss=RunsOut(model, most=0))
+    with pytest.raises(DoesNotFitError, match=r"one row of \d+ tokens ran out of memory") as caught:
+        train(one)
+    assert not re.search(
+        "tokenizer|optimizer_in_bwd|enable_", str(caught.value)
+    )  # which nobody has here
+
+
+# --- rows and batches of any kind -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["tuples", "mappings"])
+def test_a_classifier_trains_as_it_does_by_hand(kind):
+    options, rows = classes(kind)
+    nets = [nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        points, labels = batch if isinstance(batch, tuple) else (batch["point"], batch["labels"])
+        return cross_entropy(nets[0](points.double()), labels)
+
+    one = training(
+        model=nets[0],
+        rows=rows,
+        mean_loss=mean_loss,
+        batch_size=12,
+        micro_batch_size=5,
+        row_length=1,
+        **options,
+    )
+    found = one.loop.find_bound(device_memory="1GiB")
+    assert (found.max_batch_size, found.sequence_length) == (32, 1)
+    for rows_of_step in one.loop:
+        one.loop.run(rows_of_step)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    by_hand = torch.optim.AdamW(nets[1].parameters(), lr=RATE)
+    sampler = DistributedSampler(rows, 1, 0, seed=0)
+    for numbers in torch.tensor(list(sampler)).split(12):
+        batch = options["collate"]([rows[number] for number in numbers.tolist()])
+        points, labels = batch if isinstance(batch, tuple) else (batch["point"], batch["labels"])
+        cross_entropy(nets[1](points.double()), labels).backward()
+        by_hand.step()
+        by_hand.zero_grad()
+    for parameter, expected in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.allclose(parameter, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_labels_of_sequences_are_counted_after_the_shift():
+    """Or before it, if the check of the first split shows that; what has none counts its rows."""
+    labels = torch.tensor([[1, 2, -100], [3, -100, 4]])
+    counter = LabelCounter(None)
+    assert counter.counts({"labels": labels}, 2) == (2, 4)
+    assert counter.counts({"labels": labels[:, 2]}, 2) == (1,)
+    for batch in ({"labels": torch.rand(4, 3)}, {"points": labels}, (labels, labels)):
+        assert counter.counts(batch, 4) == (4,)
+
+
+def test_batches_go_to_the_device_as_they_are_nested():
+    Pair = namedtuple("Pair", "first second")
+    batch = {"a": [torch.ones(2), "text"], "b": Pair(torch.ones(1), (torch.ones(3), None))}
+    on_device = move_to_device(batch, torch.device("meta"))
+    assert on_device["a"][0].is_meta
+    assert on_device["a"][1] == "text"
+    assert type(on_device["b"]) is Pair
+    assert on_device["b"].second[0].is_meta
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+def llama(**options: Any) -> SimpleNamespace:
+    """Training of a small model of transformers, on rows that it names as it does."""
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = LlamaConfig(vocab_size=53, num_key_value_heads=2, attn_implementation="sdpa", **shape)
+    model = LlamaForCausalLM(config)
+
+    def padded(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        batch = collate([{"tokens": row["input_ids"], "labels": row["labels"]} for row in rows])
+        return {"input_ids": batch["tokens"], "labels": batch["labels"]}
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        inputs = {key: value for key, value in batch.items() if key != "labels"}
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        return cross_entropy(logits, batch["labels"][:, 1:].flatten())
+
+    given = {
+        "model": model,
+        "collate": padded,
+        "mean_loss": mean_loss,
+        "optimizer": torch.optim.SGD,
+        "batch_size": 8,
+    }
+    rows = [
+        {"row": row["row"], "input_ids": row["tokens"], "labels": row["labels"]} for row in ROWS
+    ]
+    return training(**{"rows": rows, **given, **options})
+
+
+@pytest.mark.parametrize("limit", [{"micro_batch_size": 3}, {"micro_batch_tokens": 40}], ids=str)
+@pytest.mark.parametrize("layout", ["packed", "grouped"])
+def test_a_model_of_transformers_trains_alike_in_each_layout(
+    layout: str, limit: dict[str, int]
+) -> None:
+    found, expected = (llama(micro_batch_layout=kind, **limit) for kind in (layout, "padded"))
+    seen, padded = train(found), train(expected)
+    assert [step.rows for step in seen] == [step.rows for step in padded]
+    assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)
+    assert all(step.result.padding_fraction == 0 for step in seen) == (layout == "packed")
+    assert relative_error(whole_parameters(found.model), whole_parameters(expected.model)) < 1e-4
+
+
+def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
+    one = llama(micro_batch_layout="packed", micro_batch_tokens=100)
+
+    def runs_out(module: nn.Module, positional: Any, named: dict[str, Any]) -> None:
+        if named["input_ids"].numel() > 30:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    one.model.register_forward_pre_hook(runs_out, with_kwargs=True)
+    seen, padded = train(one), train(llama(micro_batch_size=8))
+    assert [step.rows for step in seen] == [step.rows for step in padded]
+    assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)
+    assert one.loop._sizer.limit(8).amount <= 30
+
+
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (
+            [{"input_ids": [1, 2, 3]} for _ in range(8)],
+            "rows are no mappings with `labels` and `tokens` or `input_ids`",
+        ),
+        ([torch.arange(5) for _ in range(8)], "rows are no mappings"),
+    ],
+)
+def test_rows_that_cannot_be_packed_are_refused(rows: list[Any], says: str) -> None:
+    with pytest.raises(
+        SettingError, match=f"^micro_batch_layout='packed': {says}.*; or give grouped$"
+    ):
+        llama(rows=rows, micro_batch_layout="packed", row_length=len)
+
+
+def test_an_unknown_layout_or_objective_is_refused() -> None:
+    with pytest.raises(
+        SettingError, match=r"^micro_batch_layout='loose': give one of padded, grouped, packed$"
+    ):
+        StepOptions(micro_batch_layout="loose")
+    with pytest.raises(SettingError, match=r"^objective='fast': give one of throughput, largest$"):
+        llama(micro_batch_tokens="auto").loop.find_bound(objective="fast")
+
+
+def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
+    one = llama(micro_batch_tokens="auto")
+    before = training_state(one.model, one.optimizer)
+    found = one.loop.find_bound(device_memory="1GiB", maximum=8)
+    assert training_state(one.model, one.optimizer) == before
+    fastest = found.throughput
+    assert fastest is not None
+    assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
+    assert one.loop._sizer.layout.kind == fastest.kind
+    assert one.loop._sizer.limit(8) == fastest.limit
+    train(one, until=2)
+    state, weights = (torch.load(saved(each.state_dict())) for each in (one.loop, one.model))
+    rest = train(one)
+    for finds_again in (False, True):
+        again = llama(micro_batch_tokens="auto")
+        again.model.load_state_dict(weights)
+        again.loop.load_state_dict(state)
+        if finds_again:
+            assert again.loop.find_bound(device_memory="1GiB", maximum=8).throughput is None
+        assert again.loop._sizer.layout == one.loop._sizer.layout
+        assert again.loop._sizer.limit(8) == fastest.limit
+        went_on = train(again)
+        assert [(step.rows, step.loss) for step in went_on] == [
+            (step.rows, step.loss) for step in rest
+        ]
+
+
+def test_a_saved_choice_does_not_replace_what_was_found_before_it_was_loaded() -> None:
+    one = llama(micro_batch_tokens="auto")
+    one.loop.find_bound(device_memory="1GiB", maximum=8)
+    smaller = llama(micro_batch_tokens="auto")
+    found = smaller.loop.find_bound(device_memory="1GiB", maximum=1)
+    smaller.loop.load_state_dict(one.loop.state_dict())
+    assert found.throughput is not None
+    assert smaller.loop._sizer.throughput == found.throughput
+    assert smaller.loop.max_batch_size == 1
+
+
+def saved(state: Any) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+@pytest.mark.parametrize(
+    "now",
+    [{"micro_batch_tokens": 30}, {"micro_batch_tokens": "auto", "micro_batch_layout": "padded"}],
+)
+def test_what_is_set_now_counts_more_than_what_a_saved_loop_found_fastest(
+    now: dict[str, Any],
+) -> None:
+    one = llama(micro_batch_tokens="auto")
+    one.loop.find_bound(device_memory="1GiB", maximum=8)
+    again = llama(**now)
+    again.loop.load_state_dict(one.loop.state_dict())
+    assert again.loop._sizer.layout.kind == "padded"
+    assert again.loop._sizer.throughput is None
+
+
+def test_the_largest_is_taken_where_that_is_asked_for() -> None:
+    one = llama(micro_batch_tokens="auto")
+    found = one.loop.find_bound(device_memory="1GiB", maximum=8, objective="largest")
+    assert found.throughput is None
+    assert one.loop._sizer.limit(8).amount == found.max_batch_size * max(
+        len(row["tokens"]) for row in ROWS
+    )
