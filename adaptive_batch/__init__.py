@@ -1,7 +1,8 @@
 """adaptive_batch: the batch size of a fine-tuning run, known instead of guessed.
 
-With torchtune, `tune run` finds the recipes `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_probe` and
-`adaptive_estimate`. For any other PyTorch loop there are four objects, each usable alone:
+With torchtune, `tune run` finds the recipes `adaptive_full_finetune`, `adaptive_lora_finetune`,
+`adaptive_probe` and `adaptive_estimate`. For any other PyTorch loop there are four objects, each
+usable alone:
 
     AdaptiveStep         splits a batch into parts that fit, and runs it again where memory runs out
     AdaptiveBatches      yields row numbers to a DataLoader, in batches that grow and resume exactly
@@ -11,15 +12,13 @@ With torchtune, `tune run` finds the recipes `adaptive_full_finetune`, `adaptive
 `AdaptiveLoop` is the four put together. The packages below this one, lowest first:
 
     schedules     what training has consumed, how the batch size and the learning rate follow it
-    distributed   ranks: collectives, FSDP2, the watchdog, preemption
-    data          lengths and order of rows, batches that grow, micro-batches, balance across ranks
-    memory        device memory, live bytes, the curve of the peak, snapshots of the training state
-    probe         the search for the maximum batch size
-    estimate      a training step on fake tensors: what a device that is not here would hold
-    checkpoint    resume points that are complete or absent
-    training      the step, retry after running out of memory, the search, the rate, the loop, evaluation
-    report        the run log, the audit, figures and the page
-    torchtune     what the recipes are made of
+    distributed   ranks: collectives, FSDP2, the watchdog, preemption data          lengths and
+    order of rows, batches that grow, micro-batches, balance across ranks memory        device
+    memory, live bytes, the curve of the peak, snapshots of the training state probe         the
+    search for the maximum batch size estimate      a training step on fake tensors: what a device
+    that is not here would hold checkpoint    resume points that are complete or absent training
+    the step, retry after running out of memory, the search, the rate, the loop, evaluation report
+    the run log, the audit, figures and the page torchtune     what the recipes are made of
 
 Importing this package imports no torch: a name is imported when it is first used.
 """

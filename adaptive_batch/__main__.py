@@ -1,4 +1,6 @@
-"""The command line of the package itself: ``python -m adaptive_batch check | configs | keys | audit | report``."""
+"""The command line of the package itself: ``python -m adaptive_batch check | configs | keys | audit
+| report``.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: what follows the program's name; None takes it from the command line.
 
     Returns:
-        The exit status: 0, or 1 where ``check`` found something wrong or what ``audit`` is to prove does not hold, or
-        ``report`` has no matplotlib. A mistake in the arguments exits with 2.
+        The exit status: 0, or 1 where ``check`` found something wrong or what ``audit`` is to prove
+        does not hold, or ``report`` has no matplotlib. A mistake in the arguments exits with 2.
     """
     parser = argparse.ArgumentParser(
         prog="python -m adaptive_batch", description="The batch size, known instead of guessed."
@@ -49,7 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     audit = commands.add_parser(
         "audit",
-        help="prove from a run's log that each row was used exactly once an epoch, across all restarts",
+        help=(
+            "prove from a run's log that each row was used exactly once an epoch, across all"
+            " restarts"
+        ),
     )
     report = commands.add_parser(
         "report", help="draw a run: one HTML page to look at, and the same as a PNG"

@@ -1,4 +1,6 @@
-"""What is used of torch without being public. It is asked for here alone, so that a torch that lacks some of it is refused in one line."""
+"""What is used of torch without being public. It is asked for here alone, so that a torch that
+lacks some of it is refused in one line.
+"""
 
 import re
 from importlib import import_module
@@ -37,7 +39,8 @@ def private(owner: Any, *names: str) -> Any:
 
 if torch.__version__ < OLDEST:
     raise unsupported(
-        "is too old: with 2.9 two ranks trained to NaN, and before it FSDPParamGroup has no _all_gather_comm"
+        "is too old: with 2.9 two ranks trained to NaN, and before it FSDPParamGroup has no"
+        " _all_gather_comm"
     )
 
 try:

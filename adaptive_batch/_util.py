@@ -1,4 +1,6 @@
-"""Small tools that every package may use: checks of values, progress bars, atomic writes, the cache folder, fingerprints."""
+"""Small tools that every package may use: checks of values, progress bars, atomic writes, the cache
+folder, fingerprints.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ log = logging.getLogger("adaptive_batch")
 
 SECONDS_BETWEEN_LINES = 10.0  # of progress, where no terminal shows a bar
 HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
-# Rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are multiplied.
+# Rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are
+# multiplied.
 LARGEST_NUMBER = 10**12
 
 
@@ -81,7 +84,9 @@ def round_up(number: int, multiple: int) -> int:
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Format an amount of memory in GiB from 16 MiB on, in MiB from 128 KiB on; below that in KiB or bytes."""
+    """Format an amount of memory in GiB from 16 MiB on, in MiB from 128 KiB on; below that in KiB
+    or bytes.
+    """
     for unit, size, least in (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**10)):
         if num_bytes >= least:
             number = num_bytes / size
@@ -90,7 +95,9 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def count(number: int, what: str, form: str = "") -> str:
-    """Format so many things, such as ``1 row`` and ``2 rows``, the number in a form such as ``","``."""
+    """Format so many things, such as ``1 row`` and ``2 rows``, the number in a form such as
+    ``","``.
+    """
     return f"{number:{form}} {what}{'s' * (number != 1)}"
 
 
@@ -100,12 +107,15 @@ def rows_fit(rows: int) -> str:
 
 
 def format_bound(rows: int | None, maximum: int) -> str:
-    """Format the rows that fit, with a plus where as many fit as are tried at most, or any number does (None)."""
+    """Format the rows that fit, with a plus where as many fit as are tried at most, or any number
+    does (None).
+    """
     return f"{maximum}+" if rows is None or rows >= maximum > 0 else str(rows)
 
 
 class ProgressBar:
-    """Shows how far long work has come: a bar on a terminal; elsewhere a line every ten seconds, and one at the end.
+    """Shows how far long work has come: a bar on a terminal; elsewhere a line every ten seconds,
+    and one at the end.
 
     Args:
         total: units of work in all.
@@ -118,13 +128,11 @@ class ProgressBar:
     def __init__(
         self, total: int, unit: str, what: str = "", *, done: int = 0, shown: bool = True
     ) -> None:
-        self._total, self._unit, self._what, self._done, self._shown = (
-            total,
-            unit,
-            what,
-            done,
-            shown,
-        )
+        self._total = total
+        self._unit = unit
+        self._what = what
+        self._done = done
+        self._shown = shown
         self._last_line = time.monotonic()
         self._bar = None
         if shown and sys.stderr.isatty():
@@ -136,7 +144,8 @@ class ProgressBar:
 
     def advance(self, what: str | None = None) -> None:
         """Count one unit as done, under another description if one is given."""
-        self._done, self._what = self._done + 1, self._what if what is None else what
+        self._done = self._done + 1
+        self._what = self._what if what is None else what
         if self._bar is not None:
             self._bar.set_description(self._what, refresh=False)
             self._bar.update()
@@ -161,7 +170,8 @@ def nearest(name: str, names: list[str]) -> str:
 
 
 def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
-    """Write a file so that a reader, after a kill too, finds the old content or the new one, never a part.
+    """Write a file so that a reader, after a kill too, finds the old content or the new one, never
+    a part.
 
     Args:
         path: the file; its folder is made if absent.
@@ -198,7 +208,9 @@ def sync_folder(folder: Path) -> None:
 def move_into_place(
     folder: Path, target: Path, *, then: Callable[[], object] = lambda: None
 ) -> None:
-    """Rename a folder to `target`, and call `then`; one that was there is ``.replaced-NAME`` until that is done, and removed."""
+    """Rename a folder to `target`, and call `then`; one that was there is ``.replaced-NAME`` until
+    that is done, and removed.
+    """
     replaced = target.with_name(f".replaced-{target.name}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target.exists():
@@ -226,17 +238,20 @@ def installed_version(name: str) -> str | None:
 
 
 def cache_directory() -> Path:
-    """Return where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache folder."""
+    """Return where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache
+    folder.
+    """
     if chosen := os.environ.get("ADAPTIVE_BATCH_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adaptive_batch"
 
 
 def fingerprint(*parts: object) -> str:
-    """Hash settings to 24 hexadecimal digits that are the same in every process and on every machine.
+    """Hash settings to 24 hexadecimal digits that are the same in every process and on every
+    machine.
 
-    The order of a mapping's keys makes no difference; types do (``1``, ``"1"``, ``1.0`` and ``True`` all differ). A path counts
-    as its text and a tuple as a list.
+    The order of a mapping's keys makes no difference; types do (``1``, ``"1"``, ``1.0`` and
+    ``True`` all differ). A path counts as its text and a tuple as a list.
 
     Args:
         parts: None, bool, int, float, str, path, and lists of these and mappings of these.
@@ -249,11 +264,13 @@ def fingerprint(*parts: object) -> str:
 
 
 def file_signature(path: str | Path) -> list[str | int]:
-    """Describe what is at a path, as a part for `fingerprint`: another signature means another content.
+    """Describe what is at a path, as a part for `fingerprint`: another signature means another
+    content.
 
     Returns:
-        ``["file", bytes, sha256]`` of a file up to 64 MiB, ``["file", bytes, mtime_ns]`` of a larger one,
-        ``["folder", files, bytes, sha256 of the files' relative names, sizes and mtime_ns]``, ``["missing"]`` or ``["other"]``.
+        ``["file", bytes, sha256]`` of a file up to 64 MiB, ``["file", bytes, mtime_ns]`` of a
+        larger one, ``["folder", files, bytes, sha256 of the files' relative names, sizes and
+        mtime_ns]``, ``["missing"]`` or ``["other"]``.
     """
     path = Path(path)
     try:
@@ -274,7 +291,8 @@ def file_signature(path: str | Path) -> list[str | int]:
 def described_with_files(value: object) -> object:
     """Return settings in which each text that names a file is followed by the file's signature.
 
-    Folders are left as they are: what a run writes into one, a cache or its own output, would change its signature.
+    Folders are left as they are: what a run writes into one, a cache or its own output, would
+    change its signature.
     """
     if isinstance(value, Mapping):
         return {str(key): described_with_files(item) for key, item in value.items()}
@@ -315,7 +333,8 @@ def _plain(part: object) -> object:
 
 
 def lazy_imports(package: str, source: str) -> tuple[list[str], Callable[[str], object]]:
-    """Return the ``__all__`` of a package, and the ``__getattr__`` that imports its names on first use (PEP 562).
+    """Return the ``__all__`` of a package, and the ``__getattr__`` that imports its names on first
+    use (PEP 562).
 
     Args:
         package: Name of the package.

@@ -1,7 +1,7 @@
 """The configurations that come with the package: found by name, listed, copied.
 
-In a wheel they are in ``adaptive_batch/configs``; in a checkout, and so in an editable install, in ``configs`` next to
-the package.
+In a wheel they are in ``adaptive_batch/configs``; in a checkout, and so in an editable install, in
+``configs`` next to the package.
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ def shipped_configs() -> list[tuple[str, str]]:
 
 
 def copy_config(name: str, destination: str | Path) -> Path:
-    """Copy a shipped configuration to where it can be edited; an existing file is never overwritten.
+    """Copy a shipped configuration to where it can be edited; an existing file is never
+    overwritten.
 
     Args:
         name: which configuration.
         destination: a folder that is there, or the path of the new file.
 
     Raises:
-        SettingError: there is no configuration of that name, or the destination is there already, or its folder is not.
+        SettingError: there is no configuration of that name, or the destination is there already,
+            or its folder is not.
     """
     source = config_path(name)
     if source is None:

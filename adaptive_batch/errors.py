@@ -1,13 +1,15 @@
 """What can go wrong, as a tree:
 
     AdaptiveBatchError
-      SettingError                (also a ValueError)    a key, the value it was given, and the suggested fix
-      GrowthFunctionError         (also a ValueError)    a user's growth function failed or returned no row count
-      DoesNotFitError             (also a RuntimeError)  one row does not fit; numbers and remedies
-      RankLostError               (also a RuntimeError)  one rank failed where the others cannot learn of it; all must end
-      NonfiniteLossError          (also a RuntimeError)  a step's loss or gradients are NaN or infinite, and are not to be stepped by
-      CheckpointError             (also a RuntimeError)  a checkpoint file is missing, truncated, or belongs to another run
-      TorchVersionError           (also an ImportError)  this torch lacks a name that is needed; which ones have it
+      SettingError                (also a ValueError)    a key, the value it was given, and the
+      suggested fix GrowthFunctionError         (also a ValueError)    a user's growth function
+      failed or returned no row count DoesNotFitError             (also a RuntimeError)  one row
+      does not fit; numbers and remedies RankLostError               (also a RuntimeError)  one rank
+      failed where the others cannot learn of it; all must end NonfiniteLossError          (also a
+      RuntimeError)  a step's loss or gradients are NaN or infinite, and are not to be stepped by
+      CheckpointError             (also a RuntimeError)  a checkpoint file is missing, truncated, or
+      belongs to another run TorchVersionError           (also an ImportError)  this torch lacks a
+      name that is needed; which ones have it
 
 A user's mistake is one of these. An assertion is ours.
 """
@@ -19,8 +21,8 @@ from typing import Any
 
 # The end of a sentence that something does not fit, in keys of the configuration.
 MEMORY_REMEDIES = (
-    "shorten the rows (tokenizer.max_seq_len), set enable_activation_checkpointing=True or optimizer_in_bwd=True, "
-    "use an 8-bit optimizer or a chunked loss, or allow more memory"
+    "shorten the rows (tokenizer.max_seq_len), set enable_activation_checkpointing=True or"
+    " optimizer_in_bwd=True, use an 8-bit optimizer or a chunked loss, or allow more memory"
 )
 
 
@@ -32,7 +34,9 @@ _LONGEST = 1000  # characters of a value that are shown
 
 
 class SettingError(AdaptiveBatchError, ValueError):
-    """A setting cannot be used: its key, dotted where it is nested (``probe.headroom``), its value, and the suggested fix."""
+    """A setting cannot be used: its key, dotted where it is nested (``probe.headroom``), its value,
+    and the suggested fix.
+    """
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         self.key = key
@@ -47,7 +51,9 @@ class SettingError(AdaptiveBatchError, ValueError):
 
 
 class GrowthFunctionError(AdaptiveBatchError, ValueError):
-    """A growth function raised, or its answer is not a number of rows. The message names the epoch and the batch size."""
+    """A growth function raised, or its answer is not a number of rows. The message names the epoch
+    and the batch size.
+    """
 
 
 class DoesNotFitError(AdaptiveBatchError, RuntimeError):
@@ -59,8 +65,8 @@ class RankLostError(AdaptiveBatchError, RuntimeError):
 
     Args:
         message: what happened, with numbers.
-        facts: the same as plain values, for the record; ``limit`` and ``unit`` say what a micro-batch may hold when
-            training is started again.
+        facts: the same as plain values, for the record; ``limit`` and ``unit`` say what a
+            micro-batch may hold when training is started again.
     """
 
     def __init__(self, message: str, facts: Mapping[str, Any]) -> None:
@@ -72,7 +78,9 @@ class RankLostError(AdaptiveBatchError, RuntimeError):
 
 
 class NonfiniteLossError(AdaptiveBatchError, RuntimeError):
-    """The loss or the gradients of a step are NaN or infinite, and training is to stop there. The message names what came before."""
+    """The loss or the gradients of a step are NaN or infinite, and training is to stop there. The
+    message names what came before.
+    """
 
 
 class CheckpointError(AdaptiveBatchError, RuntimeError):
@@ -80,4 +88,6 @@ class CheckpointError(AdaptiveBatchError, RuntimeError):
 
 
 class TorchVersionError(AdaptiveBatchError, ImportError):
-    """The installed torch lacks a name that is needed. The message says which, and which versions have it."""
+    """The installed torch lacks a name that is needed. The message says which, and which versions
+    have it.
+    """

@@ -1,12 +1,16 @@
-"""Padding, batches and planning time: ours beside torchtune's, Hugging Face's and DeepSpeed's ways to make batches.
+"""Padding, batches and planning time: ours beside torchtune's, Hugging Face's and DeepSpeed's ways
+to make batches.
 
     python benchmarks/batching.py [--quick] [--deepspeed FILE] [--output DIR]
 
-Part (a) makes the batches of an epoch for one budget of padded tokens, of 20,000 lognormal lengths and of the demo's rows.
-Part (b) measures how planning time and memory grow with the rows, each number of rows in a process of its own.
+Part (a) makes the batches of an epoch for one budget of padded tokens, of 20,000 lognormal lengths
+and of the demo's rows. Part (b) measures how planning time and memory grow with the rows, each
+number of rows in a process of its own.
 
-The peers' own code runs: Hugging Face's out of transformers, DeepSpeed's out of the installed package or FILE, its
-``deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py``. Without either it is not measured.
+The peers' own code runs: Hugging Face's out of transformers, DeepSpeed's out of the installed
+package or FILE, its
+``deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py``. Without either it
+is not measured.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ from adaptive_batch.config_files import config_path
 from adaptive_batch.data import plan_batches, row_lengths, row_order, split_by_tokens
 
 MAX_TOKENS = 16_384
-LONGEST_ROWS = 8  # of the longest rows, so many fill the budget: 16,384 / 2048; the demo's budget is made alike
+# of the longest rows, so many fill the budget: 16,384 / 2048; the demo's budget is made alike
+LONGEST_ROWS = 8
 STEP_ROWS = 64
 DEEPSPEED_ROWS = 8_000  # its planning is cubic: 20,000 rows would take a quarter of an hour
 DEEPSPEED_FILE = "deepspeed/runtime/data_pipeline/data_sampling/variable_batch_size_and_lr.py"
@@ -45,7 +50,9 @@ Plan = Callable[[torch.Tensor, int], Batches]
 
 
 def lognormal(num_rows: int) -> torch.Tensor:
-    """Lengths of mean 385 tokens, 8 to 2048. Sigma is that with which 16 random rows waste 72.3% as padding."""
+    """Lengths of mean 385 tokens, 8 to 2048. Sigma is that with which 16 random rows waste 72.3% as
+    padding.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = torch.empty(num_rows, dtype=torch.int64)
     for piece in lengths.split(
@@ -58,7 +65,8 @@ def lognormal(num_rows: int) -> torch.Tensor:
 
 def demo_lengths() -> torch.Tensor:
     """Tokens of the rows that the demo trains on."""
-    # Imported here, as in the other functions: a process of part (b) holds no memory that importing them took and freed.
+    # Imported here, as in the other functions: a process of part (b) holds no memory that importing
+    # them took and freed.
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     import demo
     from omegaconf import OmegaConf
@@ -73,7 +81,8 @@ def demo_lengths() -> torch.Tensor:
         return row_lengths(dataset, num_workers=0, show_progress=False)
 
 
-# --- the ways to make batches ----------------------------------------------------------------------------------------
+# --- the ways to make batches
+# ----------------------------------------------------------------------------------------
 
 
 def ours(*, order: str = "dataloader", window: int | None = None, **arguments: Any) -> Plan:
@@ -119,7 +128,9 @@ def hugging_face(batch_size: int) -> Plan:
 
 
 def deepspeed_function(file: Path | None) -> Callable[..., Any] | None:
-    """DeepSpeed's batch_by_seqlens, run from its source so that the rest of the package need not be importable."""
+    """DeepSpeed's batch_by_seqlens, run from its source so that the rest of the package need not be
+    importable.
+    """
     import numpy as np
 
     if file is None:
@@ -168,7 +179,8 @@ def ways_without_deepspeed() -> dict[str, Plan]:
     }
 
 
-# --- part (a) --------------------------------------------------------------------------------------------------------
+# --- part (a)
+# --------------------------------------------------------------------------------------------------------
 
 
 def measure_ways(
@@ -202,16 +214,19 @@ def measure_ways(
 def print_ways(title: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n(a) {title}")
     print(
-        f"{'':<38} {'padding':>8} {'batches':>8} {'most tokens':>12} {'over budget':>12} {'rows lost':>10} {'seconds':>9}"
+        f"{'':<38} {'padding':>8} {'batches':>8} {'most tokens':>12} {'over budget':>12}"
+        f" {'rows lost':>10} {'seconds':>9}"
     )
     for row in rows:
         print(
-            f"{row['way']:<38} {row['padding']:>8.1%} {row['batches']:>8,} {row['most_padded_tokens']:>12,} "
-            f"{row['batches_over_budget']:>12,} {row['rows_lost']:>10,} {row['seconds']:>9.3f}"
+            f"{row['way']:<38} {row['padding']:>8.1%} {row['batches']:>8,}"
+            f" {row['most_padded_tokens']:>12,} {row['batches_over_budget']:>12,}"
+            f" {row['rows_lost']:>10,} {row['seconds']:>9.3f}"
         )
 
 
-# --- part (b) --------------------------------------------------------------------------------------------------------
+# --- part (b)
+# --------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "data order": ({}, {}),
@@ -268,8 +283,8 @@ def print_planning(rows: list[dict[str, Any]]) -> None:
     print(f"{'':<44} {'rows':>11} {'seconds':>9} {'us / row':>9} {'extra bytes / row':>18}")
     for row in rows:
         print(
-            f"{row['case']:<44} {row['rows']:>11,} {row['seconds']:>9.3f} {1e6 * row['seconds'] / row['rows']:>9.3f} "
-            f"{row['extra_bytes_per_row']:>18.1f}"
+            f"{row['case']:<44} {row['rows']:>11,} {row['seconds']:>9.3f}"
+            f" {1e6 * row['seconds'] / row['rows']:>9.3f} {row['extra_bytes_per_row']:>18.1f}"
         )
 
 
@@ -324,7 +339,8 @@ def main() -> None:
         ways[name] = measure_ways(which, lengths, max_tokens=max_tokens, repeats=times)
         mean = float(lengths.double().mean())
         print_ways(
-            f"{name}: {len(lengths):,} rows, mean {mean:.0f}, longest {int(lengths.max())}, {max_tokens:,} tokens",
+            f"{name}: {len(lengths):,} rows, mean {mean:.0f}, longest {int(lengths.max())},"
+            f" {max_tokens:,} tokens",
             ways[name],
         )
     ratios = None

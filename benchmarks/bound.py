@@ -1,11 +1,14 @@
-"""The bound that each search finds, beside brute force under the same budget and the same rule for a trial.
+"""The bound that each search finds, beside brute force under the same budget and the same rule for
+a trial.
 
     python benchmarks/bound.py [--quick] [--adapters] [--threads N] [--output DIR]
     python benchmarks/bound.py --device cuda [--memory 24GiB] [--quick] [--output DIR]
 
-On a CPU, tensor bytes are counted: small models of torchtune's qwen2 builder, every size from one row up until three in a
-row do not fit, then the three searches. The peaks that brute force saw are also replayed to `predict` under budgets for every
-true maximum that they cover. With `--adapters`, LoRA, DoRA and QLoRA, two bounds of hundreds of rows among them. On CUDA: random weights of real size in bf16; the true maximum is bisected and checked upward.
+On a CPU, tensor bytes are counted: small models of torchtune's qwen2 builder, every size from one
+row up until three in a row do not fit, then the three searches. The peaks that brute force saw are
+also replayed to `predict` under budgets for every true maximum that they cover. With `--adapters`,
+LoRA, DoRA and QLoRA, two bounds of hundreds of rows among them. On CUDA: random weights of real
+size in bf16; the true maximum is bisected and checked upward.
 """
 
 from __future__ import annotations
@@ -278,18 +281,23 @@ def found(result: ProbeResult, seconds: float) -> dict[str, Any]:
     }
 
 
-# --- on a CPU ---------------------------------------------------------------------------------------------------------
+# --- on a CPU
+# ---------------------------------------------------------------------------------------------------------
 
 
 def choose_budget(bench: Bench) -> int:
-    """Half-way between the peaks of the wanted true maximum and the next row, or what the optimizer's step needs."""
+    """Half-way between the peaks of the wanted true maximum and the next row, or what the
+    optimizer's step needs.
+    """
     with bench.rehearsal(PLENTY) as trial:
         peaks = [trial(bench.combination.about + more).peak_bytes or 0 for more in (0, 1)]
         return max(sum(peaks) // 2, trial.optimizer_peak_bytes or 0)
 
 
 def brute_force(bench: Bench, budget_bytes: int) -> tuple[int, dict[int, int], float]:
-    """Every size from one row up until three in a row do not fit: the largest that fits, the peaks, the seconds."""
+    """Every size from one row up until three in a row do not fit: the largest that fits, the peaks,
+    the seconds.
+    """
     peaks: dict[int, int] = {}
     start = time.perf_counter()
     with bench.rehearsal(budget_bytes) as trial:
@@ -400,19 +408,22 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
         }
         t = totals[name]
         print(
-            f"{name:<8} equal to brute force in {t['equal']} of {t['of']}, {t['ooms']} OOMs, {t['trials']} trials, {t['seconds']} s"
+            f"{name:<8} equal to brute force in {t['equal']} of {t['of']}, {t['ooms']} OOMs,"
+            f" {t['trials']} trials, {t['seconds']} s"
         )
     replayed = [row["replayed"] for row in rows]
     cases, equal, ooms = (sum(r[key] for r in replayed) for key in ("cases", "equal", "ooms"))
     worst = max(r["trials_worst"] for r in replayed)
     totals["replayed"] = {"cases": cases, "equal": equal, "ooms": ooms, "trials_worst": worst}
     print(
-        f"predict, from peaks alone, as where the device does not count, replayed under {cases} other budgets: equal in {equal}, {ooms} OOMs, at most {worst} trials"
+        f"predict, from peaks alone, as where the device does not count, replayed under {cases}"
+        f" other budgets: equal in {equal}, {ooms} OOMs, at most {worst} trials"
     )
     return totals
 
 
-# --- on CUDA ----------------------------------------------------------------------------------------------------------
+# --- on CUDA
+# ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -428,7 +439,9 @@ def bench_on(combination: Combination, device: torch.device) -> Iterator[Bench]:
 
 
 def true_maximum_from(trial: Callable[[int], Trial], known: int) -> tuple[int, int]:
-    """The largest size that fits, and the trials spent: doubled from a size known to fit, bisected, checked upward."""
+    """The largest size that fits, and the trials spent: doubled from a size known to fit, bisected,
+    checked upward.
+    """
     low, high, trials = known, 2 * known, 0
     while trial(high).fits:
         low, high, trials = high, 2 * high, trials + 1
@@ -451,7 +464,8 @@ def measure_on_cuda(
 ) -> list[dict[str, Any]]:
     rows = []
     print(
-        f"{'combination':<70} {'GiB':>6} {'true':>5} {'found':>5} {'share':>6} {'trials':>6} {'OOMs':>4} {'seconds':>8} {'true s':>8}"
+        f"{'combination':<70} {'GiB':>6} {'true':>5} {'found':>5} {'share':>6} {'trials':>6}"
+        f" {'OOMs':>4} {'seconds':>8} {'true s':>8}"
     )
     for combination in combinations:
         with bench_on(combination, device) as bench:
@@ -485,14 +499,16 @@ def measure_on_cuda(
             }
         )
         print(
-            f"{combination!s:<70} {budget / GIB:>6.2f} {true_maximum:>5} {result.max_batch_size:>5} {share:>6.1%} "
-            f"{predict['trials']:>6} {predict['ooms']:>4} {seconds:>8.1f} {true_seconds:>8.1f}",
+            f"{combination!s:<70} {budget / GIB:>6.2f} {true_maximum:>5} {result.max_batch_size:>5}"
+            f" {share:>6.1%} {predict['trials']:>6} {predict['ooms']:>4} {seconds:>8.1f}"
+            f" {true_seconds:>8.1f}",
             flush=True,
         )
     done = [row for row in rows if "share" in row]
     if done:
         print(
-            f"\nsmallest share {min(r['share'] for r in done):.1%}, {sum(r['predict']['ooms'] for r in done)} OOMs"
+            f"\nsmallest share {min(r['share'] for r in done):.1%},"
+            f" {sum(r['predict']['ooms'] for r in done)} OOMs"
         )
     return rows
 

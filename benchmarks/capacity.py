@@ -1,13 +1,16 @@
-"""How far results move with capacity alone: the same steps of 64 rows, run as 1, 8 and 64 micro-batches.
+"""How far results move with capacity alone: the same steps of 64 rows, run as 1, 8 and 64
+micro-batches.
 
     python benchmarks/capacity.py [--steps N] [--quick] [--output DIR] [key=value ...]
 
-The real recipe trains on the demo's rows, in fp32, in bf16 throughout (weights, gradients and optimizer state), and with
-dropout, whose masks a row draws in the order in which micro-batches come. Two figures give the scale: the same rows in
-another order within each step, in one micro-batch, which moves results by rounding too; and another seed of dropout.
+The real recipe trains on the demo's rows, in fp32, in bf16 throughout (weights, gradients and
+optimizer state), and with dropout, whose masks a row draws in the order in which micro-batches
+come. Two figures give the scale: the same rows in another order within each step, in one
+micro-batch, which moves results by rounding too; and another seed of dropout.
 
-The gradient is that of the first step, over the one of a single micro-batch and over the one that fp32 gives with the same
-weights in a single micro-batch. Weights differ by so much of the way that they went in training.
+The gradient is that of the first step, over the one of a single micro-batch and over the one that
+fp32 gives with the same weights in a single micro-batch. Weights differ by so much of the way that
+they went in training.
 """
 
 from __future__ import annotations
@@ -187,15 +190,16 @@ def compared(result: Result, single: Result, in_fp32: torch.Tensor) -> dict[str,
 
 def print_table(rows: list[dict[str, Any]], steps: int) -> None:
     print(
-        f"{'':<18} {'':<25} {'first gradient over':>21} {'loss difference':>18} {'loss':>7} {'weights differ by':>18}\n"
-        f"{'':<18} {'':<25} {'one batch':>10} {'fp32':>10} {'first':>9} {'largest':>8} {f'at {steps}':>7} "
-        f"{'of norm':>9} {'of way':>8}"
+        f"{'':<18} {'':<25} {'first gradient over':>21} {'loss difference':>18} {'loss':>7}"
+        f" {'weights differ by':>18}\n{'':<18} {'':<25} {'one batch':>10} {'fp32':>10} {'first':>9}"
+        f" {'largest':>8} {f'at {steps}':>7} {'of norm':>9} {'of way':>8}"
     )
     for row in rows:
         print(
-            f"{row['kind']:<18} {row['what']:<25} {row['gradient_over_single']:>10.1e} {row['gradient_over_fp32']:>10.1e} "
-            f"{row['first_loss_difference']:>9.1e} {row['largest_loss_difference']:>8.1e} {row['last_loss']:>7.4f} "
-            f"{row['weights_difference']:>9.1e} {row['weights_difference_of_way']:>8.1e}"
+            f"{row['kind']:<18} {row['what']:<25} {row['gradient_over_single']:>10.1e}"
+            f" {row['gradient_over_fp32']:>10.1e} {row['first_loss_difference']:>9.1e}"
+            f" {row['largest_loss_difference']:>8.1e} {row['last_loss']:>7.4f}"
+            f" {row['weights_difference']:>9.1e} {row['weights_difference_of_way']:>8.1e}"
         )
 
 

@@ -26,7 +26,9 @@ import demo
 
 @torch.inference_mode()
 def compare(folder: Path, texts: list[str], *, aside: Path) -> dict[str, float | int]:
-    """Run `texts` through both; `folder` is an epoch in Hugging Face format, `aside` an empty place for torchtune."""
+    """Run `texts` through both; `folder` is an epoch in Hugging Face format, `aside` an empty place
+    for torchtune.
+    """
     cfg = OmegaConf.load(config_path("demo_cpu"))
     files = [path.name for path in sorted(folder.glob("*.safetensors"))]
     checkpointer = config.instantiate(

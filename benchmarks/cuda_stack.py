@@ -1,15 +1,20 @@
-"""Estimates, bounds and the search beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack without a device.
+"""Estimates, bounds and the search beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack
+without a device.
 
-    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only {cases,bounds,probe,recipe,ranks}] [--quick] [--output DIR]
+    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
+    {cases,bounds,probe,recipe,ranks}] [--quick] [--output DIR]
 
-Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new (tests/support/stack_runs.py); no
-kernel computes, and memory is accounted (tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the
-estimate says of each number of rows, and its replay of the allocator with default and with expandable segments, beside what PyTorch
-counted: bytes requested, allocated and reserved, and every segment with its blocks. `bounds`: the rows that are estimated to fit without a
-retry of the allocator beside brute force: the most rows that run six steps so, and those rows with varying lengths. `probe`: the
-search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a small model on a small device: the search, 200
-steps at its bound on rows of skewed lengths, and shares of the memory taken away and given back. `ranks`: estimated bounds beside brute
-force for a small model that FSDP divides between two processes.
+Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
+(tests/support/stack_runs.py); no kernel computes, and memory is accounted
+(tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the estimate
+says of each number of rows, and its replay of the allocator with default and with expandable
+segments, beside what PyTorch counted: bytes requested, allocated and reserved, and every segment
+with its blocks. `bounds`: the rows that are estimated to fit without a retry of the allocator
+beside brute force: the most rows that run six steps so, and those rows with varying lengths.
+`probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
+small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
+shares of the memory taken away and given back. `ranks`: estimated bounds beside brute force for a
+small model that FSDP divides between two processes.
 """
 
 from __future__ import annotations
@@ -113,7 +118,8 @@ def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[
     return list(cases)
 
 
-# --- the estimate -----------------------------------------------------------------------------------------------------
+# --- the estimate
+# -----------------------------------------------------------------------------------------------------
 
 
 class Estimated:
@@ -153,7 +159,9 @@ class Estimated:
         return allocator
 
     def bound(self, conf: str, kind: str = "fixed") -> int:
-        """Return the estimate's most rows that run without a retry, of one length or in steps of varying lengths."""
+        """Return the estimate's most rows that run without a retry, of one length or in steps of
+        varying lengths.
+        """
         step, run = self._step.run, self._run
         shorter = 3 * self._length // 4
         short = step.forward_backward(lambda rows: [made_up_row(shorter, packed=False)] * rows)
@@ -207,14 +215,16 @@ def largest(fits: Callable[[int], bool], *, start: int = 1) -> int:
     return low
 
 
-# --- cases ------------------------------------------------------------------------------------------------------------
+# --- cases
+# ------------------------------------------------------------------------------------------------------------
 
 
 def measure_cases(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
     """Peaks and segments of each case, estimated and counted."""
     rows_of_table = []
     print(
-        f"{'case':<78} {'rows':>5} {'requested':>10} {'allocated':>10} {'reserved':>9} {'expandable':>10} {'segments':>9} s"
+        f"{'case':<78} {'rows':>5} {'requested':>10} {'allocated':>10} {'reserved':>9}"
+        f" {'expandable':>10} {'segments':>9} s"
     )
     for case in cases:
         start = time.perf_counter()
@@ -239,8 +249,9 @@ def measure_cases(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]
         default, expandable = entry["default"], entry["expandable"]
         equal = "/".join("yes" if one["segments_equal"] else "no" for one in (default, expandable))
         print(
-            f"{case!s:<78} {default['rows']:>5} {default['errors']['requested']:>10.4%} {default['errors']['allocated']:>10.4%} "
-            f"{default['errors']['reserved']:>9.3%} {expandable['errors']['reserved']:>10.3%} {equal:>9} {entry['seconds']}",
+            f"{case!s:<78} {default['rows']:>5} {default['errors']['requested']:>10.4%}"
+            f" {default['errors']['allocated']:>10.4%} {default['errors']['reserved']:>9.3%}"
+            f" {expandable['errors']['reserved']:>10.3%} {equal:>9} {entry['seconds']}",
             flush=True,
         )
     summary = summarised(rows_of_table)
@@ -265,13 +276,16 @@ def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
             name: estimate[name] / counted[name] - 1
             for name in ("requested", "allocated", "reserved")
         },
-        "segments_equal": of_segments(described(allocator.segments()))
-        == of_segments(real.segments),
+        "segments_equal": (
+            of_segments(described(allocator.segments())) == of_segments(real.segments)
+        ),
         "blocks_equal": of_blocks(described(allocator.segments())) == of_blocks(real.segments),
-        "large_segments_equal": of_blocks(described(allocator.segments()), "large")
-        == of_blocks(real.segments, "large"),
-        "same_end": (real.retries, bool(real.ooms))
-        == (allocator.num_retries, bool(allocator.num_ooms)),
+        "large_segments_equal": (
+            of_blocks(described(allocator.segments()), "large") == of_blocks(real.segments, "large")
+        ),
+        "same_end": (
+            (real.retries, bool(real.ooms)) == (allocator.num_retries, bool(allocator.num_ooms))
+        ),
     }
 
 
@@ -307,12 +321,14 @@ def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
         large = sum(case[name]["large_segments_equal"] for case in done) / len(done)
         same = sum(case[name]["same_end"] for case in done) / len(done)
         summary[f"segments, {name}"] = (
-            f"equal in {equal:.1%}, with every block in {blocks:.1%}, with every block above 1 MiB in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
+            f"equal in {equal:.1%}, with every block in {blocks:.1%}, with every block above 1 MiB"
+            f" in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
         )
     return summary
 
 
-# --- bounds -----------------------------------------------------------------------------------------------------------
+# --- bounds
+# -----------------------------------------------------------------------------------------------------------
 
 
 def run_of_bounds(
@@ -323,10 +339,13 @@ def run_of_bounds(
 
 
 def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
-    """Bounds that are estimated, beside the most rows that run without a retry, and what the estimate's rows do."""
+    """Bounds that are estimated, beside the most rows that run without a retry, and what the
+    estimate's rows do.
+    """
     table = []
     print(
-        f"{'case':<78} {'settings':<10} {'lengths':<7} {'planned':>7} {'true':>5}  at the planned rows"
+        f"{'case':<78} {'settings':<10} {'lengths':<7} {'planned':>7} {'true':>5}  at the planned"
+        " rows"
     )
     for case in cases:
         for (name, conf), kind in product(CONFS.items(), ("fixed", "varying")):
@@ -356,7 +375,8 @@ def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any
         equal = sum(entry["planned"] == entry["true"] for entry in these)
         bad = sum(entry["at_planned"] in ("OOM", "retries") for entry in these)
         print(
-            f"{name}, {kind}: equal in {equal} of {len(these)}; OOM or retries at the planned rows in {bad}"
+            f"{name}, {kind}: equal in {equal} of {len(these)}; OOM or retries at the planned rows"
+            f" in {bad}"
         )
     return table
 
@@ -385,7 +405,9 @@ OF_ONE_LENGTH = (
 
 
 def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str, Any]]:
-    """Bounds that are estimated for each of two ranks that have so many bytes, beside the most rows that run without a retry."""
+    """Bounds that are estimated for each of two ranks that have so many bytes, beside the most rows
+    that run without a retry.
+    """
     setup, table = make_setup(folder, **WIDE), []
     print(
         f"{'GiB':>5} {'settings':<10} {'planned':>7} {'true':>5} {'fits':>5}  at the planned rows"
@@ -442,17 +464,21 @@ def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str
         entry["at_planned"] = ended(planned) if planned else "no row"
         table.append(entry)
         print(
-            f"{room / 2**30:>5.2f} {name:<10} {planned:>7} {entry['true']:>5} {entry['fits']:>5}  {entry['at_planned']}",
+            f"{room / 2**30:>5.2f} {name:<10} {planned:>7} {entry['true']:>5} {entry['fits']:>5} "
+            f" {entry['at_planned']}",
             flush=True,
         )
     return table
 
 
 def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
-    """The bound that a search finds, beside brute force of rows of one length, and steps of varying lengths at it."""
+    """The bound that a search finds, beside brute force of rows of one length, and steps of varying
+    lengths at it.
+    """
     table = []
     print(
-        f"{'case':<78} {'settings':<10} {'headroom':>8} {'probe':>6} {'true':>5} {'trials':>7} {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5}"
+        f"{'case':<78} {'settings':<10} {'headroom':>8} {'probe':>6} {'true':>5} {'trials':>7}"
+        f" {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5}"
     )
     for case in cases:
         for (name, conf), headroom in product(CONFS.items(), HEADROOMS):
@@ -473,14 +499,16 @@ def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]
             kept = ("bound", "trials", "ooms_of_search", "steps", "retries", "ooms", "reserved")
             entry |= {key: getattr(real, key) for key in kept}
             print(
-                f"{case!s:<78} {name:<10} {headroom:>8} {real.bound:>6} {entry.get('true', ''):>5} {real.trials:>7} {real.ooms_of_search:>5} "
-                f"{real.steps:>6} {real.retries:>8} {real.ooms:>5}",
+                f"{case!s:<78} {name:<10} {headroom:>8} {real.bound:>6} {entry.get('true', ''):>5}"
+                f" {real.trials:>7} {real.ooms_of_search:>5} {real.steps:>6} {real.retries:>8}"
+                f" {real.ooms:>5}",
                 flush=True,
             )
     return table
 
 
-# --- the recipe -------------------------------------------------------------------------------------------------------
+# --- the recipe
+# -------------------------------------------------------------------------------------------------------
 
 NARROW = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "max_seq_len": 512}
 ROOM, LITTLE = 3 * 2**30, 3 * 2**28
@@ -504,7 +532,9 @@ TAKEN = {"first": 50, "last": 100}  # steps after which memory is taken, and giv
 
 
 def trained(setup: SmallSetup, room: int, *overrides: str) -> tuple[Path, list[int]]:
-    """Run the recipe where it has so many bytes; return its folder, and the limit of a micro-batch in each step."""
+    """Run the recipe where it has so many bytes; return its folder, and the limit of a micro-batch
+    in each step.
+    """
     os.environ["STUB_CUDA_CAPACITY"] = str(500 * 2**20 + room)
     folder = setup.run(OURS, *SKEWED, *overrides).output_dir
     limit, limits = 0, []
@@ -517,11 +547,14 @@ def trained(setup: SmallSetup, room: int, *overrides: str) -> tuple[Path, list[i
 
 
 def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
-    """The probe and what it leads to: steps at its bound; and with shares of the memory taken away and given back."""
+    """The probe and what it leads to: steps at its bound; and with shares of the memory taken away
+    and given back.
+    """
     setup, table = make_setup(folder, **NARROW), []
     print(
-        f"{'GiB':>5} {'taken':>6} {'bound':>6} {'trials':>7} {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5} {'problems':>9}  "
-        "rows at once: before it was given back, at the end, steps until nine tenths and all of the bound"
+        f"{'GiB':>5} {'taken':>6} {'bound':>6} {'trials':>7} {'OOMs':>5} {'steps':>6}"
+        f" {'retries':>8} {'OOMs':>5} {'problems':>9}  rows at once: before it was given back, at"
+        " the end, steps until nine tenths and all of the bound"
     )
     for room, share in runs:
         taking = [f"metric_logger.{key}={value}" for key, value in TAKEN.items()] if share else []
@@ -554,9 +587,10 @@ def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict
         }
         table.append(entry)
         print(
-            f"{room / 2**30:>5.2f} {share:>6.0%} {entry['bound']:>6} {entry['trials']:>7} {entry['ooms_of_probe']:>5} {entry['steps']:>6} "
-            f"{entry['retries']:>8} {entry['ooms']:>5} {len(entry['problems']):>9}  {limits[TAKEN['last'] - 1]}, {limits[-1]}, "
-            f"{entry['steps_until_nine_tenths']}, {entry['steps_until_all']}",
+            f"{room / 2**30:>5.2f} {share:>6.0%} {entry['bound']:>6} {entry['trials']:>7}"
+            f" {entry['ooms_of_probe']:>5} {entry['steps']:>6} {entry['retries']:>8}"
+            f" {entry['ooms']:>5} {len(entry['problems']):>9}  {limits[TAKEN['last'] - 1]},"
+            f" {limits[-1]}, {entry['steps_until_nine_tenths']}, {entry['steps_until_all']}",
             flush=True,
         )
     return table

@@ -2,9 +2,10 @@
 
     python benchmarks/dealing.py [--quick] [--output DIR]
 
-Part (a) deals the steps of an epoch of 20,000 lognormal lengths to 8 ranks, lets each rank cut its rows into micro-batches, and
-takes the time of a micro-batch to be its padded tokens. Ranks wait for each other in every micro-batch, so a step takes the
-largest first one of any rank, the largest second one, and so on. Part (b) measures what dealing itself takes a rank.
+Part (a) deals the steps of an epoch of 20,000 lognormal lengths to 8 ranks, lets each rank cut its
+rows into micro-batches, and takes the time of a micro-batch to be its padded tokens. Ranks wait for
+each other in every micro-batch, so a step takes the largest first one of any rank, the largest
+second one, and so on. Part (b) measures what dealing itself takes a rank.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ def cases(lengths: torch.Tensor) -> list[Case]:
     ]
 
 
-# --- part (a) --------------------------------------------------------------------------------------------------------
+# --- part (a)
+# --------------------------------------------------------------------------------------------------------
 
 
 def measure(case: Case, way: str, lengths: list[int]) -> dict[str, Any]:
@@ -142,21 +144,24 @@ def measure(case: Case, way: str, lengths: list[int]) -> dict[str, Any]:
 
 def print_measured(rows: list[dict[str, Any]]) -> None:
     print(
-        f"\n(a) {RANKS} ranks; time is padded tokens, and 1.00 is a step without padding and without waiting"
+        f"\n(a) {RANKS} ranks; time is padded tokens, and 1.00 is a step without padding and"
+        " without waiting"
     )
     print(
-        f"{'steps':<32} {'at once':<21} {'dealt':<10} {'micro-batches':>14} {'imbalance':>10} {'largest':>8} "
-        f"{'waiting':>8} {'padding':>8} {'time':>6}"
+        f"{'steps':<32} {'at once':<21} {'dealt':<10} {'micro-batches':>14} {'imbalance':>10}"
+        f" {'largest':>8} {'waiting':>8} {'padding':>8} {'time':>6}"
     )
     for row in rows:
         print(
-            f"{row['case']:<32} {row['capacity']:<21} {row['way']:<10} {row['micro_batches']:>14.2f} "
-            f"{row['mean_imbalance']:>10.1%} {row['largest_imbalance']:>8.1%} {row['waiting']:>8.1%} "
-            f"{row['padding']:>8.1%} {row['time_per_real_token']:>6.2f}"
+            f"{row['case']:<32} {row['capacity']:<21} {row['way']:<10}"
+            f" {row['micro_batches']:>14.2f} {row['mean_imbalance']:>10.1%}"
+            f" {row['largest_imbalance']:>8.1%} {row['waiting']:>8.1%} {row['padding']:>8.1%}"
+            f" {row['time_per_real_token']:>6.2f}"
         )
 
 
-# --- part (b) --------------------------------------------------------------------------------------------------------
+# --- part (b)
+# --------------------------------------------------------------------------------------------------------
 
 
 def measure_seconds(ranks: int, rows: int, max_tokens: int, repeats: int) -> dict[str, Any]:
@@ -184,8 +189,8 @@ def print_seconds(rows: list[dict[str, Any]]) -> None:
     print(f"{'ranks':>6} {'rows':>8} {'at once':<21} {'micro-batches':>14} {'milliseconds':>13}")
     for row in rows:
         print(
-            f"{row['ranks']:>6,} {row['rows']:>8,} {row['capacity']:<21} {row['micro_batches']:>14} "
-            f"{1e3 * row['seconds']:>13.2f}"
+            f"{row['ranks']:>6,} {row['rows']:>8,} {row['capacity']:<21} {row['micro_batches']:>14}"
+            f" {1e3 * row['seconds']:>13.2f}"
         )
 
 

@@ -1,13 +1,15 @@
-"""What a plan on fake tensors says, beside what real trials count, on one device and on several ranks; and what planning takes.
+"""What a plan on fake tensors says, beside what real trials count, on one device and on several
+ranks; and what planning takes.
 
     python benchmarks/estimate.py [--quick] [--only {peaks,ranks,time,configs}] [--output DIR]
     python benchmarks/estimate.py --device cuda [--quick] [--memory 24GiB] [--output DIR]
 
-On a CPU, tensor bytes are counted. `peaks`: small models of torchtune's builders; the peak at each of many sizes, and the bound
-under budgets between them, beside the recipes' own trials and their search. `ranks`: the same with FSDP2 on gloo, where each
-rank is a process. `time`: shipped configs planned in a fresh process each. `configs`: which of the shipped ones and of
-torchtune's own can be planned. On CUDA: random weights of real size; the peak of what the allocator gave out, and the bound
-beside one that is bisected and checked upward.
+On a CPU, tensor bytes are counted. `peaks`: small models of torchtune's builders; the peak at each
+of many sizes, and the bound under budgets between them, beside the recipes' own trials and their
+search. `ranks`: the same with FSDP2 on gloo, where each rank is a process. `time`: shipped configs
+planned in a fresh process each. `configs`: which of the shipped ones and of torchtune's own can be
+planned. On CUDA: random weights of real size; the peak of what the allocator gave out, and the
+bound beside one that is bisected and checked upward.
 """
 
 from __future__ import annotations
@@ -151,17 +153,21 @@ def bound_of(plan: LengthEstimate, budget_bytes: int, maximum: int) -> int:
     return maximum if rows is None else min(rows, maximum)
 
 
-# --- one device -------------------------------------------------------------------------------------------------------
+# --- one device
+# -------------------------------------------------------------------------------------------------------
 
 
 def measure_peaks(
     combinations: Sequence[Combination], sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Each combination's estimates beside what its trials count, and its bounds beside those of brute force and of the probe."""
+    """Each combination's estimates beside what its trials count, and its bounds beside those of
+    brute force and of the probe.
+    """
     rows = []
     print(
-        f"{'combination':<66} {'sizes':>5} {'worst error':>11} {'resident':>9} {'optimizer':>9} {'budgets':>8} {'equal':>6} "
-        f"{'edges':>6} {'equal':>6} {'probes':>6} {'equal':>6} {'plan s':>7} {'trials s':>8}"
+        f"{'combination':<66} {'sizes':>5} {'worst error':>11} {'resident':>9} {'optimizer':>9}"
+        f" {'budgets':>8} {'equal':>6} {'edges':>6} {'equal':>6} {'probes':>6} {'equal':>6}"
+        f" {'plan s':>7} {'trials s':>8}"
     )
     for combination in combinations:
         start = time.perf_counter()
@@ -206,9 +212,10 @@ def measure_peaks(
         }
         rows.append(row)
         print(
-            f"{combination!s:<66} {len(peaks):>5} {row['worst']:>11.4%} {row['worst_resident']:>9.2%} "
-            f"{row['worst_optimizer']:>9.2%} {row['budgets']:>8} {row['budgets_equal']:>6} {row['edges']:>6} "
-            f"{row['edges_equal']:>6} {len(probes):>6} {row['probes_equal']:>6} {planned:>7.1f} {seconds:>8.1f}",
+            f"{combination!s:<66} {len(peaks):>5} {row['worst']:>11.4%}"
+            f" {row['worst_resident']:>9.2%} {row['worst_optimizer']:>9.2%} {row['budgets']:>8}"
+            f" {row['budgets_equal']:>6} {row['edges']:>6} {row['edges_equal']:>6} {len(probes):>6}"
+            f" {row['probes_equal']:>6} {planned:>7.1f} {seconds:>8.1f}",
             flush=True,
         )
     total = {
@@ -216,9 +223,11 @@ def measure_peaks(
         for key in ("budgets", "budgets_equal", "edges", "edges_equal", "probes_equal")
     }
     print(
-        f"\n{len(rows)} combinations: worst error of a peak {max(abs(r['worst']) for r in rows):.4%}; bounds equal to brute force in "
-        f"{total['budgets_equal']} of {total['budgets']} half-way between two peaks, in {total['edges_equal']} of {total['edges']} at a "
-        f"peak to the byte; equal to the probe in {total['probes_equal']} of {sum(len(r['probes']) for r in rows)}"
+        f"\n{len(rows)} combinations: worst error of a peak"
+        f" {max(abs(r['worst']) for r in rows):.4%}; bounds equal to brute force in"
+        f" {total['budgets_equal']} of {total['budgets']} half-way between two peaks, in"
+        f" {total['edges_equal']} of {total['edges']} at a peak to the byte; equal to the probe in"
+        f" {total['probes_equal']} of {sum(len(r['probes']) for r in rows)}"
     )
     return rows
 
@@ -226,7 +235,9 @@ def measure_peaks(
 def budgets_between(
     peaks: dict[int, int], optimizer_peak_bytes: int
 ) -> list[tuple[int, int, bool]]:
-    """Budgets, each with the most rows that fit by brute force, and whether it is at a peak to the byte rather than half-way."""
+    """Budgets, each with the most rows that fit by brute force, and whether it is at a peak to the
+    byte rather than half-way.
+    """
     every = range(1, next(size for size in range(1, max(peaks) + 2) if size not in peaks))
     budgets = []
     for rows in every[:-1]:
@@ -260,14 +271,16 @@ def probed(combination: Combination, budget_bytes: int, plan: LengthEstimate) ->
     }
 
 
-# --- ranks ------------------------------------------------------------------------------------------------------------
+# --- ranks
+# ------------------------------------------------------------------------------------------------------------
 
 
 def measure_ranks(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
     """Each combination's estimates beside what real ranks count."""
     rows = []
     print(
-        f"{'combination':<92} {'worst error':>11} {'resident':>9} {'optimizer':>9}   counted and planned MiB at {RANK_SIZES[-1]} rows"
+        f"{'combination':<92} {'worst error':>11} {'resident':>9} {'optimizer':>9}   counted and"
+        f" planned MiB at {RANK_SIZES[-1]} rows"
     )
     for ranks in sorted({combination.ranks for combination in combinations}):
         chosen = [combination for combination in combinations if combination.ranks == ranks]
@@ -290,8 +303,9 @@ def measure_ranks(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
             rows.append(row)
             largest = RANK_SIZES[-1]
             print(
-                f"{combination!s:<92} {row['worst']:>11.3%} {row['worst_resident']:>9.3%} {row['worst_optimizer']:>9.3%}   "
-                f"{peaks[largest] / 2**20:.2f} {said(plan, largest) / 2**20:.2f}",
+                f"{combination!s:<92} {row['worst']:>11.3%} {row['worst_resident']:>9.3%}"
+                f" {row['worst_optimizer']:>9.3%}   {peaks[largest] / 2**20:.2f}"
+                f" {said(plan, largest) / 2**20:.2f}",
                 flush=True,
             )
     for reshards in (False, True):
@@ -300,7 +314,8 @@ def measure_ranks(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
     return rows
 
 
-# --- time -------------------------------------------------------------------------------------------------------------
+# --- time
+# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -326,7 +341,8 @@ def measure_time(plannings: Sequence[Planning], *, repeats: int) -> list[dict[st
     rows = []
     print(f"load of this machine: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     print(
-        f"{'config':<44} {'changes':>7} {'plan s':>7} {'command s':>9} {'user s':>7} {'peak GiB':>9} {'target s':>8}"
+        f"{'config':<44} {'changes':>7} {'plan s':>7} {'command s':>9} {'user s':>7}"
+        f" {'peak GiB':>9} {'target s':>8}"
     )
     for planning in plannings:
         for changes in planning.changes:
@@ -343,8 +359,9 @@ def measure_time(plannings: Sequence[Planning], *, repeats: int) -> list[dict[st
             rows.append(row)
             target = "-" if changes else f"{planning.target_seconds:.0f}"
             print(
-                f"{' '.join((planning.config, *planning.overrides)):<44} {'yes' if changes else 'no':>7} {row['plan']:>7.1f} "
-                f"{row['command']:>9.1f} {row['user']:>7.1f} {row['peak_bytes'] / GIB:>9.2f} {target:>8}",
+                f"{' '.join((planning.config, *planning.overrides)):<44}"
+                f" {'yes' if changes else 'no':>7} {row['plan']:>7.1f} {row['command']:>9.1f}"
+                f" {row['user']:>7.1f} {row['peak_bytes'] / GIB:>9.2f} {target:>8}",
                 flush=True,
             )
     return rows
@@ -387,11 +404,14 @@ def run_planning(planning: Planning, *, changes: bool) -> dict[str, Any]:
     }
 
 
-# --- configurations ---------------------------------------------------------------------------------------------------
+# --- configurations
+# ---------------------------------------------------------------------------------------------------
 
 
 def measure_configs(names: Sequence[str]) -> list[dict[str, Any]]:
-    """Whether shipped configs and torchtune's own full fine-tunes can be planned, and what fits of 512 tokens in 80 GiB."""
+    """Whether shipped configs and torchtune's own full fine-tunes can be planned, and what fits of
+    512 tokens in 80 GiB.
+    """
     rows = []
     print(f"{'config':<48} {'ranks':>5} {'rows':>5} {'seconds':>8}  refused")
     for name in names:
@@ -430,11 +450,13 @@ def all_configs() -> list[str]:
     return [*(name for name, _ in shipped_configs()), *stock]
 
 
-# --- CUDA -------------------------------------------------------------------------------------------------------------
+# --- CUDA
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Doubling:
-    """A search by brute force: doubled until it does not fit, bisected, and checked upward three sizes beyond.
+    """A search by brute force: doubled until it does not fit, bisected, and checked upward three
+    sizes beyond.
 
     Args:
         maximum: no larger size is tried.
@@ -505,12 +527,15 @@ def device_here() -> str:
 def measure_on_device(
     combinations: Sequence[Combination], memory: str | None, *, maximum: int
 ) -> list[dict[str, Any]]:
-    """Each combination's estimates beside what the allocator gave out, and its bound beside the true one and the probe's."""
+    """Each combination's estimates beside what the allocator gave out, and its bound beside the
+    true one and the probe's.
+    """
     rows = []
     on_cuda = torch.cuda.is_available()
     name = device_here()
     print(
-        f"{'combination':<68} {'GiB':>6} {'planned':>7} {'true':>5} {'probe':>5} {'share':>6} {'worst error':>11} {'at bound':>9} {'true s':>7}"
+        f"{'combination':<68} {'GiB':>6} {'planned':>7} {'true':>5} {'probe':>5} {'share':>6}"
+        f" {'worst error':>11} {'at bound':>9} {'true s':>7}"
     )
     for combination in combinations:
         plan = combination.planned(devices=[name])
@@ -560,15 +585,17 @@ def measure_on_device(
             "seconds": round(seconds, 1),
         }
         print(
-            f"{combination!s:<68} {budget / GIB:>6.2f} {row['planned']:>7} {row['true']:>5} {row['probe']:>5} {row['share']:>6.1%} "
-            f"{row['worst']:>11.2%} {row['at_bound']:>9.2%} {seconds:>7.1f}",
+            f"{combination!s:<68} {budget / GIB:>6.2f} {row['planned']:>7} {row['true']:>5}"
+            f" {row['probe']:>5} {row['share']:>6.1%} {row['worst']:>11.2%} {row['at_bound']:>9.2%}"
+            f" {seconds:>7.1f}",
             flush=True,
         )
     done = [row for row in rows if "share" in row]
     if done:
         print(
-            f"\nshare of the true bound: {min(r['share'] for r in done):.1%} to {max(r['share'] for r in done):.1%}; worst error at the "
-            f"true bound {max(abs(r['at_bound']) for r in done):.2%}"
+            f"\nshare of the true bound: {min(r['share'] for r in done):.1%} to"
+            f" {max(r['share'] for r in done):.1%}; worst error at the true bound"
+            f" {max(abs(r['at_bound']) for r in done):.2%}"
         )
     return rows
 

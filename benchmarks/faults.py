@@ -1,11 +1,13 @@
-"""Whether a replay leaves a trace: memory runs out at every single operation of a step, each time in a training of its own.
+"""Whether a replay leaves a trace: memory runs out at every single operation of a step, each time
+in a training of its own.
 
     python benchmarks/faults.py [--quick] [--adapters] [--output DIR]
 
-By rows and by tokens, with and without activation checkpointing, once and again in the replay; in the first step of the
-optimizer and in the second (see tests/support/fault_injection.py). What each training ends with, weights, optimizer, running
-statistics, random numbers and every figure of its steps, is compared bit by bit with one that never ran out and was given
-the same capacity in each step. With `--adapters`, a way of each of LoRA, DoRA and QLoRA on a frozen base.
+By rows and by tokens, with and without activation checkpointing, once and again in the replay; in
+the first step of the optimizer and in the second (see tests/support/fault_injection.py). What each
+training ends with, weights, optimizer, running statistics, random numbers and every figure of its
+steps, is compared bit by bit with one that never ran out and was given the same capacity in each
+step. With `--adapters`, a way of each of LoRA, DoRA and QLoRA on a frozen base.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""What becomes of ranks when memory runs out on one of them, or on both: at places all over a step, and over a probe's trial.
+"""What becomes of ranks when memory runs out on one of them, or on both: at places all over a step,
+and over a probe's trial.
 
     python benchmarks/faults_on_ranks.py [--every N] [--lost N] [--output DIR]
 
-Two ranks on gloo with FSDP2. Where the others can be told, the step is replayed, and what it and the next one leave,
-weights, optimizer, buffers, random numbers, rows and figures, is compared bit by bit with ranks that had the smaller
-capacity from the start; a trial must be said not to fit, and later trials must peak where they did before, to the byte.
-Where they cannot be told, in a collective, while counting or clipping, while recovering, or in the first micro-batch ever,
-the rank must say so and all processes must end. No rank may wait for another (see tests/support/fault_injection_on_ranks.py).
+Two ranks on gloo with FSDP2. Where the others can be told, the step is replayed, and what it and
+the next one leave, weights, optimizer, buffers, random numbers, rows and figures, is compared bit
+by bit with ranks that had the smaller capacity from the start; a trial must be said not to fit, and
+later trials must peak where they did before, to the byte. Where they cannot be told, in a
+collective, while counting or clipping, while recovering, or in the first micro-batch ever, the rank
+must say so and all processes must end. No rank may wait for another (see
+tests/support/fault_injection_on_ranks.py).
 """
 
 from __future__ import annotations
@@ -88,7 +91,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     wrong = 0
     print(
-        f"{'memory runs out in':<52} {'places':>6} {'replayed':>8} {'lost':>5} {'wrong':>5} {'longest end':>11} {'seconds':>8}"
+        f"{'memory runs out in':<52} {'places':>6} {'replayed':>8} {'lost':>5} {'wrong':>5}"
+        f" {'longest end':>11} {'seconds':>8}"
     )
     for way in (WAYS[number] for number in arguments.ways):
         start = time.perf_counter()
@@ -122,8 +126,8 @@ def main() -> None:
             }
         )
         print(
-            f"{way!s:<52} {len(outcomes):>6} {counts['replayed']:>8} {counts['lost']:>5} {len(failed):>5} "
-            f"{max(ends, default=0):>11.1f} {rows[-1]['seconds']:>8.1f}",
+            f"{way!s:<52} {len(outcomes):>6} {counts['replayed']:>8} {counts['lost']:>5}"
+            f" {len(failed):>5} {max(ends, default=0):>11.1f} {rows[-1]['seconds']:>8.1f}",
             flush=True,
         )
         places = sum(row["places"] for row in rows)

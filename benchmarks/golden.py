@@ -1,17 +1,19 @@
-"""Freeze what the project computes, so that a change of the code can show that it changed nothing else.
+"""Freeze what the project computes, so that a change of the code can show that it changed nothing
+else.
 
     python benchmarks/golden.py --record FILE      run every case in this checkout and write what came out
     python benchmarks/golden.py --against FILE     run every case again and compare with what was written
     python benchmarks/golden.py --list             name the cases
 
-A case is a run of a recipe, of the command line, of AdaptiveLoop or of an example. What it gives is kept in two parts.
-`numbers` must be equal to the last bit, and so may only come from what is deterministic: losses, rates, rows, counted peaks,
-digests of weights, exit statuses, keys and values that an error names. A name that begins with "~" holds figures that
-gloo's threads may raise a little, and is compared within :data:`TOLERANCE`. `words` are messages with times, paths and ids
+A case is a run of a recipe, of the command line, of AdaptiveLoop or of an example. What it gives is
+kept in two parts. `numbers` must be equal to the last bit, and so may only come from what is
+deterministic: losses, rates, rows, counted peaks, digests of weights, exit statuses, keys and
+values that an error names. A name that begins with "~" holds figures that gloo's threads may raise
+a little, and is compared within :data:`TOLERANCE`. `words` are messages with times, paths and ids
 taken out: where they differ that is told, and is no failure.
 
-Model, tokenizer and data are made here, of nothing but a seed. What the code calls its keys, recipes and files stands in
-:data:`SPELLINGS`, so that the script runs before and after a renaming.
+Model, tokenizer and data are made here, of nothing but a seed. What the code calls its keys,
+recipes and files stands in :data:`SPELLINGS`, so that the script runs before and after a renaming.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ SCRIPTS = Path(sys.executable).parent
 TOLERANCE = 0.03
 TIMEOUT = 300.0
 
-# --- how the code spells it -------------------------------------------------------------------------------------------
+# --- how the code spells it
+# -------------------------------------------------------------------------------------------
 
 # Each as it was before the renaming, and as it is after.
 SPELLINGS: dict[str, tuple[str, str]] = {
@@ -107,7 +110,8 @@ PASSING = re.compile(
     r"(^|_)(time|seconds?|format|version|available|free|port|pid|cores|run|host)(_|$)"
 )
 
-# --- model, tokenizer, data -------------------------------------------------------------------------------------------
+# --- model, tokenizer, data
+# -------------------------------------------------------------------------------------------
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MODEL = {
@@ -245,7 +249,9 @@ def eight_after_five_steps(progress: Any) -> int:
 
 
 def scarce(*, rows_fit: int, on_rank: int | None = None, **dimensions: Any) -> nn.Module:
-    """Build the model, which runs out of memory where more rows than `rows_fit` are trained at once."""
+    """Build the model, which runs out of memory where more rows than `rows_fit` are trained at
+    once.
+    """
     from torchtune.models.qwen2 import qwen2
 
     model = qwen2(**dimensions)
@@ -260,7 +266,8 @@ def scarce(*, rows_fit: int, on_rank: int | None = None, **dimensions: Any) -> n
     return model
 
 
-# --- running ----------------------------------------------------------------------------------------------------------
+# --- running
+# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -316,7 +323,8 @@ class Place:
         ranks: int = 1,
         expect: int | None = 0,
     ) -> Ended:
-        """Run `tune run RECIPE --config CONFIG key=value ...`; of several ranks each as torchrun starts it.
+        """Run `tune run RECIPE --config CONFIG key=value ...`; of several ranks each as torchrun
+        starts it.
 
         Args:
             overrides: key=value.
@@ -361,7 +369,8 @@ class Place:
                 ended = self._ended(started, folder)
         if expect is not None and any(status != expect for status in ended.statuses):
             raise AssertionError(
-                f"exit statuses {ended.statuses}, not {expect}, of {arguments}:\n{ended.stderr[-3000:]}"
+                f"exit statuses {ended.statuses}, not {expect}, of"
+                f" {arguments}:\n{ended.stderr[-3000:]}"
             )
         return ended
 
@@ -382,9 +391,11 @@ class Place:
                 "MASTER_ADDR": "127.0.0.1",
             }
             own = [
-                {**common, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                if ranks > 1
-                else {}
+                (
+                    {**common, "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    if ranks > 1
+                    else {}
+                )
                 for rank in range(ranks)
             ]
             started = [
@@ -507,7 +518,9 @@ class Place:
             self.numbers["~" + prefix + "peak_at_bound"] = peaks[-1:]
 
     def keep_estimate(self, ended: Ended, name: str = "") -> None:
-        """Keep the numbers of an estimate, whatever the file calls them: of each device, length and change."""
+        """Keep the numbers of an estimate, whatever the file calls them: of each device, length and
+        change.
+        """
         prefix = f"{name}." if name else ""
         found = json.loads((ended.folder / "adaptive_batch" / SAY["estimate_file"]).read_text())
         parts = [
@@ -593,7 +606,8 @@ def _reserved_port() -> Iterator[int]:
         yield int(held.getsockname()[1])
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
+# --- numbers
+# ----------------------------------------------------------------------------------------------------------
 
 
 def digest(value: Any) -> str:
@@ -633,7 +647,9 @@ def compact(values: list[Any]) -> Any:
 
 
 def sorted_numbers(value: Any) -> list[Any]:
-    """Give the numbers in a nest of plain values, whatever they are called, but for those of the moment."""
+    """Give the numbers in a nest of plain values, whatever they are called, but for those of the
+    moment.
+    """
 
     def found(part: Any) -> Iterator[Any]:
         if isinstance(part, Mapping):
@@ -666,7 +682,8 @@ def as_json(value: Any) -> Any:
     return value
 
 
-# --- the cases --------------------------------------------------------------------------------------------------------
+# --- the cases
+# --------------------------------------------------------------------------------------------------------
 
 Case = Callable[[Place], None]
 CASES: dict[str, Case] = {}
@@ -1261,7 +1278,9 @@ class Loop:
         )
 
     def train(self, epochs: int, until: int = 10**9) -> list[list[Any]]:
-        """Train to the end of so many epochs or so many steps: rows, micro-batches, rate, loss and norm of each."""
+        """Train to the end of so many epochs or so many steps: rows, micro-batches, rate, loss and
+        norm of each.
+        """
         seen: list[list[Any]] = []
         while self.loop.progress.epoch < epochs:
             for rows in self.loop:
@@ -1400,7 +1419,8 @@ def _loop_errors(place: Place) -> None:
 
 enter_tables()
 
-# --- all of it --------------------------------------------------------------------------------------------------------
+# --- all of it
+# --------------------------------------------------------------------------------------------------------
 
 
 def run_case(name: str, base: Path, folder: Path, written: Path) -> None:
@@ -1512,7 +1532,8 @@ def warm_up() -> None:
     installed = Path(str(importlib.import_module("adaptive_batch").__file__)).resolve()
     if ROOT not in installed.parents:
         sys.exit(
-            "the adaptive_batch that this Python imports is that of another checkout; take this one's .venv"
+            "the adaptive_batch that this Python imports is that of another checkout; take this"
+            " one's .venv"
         )
     for name in (
         "datasets",

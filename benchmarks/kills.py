@@ -1,11 +1,13 @@
-"""Whether a run that is killed and resumed is the one that was never killed: genuine kills at many moments, in several ways.
+"""Whether a run that is killed and resumed is the one that was never killed: genuine kills at many
+moments, in several ways.
 
     python benchmarks/kills.py [--kills N] [--seed N] [--jobs N] [--ways WAY ...] [--output DIR]
 
-Each way is trained once from beginning to end; then runs of it are killed by SIGKILL, N in all, and resumed each time by
-the real command line (see tests/support/killed_runs.py). Weights of every epoch, every figure of every step and of every
-validation, times excepted, are compared bit by bit, steps that were done again with what they were the first time, and the audit must
-hold. Exits 1 where anything differs, or where a moment was never hit.
+Each way is trained once from beginning to end; then runs of it are killed by SIGKILL, N in all, and
+resumed each time by the real command line (see tests/support/killed_runs.py). Weights of every
+epoch, every figure of every step and of every validation, times excepted, are compared bit by bit,
+steps that were done again with what they were the first time, and the audit must hold. Exits 1
+where anything differs, or where a moment was never hit.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ def show(all_found: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         )
         counts = f"{found['kills']:>5}  {found.get('runs', 0):>4}  {found.get('steps', 0):>5}"
         print(
-            f"{found['way']:<13}  {hits}  {counts}  {len(found['differing']):>9}  {found.get('seconds', 0):>7.1f}",
+            f"{found['way']:<13}  {hits}  {counts}  {len(found['differing']):>9} "
+            f" {found.get('seconds', 0):>7.1f}",
             flush=True,
         )
         for difference in found["differing"]:

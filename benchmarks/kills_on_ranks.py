@@ -1,11 +1,13 @@
-"""Whether a run on several ranks, some or all of which are killed, goes on by itself and is the one that nothing happened to.
+"""Whether a run on several ranks, some or all of which are killed, goes on by itself and is the one
+that nothing happened to.
 
     python benchmarks/kills_on_ranks.py [--seed N] [--ways WAY ...] [--no-torchrun] [--output DIR]
 
-Two ranks on this machine are killed by SIGKILL, one of them or both, at each moment of a run: as it starts, in the
-probe, where the batch grows, among steps, in saves and just after them; all are then started again as torchrun does, and a
-few by torchrun itself. Weights of every epoch and every figure of every step are compared bit by bit with those of a run on
-two ranks that was left alone; the audit must hold, a survivor must end soon and say why, once. Exits 1 otherwise.
+Two ranks on this machine are killed by SIGKILL, one of them or both, at each moment of a run: as it
+starts, in the probe, where the batch grows, among steps, in saves and just after them; all are then
+started again as torchrun does, and a few by torchrun itself. Weights of every epoch and every
+figure of every step are compared bit by bit with those of a run on two ranks that was left alone;
+the audit must hold, a survivor must end soon and say why, once. Exits 1 otherwise.
 """
 
 from __future__ import annotations
@@ -69,7 +71,8 @@ def main() -> None:
     )
     slowest = max(kill["ended_after"] for row in rows for kill in row["kills"])
     print(
-        f"\n{kills} kills, {differing} differences; all had ended {slowest:.1f} s after a kill at the latest"
+        f"\n{kills} kills, {differing} differences; all had ended {slowest:.1f} s after a kill at"
+        " the latest"
     )
     records.write(
         "kills_on_ranks",

@@ -2,18 +2,20 @@
 
     python benchmarks/noise_scale.py [--only closed|tokens|rows|cost] [--quick] [--output DIR]      a record of each
 
-``closed``: estimating a mean from normal rows, whose noise scale is tr(covariance) / |theta - mean|^2, through the real
-runner of micro-batches, for several sizes of the small batch.
+``closed``: estimating a mean from normal rows, whose noise scale is tr(covariance) / |theta -
+mean|^2, through the real runner of micro-batches, for several sizes of the small batch.
 
-``tokens``: the mean of tokens in rows of unequal length, long rows having another mean, known in closed form, in micro-batches by
-tokens of each layout and by rows; on one device and on two ranks that FSDP2 divides the parameter over, with the same rows.
+``tokens``: the mean of tokens in rows of unequal length, long rows having another mean, known in
+closed form, in micro-batches by tokens of each layout and by rows; on one device and on two ranks
+that FSDP2 divides the parameter over, with the same rows.
 
-``rows``: the demo's model and rows, whose gradients are means over label tokens. The gradients of 320 rows, all their inner
-products known, are the population that steps are drawn from, so the truth is known. How far off is the estimate with so many rows
-in the small batch, and would it be by the paper's formula alone, with a batch counted by its rows or by its label tokens?
+``rows``: the demo's model and rows, whose gradients are means over label tokens. The gradients of
+320 rows, all their inner products known, are the population that steps are drawn from, so the truth
+is known. How far off is the estimate with so many rows in the small batch, and would it be by the
+paper's formula alone, with a batch counted by its rows or by its label tokens?
 
-``cost``: the same steps of the demo's model with and without a sample, in turns, the one that goes first drawn by lot; and what
-that is for each step, as one in five is sampled after the first 50.
+``cost``: the same steps of the demo's model with and without a sample, in turns, the one that goes
+first drawn by lot; and what that is for each step, as one in five is sampled after the first 50.
 """
 
 from __future__ import annotations
@@ -54,11 +56,13 @@ IGNORED = -100
 SEED = 7
 
 
-# --- closed form ---------------------------------------------------------------------------------------------------------
+# --- closed form
+# ---------------------------------------------------------------------------------------------------------
 
 
 class MeanEstimation:
-    """Rows x of a normal distribution with covariance C, and the loss ``0.5 * |theta - x|^2`` of each at a fixed theta.
+    """Rows x of a normal distribution with covariance C, and the loss ``0.5 * |theta - x|^2`` of
+    each at a fixed theta.
 
     One row's gradient is ``theta - x``: S is tr(C), |G|^2 is |theta - mean|^2, exactly.
 
@@ -133,7 +137,8 @@ def closed_form(steps: int, seeds: int) -> list[dict[str, Any]]:
     return found
 
 
-# --- tokens, layouts and ranks --------------------------------------------------------------------------------------------
+# --- tokens, layouts and ranks
+# --------------------------------------------------------------------------------------------
 
 TOKENS = MicroBatchLimit(96, "tokens")
 LAYOUTS = {
@@ -147,7 +152,9 @@ LAYOUTS = {
 def estimates_of_tokens(
     cases: Sequence[tuple[float, str]], steps: int, seeds: int
 ) -> list[list[float]]:
-    """Return for each true noise scale and layout the estimate of each seed, after `steps` steps of 32 rows that all count alike."""
+    """Return for each true noise scale and layout the estimate of each seed, after `steps` steps of
+    32 rows that all count alike.
+    """
     torch.set_num_threads(1)
     found = []
     for true, layout in tqdm(cases, desc="tokens", disable=distributed.rank() > 0):
@@ -185,12 +192,16 @@ def tokens_and_ranks(steps: int, seeds: int) -> list[dict[str, Any]]:
             }
             found.append(
                 facts
-                | {"mean_error": statistics.mean(errors), "largest_error": max(map(abs, errors))}
+                | {
+                    "mean_error": statistics.mean(errors),
+                    "largest_error": max(map(abs, errors)),
+                }
             )
     return found
 
 
-# --- rows of unequal length ----------------------------------------------------------------------------------------------
+# --- rows of unequal length
+# ----------------------------------------------------------------------------------------------
 
 
 class Population:
@@ -198,7 +209,8 @@ class Population:
 
     Attributes:
         lengths: tokens of each row.
-        true: the noise scale of steps of rows drawn from these, in rows, to first order in 1 / rows.
+        true: the noise scale of steps of rows drawn from these, in rows, to first order in 1 /
+            rows.
         dimensions: S^2 / tr(covariance^2), over how many directions the noise spreads.
     """
 
@@ -220,7 +232,8 @@ class Population:
         self._labels = torch.tensor(labels, dtype=torch.float64)
         self._products = (summed @ summed.T).double()
         mean = summed.sum(0) / self._labels.sum()
-        # A step's gradient is a ratio of sums: to first order its noise is that of (sum - labels x mean) / mean labels.
+        # A step's gradient is a ratio of sums: to first order its noise is that of (sum - labels x
+        # mean) / mean labels.
         parted = (summed - self._labels[:, None].float() * mean) / self._labels.mean()
         covariances = (parted @ parted.T).double() / count
         self._squared_gradient = float(mean.double().square().sum())
@@ -244,7 +257,9 @@ class Population:
 
 
 def unequal_rows(population: Population, steps: int) -> list[dict[str, Any]]:
-    """Estimated over true for the first rows of a step of 16 and 64; and by the paper's formula, with either count of a batch."""
+    """Estimated over true for the first rows of a step of 16 and 64; and by the paper's formula,
+    with either count of a batch.
+    """
     generator = torch.Generator().manual_seed(SEED)
     found = []
     for big, small_rows in ((16, 1), (16, 4), (16, 8), (64, 1), (64, 8), (64, 16), (64, 32)):
@@ -321,7 +336,8 @@ def train(recipe: AdaptiveFullFinetuneRecipe, steps: int, big: int = 16) -> None
         trainer.step()
 
 
-# --- cost ----------------------------------------------------------------------------------------------------------------
+# --- cost
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -419,7 +435,8 @@ def costs(folder: Path, *, rounds: int, pairs: int) -> Iterator[dict[str, Any]]:
     yield cost(folder, rounds=rounds, pairs=pairs, overrides=by_tokens)
 
 
-# --- all of it -----------------------------------------------------------------------------------------------------------
+# --- all of it
+# -----------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:
@@ -437,13 +454,15 @@ def main() -> None:
     if arguments.only in (None, "closed"):
         found = closed_form(steps=200 if few else 600, seeds=2 if few else 4)
         print(
-            f"\nmean of normal rows, 64 dimensions, after {found[0]['steps']} steps, {len(found[0]['estimates'])} seeds"
+            f"\nmean of normal rows, 64 dimensions, after {found[0]['steps']} steps,"
+            f" {len(found[0]['estimates'])} seeds"
         )
         print(f"{'true':>6} {'small':>6} {'big':>4} {'estimated':>10} {'error':>7} {'largest':>8}")
         for one in found:
             print(
-                f"{one['true']:>6.0f} {one['small_rows']:>6} {one['big_rows']:>4} "
-                f"{statistics.mean(one['estimates']):>10.2f} {one['mean_error']:>7.1%} {one['largest_error']:>8.1%}"
+                f"{one['true']:>6.0f} {one['small_rows']:>6} {one['big_rows']:>4}"
+                f" {statistics.mean(one['estimates']):>10.2f} {one['mean_error']:>7.1%}"
+                f" {one['largest_error']:>8.1%}"
             )
         records.write("noise_scale_closed", arguments.output, closed_form=found)
 
@@ -451,12 +470,14 @@ def main() -> None:
         found = tokens_and_ranks(steps=100 if few else 600, seeds=2 if few else 4)
         print(f"\nmean of tokens in rows of 2 to 14, after {found[0]['steps']} steps of 32 rows")
         print(
-            f"{'ranks':>5} {'true':>6} {'micro-batches':>18} {'estimated':>10} {'error':>7} {'largest':>8}"
+            f"{'ranks':>5} {'true':>6} {'micro-batches':>18} {'estimated':>10} {'error':>7}"
+            f" {'largest':>8}"
         )
         for one in found:
             print(
-                f"{one['ranks']:>5} {one['true']:>6.0f} {one['micro_batches']:>18} {statistics.mean(one['estimates']):>10.2f} "
-                f"{one['mean_error']:>7.1%} {one['largest_error']:>8.1%}"
+                f"{one['ranks']:>5} {one['true']:>6.0f} {one['micro_batches']:>18}"
+                f" {statistics.mean(one['estimates']):>10.2f} {one['mean_error']:>7.1%}"
+                f" {one['largest_error']:>8.1%}"
             )
         records.write("noise_scale_tokens", arguments.output, target=CLOSE, tokens=found)
     with tempfile.TemporaryDirectory() as temporary:
@@ -493,34 +514,39 @@ def main() -> None:
 def print_rows(found: list[dict[str, Any]]) -> None:
     for one in found:
         print(
-            f"\nthe demo's rows after {one['after_steps']} steps of 16: noise scale {one['true']:.1f} rows, "
-            f"spread over {one['dimensions']:.0f} directions"
+            f"\nthe demo's rows after {one['after_steps']} steps of 16: noise scale"
+            f" {one['true']:.1f} rows, spread over {one['dimensions']:.0f} directions"
         )
         print(
-            f"{'step':>5} {'small':>6} {'estimated / true':>17}   by the paper: {'rows':>6} {'label tokens':>13}"
+            f"{'step':>5} {'small':>6} {'estimated / true':>17}   by the paper: {'rows':>6}"
+            f" {'label tokens':>13}"
         )
         for line in one["estimates"]:
             ours, rows, tokens = line["estimated_over_true"].values()
             print(
-                f"{line['big_rows']:>5} {line['small_rows']:>6} {ours:>17.3f}   {'':>13} {rows:>6.3f} {tokens:>13.3f}"
+                f"{line['big_rows']:>5} {line['small_rows']:>6} {ours:>17.3f}   {'':>13}"
+                f" {rows:>6.3f} {tokens:>13.3f}"
             )
         print(
-            f"{'small':>6} {'big':>4} {'decay':>6} {'samples':>8} {'lost':>6} {'10%':>6} {'50%':>6} {'90%':>6}   value / true"
+            f"{'small':>6} {'big':>4} {'decay':>6} {'samples':>8} {'lost':>6} {'10%':>6} {'50%':>6}"
+            f" {'90%':>6}   value / true"
         )
         for line in one["spreads"]:
             print(
-                f"{line['small_rows']:>6} {line['big_rows']:>4} {line['decay']:>6} {line['samples']:>8} "
-                f"{line['lost_in_noise']:>6.0%} {line['over_true_10%']:>6.2f} {line['over_true_median']:>6.2f} "
-                f"{line['over_true_90%']:>6.2f}"
+                f"{line['small_rows']:>6} {line['big_rows']:>4} {line['decay']:>6}"
+                f" {line['samples']:>8} {line['lost_in_noise']:>6.0%} {line['over_true_10%']:>6.2f}"
+                f" {line['over_true_median']:>6.2f} {line['over_true_90%']:>6.2f}"
             )
 
 
 def print_cost(found: list[dict[str, Any]]) -> None:
     print(
-        f"\na step with a sample over the same without, and with one in {EVERY}, {torch.get_num_threads()} thread; target {TARGET}"
+        f"\na step with a sample over the same without, and with one in {EVERY},"
+        f" {torch.get_num_threads()} thread; target {TARGET}"
     )
     print(
-        f"{'':<62} {'plain ms':>9} {'sampled':>7} {'95% interval':>17} {'of a run':>9} {'95% interval':>17}"
+        f"{'':<62} {'plain ms':>9} {'sampled':>7} {'95% interval':>17} {'of a run':>9}"
+        f" {'95% interval':>17}"
     )
     for one in found:
         (low, high), (least, most) = one["ratio_interval_95"], one["ratio_of_a_run_interval_95"]

@@ -1,9 +1,11 @@
-"""Losses and weights of our recipe beside torchtune's stock one, with everything adaptive off: identical to the bit?
+"""Losses and weights of our recipe beside torchtune's stock one, with everything adaptive off:
+identical to the bit?
 
     python benchmarks/parity.py [--quick] [--output DIR]
 
-Every run is a real one of two epochs on a small model. Losses are compared as they stand in the logs, final weights as
-they were saved. A resumed run is also begun from the checkpoint that the other recipe wrote.
+Every run is a real one of two epochs on a small model. Losses are compared as they stand in the
+logs, final weights as they were saved. A resumed run is also begun from the checkpoint that the
+other recipe wrote.
 """
 
 from __future__ import annotations
@@ -109,7 +111,8 @@ def identical(row: dict[str, Any]) -> bool:
 
 def print_table(rows: list[dict[str, Any]]) -> None:
     print(
-        f"{'runs':<34} {'with':<26} {'runs':>5} {'identical':>9} {'losses':>7} {'identical':>9} {'largest difference':>18}"
+        f"{'runs':<34} {'with':<26} {'runs':>5} {'identical':>9} {'losses':>7} {'identical':>9}"
+        f" {'largest difference':>18}"
     )
     for kind in dict.fromkeys(row["kind"] for row in rows):
         of_kind = [row for row in rows if row["kind"] == kind]
@@ -117,9 +120,10 @@ def print_table(rows: list[dict[str, Any]]) -> None:
             chosen = [row for row in of_kind if feature == "any" or feature in row["features"]]
             if chosen:
                 print(
-                    f"{kind:<34} {feature:<26} {len(chosen):>5} {sum(map(identical, chosen)):>9} "
-                    f"{sum(row['steps'] for row in chosen):>7} {sum(row['identical_losses'] for row in chosen):>9} "
-                    f"{max(row['largest_difference'] for row in chosen):>18g}"
+                    f"{kind:<34} {feature:<26} {len(chosen):>5} {sum(map(identical, chosen)):>9}"
+                    f" {sum(row['steps'] for row in chosen):>7}"
+                    f" {sum(row['identical_losses'] for row in chosen):>9}"
+                    f" {max(row['largest_difference'] for row in chosen):>18g}"
                 )
         print()
     for row in rows:

@@ -1,13 +1,15 @@
-"""Adapters as our recipe trains them beside torchtune's stock one, with everything adaptive off: identical to the bit?
+"""Adapters as our recipe trains them beside torchtune's stock one, with everything adaptive off:
+identical to the bit?
 
     python benchmarks/parity_adapters.py [--ranks] [--quick] [--output DIR]
 
-Every run is a real one on a small model: LoRA and DoRA, and QLoRA on a wider one. Losses and gradient norms are compared as they
-stand in the logs, adapters, PEFT's files and merged weights as they were saved. On a CPU the stock recipe merges the adapters
-into the model that goes on training wherever it saves merged weights, so runs of two epochs save the adapters alone. Resumed
-runs end their epochs early, as the stock recipe begins its schedule again otherwise; each goes on from the other's epoch as well.
-With `--ranks`, on two ranks of gloo beside torchtune's distributed recipe, which makes DoRA's magnitudes anew where it resumes: there
-only LoRA is resumed.
+Every run is a real one on a small model: LoRA and DoRA, and QLoRA on a wider one. Losses and
+gradient norms are compared as they stand in the logs, adapters, PEFT's files and merged weights as
+they were saved. On a CPU the stock recipe merges the adapters into the model that goes on training
+wherever it saves merged weights, so runs of two epochs save the adapters alone. Resumed runs end
+their epochs early, as the stock recipe begins its schedule again otherwise; each goes on from the
+other's epoch as well. With `--ranks`, on two ranks of gloo beside torchtune's distributed recipe,
+which makes DoRA's magnitudes anew where it resumes: there only LoRA is resumed.
 """
 
 from __future__ import annotations
@@ -212,7 +214,8 @@ def main() -> None:
         if not is_same:
             print(f"differs: {row}")
     print(
-        f"{sum(identical)} of {len(rows)} comparisons identical in every loss, gradient norm and adapter"
+        f"{sum(identical)} of {len(rows)} comparisons identical in every loss, gradient norm and"
+        " adapter"
     )
     seconds = round(time.perf_counter() - start, 1)
     name = "parity_adapters_on_ranks" if arguments.ranks else "parity_adapters"

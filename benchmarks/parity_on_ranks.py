@@ -1,11 +1,13 @@
-"""Losses and weights of our recipe on several ranks beside torchtune's distributed one, with everything adaptive off.
+"""Losses and weights of our recipe on several ranks beside torchtune's distributed one, with
+everything adaptive off.
 
     python benchmarks/parity_on_ranks.py [--quick] [--only WORD] [--output DIR]
 
-Every run is a real one on gloo, of two epochs on a small model; runs of both recipes take turns in the same processes.
-Losses, rates and gradient norms are compared as they stand in the logs, weights as they were saved, all to the bit. A
-resumed run is also begun from the checkpoint that the other recipe wrote. Where the stock recipe is wrong ours differs from
-it by design: each such place is shown beside a run that is right.
+Every run is a real one on gloo, of two epochs on a small model; runs of both recipes take turns in
+the same processes. Losses, rates and gradient norms are compared as they stand in the logs, weights
+as they were saved, all to the bit. A resumed run is also begun from the checkpoint that the other
+recipe wrote. Where the stock recipe is wrong ours differs from it by design: each such place is
+shown beside a run that is right.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ WHOLE = (
     Case("clipping", CLIPPING),
     Case("optimizer in backward", IN_BACKWARD),
     Case("custom_sharded_layers=[tok_embeddings]", ("custom_sharded_layers=[tok_embeddings]",)),
-    # With the chunked loss a sharded output layer is gathered in every chunk, and stock ends in an abort of gloo.
+    # With the chunked loss a sharded output layer is gathered in every chunk, and stock ends in an
+    # abort of gloo.
     Case(
         "custom_sharded_layers with output, plain loss",
         ("custom_sharded_layers=[tok_embeddings,output]", *of("plain cross-entropy")),
@@ -171,7 +174,8 @@ DEFECTS = (
     ),
     Defect(
         "the first label counts",
-        "it weights the ranks by labels that it has counted before the shift, one too many for each row",
+        "it weights the ranks by labels that it has counted before the shift, one too many for"
+        " each row",
         (*SMALL_STEPS, "dataset.train_on_input=True"),
         ("batch_size=8",),
     ),
@@ -188,7 +192,8 @@ DEFECTS = (
     ),
     Defect(
         "optimizer in backward, with a schedule",
-        "all parameters but the first take their first step at the full rate, as only their next is scheduled",
+        "all parameters but the first take their first step at the full rate, as only their next is"
+        " scheduled",
         (*SMALL_STEPS, *IN_BACKWARD, *of("cosine")),
         ("optimizer_in_bwd=False",),
         STOCK_ON_RANKS,
@@ -203,7 +208,8 @@ DEFECTS = (
 )
 
 
-# --- runs ---------------------------------------------------------------------------------------------------------------
+# --- runs
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def compare_whole(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -275,7 +281,9 @@ def outcome(kind: str, case: Case, stock: Finished, ours: Finished) -> dict[str,
 
 
 def same_rates(stock: Finished, ours: Finished, *, logs_ahead: bool) -> bool:
-    """Whether both logs have the same rates; with a schedule the stock recipe logs that of the step to come."""
+    """Whether both logs have the same rates; with a schedule the stock recipe logs that of the step
+    to come.
+    """
     logged, used = (list(map(float, run.figures("lr"))) for run in (stock, ours))
     return logged[:-1] == used[1:] and len(logged) == len(used) if logs_ahead else logged == used
 
@@ -315,7 +323,9 @@ def show_defects(setup: SmallSetup) -> list[dict[str, Any]]:
 
 
 def distance(run: Finished, right: Finished) -> dict[str, Any]:
-    """How far a run's losses are from those that are right: the steps it has, and the largest relative difference."""
+    """How far a run's losses are from those that are right: the steps it has, and the largest
+    relative difference.
+    """
     losses = [tuple(map(float, pair)) for pair in zip(run.losses, right.losses, strict=False)]
     differences = [abs(one - other) / other for one, other in losses]
     finite = [difference for difference in differences if difference == difference]
@@ -335,7 +345,8 @@ def is_right(row: dict[str, Any], side: str) -> bool:
     )
 
 
-# --- the table ----------------------------------------------------------------------------------------------------------
+# --- the table
+# ----------------------------------------------------------------------------------------------------------
 
 
 def print_row(row: dict[str, Any]) -> None:
@@ -351,15 +362,20 @@ def print_row(row: dict[str, Any]) -> None:
 
 def print_defects(rows: list[dict[str, Any]]) -> None:
     print(
-        "\nwhere the stock recipe is wrong: steps, and the largest relative difference of a loss from what is right"
+        "\nwhere the stock recipe is wrong: steps, and the largest relative difference of a loss"
+        " from what is right"
     )
     for row in rows:
         said = {
-            side: f"{row[side]['steps']:>2} {'NaN' if row[side]['nan'] else format(row[side]['largest_difference'], '.1e')}"
+            side: (
+                f"{row[side]['steps']:>2}"
+                f" {'NaN' if row[side]['nan'] else format(row[side]['largest_difference'], '.1e')}"
+            )
             for side in ("ours", "stock")
         }
         print(
-            f"{row['defect']:<38} right {row['steps']:>2}   ours {said['ours']:<10}   stock {said['stock']:<10}"
+            f"{row['defect']:<38} right {row['steps']:>2}   ours {said['ours']:<10}   stock"
+            f" {said['stock']:<10}"
         )
         print(f"{'':<38} stock: {row['reason']}")
 
@@ -397,7 +413,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
     print(
-        f"{'runs':<38} {'with':<46} {'ranks':>5} {'losses':>9} {'rates':>5} {'grad norms':>10} {'weights':>7} {'largest':>10}"
+        f"{'runs':<38} {'with':<46} {'ranks':>5} {'losses':>9} {'rates':>5} {'grad norms':>10}"
+        f" {'weights':>7} {'largest':>10}"
     )
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
         setup = make_setup(Path(folder))
@@ -421,8 +438,8 @@ def main() -> None:
     done = sum(map(identical, rows))
     right = sum(is_right(row, "ours") and not is_right(row, "stock") for row in defects)
     print(
-        f"\n{done} of {len(rows)} comparisons identical in every loss, rate, gradient norm and weight; "
-        f"{right} of {len(defects)} defects of the stock recipe are not ours"
+        f"\n{done} of {len(rows)} comparisons identical in every loss, rate, gradient norm and"
+        f" weight; {right} of {len(defects)} defects of the stock recipe are not ours"
     )
     records.write(
         "parity_on_ranks",

@@ -1,22 +1,27 @@
-"""Does it pay? Serial steps and held-out loss of a batch that grows, beside the best constant batch, at equal tokens.
+"""Does it pay? Serial steps and held-out loss of a batch that grows, beside the best constant
+batch, at equal tokens.
 
     python benchmarks/pays.py [--tokens N] [--seeds 0 1 2 3 4] [--jobs 2] [--quick] [--output DIR]
 
-A small Llama is trained from nothing on Python's own source code, each token once, by the real recipe: a warm-up, then a half
-cosine to 0, by samples. First a sweep, one seed: constant batches, and what grows from each way's own start, each with several
-peaks of the rate; the best rate of each is kept. Then several seeds, of weights and order, of
+A small Llama is trained from nothing on Python's own source code, each token once, by the real
+recipe: a warm-up, then a half cosine to 0, by samples. First a sweep, one seed: constant batches,
+and what grows from each way's own start, each with several peaks of the rate; the best rate of each
+is kept. Then several seeds, of weights and order, of
 
-    the constant batch with the lowest loss        constant batches of 2 and 4 times as many rows, at their own best rates
-    seesaw from the best batch, with and without a cap, and with beta2 and weight decay that follow the batch
-    the noise scale, and critical batches, from the best batch, at a rate that follows the square root of the batch
+    the constant batch with the lowest loss        constant batches of 2 and 4 times as many rows,
+    at their own best rates seesaw from the best batch, with and without a cap, and with beta2 and
+    weight decay that follow the batch the noise scale, and critical batches, from the best batch,
+    at a rate that follows the square root of the batch
 
-The critical batches are measured by branches (`probe.critical_batch=True`) at four points of one run of the best constant batch,
-and stand beside that of the sweep. At last come constant batches over a range of 8 with one beta2, and with a beta2 of one
-half-life: of a large one that belongs to the smallest batch, and of a small one that belongs to the largest; all at the rates
-that are best with the large one.
+The critical batches are measured by branches (`probe.critical_batch=True`) at four points of one
+run of the best constant batch, and stand beside that of the sweep. At last come constant batches
+over a range of 8 with one beta2, and with a beta2 of one half-life: of a large one that belongs to
+the smallest batch, and of a small one that belongs to the largest; all at the rates that are best
+with the large one.
 
-The loss is the mean over the tokens of files that are not trained on; differences are taken seed by seed. Each run is a
-process of one thread; as many run at once as there are jobs, so that its seconds say little, and processor seconds more.
+The loss is the mean over the tokens of files that are not trained on; differences are taken seed by
+seed. Each run is a process of one thread; as many run at once as there are jobs, so that its
+seconds say little, and processor seconds more.
 """
 
 from __future__ import annotations
@@ -126,7 +131,10 @@ def constant(batch: int, rate: float) -> Way:
 
 def seesaw(batch: int, rate: float, *, times: int | None = None, companions: bool = False) -> Way:
     most = "null" if times is None else str(times * batch)
-    rule = f"batch_size_schedule={{_component_: adaptive_batch.schedules.seesaw, factor: null, maximum: {most}}}"
+    rule = (
+        "batch_size_schedule={_component_: adaptive_batch.schedules.seesaw, factor: null,"
+        f" maximum: {most}}}"
+    )
     more = ("scale_with_batch={beta2: half_life, weight_decay: per_token}",) if companions else ()
     name = (
         "seesaw"
@@ -137,7 +145,10 @@ def seesaw(batch: int, rate: float, *, times: int | None = None, companions: boo
 
 
 def by_noise(batch: int, rate: float) -> Way:
-    rule = f"{{_component_: adaptive_batch.schedules.by_noise_scale, start: {batch}, maximum: {8 * batch}}}"
+    rule = (
+        f"{{_component_: adaptive_batch.schedules.by_noise_scale, start: {batch}, maximum:"
+        f" {8 * batch}}}"
+    )
     small = f"micro_batch_size={batch // 2}"  # the noise scale takes two micro-batches
     return Way(
         "by noise scale",
@@ -149,7 +160,10 @@ def by_noise(batch: int, rate: float) -> Way:
 
 def by_critical_batch(batch: int, rate: float, measured: Sequence[Mapping[str, Any]]) -> Way:
     points = ", ".join(f"{one['tokens']}tok: {one['critical_batch']}" for one in measured)
-    rule = f"{{_component_: adaptive_batch.schedules.by_critical_batch, start: {batch}, points: {{{points}}}}}"
+    rule = (
+        f"{{_component_: adaptive_batch.schedules.by_critical_batch, start: {batch}, points:"
+        f" {{{points}}}}}"
+    )
     return Way(
         "by critical batch",
         batch,
@@ -158,7 +172,8 @@ def by_critical_batch(batch: int, rate: float, measured: Sequence[Mapping[str, A
     )
 
 
-# --- data ----------------------------------------------------------------------------------------------------------------
+# --- data
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def prepare(folder: Path, *, rows: int, seeds: Sequence[int]) -> None:
@@ -248,7 +263,8 @@ def configuration(folder: Path, way: Way, *, rows: int) -> dict[str, Any]:
     }
 
 
-# --- a run ---------------------------------------------------------------------------------------------------------------
+# --- a run
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def train(folder: Path, way: Way, rows: int) -> dict[str, Any]:
@@ -287,7 +303,9 @@ def train(folder: Path, way: Way, rows: int) -> dict[str, Any]:
 
 
 def branch(folder: Path, way: Way, rows: int) -> list[dict[str, Any]]:
-    """Train a run with resume points, and measure the critical batch at some of them; return the records of that."""
+    """Train a run with resume points, and measure the critical batch at some of them; return the
+    records of that.
+    """
     torch.set_num_threads(1)
     os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
     every, output, measured = rows // way.batch // 8, folder / "branched", []
@@ -336,7 +354,8 @@ def held_out_loss(model: torch.nn.Module, folder: Path) -> float:
     return total / (rows[:, 1:].numel())
 
 
-# --- what is compared ----------------------------------------------------------------------------------------------------
+# --- what is compared
+# ----------------------------------------------------------------------------------------------------
 
 
 class Bench:
@@ -362,8 +381,9 @@ class Bench:
         for run in self._pool.map(train, [self._folder] * len(new), new, [self._rows] * len(new)):
             self.runs.append(run)
             print(
-                f"{run['name']:<32} batch {run['batch']:>3}  lr {run['rate']:<8.3g} seed {run['seed']}  "
-                f"{run['steps']:>6,} steps  loss {run['held_out']:.4f}  {run['processor_seconds']:.0f} s",
+                f"{run['name']:<32} batch {run['batch']:>3}  lr {run['rate']:<8.3g} seed"
+                f" {run['seed']}  {run['steps']:>6,} steps  loss {run['held_out']:.4f} "
+                f" {run['processor_seconds']:.0f} s",
                 flush=True,
             )
         wanted = [asdict(way) for way in ways]
@@ -379,7 +399,9 @@ class Bench:
         return measured
 
     def tuned(self, way: Way) -> Way:
-        """Return a way with the best of several rates, sought further where that is the least or the most of them."""
+        """Return a way with the best of several rates, sought further where that is the least or
+        the most of them.
+        """
         tried = {way.rate * factor for factor in RATES}
         while True:
             runs = self.run([replace(way, rate=rate) for rate in sorted(tried)])
@@ -391,7 +413,9 @@ class Bench:
 
 
 def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[str, Any]:
-    """Tune each way with the first seed, measure critical batches, then train each way with all; last, beta2."""
+    """Tune each way with the first seed, measure critical batches, then train each way with all;
+    last, beta2.
+    """
     first = seeds[0]
 
     def around(batch: int) -> float:
@@ -432,7 +456,9 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
 
 
 def of_beta2(bench: Bench, seeds: Sequence[int], ways: Mapping[int, Way]) -> list[dict[str, Any]]:
-    """Train constant batches with one beta2, and with that of one half-life; it belongs to the smallest of them, or to the largest."""
+    """Train constant batches with one beta2, and with that of one half-life; it belongs to the
+    smallest of them, or to the largest.
+    """
     rows = []
     for belongs_to, beta2 in ((min(ways), BETA2), (max(ways), BETA2_OF_LARGEST)):
         for batch, way in ways.items():
@@ -459,7 +485,9 @@ def of_beta2(bench: Bench, seeds: Sequence[int], ways: Mapping[int, Way]) -> lis
 
 
 def critical_of_sweep(losses: Mapping[int, float], tolerance: float) -> float | None:
-    """Return the batch at which the loss is above the least by a tolerance, linear in the batch's logarithm between two; None beyond all."""
+    """Return the batch at which the loss is above the least by a tolerance, linear in the batch's
+    logarithm between two; None beyond all.
+    """
     best = min(losses, key=lambda batch: losses[batch])
     before, allowed = best, losses[best] * (1 + tolerance)
     for batch in sorted(batch for batch in losses if batch > best):
@@ -503,7 +531,8 @@ def compared(name: str, runs: Sequence[Mapping[str, Any]], base: str) -> dict[st
 
 def print_table(measured: Mapping[str, Any]) -> None:
     print(
-        f"\n{'':<30} {'batch':>9} {'lr':>8} {'steps':>8} {'/ best':>7} {'loss':>8} {'range':>17}  over the best"
+        f"\n{'':<30} {'batch':>9} {'lr':>8} {'steps':>8} {'/ best':>7} {'loss':>8} {'range':>17} "
+        " over the best"
     )
     for row in measured["table"]:
         half = "" if row["half_of_interval_95"] is None else f" +- {row['half_of_interval_95']:.2%}"
@@ -511,29 +540,34 @@ def print_table(measured: Mapping[str, Any]) -> None:
             f" to {row['largest_batch']}" if row["largest_batch"] != row["batch"] else ""
         )
         print(
-            f"{row['name']:<30} {batch:>9} {row['rate']:>8.3g} {row['steps']:>8,.0f} {row['steps_over_base']:>7.3f} "
-            f"{row['held_out']:>8.4f} {row['held_out_range'][0]:>8.4f} {row['held_out_range'][1]:>8.4f}  "
-            f"{row['loss_over_base']:+.2%}{half}"
+            f"{row['name']:<30} {batch:>9} {row['rate']:>8.3g} {row['steps']:>8,.0f}"
+            f" {row['steps_over_base']:>7.3f} {row['held_out']:>8.4f}"
+            f" {row['held_out_range'][0]:>8.4f} {row['held_out_range'][1]:>8.4f} "
+            f" {row['loss_over_base']:+.2%}{half}"
         )
     of_sweep = measured["critical_batch_of_sweep"]
     print(
-        f"\ncritical batch: {'beyond' if of_sweep is None else f'{of_sweep:.1f} by'} the sweep, whose losses are"
+        f"\ncritical batch: {'beyond' if of_sweep is None else f'{of_sweep:.1f} by'} the sweep,"
+        " whose losses are"
     )
     print("  ".join(f"{batch}: {loss:.4f}" for batch, loss in measured["losses"].items()))
     print(
-        "by branches, at a part of the run: batch, least and most within two errors, part of the run's rows"
+        "by branches, at a part of the run: batch, least and most within two errors, part of the"
+        " run's rows"
     )
     for one in measured["critical_batches"]:
         most = one["at_most"] or f"> {one['branches'][-1]['batch']}"
         print(
-            f"{one['part']:.3f}: {one['critical_batch']:>3}  {one['at_least']} to {most}  {one['share_of_run']:.1%}"
+            f"{one['part']:.3f}: {one['critical_batch']:>3}  {one['at_least']} to {most} "
+            f" {one['share_of_run']:.1%}"
         )
     print("\nbeta2   belongs to   batch  lr        loss with it     of one half-life  loss with it")
     for row in measured["beta2"]:
         fixed, followed = statistics.mean(row["losses"]), statistics.mean(row["losses_half_life"])
         print(
-            f"{row['beta2']:<7g} {row['belongs_to']:>10}   {row['batch']:>5}  {row['rate']:<8.3g} {fixed:>13.4f}     "
-            f"{row['half_life']:>16.4f}  {followed:>12.4f}  {followed / fixed - 1:+.2%}"
+            f"{row['beta2']:<7g} {row['belongs_to']:>10}   {row['batch']:>5}  {row['rate']:<8.3g}"
+            f" {fixed:>13.4f}     {row['half_life']:>16.4f}  {followed:>12.4f} "
+            f" {followed / fixed - 1:+.2%}"
         )
 
 

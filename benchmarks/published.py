@@ -1,12 +1,15 @@
-"""What others have published of the memory of training on GPUs, beside what an estimate says of the same step.
+"""What others have published of the memory of training on GPUs, beside what an estimate says of the
+same step.
 
     python benchmarks/published.py [--only TEXT] [--output DIR]
 
-published_memory.csv has the figures, each with its source, what is known of how it was measured, and what is not. A row is
-estimated where its code is known: model, library versions, loss, lengths. What was known from the published bytes alone is said at
-`MODELS`. A figure of kernels that are not PyTorch's, or of ranks, can be compared as well where the optimizer's step is the
-peak, since that is the same with all kernels; it is taken to be where forward and backward of PyTorch's kernels, which hold more, stay
-below it. Each of the others is listed with the reason why there is no estimate.
+published_memory.csv has the figures, each with its source, what is known of how it was measured,
+and what is not. A row is estimated where its code is known: model, library versions, loss, lengths.
+What was known from the published bytes alone is said at `MODELS`. A figure of kernels that are not
+PyTorch's, or of ranks, can be compared as well where the optimizer's step is the peak, since that
+is the same with all kernels; it is taken to be where forward and backward of PyTorch's kernels,
+which hold more, stay below it. Each of the others is listed with the reason why there is no
+estimate.
 """
 
 from __future__ import annotations
@@ -125,9 +128,11 @@ class Published:
 
 @dataclass(frozen=True)
 class Compared:
-    """A published figure beside the estimate; `error` above 0 where the estimate is too high, None where there is no figure.
+    """A published figure beside the estimate; `error` above 0 where the estimate is too high, None
+    where there is no figure.
 
-    `reserved_bytes` is by the rules of this version of PyTorch, where `nvidia_smi_bytes` is by those of then, and with the context.
+    `reserved_bytes` is by the rules of this version of PyTorch, where `nvidia_smi_bytes` is by
+    those of then, and with the context.
     """
 
     id: str
@@ -150,7 +155,8 @@ class NotEstimated:
     reason: str
 
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models
+# -----------------------------------------------------------------------------------------------------------
 
 
 def causal(
@@ -162,7 +168,9 @@ def causal(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Any, None]:
-    """Flash attention as in the package flash-attn: causal, key heads are not copied, no mask, dropout keeps nothing."""
+    """Flash attention as in the package flash-attn: causal, key heads are not copied, no mask,
+    dropout keeps nothing.
+    """
     shared = query.shape[1] != key.shape[1]
     result = functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scaling, enable_gqa=shared
@@ -173,8 +181,9 @@ def causal(
 AttentionInterface.register("causal", causal)
 AttentionMaskInterface.register("causal", lambda *_, **__: None)
 
-# Sizes are those of the published configurations. Read off the published bytes: vocabularies of Mistral (32000 and one for padding) and
-# santacoder, biases of PowerLM; santacoder's rows have 2048 tokens by the tokens a second that were published with them.
+# Sizes are those of the published configurations. Read off the published bytes: vocabularies of
+# Mistral (32000 and one for padding) and santacoder, biases of PowerLM; santacoder's rows have 2048
+# tokens by the tokens a second that were published with them.
 MODELS: dict[str, Callable[[], tuple[type[PreTrainedModel], Any]]] = {
     "mistralai/Mistral-7B-v0.1": lambda: (
         MistralForCausalLM,
@@ -273,11 +282,14 @@ def with_adapters(
     model.enable_input_require_grads()
 
 
-# --- the step of Hugging Face's Trainer ----------------------------------------------------------------------------------
+# --- the step of Hugging Face's Trainer
+# ----------------------------------------------------------------------------------
 
 
 def mean_loss(model: PreTrainedModel, batch: dict[str, Any], *, keeps_logits: bool) -> torch.Tensor:
-    """The loss as transformers 4.45 made it; 4.48 still holds the logits in bfloat16 while it works in float32."""
+    """The loss as transformers 4.45 made it; 4.48 still holds the logits in bfloat16 while it works
+    in float32.
+    """
     with keeping_presents(model) if isinstance(model, GPTBigCodeForCausalLM) else nullcontext():
         hidden = model.get_decoder()(
             input_ids=batch["input_ids"], use_cache=False
@@ -295,9 +307,11 @@ def mean_loss(model: PreTrainedModel, batch: dict[str, Any], *, keeps_logits: bo
 
 @contextmanager
 def keeping_presents(model: GPTBigCodeForCausalLM) -> Iterator[None]:
-    """Keep keys and values of all layers until the loss is there, and with them the projections that they are views of.
+    """Keep keys and values of all layers until the loss is there, and with them the projections
+    that they are views of.
 
-    ``use_cache`` was on in that model, whose layers are checkpointed in the way that runs forward without gradients.
+    ``use_cache`` was on in that model, whose layers are checkpointed in the way that runs forward
+    without gradients.
     """
     kept: list[torch.Tensor] = []
     hooks = [
@@ -327,7 +341,9 @@ def shifted_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def trainer_step(
     model_name: str, *, is_lora: bool, keeps_logits: bool, length: int, rows: int | None = None
 ) -> MemoryEstimate:
-    """Estimate a step of Hugging Face's Trainer on an A100: each layer checkpointed, foreach AdamW, no autocast."""
+    """Estimate a step of Hugging Face's Trainer on an A100: each layer checkpointed, foreach AdamW,
+    no autocast.
+    """
     kind, config = MODELS[model_name]()
     config._attn_implementation = "causal"
     with torch.device("meta"):
@@ -361,7 +377,8 @@ def trainer_step(
     )
 
 
-# --- torchtune -----------------------------------------------------------------------------------------------------------
+# --- torchtune
+# -----------------------------------------------------------------------------------------------------------
 
 
 class RMSNormOf04(nn.Module):
@@ -379,7 +396,9 @@ class RMSNormOf04(nn.Module):
 
 
 def with_norms_of_04(model: nn.Module) -> None:
-    """Give a model of torchtune's, made on the meta device, those norms, and its positions their tables."""
+    """Give a model of torchtune's, made on the meta device, those norms, and its positions their
+    tables.
+    """
     for module in list(model.modules()):
         if isinstance(module, Llama3ScaledRoPE | RotaryPositionalEmbeddings):
             module.rope_init()
@@ -390,7 +409,9 @@ def with_norms_of_04(model: nn.Module) -> None:
 
 @cache
 def torchtune_step(length: int, rows: int) -> MemoryEstimate:
-    """Estimate a step of torchtune 0.4 with Llama 3.2 3B: rows packed to the length, plain cross-entropy, nothing checkpointed, fused AdamW."""
+    """Estimate a step of torchtune 0.4 with Llama 3.2 3B: rows packed to the length, plain
+    cross-entropy, nothing checkpointed, fused AdamW.
+    """
     with torch.device("meta"):
         model = llama3_2_3b().to(torch.bfloat16)
     with_norms_of_04(model)
@@ -410,7 +431,8 @@ def torchtune_step(length: int, rows: int) -> MemoryEstimate:
     return estimate_memory(model, batch, optimizer, DEVICES, mean_loss=of_batch, maximum=rows)
 
 
-# --- torchtitan ----------------------------------------------------------------------------------------------------------
+# --- torchtitan
+# ----------------------------------------------------------------------------------------------------------
 
 
 def saves_every_second_product() -> Any:
@@ -427,7 +449,9 @@ def saves_every_second_product() -> Any:
 
 
 def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> CachingAllocator:
-    """Replay steps of torchtitan's first FSDP2: Llama 2 7B, shards in float32, bfloat16 inside, logits alive until the step ends."""
+    """Replay steps of torchtitan's first FSDP2: Llama 2 7B, shards in float32, bfloat16 inside,
+    logits alive until the step ends.
+    """
     with fake_process_group(ranks):
         mesh = init_device_mesh("cpu", (ranks,))
         with torch.device("meta"):
@@ -468,7 +492,8 @@ def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> C
         return allocator
 
 
-# --- comparison ----------------------------------------------------------------------------------------------------------
+# --- comparison
+# ----------------------------------------------------------------------------------------------------------
 
 # Rows fit on the first; the second shows what they hold in any case.
 DEVICES = ("A100-80GB", "1024GiB")
@@ -488,7 +513,10 @@ NO_ESTIMATE = (
     ),
     (
         r"^titan",
-        "FSDP1, 2D, compiled, or only reserved memory, of which that of FSDP2's other streams is not simulated",
+        (
+            "FSDP1, 2D, compiled, or only reserved memory, of which that of FSDP2's other streams"
+            " is not simulated"
+        ),
     ),
     (r"^peft", "only reserved memory is published, and the lengths of the rows are not known"),
     (r"^automodel", "what the loss keeps is not known, which is worth 45 to 61 GiB on one GPU"),
@@ -545,7 +573,9 @@ def compare(row: Published) -> Compared | NotEstimated:
 
 
 def on_fsdp2(row: Published) -> Compared:
-    """A row of torchtitan's beside the estimate; blocks that wait for another stream are taken to be free at once."""
+    """A row of torchtitan's beside the estimate; blocks that wait for another stream are taken to
+    be free at once.
+    """
     allocator = torchtitan_step(
         int(row.rows), int(row.length), int(row.gpus), selective=row.id.endswith("sel")
     )
@@ -566,7 +596,9 @@ def on_fsdp2(row: Published) -> Compared:
 
 
 def forward_backward_bytes(length: LengthEstimate, rows: int, *, ranks: int, width: int) -> float:
-    """Most that forward and backward can hold on one of some ranks: its share of what is sharded, and all activations."""
+    """Most that forward and backward can hold on one of some ranks: its share of what is sharded,
+    and all activations.
+    """
     gathered = (
         length.resident.parameters / 10 if ranks > 1 else 0
     )  # two layers, or embedding and output layer
@@ -598,9 +630,9 @@ def compared(
         published_bytes=None if row.ran_out else row.peak_bytes,
         estimated_bytes=None if row.ran_out else peak,
         error=None if row.ran_out else peak / row.peak_bytes - 1,
-        resident_error=resident / int(row.resident_bytes) - 1
-        if row.resident_bytes and not of_step
-        else None,
+        resident_error=(
+            resident / int(row.resident_bytes) - 1 if row.resident_bytes and not of_step else None
+        ),
         reserved_bytes=None if row.ran_out or of_step else anywhere.reserved_bytes,
         nvidia_smi_bytes=int(row.nvidia_smi_mib) * 2**20 if row.nvidia_smi_mib else None,
         fits=fits,
@@ -656,7 +688,8 @@ def main() -> None:
             for key in ("median", "worst")
         )
         print(
-            f"{one['group']:<52} {one['rows']:>4}{errors} {one['fit_or_oom_right']:>13} of {one['rows']}"
+            f"{one['group']:<52} {one['rows']:>4}{errors} {one['fit_or_oom_right']:>13} of"
+            f" {one['rows']}"
         )
     reasons: dict[str, list[str]] = defaultdict(list)
     for one in left_out:

@@ -1,4 +1,6 @@
-"""What every record of a measurement says: when, by which command, on which machine, with which versions."""
+"""What every record of a measurement says: when, by which command, on which machine, with which
+versions.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""How long a resume point keeps training waiting: 50M parameters with AdamW, saved synchronously and asynchronously.
+"""How long a resume point keeps training waiting: 50M parameters with AdamW, saved synchronously
+and asynchronously.
 
     python benchmarks/resume.py [--saves N] [--layers N] [--folder DIR] [--device cuda] [--threads N] [--output DIR]
 
-Trains a stack of linear layers and saves it again and again, in turns: what slows the machine slows both. Steps are timed while
-an asynchronous save is being written and while none is. A plain copy of as many bytes to the same disk is timed beside them. The
-points lie in a temporary folder (in DIR where given: the disk is what is measured) and are removed.
+Trains a stack of linear layers and saves it again and again, in turns: what slows the machine slows
+both. Steps are timed while an asynchronous save is being written and while none is. A plain copy of
+as many bytes to the same disk is timed beside them. The points lie in a temporary folder (in DIR
+where given: the disk is what is measured) and are removed.
 """
 
 from __future__ import annotations
@@ -144,7 +146,8 @@ def main() -> None:
         assert point is not None
         num_bytes = bytes_of(point)
     print(
-        f"{parameters / 1e6:.1f}M parameters with AdamW, {num_bytes / MIB:.0f} MiB a point, {training.steps} steps\n"
+        f"{parameters / 1e6:.1f}M parameters with AdamW, {num_bytes / MIB:.0f} MiB a point,"
+        f" {training.steps} steps\n"
     )
     print(f"{'':<36}{'median':>9}{'least':>9}{'most':>9}{'of':>6}")
     for name, values in seconds.items():

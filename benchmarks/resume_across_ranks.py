@@ -1,11 +1,14 @@
-"""Whether a run that goes on with other numbers of ranks, 1, 2, 4, 2 and 1, is the one that one device trains alone.
+"""Whether a run that goes on with other numbers of ranks, 1, 2, 4, 2 and 1, is the one that one
+device trains alone.
 
     python benchmarks/resume_across_ranks.py [--ways WAY ...] [--output DIR]
 
-Each way is trained once on one device from beginning to end, and once in parts, each of which is asked to end in mid-epoch
-and gone on with by another number of ranks. Rows, global batch and learning rate of every step must be equal and the audit
-must hold; the table shows how far losses are apart (relative, the worst step) and weights (the norm of the difference over
-their norm, and the largest difference of one). Exits 1 where anything is not equal, or a loss is more than 1e-5 apart.
+Each way is trained once on one device from beginning to end, and once in parts, each of which is
+asked to end in mid-epoch and gone on with by another number of ranks. Rows, global batch and
+learning rate of every step must be equal and the audit must hold; the table shows how far losses
+are apart (relative, the worst step) and weights (the norm of the difference over their norm, and
+the largest difference of one). Exits 1 where anything is not equal, or a loss is more than 1e-5
+apart.
 """
 
 from __future__ import annotations
@@ -52,7 +55,10 @@ def main() -> None:
             row = experiment(setup, name)
             rows.append(row)
             ranks = ", ".join(map(str, row["ranks"]))
-            apart = f"{row['loss']:>7.1e}  {row['validation']:>8.1e}  {row['weights']:>7.1e}  {row['largest']:>7.1e}"
+            apart = (
+                f"{row['loss']:>7.1e}  {row['validation']:>8.1e}  {row['weights']:>7.1e} "
+                f" {row['largest']:>7.1e}"
+            )
             print(
                 f"{name:<24}  {ranks:<13}  {row['steps']:>5}  {len(row['differing']):>9}  {apart}",
                 flush=True,

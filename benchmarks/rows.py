@@ -25,7 +25,9 @@ SHORTEST = AROUND + 2
 
 
 def half_billion(folder: Path) -> dict[str, Any]:
-    """Qwen2.5 0.5B's shape with random weights in a folder; returns the blocks of the configuration that name it."""
+    """Qwen2.5 0.5B's shape with random weights in a folder; returns the blocks of the configuration
+    that name it.
+    """
     from safetensors.torch import save_file
     from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
     from torchtune.models.qwen2_5 import qwen2_5_0_5b
@@ -74,7 +76,8 @@ def drawn_lengths(sigma: float, num_rows: int, *, mean: float, longest: int) -> 
 
 
 def write_rows(path: Path, lengths: list[int], text: str, num_tokens: Callable[[str], int]) -> None:
-    """Write a row of so many tokens for each length: words of a text in their order, but those that no longer fit.
+    """Write a row of so many tokens for each length: words of a text in their order, but those that
+    no longer fit.
 
     Args:
         path: of the JSONL file.
@@ -117,7 +120,9 @@ class Setting:
         return sum(self.lengths) / len(self.lengths)
 
     def configuration(self, name: str, *overrides: str) -> DictConfig:
-        """Return the configuration of a way; it has its own caches, so that no search knows of another."""
+        """Return the configuration of a way; it has its own caches, so that no search knows of
+        another.
+        """
         cfg = configuration(self.folder, name, [*self.overrides, *overrides])
         os.environ["ADAPTIVE_BATCH_CACHE"] = f"{cfg.output_dir}/cache"
         if self.blocks:

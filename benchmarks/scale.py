@@ -1,16 +1,17 @@
-"""What grows with the number of ranks: dealing, planning and agreement of 8 to 4,096 ranks, simulated by the functions that training calls.
+"""What grows with the number of ranks: dealing, planning and agreement of 8 to 4,096 ranks,
+simulated by the functions that training calls.
 
     python benchmarks/scale.py [--quick] [--only PART ...] [--output DIR]
 
-No rank but those of part `sync` exists: one process does what one rank of so many would do. The parts:
+No rank but those of part `sync` exists: one process does what one rank of so many would do. The
+parts:
 
     steps     what each rank does on its host between two steps, and how evenly the step is dealt
-    epochs    what each rank does once an epoch
-    exchange  what our own collectives send in a step; computed
-    store     the connections of `Watchdog`, and how busy its requests keep the store
-    objects   what ranks tell each other when they begin and when they save
-    sync      two real ranks on gloo: gradients reduced after each micro-batch, or after the last of eight
-    memory    what forward and backward of Llama 3 take on rank 0 of 8, counted on tensors without content
+    epochs    what each rank does once an epoch exchange  what our own collectives send in a step;
+    computed store     the connections of `Watchdog`, and how busy its requests keep the store
+    objects   what ranks tell each other when they begin and when they save sync      two real ranks
+    on gloo: gradients reduced after each micro-batch, or after the last of eight memory    what
+    forward and backward of Llama 3 take on rank 0 of 8, counted on tensors without content
 
 Rows have lognormal lengths of mean 385. Each table says what it assumes.
 """
@@ -65,7 +66,8 @@ TARGET_MILLISECONDS = 100
 EPOCH_ROWS = 1_000_000
 MIB, GIB = 2**20, 2**30
 
-# agree_on_step: eight whole numbers of 8 bytes; the counts of a step: five more; its loss: one number of 4 bytes.
+# agree_on_step: eight whole numbers of 8 bytes; the counts of a step: five more; its loss: one
+# number of 4 bytes.
 COLLECTIVES = {"agree_on_step": 64, "counts": 40, "loss": 4}
 HOP_MICROSECONDS = 10  # assumed of one message between two machines; a machine's own are faster
 
@@ -113,7 +115,8 @@ def peak_bytes_of(call: Callable[[], object]) -> int:
     return peak
 
 
-# --- steps -----------------------------------------------------------------------------------------------------------
+# --- steps
+# -----------------------------------------------------------------------------------------------------------
 
 
 def deal(
@@ -192,14 +195,17 @@ def measure_steps(ranks: int, by: str, *, steps: int, folder: Path) -> dict[str,
 
 def part_steps(*, ranks: Sequence[int], quick: bool, folder: Path) -> list[dict[str, Any]]:
     print(
-        f"\nsteps: {ROWS} rows of a rank; dealt by rows, all {ROWS} are one micro-batch, and by tokens one has {CAPACITY} at most. "
-        "\n'host' is what each rank does before it begins to run a step: deal, take its rows out of the loader, cut them. The device "
-        "\nwaits for it. 'record' is the line in run.jsonl, on rank zero alone. The processor's time, least of several steps; 'waiting' is the share of all "
-        "\nranks' time that some wait for others, where time is padded tokens."
+        f"\nsteps: {ROWS} rows of a rank; dealt by rows, all {ROWS} are one micro-batch, and by"
+        f" tokens one has {CAPACITY} at most. \n'host' is what each rank does before it begins to"
+        " run a step: deal, take its rows out of the loader, cut them. The device \nwaits for it."
+        " 'record' is the line in run.jsonl, on rank zero alone. The processor's time, least of"
+        " several steps; 'waiting' is the share of all \nranks' time that some wait for others,"
+        " where time is padded tokens."
     )
     print(
-        f"{'ranks':>6} {'rows':>7} {'dealt by':<9} {'deal ms':>8} {'take':>6} {'cut':>6} {'host ms':>8} {'peak MiB':>9} "
-        f"{'record ms':>10} {'bytes':>8} {'micro-batches':>14} {'imbalance':>10} {'waiting':>8}"
+        f"{'ranks':>6} {'rows':>7} {'dealt by':<9} {'deal ms':>8} {'take':>6} {'cut':>6}"
+        f" {'host ms':>8} {'peak MiB':>9} {'record ms':>10} {'bytes':>8} {'micro-batches':>14}"
+        f" {'imbalance':>10} {'waiting':>8}"
     )
     measured = []
     for by in ("rows", "tokens"):
@@ -207,20 +213,24 @@ def part_steps(*, ranks: Sequence[int], quick: bool, folder: Path) -> list[dict[
             row = measure_steps(number, by, steps=2 if quick else STEPS, folder=folder)
             measured.append(row)
             print(
-                f"{row['ranks']:>6,} {row['rows']:>7,} {by:<9} {row['deal_ms']:>8.2f} {row['take_ms']:>6.2f} {row['cut_ms']:>6.2f} "
-                f"{row['host_ms']:>8.2f} {row['peak_mib']:>9.2f} {row['record_ms_of_rank_zero']:>10.2f} "
-                f"{row['recorded_bytes']:>8,} {row['micro_batches']:>14.2f} {row['imbalance']:>10.1%} {row['waiting']:>8.1%}",
+                f"{row['ranks']:>6,} {row['rows']:>7,} {by:<9} {row['deal_ms']:>8.2f}"
+                f" {row['take_ms']:>6.2f} {row['cut_ms']:>6.2f} {row['host_ms']:>8.2f}"
+                f" {row['peak_mib']:>9.2f} {row['record_ms_of_rank_zero']:>10.2f}"
+                f" {row['recorded_bytes']:>8,} {row['micro_batches']:>14.2f}"
+                f" {row['imbalance']:>10.1%} {row['waiting']:>8.1%}",
                 flush=True,
             )
     most = max(measured, key=lambda row: float(row["host_ms"]))
     over = "above" if most["host_ms"] > TARGET_MILLISECONDS else "within"
     print(
-        f"the most is {most['host_ms']:.1f} ms at {most['ranks']:,} ranks: {over} {TARGET_MILLISECONDS} ms a step"
+        f"the most is {most['host_ms']:.1f} ms at {most['ranks']:,} ranks: {over}"
+        f" {TARGET_MILLISECONDS} ms a step"
     )
     return measured
 
 
-# --- epochs ----------------------------------------------------------------------------------------------------------
+# --- epochs
+# ----------------------------------------------------------------------------------------------------------
 
 
 def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
@@ -229,9 +239,9 @@ def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
     order = row_order(rows, shuffle=True)[:]
     in_order = seconds_of(lambda: row_order(rows, shuffle=True)[:], times=2)
     print(
-        f"\nepochs: {rows:,} rows. Every rank puts all of them in order, {in_order:.2f} s; what it keeps is {8 * rows / MIB:.1f} MiB"
-        f"\nfor the order and as much for lengths. This grows with rows, not with ranks. With batch_tokens "
-        "every rank also plans all steps:"
+        f"\nepochs: {rows:,} rows. Every rank puts all of them in order, {in_order:.2f} s; what it"
+        f" keeps is {8 * rows / MIB:.1f} MiB\nfor the order and as much for lengths. This grows"
+        " with rows, not with ranks. With batch_tokens every rank also plans all steps:"
     )
     print(f"{'ranks':>6} {'steps':>9} {'rows of a step':>15} {'seconds':>8}")
     measured = []
@@ -249,19 +259,22 @@ def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
     return [{"rows": rows, "order_seconds": in_order}, *measured]
 
 
-# --- exchange --------------------------------------------------------------------------------------------------------
+# --- exchange
+# --------------------------------------------------------------------------------------------------------
 
 
 def part_exchange(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
     each = ", ".join(f"{name} {size} bytes" for name, size in COLLECTIVES.items())
     print(
-        f"\nexchange: our own collectives of a step, however many micro-batches it has ({each}); computed, not measured.\n"
-        "Of n bytes over W ranks a ring sends 2 (W - 1) / W n from each rank in 2 (W - 1) messages one after another, a tree in\n"
-        f"2 log2 W; a message is assumed to take {HOP_MICROSECONDS} microseconds. NCCL takes trees for messages as small as these; torchtune's own\n"
-        "recipe has two such collectives a step."
+        f"\nexchange: our own collectives of a step, however many micro-batches it has ({each});"
+        " computed, not measured.\nOf n bytes over W ranks a ring sends 2 (W - 1) / W n from each"
+        " rank in 2 (W - 1) messages one after another, a tree in\n2 log2 W; a message is assumed"
+        f" to take {HOP_MICROSECONDS} microseconds. NCCL takes trees for messages as small as"
+        " these; torchtune's own\nrecipe has two such collectives a step."
     )
     print(
-        f"{'ranks':>6} {'bytes of a rank':>16} {'tree: messages':>15} {'ms':>7} {'ring: messages':>15} {'ms':>7}"
+        f"{'ranks':>6} {'bytes of a rank':>16} {'tree: messages':>15} {'ms':>7}"
+        f" {'ring: messages':>15} {'ms':>7}"
     )
     computed = []
     for number in ranks:
@@ -278,12 +291,14 @@ def part_exchange(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
         }
         computed.append(row)
         print(
-            f"{number:>6,} {sent:>16.0f} {row['tree_messages']:>15,} {row['tree_ms']:>7.2f} {row['ring_messages']:>15,} {row['ring_ms']:>7.2f}"
+            f"{number:>6,} {sent:>16.0f} {row['tree_messages']:>15,} {row['tree_ms']:>7.2f}"
+            f" {row['ring_messages']:>15,} {row['ring_ms']:>7.2f}"
         )
     return computed
 
 
-# --- store -----------------------------------------------------------------------------------------------------------
+# --- store
+# -----------------------------------------------------------------------------------------------------------
 
 
 PER_SECOND = 4  # a watchdog polls the store every 0.25 s
@@ -327,9 +342,11 @@ def part_store(*, ranks: Sequence[int], quick: bool) -> dict[str, Any]:
         store.check(["end"])
     seconds = (time.perf_counter() - start) / REQUESTS
     print(
-        f"\nstore: a rank's Watchdog holds {of_watch} connection and its process group 1. The machine that holds the store (torchrun's agent "
-        f"of the first\nnode) has a file open for each: `ulimit -n` there is to be above 2 a rank, and a few. It is {limit:,} here. Each rank "
-        f"asks {PER_SECOND} times a second\nwhether the run ends; 'busy' is the share of a second that answering them took here, on one machine."
+        f"\nstore: a rank's Watchdog holds {of_watch} connection and its process group 1. The"
+        " machine that holds the store (torchrun's agent of the first\nnode) has a file open for"
+        f" each: `ulimit -n` there is to be above 2 a rank, and a few. It is {limit:,} here. Each"
+        f" rank asks {PER_SECOND} times a second\nwhether the run ends; 'busy' is the share of a"
+        " second that answering them took here, on one machine."
     )
     print(f"{'ranks':>6} {'connections':>12} {'requests/s':>11} {'busy':>7}")
     rows = []
@@ -342,12 +359,14 @@ def part_store(*, ranks: Sequence[int], quick: bool) -> dict[str, Any]:
         }
         rows.append(row)
         print(
-            f"{number:>6,} {row['connections']:>12,} {row['requests_per_second']:>11,} {row['busy']:>7.1%}"
+            f"{number:>6,} {row['connections']:>12,} {row['requests_per_second']:>11,}"
+            f" {row['busy']:>7.1%}"
         )
     return {"connections_of_watch": of_watch, "open_files": limit, "ranks": rows}
 
 
-# --- objects ---------------------------------------------------------------------------------------------------------
+# --- objects
+# ---------------------------------------------------------------------------------------------------------
 
 
 def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
@@ -366,12 +385,15 @@ def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
         "random state": len(pickle.dumps(random_state)),
     }
     print(
-        "\nobjects: what each rank tells all others. The configuration once, when they begin, and compared on each; the state of the\n"
-        "random numbers with each save, which rank zero reads. Sizes and the processor's time to read them are measured; on a GPU there are a few bytes more of random\n"
-        f"state. A configuration is {sizes['configuration']:,} bytes, a random state {sizes['random state']:,}."
+        "\nobjects: what each rank tells all others. The configuration once, when they begin, and"
+        " compared on each; the state of the\nrandom numbers with each save, which rank zero"
+        " reads. Sizes and the processor's time to read them are measured; on a GPU there are a"
+        f" few bytes more of random\nstate. A configuration is {sizes['configuration']:,} bytes, a"
+        f" random state {sizes['random state']:,}."
     )
     print(
-        f"{'ranks':>6} {'configurations MiB':>19} {'read, s':>8} {'random states MiB':>18} {'read, s':>8}"
+        f"{'ranks':>6} {'configurations MiB':>19} {'read, s':>8} {'random states MiB':>18}"
+        f" {'read, s':>8}"
     )
     rows = []
     for number in ranks:
@@ -390,11 +412,14 @@ def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
-# --- sync ------------------------------------------------------------------------------------------------------------
+# --- sync
+# ------------------------------------------------------------------------------------------------------------
 
 
 def train_two_ways(pairs: int) -> dict[str, Any]:
-    """On each of two ranks: steps of the demo's model, in turns with gradients reduced after each micro-batch and after the last."""
+    """On each of two ranks: steps of the demo's model, in turns with gradients reduced after each
+    micro-batch and after the last.
+    """
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
     sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
     import demo
@@ -481,11 +506,14 @@ def part_sync(*, quick: bool) -> dict[str, Any]:
         for clock, of_pairs in ratios.items()
     }
     print(
-        f"\nsync: 2 ranks on gloo, the demo's model of {parameters:,} parameters in fp32, steps of {MICRO_BATCHES} micro-batches of one row of 64 "
-        f"tokens. FSDP's collectives\nsend from each rank in a step {sent[True]:,} bytes with gradients reduced after each micro-batch, {sent[False]:,} after "
-        f"the last alone ({sent[False] / sent[True]:.3f}).\nThat keeps {kept:,} bytes more, parameters x 4 x (1 - 1/2). A step takes, over one with each "
-        f"reduced, in {pairs} pairs in turns: {said['seconds']}\nof its time on the clock, which others share, and {said['processor']} of the processor's. "
-        f"The process group of a rank has {found['connections']} connection to its store."
+        f"\nsync: 2 ranks on gloo, the demo's model of {parameters:,} parameters in fp32, steps of"
+        f" {MICRO_BATCHES} micro-batches of one row of 64 tokens. FSDP's collectives\nsend from"
+        f" each rank in a step {sent[True]:,} bytes with gradients reduced after each micro-batch,"
+        f" {sent[False]:,} after the last alone ({sent[False] / sent[True]:.3f}).\nThat keeps"
+        f" {kept:,} bytes more, parameters x 4 x (1 - 1/2). A step takes, over one with each"
+        f" reduced, in {pairs} pairs in turns: {said['seconds']}\nof its time on the clock, which"
+        f" others share, and {said['processor']} of the processor's. The process group of a rank"
+        f" has {found['connections']} connection to its store."
     )
     return {
         "ranks": 2,
@@ -499,11 +527,14 @@ def part_sync(*, quick: bool) -> dict[str, Any]:
     }
 
 
-# --- memory ----------------------------------------------------------------------------------------------------------
+# --- memory
+# ----------------------------------------------------------------------------------------------------------
 
 
 def bytes_of_a_micro_batch(name: str, *, ranks: int, rows: int, tokens: int) -> tuple[int, int]:
-    """On rank 0: what parameters and gradients take, and the most that a forward and backward takes beside them."""
+    """On rank 0: what parameters and gradients take, and the most that a forward and backward takes
+    beside them.
+    """
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -543,11 +574,13 @@ def bytes_of_a_micro_batch(name: str, *, ranks: int, rows: int, tokens: int) -> 
 
 def part_memory(*, quick: bool) -> list[dict[str, Any]]:
     print(
-        "\nmemory: Llama 3 in bf16, activations checkpointed, embeddings and output sharded apart, gradients of an earlier micro-batch there; FSDP2 on rank 0\n"
-        "of 8, on fake tensors and a fake process group: no device has run this, and its allocator would take somewhat more."
+        "\nmemory: Llama 3 in bf16, activations checkpointed, embeddings and output sharded apart,"
+        " gradients of an earlier micro-batch there; FSDP2 on rank 0\nof 8, on fake tensors and a"
+        " fake process group: no device has run this, and its allocator would take somewhat more."
     )
     print(
-        f"{'model':<6} {'ranks':>6} {'rows':>5} {'tokens':>7} {'weights, gradients GiB':>23} {'beside them GiB':>16}"
+        f"{'model':<6} {'ranks':>6} {'rows':>5} {'tokens':>7} {'weights, gradients GiB':>23}"
+        f" {'beside them GiB':>16}"
     )
     measured = []
     for name, rows, tokens in SHAPES[:1] if quick else SHAPES:

@@ -1,9 +1,11 @@
-"""Trials, OOMs and time that searches for the largest batch take: ours beside Lightning's and accelerate's.
+"""Trials, OOMs and time that searches for the largest batch take: ours beside Lightning's and
+accelerate's.
 
     python benchmarks/search.py [--quick] [--output DIR]
 
-Part (a) runs each search, the peers' through their own packages, on an ideal device whose memory follows a known curve.
-Part (b) searches for the largest batch of a small transformer under a counted CPU budget, and measures the time.
+Part (a) runs each search, the peers' through their own packages, on an ideal device whose memory
+follows a known curve. Part (b) searches for the largest batch of a small transformer under a
+counted CPU budget, and measures the time.
 """
 
 from __future__ import annotations
@@ -58,7 +60,9 @@ CUDA_MESSAGE = (
 
 @dataclass(frozen=True)
 class Run:
-    """What one search did: sizes in the order in which they were tried, whether each fitted, and what it returned."""
+    """What one search did: sizes in the order in which they were tried, whether each fitted, and
+    what it returned.
+    """
 
     found: int
     sizes: tuple[int, ...]
@@ -72,7 +76,9 @@ class Run:
 
 
 class Device:
-    """An ideal device: a size fits exactly when its peak is within the budget. Remembers what was tried."""
+    """An ideal device: a size fits exactly when its peak is within the budget. Remembers what was
+    tried.
+    """
 
     def __init__(self, peak: Peak, *, noise: float = 0.0, seed: int = 0) -> None:
         self._peak, self._noise, self._random = peak, noise, random.Random(seed)
@@ -111,7 +117,8 @@ def curves(true_maximum: int) -> dict[str, Peak]:
     }
 
 
-# --- the searches ----------------------------------------------------------------------------------------------------
+# --- the searches
+# ----------------------------------------------------------------------------------------------------
 
 
 def ours(make: Callable[[], Search]) -> Callable[[Device], Run]:
@@ -207,7 +214,9 @@ PEERS: dict[str, Callable[[Device], Run]] = {
 
 
 def measure_curves(*, seeds: int, true_maxima: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Part (a). Only `ours: predict` reads peaks, so what the others do depends on the true maximum alone: run once."""
+    """Part (a). Only `ours: predict` reads peaks, so what the others do depends on the true maximum
+    alone: run once.
+    """
     rows = []
     for true_maximum in true_maxima:
         blind = {
@@ -242,7 +251,8 @@ def summary(runs: list[Run]) -> dict[str, Any]:
     }
 
 
-# --- part (b): a real model ------------------------------------------------------------------------------------------
+# --- part (b): a real model
+# ------------------------------------------------------------------------------------------
 
 LENGTH, VOCABULARY = 32, 1024
 
@@ -267,7 +277,9 @@ class Transformer(nn.Module):
 
 
 class CountedSteps:
-    """Runs steps of the transformer under the counted budget: forward, backward and the optimizer's step."""
+    """Runs steps of the transformer under the counted budget: forward, backward and the optimizer's
+    step.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self.model = Transformer()
@@ -373,9 +385,11 @@ def search_accelerate(budget_bytes: int) -> Run:
 
 
 def measure_real_model(*, budget_mib: int, repeats: int) -> list[dict[str, Any]]:
-    """Part (b): the same model, optimizer, rows and counted budget for all; the true maximum by our bisection.
+    """Part (b): the same model, optimizer, rows and counted budget for all; the true maximum by our
+    bisection.
 
-    Ours includes its snapshot, the rehearsal of a step and the restoring. Lightning takes 3 steps a trial unless told.
+    Ours includes its snapshot, the rehearsal of a step and the restoring. Lightning takes 3 steps a
+    trial unless told.
     """
     budget = budget_mib * 2**20
     maximum = 256
@@ -420,13 +434,15 @@ def measure_real_model(*, budget_mib: int, repeats: int) -> list[dict[str, Any]]
     ]
 
 
-# --- output ----------------------------------------------------------------------------------------------------------
+# --- output
+# ----------------------------------------------------------------------------------------------------------
 
 
 def print_curves(rows: list[dict[str, Any]]) -> None:
     print("(a) ideal device; median, and the worst in brackets where noise makes runs differ")
     print(
-        f"{'true':>5}  {'curve':<24} {'noise':>5}  {'search':<20} {'found':>13} {'tried':>5} {'trials':>9} {'OOMs':>8}"
+        f"{'true':>5}  {'curve':<24} {'noise':>5}  {'search':<20} {'found':>13} {'tried':>5}"
+        f" {'trials':>9} {'OOMs':>8}"
     )
     group = None
     for row in rows:
@@ -437,8 +453,9 @@ def print_curves(rows: list[dict[str, Any]]) -> None:
             name: cell(row[name], row[f"{name}_worst"]) for name in ("found", "trials", "ooms")
         }
         print(
-            f"{row['true']:>5}  {row['curve']:<24} {'1%' if row['noise'] else '-':>5}  {row['search']:<20} "
-            f"{cells['found']:>13} {'yes' if row['tried'] else 'NO':>5} {cells['trials']:>9} {cells['ooms']:>8}"
+            f"{row['true']:>5}  {row['curve']:<24} {'1%' if row['noise'] else '-':>5} "
+            f" {row['search']:<20} {cells['found']:>13} {'yes' if row['tried'] else 'NO':>5}"
+            f" {cells['trials']:>9} {cells['ooms']:>8}"
         )
 
 
@@ -448,15 +465,18 @@ def cell(value: float, worst: float) -> str:
 
 def print_real_model(rows: list[dict[str, Any]]) -> None:
     print(
-        f"\n(b) transformer of 3 million parameters, AdamW, {rows[0]['budget_mib']} MiB counted on the CPU"
+        f"\n(b) transformer of 3 million parameters, AdamW, {rows[0]['budget_mib']} MiB counted on"
+        " the CPU"
     )
     print(
-        f"{'search':<28} {'found':>6} {'true':>5} {'tried':>5} {'trials':>6} {'OOMs':>5} {'seconds':>8} {'/ ours':>7}"
+        f"{'search':<28} {'found':>6} {'true':>5} {'tried':>5} {'trials':>6} {'OOMs':>5}"
+        f" {'seconds':>8} {'/ ours':>7}"
     )
     for row in rows:
         print(
-            f"{row['search']:<28} {row['found']:>6} {row['true']:>5} {'yes' if row['tried'] else 'NO':>5} "
-            f"{row['trials']:>6g} {row['ooms']:>5g} {row['seconds']:>8.2f} {row['times_ours']:>7.2f}"
+            f"{row['search']:<28} {row['found']:>6} {row['true']:>5}"
+            f" {'yes' if row['tried'] else 'NO':>5} {row['trials']:>6g} {row['ooms']:>5g}"
+            f" {row['seconds']:>8.2f} {row['times_ours']:>7.2f}"
         )
     unsafe = [row["search"] for row in rows if row["found"] > row["true"]]
     if unsafe:
@@ -490,8 +510,13 @@ def main() -> None:
             "platform": platform.platform(),
             "threads": torch.get_num_threads(),
         },
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("torch", "lightning", "accelerate", "adaptive-batch")},
+        "versions": (
+            {"python": platform.python_version()}
+            | {
+                name: version(name)
+                for name in ("torch", "lightning", "accelerate", "adaptive-batch")
+            }
+        ),
         "settings": {"maximum": MAXIMUM, "fixed_share": FIXED, "budget_bytes": BUDGET},
         "curves": on_curves,
         "real_model": on_model,

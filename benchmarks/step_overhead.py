@@ -1,14 +1,17 @@
-"""What the objects add to a script's own loop, and whether a killed run of them is the one that was never killed.
+"""What the objects add to a script's own loop, and whether a killed run of them is the one that was
+never killed.
 
     python benchmarks/step_overhead.py [--milliseconds MS ...] [--pairs N] [--quick] [--profile] [--output DIR]
 
 Three measurements, on one thread:
 
-* CPU time of a step over that of the plain loop, of AdaptiveStep and of AdaptiveLoop, at steps of several sizes:
-  the median over pairs that take turns, each built anew.
-* Wall time of an epoch of AdaptiveBatches with two workers over that of a plain DataLoader, where a row takes a while.
-* Losses and weights of AdaptiveBatches, AdaptiveStep and AdaptiveRate with two workers while the batch grows, in one go and
-  killed by SIGKILL after some steps, against those of AdaptiveLoop: bit by bit.
+* CPU time of a step over that of the plain loop, of AdaptiveStep and of AdaptiveLoop, at steps of
+  several sizes: the median over pairs that take turns, each built anew.
+* Wall time of an epoch of AdaptiveBatches with two workers over that of a plain DataLoader, where a
+  row takes a while.
+* Losses and weights of AdaptiveBatches, AdaptiveStep and AdaptiveRate with two workers while the
+  batch grows, in one go and killed by SIGKILL after some steps, against those of AdaptiveLoop: bit
+  by bit.
 
 Exits 1 where something differs. ``--profile`` prints where the time goes instead.
 """
@@ -129,7 +132,8 @@ def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-# --- CPU time of a step -----------------------------------------------------------------------------------------------
+# --- CPU time of a step
+# -----------------------------------------------------------------------------------------------
 
 
 class Side:
@@ -270,7 +274,8 @@ def profile(kind: type[Side], size: tuple[int, int]) -> None:
     pstats.Stats(profiler).sort_stats("cumulative").print_stats("adaptive_batch", 40)
 
 
-# --- wall time with workers -------------------------------------------------------------------------------------------
+# --- wall time with workers
+# -------------------------------------------------------------------------------------------
 
 
 def epoch_seconds(kind: str, *, num_rows: int, row_seconds: float) -> float:
@@ -305,7 +310,8 @@ def wall_ratios(*, pairs: int, num_rows: int, row_seconds: float) -> list[float]
     return ratios
 
 
-# --- killed runs ------------------------------------------------------------------------------------------------------
+# --- killed runs
+# ------------------------------------------------------------------------------------------------------
 
 # With batches of 3, 5 and 7 rows, 22 + 13 + 10 = 45 steps in three epochs.
 KILLED_ROWS = 64
@@ -360,7 +366,9 @@ def train_loop(folder: Path) -> None:
 
 
 def train_batches(folder: Path, kill_after: int) -> None:
-    """Train with the objects apart and two workers, from the last checkpoint on; end by SIGKILL after a step."""
+    """Train with the objects apart and two workers, from the last checkpoint on; end by SIGKILL
+    after a step.
+    """
     model, optimizer, scheduler = setup()
     rows = Rows(KILLED_ROWS, 12)
     batches = AdaptiveBatches(rows, 3, batch_increase_function=two_more)
@@ -415,7 +423,9 @@ def in_process(function: Callable[..., None], *arguments: Any) -> int:
 
 
 def killed_runs(folder: Path, moments: list[int]) -> list[str]:
-    """Return the moments after which a run that was killed differs from AdaptiveLoop's; 0 is a run in one go."""
+    """Return the moments after which a run that was killed differs from AdaptiveLoop's; 0 is a run
+    in one go.
+    """
     outcomes = {}
     for name in ["loop", 0, *moments]:
         own_folder = folder / str(name)
@@ -474,8 +484,9 @@ def main() -> None:
             low, _, high = result["ratio_quartiles"]
             verdict = "" if result["ratio_median"] <= result["target"] else "  NOT met"
             print(
-                f"{kind.name:<14} {result['milliseconds']:>9.2f} {result['added_milliseconds']:>9.3f} "
-                f"{result['ratio_median']:>7.4f} {low:>7.3f} {high:>7.3f} {result['target']:>7.2f}{verdict}",
+                f"{kind.name:<14} {result['milliseconds']:>9.2f}"
+                f" {result['added_milliseconds']:>9.3f} {result['ratio_median']:>7.4f} {low:>7.3f}"
+                f" {high:>7.3f} {result['target']:>7.2f}{verdict}",
                 flush=True,
             )
             steps.append(result)
@@ -487,13 +498,15 @@ def main() -> None:
     wall = statistics.median(walls)
     verdict = "met" if wall <= WALL_TARGET else "NOT met"
     print(
-        f"AdaptiveBatches, 2 workers, {arguments.row_milliseconds:g} ms a row: wall time {wall:.4f} of plain; {verdict}"
+        f"AdaptiveBatches, 2 workers, {arguments.row_milliseconds:g} ms a row: wall time {wall:.4f}"
+        f" of plain; {verdict}"
     )
     with tempfile.TemporaryDirectory() as folder:
         differing = killed_runs(Path(folder), arguments.kill_after)
     moments = ", ".join(map(str, arguments.kill_after))
     print(
-        f"killed after {moments} of {NUM_STEPS} steps, and in one go: {len(differing)} differ from AdaptiveLoop"
+        f"killed after {moments} of {NUM_STEPS} steps, and in one go: {len(differing)} differ from"
+        " AdaptiveLoop"
     )
     records.write(
         "step_overhead",

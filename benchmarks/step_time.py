@@ -1,12 +1,15 @@
-"""Time of an optimizer step: our recipe with everything adaptive off over torchtune's stock one, or our own two ways.
+"""Time of an optimizer step: our recipe with everything adaptive off over torchtune's stock one, or
+our own two ways.
 
     python benchmarks/step_time.py [--compare stock] [--pairs N] [--quick] [--device cuda] [--output DIR] [key=value ...]
     python benchmarks/step_time.py --compare micro ...
 
-``micro`` compares ours with ``micro_batch_size: auto``, where one micro-batch holds the whole step, with ours adaptive off.
-Both train in one process, each in a thread of its own, one step each in turns: what slows the machine slows both. They are
-built anew for each of several rounds, and take turns at being first: where their tensors happen to lie makes a difference
-of a percent or two, which stays for as long as they live. The first step of an epoch, which saves a checkpoint, is left out.
+``micro`` compares ours with ``micro_batch_size: auto``, where one micro-batch holds the whole step,
+with ours adaptive off. Both train in one process, each in a thread of its own, one step each in
+turns: what slows the machine slows both. They are built anew for each of several rounds, and take
+turns at being first: where their tensors happen to lie makes a difference of a percent or two,
+which stays for as long as they live. The first step of an epoch, which saves a checkpoint, is left
+out.
 """
 
 from __future__ import annotations
@@ -80,7 +83,9 @@ COMPARISONS = {
 def measure(
     folder: Path, comparison: Comparison, *, pairs: int, device: str, overrides: list[str]
 ) -> tuple[Seconds, Seconds, int]:
-    """Seconds of each side's steps on the clock and of the processor, by rounds and in pairs; and rows of a step."""
+    """Seconds of each side's steps on the clock and of the processor, by rounds and in pairs; and
+    rows of a step.
+    """
     demo.prepare(folder)
     rows = len(demo.read_rows(folder / "data" / "train.jsonl"))
     common = [f"device={device}", *overrides]
@@ -171,7 +176,8 @@ def main() -> None:
 
     num_pairs = len(flat(on_clock, comparison.measured))
     print(
-        f"{num_pairs} pairs of steps of {step_rows} rows on {arguments.device}, {torch.get_num_threads()} thread"
+        f"{num_pairs} pairs of steps of {step_rows} rows on {arguments.device},"
+        f" {torch.get_num_threads()} thread"
     )
     print(f"{'':<8} {'median ms':>10} {'10% ms':>8} {'90% ms':>8} {'processor ms':>13}")
     for side in (comparison.over, comparison.measured):
@@ -183,11 +189,12 @@ def main() -> None:
         )
     verdict = "met" if low <= TARGET else "NOT met"
     print(
-        f"{comparison.measured.name} / {comparison.over.name}: median {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}; "
-        f"target {TARGET} within it: {verdict}"
+        f"{comparison.measured.name} / {comparison.over.name}: median {ratio:.4f}, 95% interval"
+        f" {low:.4f} to {high:.4f}; target {TARGET} within it: {verdict}"
     )
     print(
-        f"of the processor's time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}"
+        f"of the processor's time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to"
+        f" {high_cpu:.4f}"
     )
     print(f"by rounds: {', '.join(f'{median:.3f}' for median in of_rounds)}")
 

@@ -1,10 +1,12 @@
-"""What a step costs on several ranks: its collectives and its time, ours with everything adaptive off over torchtune's own.
+"""What a step costs on several ranks: its collectives and its time, ours with everything adaptive
+off over torchtune's own.
 
     python benchmarks/step_time_on_ranks.py [--ranks 2] [--pairs N] [--quick] [--only collectives|time] [--output DIR] [key=value ...]
 
-Collectives are counted as torch dispatches them, in each step after the first, also of steps that are split or grow. For the
-time both recipes train in the same processes, on one process group, each in a thread of its own, one step each in turns;
-a step ends when all ranks have ended it. Rounds are as in benchmarks/step_time.py.
+Collectives are counted as torch dispatches them, in each step after the first, also of steps that
+are split or grow. For the time both recipes train in the same processes, on one process group, each
+in a thread of its own, one step each in turns; a step ends when all ranks have ended it. Rounds are
+as in benchmarks/step_time.py.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ TIMED = ("batch_size=16",)  # a step of 100 ms or more, which a rank's own work 
 Calls = Counter[str]
 
 
-# --- both recipes on the ranks that are there ----------------------------------------------------------------------------
+# --- both recipes on the ranks that are there
+# ----------------------------------------------------------------------------
 
 
 def rank_configuration(folder: Path, name: str, overrides: Iterable[str]) -> DictConfig:
@@ -66,7 +69,9 @@ def rank_configuration(folder: Path, name: str, overrides: Iterable[str]) -> Dic
 
 
 def stock_recipe(cfg: DictConfig) -> Any:
-    """torchtune's recipe, which lies in a file beside its package, on the process group that there is."""
+    """torchtune's recipe, which lies in a file beside its package, on the process group that there
+    is.
+    """
     path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_distributed.py"
     spec = importlib.util.spec_from_file_location("stock_full_finetune_distributed", path)
     assert spec is not None
@@ -86,7 +91,9 @@ def our_recipe(cfg: DictConfig, watch: Watchdog | None) -> AdaptiveFullFinetuneR
 
 
 def build(name: str, cfg: DictConfig, watch: Watchdog | None, steps: Any) -> Any:
-    """A recipe that tells `steps`, in the place of its profiler, of every step: on all ranks, where only one of them logs."""
+    """A recipe that tells `steps`, in the place of its profiler, of every step: on all ranks, where
+    only one of them logs.
+    """
     if name == "stock":
         recipe = stock_recipe(cfg)
         recipe._profiler = steps
@@ -110,7 +117,8 @@ def on_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments:
     return [one.result for one in ended]
 
 
-# --- collectives --------------------------------------------------------------------------------------------------------
+# --- collectives
+# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -235,7 +243,8 @@ def count_on_this_rank(folder: Path, overrides: list[str]) -> list[dict[str, lis
 def print_collectives(counted: list[dict[str, list[Calls]]]) -> list[dict[str, Any]]:
     """A table of the steps that a way has, and whether ours have few enough."""
     print(
-        f"{'collectives of a step':<36} {'stock':>6} {'ours':>5} {'may be':>7}   what ours has more and less"
+        f"{'collectives of a step':<36} {'stock':>6} {'ours':>5} {'may be':>7}   what ours has more"
+        " and less"
     )
     rows = []
     for way, both in zip(WAYS, counted, strict=True):
@@ -248,13 +257,15 @@ def print_collectives(counted: list[dict[str, list[Calls]]]) -> list[dict[str, A
             meets = ours.total() <= stock.total() + way.more
             rows.append({"way": way.name, "stock": dict(stock), "ours": dict(ours), "meets": meets})
             print(
-                f"{way.name:<36} {stock.total():>6} {ours.total():>5} {f'<= {stock.total() + way.more}':>7}   "
-                f"{', '.join(said) or 'nothing'}{'' if meets else '   NOT MET'}"
+                f"{way.name:<36} {stock.total():>6} {ours.total():>5}"
+                f" {f'<= {stock.total() + way.more}':>7}  "
+                f" {', '.join(said) or 'nothing'}{'' if meets else '   NOT MET'}"
             )
     return rows
 
 
-# --- time ---------------------------------------------------------------------------------------------------------------
+# --- time
+# ---------------------------------------------------------------------------------------------------------------
 
 
 class RankRelay(Relay):
@@ -333,7 +344,8 @@ def print_times(
     """A table of both recipes and their ratio; what of it is kept."""
     flat = {name: [value for of_round in on_clock[name] for value in of_round] for name in NAMES}
     print(
-        f"\n{len(flat['ours'])} pairs of steps of {step_rows} rows on {ranks} ranks of a CPU, {os.cpu_count()} cores"
+        f"\n{len(flat['ours'])} pairs of steps of {step_rows} rows on {ranks} ranks of a CPU,"
+        f" {os.cpu_count()} cores"
     )
     print(f"{'':<8} {'median ms':>10} {'10% ms':>8} {'90% ms':>8} {'processors ms':>14}")
     for name in NAMES:
@@ -342,18 +354,20 @@ def print_times(
             value for of_round in of_processors[name] for value in of_round
         )
         print(
-            f"{name:<8} {1e3 * statistics.median(flat[name]):>10.2f} {1e3 * tenths[0]:>8.2f} {1e3 * tenths[-1]:>8.2f} "
-            f"{1e3 * processors:>14.2f}"
+            f"{name:<8} {1e3 * statistics.median(flat[name]):>10.2f} {1e3 * tenths[0]:>8.2f}"
+            f" {1e3 * tenths[-1]:>8.2f} {1e3 * processors:>14.2f}"
         )
     ratio, low, high = median_with_interval(ratios(on_clock, COMPARISON))
     ratio_cpu, low_cpu, high_cpu = median_with_interval(ratios(of_processors, COMPARISON))
     of_rounds = ratios(on_clock, COMPARISON).quantile(0.5, dim=1).tolist()
     verdict = "met" if ratio <= TARGET else "NOT met"
     print(
-        f"ours / stock: median {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}; target {TARGET}: {verdict}"
+        f"ours / stock: median {ratio:.4f}, 95% interval {low:.4f} to {high:.4f}; target {TARGET}:"
+        f" {verdict}"
     )
     print(
-        f"of the processors' time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to {high_cpu:.4f}"
+        f"of the processors' time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to"
+        f" {high_cpu:.4f}"
     )
     print(f"by rounds: {', '.join(f'{median:.3f}' for median in of_rounds)}")
     return {

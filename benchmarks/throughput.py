@@ -1,18 +1,21 @@
-"""Useful tokens per second of the real recipes: ours, which chooses by itself, over torchtune's best.
+"""Useful tokens per second of the real recipes: ours, which chooses by itself, over torchtune's
+best.
 
     python benchmarks/throughput.py [key=value ...] [--quick] [--sweep] [--only-lengths NAME ...] [--budgets SIZE ...]
                                     [--only REGEX] [--model 0.5B] [--device cuda] [--output DIR]
     python benchmarks/throughput.py [key=value ...] --losses [--model 0.5B] [--device cuda] [--output DIR]
 
-For each distribution of lengths, torchtune's stock recipe with fixed batches and with packed rows and ours with
-``micro_batch_tokens=auto`` under each budget train on the same rows of real text, in the data's order, in one process and in
-turns of 64 rows: what slows the machine slows all. Useful are tokens that are not padding. A turn is whole optimizer steps,
-rows read by the loader included; packing and searching are part of the setup, which is timed apart. A ratio is the median over
-turns, with a 95% interval of turns drawn again. The stock recipe knows no budget, and has the whole machine.
+For each distribution of lengths, torchtune's stock recipe with fixed batches and with packed rows
+and ours with ``micro_batch_tokens=auto`` under each budget train on the same rows of real text, in
+the data's order, in one process and in turns of 64 rows: what slows the machine slows all. Useful
+are tokens that are not padding. A turn is whole optimizer steps, rows read by the loader included;
+packing and searching are part of the setup, which is timed apart. A ratio is the median over turns,
+with a 95% interval of turns drawn again. The stock recipe knows no budget, and has the whole
+machine.
 
-``--sweep`` adds ours with every layout and size of micro-batch that is written by hand. ``--losses`` measures instead the
-held-out loss after the same tokens, padded and packed. ``--model 0.5B`` is Qwen2.5's shape in bf16 with random weights, for
-an accelerator.
+``--sweep`` adds ours with every layout and size of micro-batch that is written by hand.
+``--losses`` measures instead the held-out loss after the same tokens, padded and packed. ``--model
+0.5B`` is Qwen2.5's shape in bf16 with random weights, for an accelerator.
 """
 
 from __future__ import annotations
@@ -94,7 +97,9 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: torchtune's with fixed batches or packed rows, ours by itself, or ours with a written micro-batch."""
+    """One way to train: torchtune's with fixed batches or packed rows, ours by itself, or ours with
+    a written micro-batch.
+    """
 
     way: str
     kind: str  # fixed, packed, auto or sweep
@@ -137,7 +142,8 @@ def written(layout: str, size: int) -> tuple[str, ...]:
     )
 
 
-# --- measuring -------------------------------------------------------------------------------------------------------
+# --- measuring
+# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -291,7 +297,8 @@ def search_by_memory(setting: Setting, budget: str) -> dict[str, Any]:
     }  # None: all rows of a step
 
 
-# --- what it came to -------------------------------------------------------------------------------------------------
+# --- what it came to
+# -------------------------------------------------------------------------------------------------
 
 
 def rates(way: dict[str, Any], measure: str) -> torch.Tensor:
@@ -307,7 +314,9 @@ def median(values: torch.Tensor) -> torch.Tensor:
 def compare(
     way: dict[str, Any], ways: list[dict[str, Any]], *, fits_tokens: int | None
 ) -> list[dict[str, Any]]:
-    """One way over the best of each kind, turn by turn; of the sweep, what fits into as many tokens at once."""
+    """One way over the best of each kind, turn by turn; of the sweep, what fits into as many tokens
+    at once.
+    """
     ratios = []
     for kind, measure in product(("fixed", "packed", "sweep"), MEASURES):
         others = [other for other in ways if other["kind"] == kind and other["turns"]]
@@ -360,17 +369,20 @@ def print_distribution(result: dict[str, Any]) -> None:
     lengths, ways = result["lengths"], result["ways"]
     width = max(len(way["way"]) for way in ways)
     print(
-        f"\n{lengths}: {result['rows']} rows of {result['shortest']} to {result['longest']} tokens, mean {result['mean']:.1f}"
+        f"\n{lengths}: {result['rows']} rows of {result['shortest']} to {result['longest']} tokens,"
+        f" mean {result['mean']:.1f}"
     )
     print(
-        f"{'':<{width}}  tokens/step  micro-batches  padding  tokens/s  tokens/cpu s  setup s  limit"
+        f"{'':<{width}}  tokens/step  micro-batches  padding  tokens/s  tokens/cpu s  setup s "
+        " limit"
     )
     for way in ways:
         if way["turns"]:
             print(
-                f"{way['way']:<{width}} {way['tokens_per_step']:>12,.0f} {way['micro_batches_per_step']:>14.2f} "
-                f"{way['padding']:>8.1%} {way['tokens_per_wall_second']:>9,.0f} {way['tokens_per_cpu_second']:>13,.0f} "
-                f"{way['setup_seconds']:>8.1f}  {way.get('limit', '')}"
+                f"{way['way']:<{width}} {way['tokens_per_step']:>12,.0f}"
+                f" {way['micro_batches_per_step']:>14.2f} {way['padding']:>8.1%}"
+                f" {way['tokens_per_wall_second']:>9,.0f} {way['tokens_per_cpu_second']:>13,.0f}"
+                f" {way['setup_seconds']:>8.1f}  {way.get('limit', '')}"
             )
         else:
             print(f"{way['way']:<{width}}  out of memory")
@@ -379,23 +391,28 @@ def print_distribution(result: dict[str, Any]) -> None:
         for found in cell["ratios"]:
             low, high = found["interval_95"]
             print(
-                f"  {found['kind']:<7} {found['measure']:<5} {found['ratio']:.3f} ({low:.3f} to {high:.3f})  {found['over']}"
+                f"  {found['kind']:<7} {found['measure']:<5} {found['ratio']:.3f} ({low:.3f} to"
+                f" {high:.3f})  {found['over']}"
             )
         for name, found in cell["search"].items():
             print(
-                f"  search, {name}: {found['trials']} trials, {found['seconds']:.1f} of {found['setup_seconds']:.1f} s"
+                f"  search, {name}: {found['trials']} trials, {found['seconds']:.1f} of"
+                f" {found['setup_seconds']:.1f} s"
             )
         for asked, met in cell["verdicts"]:
             print(f"  {asked}: {'met' if met else 'NOT met'}")
 
 
-# --- losses ----------------------------------------------------------------------------------------------------------
+# --- losses
+# ----------------------------------------------------------------------------------------------------------
 
 
 def held_out_loss(
     model: Any, rows: list[dict[str, Any]], *, pad_id: int, device: torch.device
 ) -> float:
-    """Mean loss of a label token on rows that are not trained on; training goes on as if this had not been."""
+    """Mean loss of a label token on rows that are not trained on; training goes on as if this had
+    not been.
+    """
     chunks = model.num_output_chunks
     model.set_num_output_chunks(0)
     try:
@@ -440,7 +457,8 @@ def print_losses(found: dict[str, Any]) -> None:
         verdict = "met" if distance <= SAME_LOSS else "NOT met"
         if name != "packed":
             print(
-                f"{name} and packed: at most {distance:.1e} apart; within {SAME_LOSS:.0e}: {verdict}"
+                f"{name} and packed: at most {distance:.1e} apart; within {SAME_LOSS:.0e}:"
+                f" {verdict}"
             )
 
 

@@ -1,6 +1,8 @@
-"""Recipes that train in turns: in one process, each in a thread of its own, so that what slows the machine slows all.
+"""Recipes that train in turns: in one process, each in a thread of its own, so that what slows the
+machine slows all.
 
-A step is everything from one logged step to the next: data, forward, backward, optimizer, progress bar, logs.
+A step is everything from one logged step to the next: data, forward, backward, optimizer, progress
+bar, logs.
 """
 
 from __future__ import annotations
@@ -44,14 +46,14 @@ class Relay:
     Args:
         names: of the recipes, in the order of their turns.
         device: waited for at the end of each step.
-        after_step: told a recipe's name and how many steps it has done, while no clock runs; says whether its turn is over,
-            or raises :class:`Enough`. None hands over after each step.
+        after_step: told a recipe's name and how many steps it has done, while no clock runs; says
+            whether its turn is over, or raises :class:`Enough`. None hands over after each step.
 
     Attributes:
         seconds: of every step of each recipe.
-        cpu_seconds: of the processor in the same steps, all threads and workers included, which other programs on the
-            machine lengthen less. What a recipe still does in the background when its turn ends is waited for and counts
-            here, but in no `seconds`.
+        cpu_seconds: of the processor in the same steps, all threads and workers included, which
+            other programs on the machine lengthen less. What a recipe still does in the background
+            when its turn ends is waited for and counts here, but in no `seconds`.
     """
 
     def __init__(

@@ -1,7 +1,9 @@
-"""A small language model trained on the standard library's docstrings on several ranks, in a loop like torchtitan's.
+"""A small language model trained on the standard library's docstrings on several ranks, in a loop
+like torchtitan's.
 
-torchrun --nproc_per_node 2 examples/fsdp2.py                     with adaptive_batch
-torchrun --nproc_per_node 2 examples/fsdp2.py --plain 8 16 32     without, at the batch sizes that the former printed
+torchrun --nproc_per_node 2 examples/fsdp2.py                     with adaptive_batch torchrun
+--nproc_per_node 2 examples/fsdp2.py --plain 8 16 32     without, at the batch sizes that the former
+printed
 """
 
 import argparse

@@ -51,7 +51,9 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 
 class AdaptiveTrainer(Trainer):
-    """Takes its steps, already as large as they are to be, from `loop`; Trainer clips, steps, logs and saves."""
+    """Takes its steps, already as large as they are to be, from `loop`; Trainer clips, steps, logs
+    and saves.
+    """
 
     # --- adaptive_batch
     loop: AdaptiveLoop

@@ -1,4 +1,5 @@
-"""A small language model trained on the standard library's docstrings with Lightning, by manual optimization.
+"""A small language model trained on the standard library's docstrings with Lightning, by manual
+optimization.
 
 python examples/lightning_module.py                     with adaptive_batch
 python examples/lightning_module.py --plain 8 16 27     without, at the batch sizes that the former printed

@@ -1,10 +1,12 @@
-"""Full fine-tuning on one device or many, with a batch size that is known: found before training, grown during it.
+"""Full fine-tuning on one device or many, with a batch size that is known: found before training,
+grown during it.
 
     tune run adaptive_full_finetune --config NAME use_maximum_batch_size=True
     tune run --nproc_per_node 8 adaptive_full_finetune --config NAME use_maximum_batch_size=True
 
-Everything of torchtune's `full_finetune_single_device` and `full_finetune_distributed` works as it does there, with the
-same keys; any config of those recipes runs unchanged. The keys that are ours are in docs/configuration.md.
+Everything of torchtune's `full_finetune_single_device` and `full_finetune_distributed` works as it
+does there, with the same keys; any config of those recipes runs unchanged. The keys that are ours
+are in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ log = utils.get_logger("INFO")
 
 
 class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
-    """Full fine-tuning of a transformer. With several ranks each of them runs this, and all decide alike.
+    """Full fine-tuning of a transformer. With several ranks each of them runs this, and all decide
+    alike.
 
     Args:
         cfg: the configuration: YAML and key=value.
@@ -92,10 +95,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             "nothing is changed yet; start it again"
         )
 
-    # --- setup ------------------------------------------------------------------------------------------------------
+    # --- setup
+    # ------------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
-        """Build everything in an order that refuses mistakes before weights load, then find the bound."""
+        """Build everything in an order that refuses mistakes before weights load, then find the
+        bound.
+        """
         check_output_dir(self.cfg.output_dir)
         self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
         self._setup_data()
@@ -120,8 +126,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_rate()
 
     def _setup_data(self) -> None:
-        """Read the data and the checkpoint that is resumed from, and check all that needs no weights."""
-        settings, job = self.settings, self.job
+        """Read the data and the checkpoint that is resumed from, and check all that needs no
+        weights.
+        """
+        settings = self.settings
+        job = self.job
         self.data = data = Data.read(job)
         self.log = TrainingLog(job, data)
         self.closing.callback(self.log.close)
@@ -176,7 +185,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_model(self) -> None:
         """Load weights and optimizer, and find what fits."""
-        job, data = self.job, self.data
+        job = self.job
+        data = self.data
         saved = self.resumed.saved
         if self.watch:
             self.watch.call_at_end(self._write_down_end)
@@ -209,10 +219,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
-        settings, saved = self.settings, self.resumed.saved
-        asked, bound = self.planner.saved_maximum, self.sizer.max_batch_size
+        settings = self.settings
+        saved = self.resumed.saved
+        asked = self.planner.saved_maximum
+        bound = self.sizer.max_batch_size
         if settings.optimizer_in_bwd and settings.batch_size_schedule and bound and asked > bound:
-            remedy = f"the checkpoint's schedule may ask for {asked} rows, of which {bound} fit here, and they cannot be split"
+            remedy = (
+                f"the checkpoint's schedule may ask for {asked} rows, of which {bound} fit here,"
+                " and they cannot be split"
+            )
             raise SettingError(
                 "optimizer_in_bwd",
                 True,
@@ -239,7 +254,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.noise_scale = self.saver.add("noise_scale", NoiseScale())
 
     def _setup_rate(self) -> None:
-        trainer, saved = self.trainer, self.resumed.saved
+        trainer = self.trainer
+        saved = self.resumed.saved
         rate = build_rate(
             self.job,
             trainer.optimizers,
@@ -263,7 +279,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         block["_component_"] = component
         self.profiler, self.profiler_cfg = instantiate(PROFILER_KEY, block)
 
-    # --- training ---------------------------------------------------------------------------------------------------
+    # --- training
+    # ---------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Every epoch: grow, step through its rows, save."""
@@ -395,7 +412,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.log.validation(loss, rows=self.validation.num_rows, step=num_steps)
 
     def _record_memory_history(self, step: int) -> None:
-        """Record the CUDA allocator's history while the profiler is active in the first epoch, as torchtune does."""
+        """Record the CUDA allocator's history while the profiler is active in the first epoch, as
+        torchtune does.
+        """
         cfg = self.profiler_cfg
         records = cfg["enabled"] and cfg.get("profile_memory", False) and self.device.type == "cuda"
         if not records or self.queue.progress.epoch or not distributed.is_rank_zero():
@@ -406,10 +425,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         elif step == begin + cfg["active_steps"] + 1:
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    # --- checkpoints ------------------------------------------------------------------------------------------------
+    # --- checkpoints
+    # ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, epoch: int) -> None:
-        """Save the weights and, unless training is done, all that resuming needs; end here if that was asked for."""
+        """Save the weights and, unless training is done, all that resuming needs; end here if that
+        was asked for.
+        """
         self.saver.save_epoch(self.trainer, epoch=epoch)
 
     def _write_down_end(self, end: End) -> None:

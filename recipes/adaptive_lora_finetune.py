@@ -1,10 +1,12 @@
-"""Fine-tuning of adapters (LoRA, QLoRA, DoRA) on one device or many, with a batch size that is known.
+"""Fine-tuning of adapters (LoRA, QLoRA, DoRA) on one device or many, with a batch size that is
+known.
 
     tune run adaptive_lora_finetune --config NAME use_maximum_batch_size=True
     tune run --nproc_per_node 8 adaptive_lora_finetune --config NAME use_maximum_batch_size=True
 
-Everything of torchtune's `lora_finetune_single_device` and `lora_finetune_distributed` works as it does there, with the same
-keys; any config of those recipes runs unchanged. All else is as in `adaptive_full_finetune`.
+Everything of torchtune's `lora_finetune_single_device` and `lora_finetune_distributed` works as it
+does there, with the same keys; any config of those recipes runs unchanged. All else is as in
+`adaptive_full_finetune`.
 """
 
 from __future__ import annotations

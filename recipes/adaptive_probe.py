@@ -3,7 +3,8 @@
     tune run adaptive_probe --config NAME [probe.search=binary] [probe.sequence_lengths=[512,1024,2048]]
     tune run adaptive_probe --config NAME probe.critical_batch=True     # instead, the largest batch that loses no more than a tolerance
 
-Any config of `adaptive_full_finetune` and `adaptive_lora_finetune` works, so the bound is that of the training it describes.
+Any config of `adaptive_full_finetune` and `adaptive_lora_finetune` works, so the bound is that of
+the training it describes.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ def probe(
     """Build what training would build, and search once for each length.
 
     Returns:
-        A result for each of ``probe.sequence_lengths`` at which a row fits, or one for ``probe.sequence_length``; none where
-        ``probe.critical_batch`` is measured instead.
+        A result for each of ``probe.sequence_lengths`` at which a row fits, or one for
+        ``probe.sequence_length``; none where ``probe.critical_batch`` is measured instead.
 
     Raises:
         SettingError: a setting cannot be used; no weights have been loaded yet.
@@ -85,7 +86,8 @@ def probe(
         say(measure_critical_batch(Job(cfg, settings, builder or builder_of(cfg))))
         return []
     job, data, bounds, trainer = build(cfg, watch, builder)
-    results, refused = [], None
+    results = []
+    refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
             choices = bounds.choices(trainer)
@@ -121,14 +123,17 @@ def probe(
 
 
 def tune(job: Job, result: ProbeResult, watch: Watchdog | None) -> None:
-    """Search and time the configuration as it is and the joint settings that an estimate puts first; print a table, the fastest first."""
+    """Search and time the configuration as it is and the joint settings that an estimate puts
+    first; print a table, the fastest first.
+    """
     joint = [
         one
         for one in estimate_spending(job, result, job.settings.probe.maximum)[1:]
         if one[1].max_batch_size
     ]
     joint.sort(key=lambda one: -(one[1].modelled_tokens_per_second or 0))
-    lines, length = [], result.sequence_length
+    lines = []
+    length = result.sequence_length
     for overrides in [(), *(overrides for overrides, *_ in joint[:3])]:
         name, trainer = (
             " ".join(overrides) or "(as it is)",

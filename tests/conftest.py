@@ -12,7 +12,9 @@ settings.load_profile("no deadline")
 
 
 def pytest_collection_finish():
-    """Trials and retries collect garbage hundreds of times, and what is imported need not be looked through every time."""
+    """Trials and retries collect garbage hundreds of times, and what is imported need not be looked
+    through every time.
+    """
     gc.collect()
     gc.freeze()
 

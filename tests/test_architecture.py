@@ -1,4 +1,6 @@
-"""The line of packages: imports go downward along it, through faces, and the core needs torch alone."""
+"""The line of packages: imports go downward along it, through faces, and the core needs torch
+alone.
+"""
 
 import ast
 import re
@@ -12,7 +14,10 @@ import adaptive_batch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "adaptive_batch"
-LINE = "schedules, distributed < data, memory < probe, estimate, checkpoint < training, report < torchtune < recipes"
+LINE = (
+    "schedules, distributed < data, memory < probe, estimate, checkpoint < training, report <"
+    " torchtune < recipes"
+)
 # Single modules that look at all packages, and that none imports.
 ABOVE_ALL = ("doctor", "__main__")
 TIER = {
@@ -99,7 +104,10 @@ def test_the_core_imports_where_torchtune_and_its_needs_are_blocked():
 
 
 def test_training_imports_no_simulation_of_an_allocator():
-    program = "import sys, adaptive_batch.training; print(*(name for name in sys.modules if '.estimate' in name))"
+    program = (
+        "import sys, adaptive_batch.training; print(*(name for name in sys.modules if '.estimate'"
+        " in name))"
+    )
     finished = subprocess.run(
         [sys.executable, "-c", program], check=True, timeout=120, capture_output=True, text=True
     )

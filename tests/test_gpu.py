@@ -1,7 +1,8 @@
 """The same facts where a device has the say: `pytest -m gpu` on a machine with CUDA.
 
-`make cuda-stack` runs those marked cuda_stack without one: what they say of memory, errors and states of generators holds there, while
-no kernel computes. The values of tensors are compared on a GPU alone.
+`make cuda-stack` runs those marked cuda_stack without one: what they say of memory, errors and
+states of generators holds there, while no kernel computes. The values of tensors are compared on a
+GPU alone.
 """
 
 from __future__ import annotations
@@ -182,7 +183,9 @@ def test_statistics_of_peaks_start_afresh_after_a_probe():
 
 
 def run_out_of_memory_in_mid_run(memory):
-    """For real: what this process may take is lowered between two steps. Returns the result and the gradients of each."""
+    """For real: what this process may take is lowered between two steps. Returns the result and the
+    gradients of each.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Embedding(1000, 256), nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 1000)
@@ -254,7 +257,9 @@ def test_a_step_that_ran_out_of_memory_has_the_gradients_of_one_that_did_not(mem
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_resume_point_of_a_device_goes_on_to_the_bit(tmp_path, asynchronous):
-    """Dropout draws from the device's generator, and training goes on changing what is being written."""
+    """Dropout draws from the device's generator, and training goes on changing what is being
+    written.
+    """
 
     def build():
         torch.manual_seed(0)

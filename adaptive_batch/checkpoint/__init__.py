@@ -1,4 +1,6 @@
-"""Checkpoints of steps that are complete or absent, and what tells damage in any other folder that was saved."""
+"""Checkpoints of steps that are complete or absent, and what tells damage in any other folder that
+was saved.
+"""
 
 from .checkpoint import Checkpoint
 from .failures import reason, saving

@@ -1,7 +1,8 @@
-"""One checkpoint: a folder with the files of torch.distributed.checkpoint, the small rest, and a manifest that verifies all of them.
+"""One checkpoint: a folder with the files of torch.distributed.checkpoint, the small rest, and a
+manifest that verifies all of them.
 
-The manifest is written last and names every file with its size and checksum: ``.metadata`` is no proof that a checkpoint is
-complete, as an old one may lie next to new data.
+The manifest is written last and names every file with its size and checksum: ``.metadata`` is no
+proof that a checkpoint is complete, as an old one may lie next to new data.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from .manifest import SavedFile, SkippedCheckpoint, changed_size, manifest_text,
 
 Result = TypeVar("Result")
 
-MANIFEST, STATE = "resume.json", "state.pt"
-FORMAT, FORMAT_VERSION = "adaptive_batch resume point", 1
+MANIFEST = "resume.json"
+STATE = "state.pt"
+FORMAT = "adaptive_batch resume point"
+FORMAT_VERSION = 1
 _SEEN_SECONDS = 10.0  # in which a file that another node has written must be seen
 
 
@@ -39,7 +42,8 @@ _SEEN_SECONDS = 10.0  # in which a file that another node has written must be se
 class Checkpoint:
     """A folder whose files are all there with the sizes that they were saved with.
 
-    The largest `order` is the newest of one output directory; `step` counts optimizer steps, and `world_size` the ranks that wrote it.
+    The largest `order` is the newest of one output directory; `step` counts optimizer steps, and
+    `world_size` the ranks that wrote it.
     """
 
     path: Path
@@ -50,20 +54,24 @@ class Checkpoint:
     files: Mapping[str, SavedFile]
 
     def load(self) -> tuple[Any, Any]:
-        """Load what any number of ranks saved, whole, on the CPU: the tree of tensors, and the small state. No code of a file is run.
+        """Load what any number of ranks saved, whole, on the CPU: the tree of tensors, and the
+        small state. No code of a file is run.
 
         Raises:
-            CheckpointError: a file cannot be read; for tensor subclasses, their package (torchao) must have been imported. Or
-                several ranks saved low-bit states, which cannot be put together.
+            CheckpointError: a file cannot be read; for tensor subclasses, their package (torchao)
+                must have been imported. Or several ranks saved low-bit states, which cannot be put
+                together.
         """
         return self._read(lambda state: (read_whole(self.path, state), state["small"]), Ranks())
 
     def load_into(self, tree: Mapping[str, Any], *, process_group: Any = None) -> None:
-        """Load into existing tensors; each rank reads its own part of a DTensor, and no more. A collective.
+        """Load into existing tensors; each rank reads its own part of a DTensor, and no more. A
+        collective.
 
         Args:
-            tree: some entries of the tree that was saved, such as ``{"model": model.state_dict()}``; below these the tensors have
-                the same keys and shapes as when they were saved. Other values are ignored.
+            tree: some entries of the tree that was saved, such as ``{"model":
+                model.state_dict()}``; below these the tensors have the same keys and shapes as when
+                they were saved. Other values are ignored.
             process_group: whose ranks load together; None for one process.
 
         Raises:
@@ -79,7 +87,8 @@ class Checkpoint:
         *,
         process_group: Any = None,
     ) -> dict[str, Any]:
-        """Load the state of optimizers, sharded as their parameters are; each rank reads its own part. A collective.
+        """Load the state of optimizers, sharded as their parameters are; each rank reads its own
+        part. A collective.
 
         Args:
             optimizers: that it is for; they are not changed.
@@ -90,16 +99,20 @@ class Checkpoint:
             What :func:`.load_named_optimizer_state` takes.
 
         Raises:
-            CheckpointError: a file cannot be read, the state belongs to other parameters, or it is of low-bit states and the ranks
-                are not as many as saved it; on every rank, if on one.
+            CheckpointError: a file cannot be read, the state belongs to other parameters, or it is
+                of low-bit states and the ranks are not as many as saved it; on every rank, if on
+                one.
         """
-        ranks, optimizers = Ranks(process_group), list(optimizers)
+        ranks = Ranks(process_group)
+        optimizers = list(optimizers)
         return self._read(
             lambda state: read_optimizer(self.path, state, optimizers, names, ranks), ranks
         )
 
     def load_small_state(self) -> Any:
-        """Load the small state alone, without reading the tensors; raise a CheckpointError if it cannot be read."""
+        """Load the small state alone, without reading the tensors; raise a CheckpointError if it
+        cannot be read.
+        """
         return self._read(lambda state: state["small"], Ranks())
 
     def _read(self, read: Callable[[Any], Result], ranks: Ranks) -> Result:
@@ -117,12 +130,13 @@ class Checkpoint:
 def write_checkpoint(
     folder: Path, content: Content, *, step: int, order: int, ranks: Ranks
 ) -> None:
-    """Write a checkpoint into an empty folder, of a file system that all ranks share, and flush it to the disk; a collective.
+    """Write a checkpoint into an empty folder, of a file system that all ranks share, and flush it
+    to the disk; a collective.
 
     Raises:
         Exception: writing failed on one rank at least; raised on every rank.
-        CheckpointError: the state could not be read again with ``weights_only=True``, or rank zero does not see the files of
-            another rank.
+        CheckpointError: the state could not be read again with ``weights_only=True``, or rank zero
+            does not see the files of another rank.
     """
     written = write_tensors(folder, content.tensors, ranks)
     of_ranks = ranks.each(lambda: {name: SavedFile.of(folder / name) for name in written})
@@ -144,8 +158,8 @@ def write_checkpoint(
         while isinstance(seen := inspect(folder), SkippedCheckpoint):
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"rank zero does not see all that was saved ({seen.reason}); output_dir must be on a file system that all "
-                    "ranks share"
+                    f"rank zero does not see all that was saved ({seen.reason}); output_dir must be"
+                    " on a file system that all ranks share"
                 )
             time.sleep(0.1)
 
@@ -153,7 +167,9 @@ def write_checkpoint(
 
 
 def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
-    """Check whether a folder is a checkpoint whose files have their sizes; :func:`changed_content` reads them."""
+    """Check whether a folder is a checkpoint whose files have their sizes; :func:`changed_content`
+    reads them.
+    """
     is_ours = (folder / METADATA).exists() and (folder / STATE).exists()
     try:
         text = (folder / MANIFEST).read_bytes().decode(errors="replace")
@@ -165,9 +181,13 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
     is_ours |= FORMAT in text
     try:
         content = json.loads(text)
-        version, order = int(content["format_version"]), int(content["order"])
+        version = int(content["format_version"])
+        order = int(content["order"])
         if content["format"] == FORMAT and version > FORMAT_VERSION:
-            by = f"newer format {version}, written by adaptive_batch {content.get('package_version')}"
+            by = (
+                f"newer format {version}, written by adaptive_batch"
+                f" {content.get('package_version')}"
+            )
             return SkippedCheckpoint(
                 folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order
             )

@@ -1,8 +1,9 @@
-"""Divide a nested state into plain tensors, which torch.distributed.checkpoint stores, and a small state that describes them.
+"""Divide a nested state into plain tensors, which torch.distributed.checkpoint stores, and a small
+state that describes them.
 
-A DTensor stays one tensor of its global shape, so that any number of ranks can read it. Tensors that wrap others, such as torchao's
-low-bit optimizer states, are stored rank by rank: their blocks are scaled as a whole, and cannot be cut where another number of ranks
-would cut them.
+A DTensor stays one tensor of its global shape, so that any number of ranks can read it. Tensors
+that wrap others, such as torchao's low-bit optimizer states, are stored rank by rank: their blocks
+are scaled as a whole, and cannot be cut where another number of ranks would cut them.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 @dataclass(frozen=True)
 class Content:
-    """What is written: this rank's tensors by name, the state of rank zero, and about how many bytes all ranks' tensors have.
+    """What is written: this rank's tensors by name, the state of rank zero, and about how many
+    bytes all ranks' tensors have.
 
-    The state is ``tree`` with tensors on the meta device in place of the stored ones, ``low_bit`` with the layout and the parts by
-    rank of each low-bit tensor, and ``small``.
+    The state is ``tree`` with tensors on the meta device in place of the stored ones, ``low_bit``
+    with the layout and the parts by rank of each low-bit tensor, and ``small``.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -45,21 +47,25 @@ class Content:
 
 @dataclass(frozen=True, eq=False)
 class _Stored:
-    """A tensor that is not read yet: its name, its form on the meta device, and the parameter that it is sharded as, if any."""
+    """A tensor that is not read yet: its name, its form on the meta device, and the parameter that
+    it is sharded as, if any.
+    """
 
     name: str
     form: torch.Tensor
     parameter: torch.Tensor | None = None
 
     def empty(self) -> torch.Tensor:
-        parameter, form = self.parameter, self.form
+        parameter = self.parameter
+        form = self.form
         if isinstance(parameter, DTensor) and form.dim() and form.shape == parameter.shape:
             return torch.empty_like(parameter.detach(), dtype=form.dtype)
         return torch.empty_like(form, device="cpu")
 
 
 def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content:
-    """Divide what a checkpoint is to hold, not copying tensors, but copying the small state of rank zero; a collective.
+    """Divide what a checkpoint is to hold, not copying tensors, but copying the small state of rank
+    zero; a collective.
 
     Raises:
         TypeError: a value is of a kind that cannot be saved; on every rank.
@@ -110,14 +116,17 @@ def read_whole(folder: Path, state: Mapping[str, Any]) -> Any:
 def read_into(
     folder: Path, state: Mapping[str, Any], tree: Mapping[str, Any], ranks: Ranks
 ) -> None:
-    """Read into the tensors of `tree`: some entries of the tree that was saved; below these, with the same tensors.
+    """Read into the tensors of `tree`: some entries of the tree that was saved; below these, with
+    the same tensors.
 
     Raises:
-        CheckpointError: the trees differ, or a low-bit tensor was saved by other ranks; it is named.
+        CheckpointError: the trees differ, or a low-bit tensor was saved by other ranks; it is
+            named.
     """
     into: dict[str, list[torch.Tensor]] = {}
     for key, child in tree.items():
-        found, here = dict(_leaves(_entry(state, key), _Stored)), dict(_leaves(child, torch.Tensor))
+        found = dict(_leaves(_entry(state, key), _Stored))
+        here = dict(_leaves(child, torch.Tensor))
         for path in [*here, *found]:
             if path not in found or path not in here:
                 where = "was not saved" if path in here else "was saved, and is not here"
@@ -141,10 +150,12 @@ def read_optimizer(
     names: Mapping[nn.Parameter, str],
     ranks: Ranks,
 ) -> dict[str, Any]:
-    """Read the state of optimizers in the named form, sharded as their parameters are: no rank reads more than its own part.
+    """Read the state of optimizers in the named form, sharded as their parameters are: no rank
+    reads more than its own part.
 
     Raises:
-        CheckpointError: the state belongs to other parameters, or cannot be divided among these ranks.
+        CheckpointError: the state belongs to other parameters, or cannot be divided among these
+            ranks.
     """
     form = named_form(_entry(state, "optimizer"), optimizers, names)
     for parameter, name in names.items():
@@ -165,7 +176,9 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the tree with forms in place of tensors, and the tensors by name; tensors of the same memory have one form."""
+    """Return the tree with forms in place of tensors, and the tensors by name; tensors of the same
+    memory have one form.
+    """
     forms: dict[Any, torch.Tensor] = {}
     tensors: dict[int, torch.Tensor] = {}
 
@@ -222,7 +235,8 @@ def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> An
     def restored(_: _Path, stored: _Stored) -> torch.Tensor:
         if stored.name not in state["low_bit"]:
             return into[stored.name]
-        form, parameter = state["low_bit"][stored.name]["ranks"][ranks.rank], stored.parameter
+        form = state["low_bit"][stored.name]["ranks"][ranks.rank]
+        parameter = stored.parameter
         local = _with_parts(form, f"{stored.name}@{ranks.rank}", into)
         if isinstance(parameter, DTensor):
             return distributed_from_local(local, parameter, parameter.placements, stored.form.shape)
@@ -269,20 +283,28 @@ def _with_parts(form: Any, name: str, parts: Mapping[str, torch.Tensor]) -> torc
 
 
 def _check_layout(stored: _Stored, low_bit: Mapping[str, Any], ranks: Ranks) -> None:
-    """Refuse where the ranks, or what each of them holds, differ from when a low-bit tensor was saved."""
-    saved, layout = len(low_bit["ranks"]), _layout(stored.parameter)
+    """Refuse where the ranks, or what each of them holds, differ from when a low-bit tensor was
+    saved.
+    """
+    saved = len(low_bit["ranks"])
+    layout = _layout(stored.parameter)
     if saved != ranks.count or (saved > 1 and layout != low_bit["layout"]):
         raise CheckpointError(
-            f"{stored.name} is a low-bit state that {saved} ranks saved in parts ({low_bit['layout']}), which {ranks.count} "
-            f"({layout}) cannot divide again: resume with {saved}, divided as they were, or begin with a new optimizer state "
-            "(resume_from_checkpoint=False from its weights), or with an optimizer in full precision"
+            f"{stored.name} is a low-bit state that {saved} ranks saved in parts"
+            f" ({low_bit['layout']}), which {ranks.count} ({layout}) cannot divide again: resume"
+            f" with {saved}, divided as they were, or begin with a new optimizer state"
+            " (resume_from_checkpoint=False from its weights), or with an optimizer in full"
+            " precision"
         )
 
 
 def _layout(tensor: torch.Tensor | None) -> str:
     if not isinstance(tensor, DTensor):
         return "whole"
-    return f"{', '.join(map(str, tensor.placements))} over {' x '.join(map(str, tensor.device_mesh.shape))}"
+    return (
+        f"{', '.join(map(str, tensor.placements))} over"
+        f" {' x '.join(map(str, tensor.device_mesh.shape))}"
+    )
 
 
 def _entry(state: Mapping[str, Any], key: str) -> Any:
@@ -299,7 +321,9 @@ def _copied(path: _Path, value: Any) -> Any:
 
 
 def _plain_value(path: _Path, value: Any) -> Any:
-    """Return a value that can be saved; subclasses, such as numpy's float64, as what they derive from."""
+    """Return a value that can be saved; subclasses, such as numpy's float64, as what they derive
+    from.
+    """
     if type(value) in _PLAIN:
         return value
     for base in (int, float, str):
@@ -309,7 +333,9 @@ def _plain_value(path: _Path, value: Any) -> Any:
 
 
 def _form(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor on the meta device; with its strides where its elements fill the memory without gaps."""
+    """Return the tensor on the meta device; with its strides where its elements fill the memory
+    without gaps.
+    """
     if isinstance(tensor, DTensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     parts = _plain_parts(tensor, "").items()
@@ -319,7 +345,9 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What is the same for two tensors that are the same memory; also on a rank whose shards are empty and lie at no address."""
+    """What is the same for two tensors that are the same memory; also on a rank whose shards are
+    empty and lie at no address.
+    """
     place = (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -332,7 +360,9 @@ def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
 def _map_leaves(
     function: Callable[[_Path, Any], Any], tree: Any, kind: Any = object, path: _Path = ()
 ) -> Any:
-    """Replace what is of a kind and is no dict, list or tuple by what a function returns for path and value."""
+    """Replace what is of a kind and is no dict, list or tuple by what a function returns for path
+    and value.
+    """
     if isinstance(tree, Mapping):
         return {
             key: _map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()

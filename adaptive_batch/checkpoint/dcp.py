@@ -1,4 +1,6 @@
-"""The tensors of a checkpoint in the files of torch.distributed.checkpoint, which divides them among any number of ranks."""
+"""The tensors of a checkpoint in the files of torch.distributed.checkpoint, which divides them
+among any number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,15 @@ METADATA = ".metadata"
 
 
 class Ranks:
-    """The ranks that save or load together: each learns what all returned, or that one failed, and none is left waiting.
+    """The ranks that save or load together: each learns what all returned, or that one failed, and
+    none is left waiting.
 
-    With several ranks, an error is raised on all of them as a CheckpointError, or a TypeError if it was one, which names the rank.
+    With several ranks, an error is raised on all of them as a CheckpointError, or a TypeError if it
+    was one, which names the rank.
 
     Args:
-        group: of all ranks, which no other thread uses meanwhile; None for one process alone, also where there are other ranks.
+        group: of all ranks, which no other thread uses meanwhile; None for one process alone, also
+            where there are other ranks.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -68,7 +73,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
 
     Args:
         folder: empty.
-        tensors: plain ones, the same on each rank that has one of this name, and DTensors, of which each rank writes its part.
+        tensors: plain ones, the same on each rank that has one of this name, and DTensors, of which
+            each rank writes its part.
         ranks: that write together.
 
     Returns:
@@ -80,7 +86,8 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
     _ignore_single_process_warnings()
     writer = _Writer(folder, overwrite=False)
     if all(tensor.device.type == "cpu" for tensor in tensors.values()):
-        # Copying ahead makes a CUDA context on device 0, in another thread, also where no tensor is on a device.
+        # Copying ahead makes a CUDA context on device 0, in another thread, also where no tensor is
+        # on a device.
         writer.per_thread_copy_ahead = 0
     try:
         state_dict_saver.save(
@@ -98,10 +105,11 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
 
 
 def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Read what :func:`write_tensors` wrote into tensors, by name; of a DTensor, this rank's part. Without communication.
+    """Read what :func:`write_tensors` wrote into tensors, by name; of a DTensor, this rank's part.
+    Without communication.
 
-    Nothing that a file names is run: tensors are read with ``weights_only=True``, and of ``.metadata``, which is a pickle, only the
-    classes of torch.distributed.checkpoint are accepted.
+    Nothing that a file names is run: tensors are read with ``weights_only=True``, and of
+    ``.metadata``, which is a pickle, only the classes of torch.distributed.checkpoint are accepted.
 
     Raises:
         Exception: of many kinds; a file cannot be read, or is not what it should be.
@@ -123,7 +131,9 @@ class _Writer(FileSystemWriter):
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Accepts the classes that ``.metadata`` is made of, and nothing else: a pickle may name anything to be run."""
+    """Accepts the classes that ``.metadata`` is made of, and nothing else: a pickle may name
+    anything to be run.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
         accepted = (module, name) in {
@@ -145,7 +155,9 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class _Reader(FileSystemReader):
-    """Reads the metadata at once: torch before 2.13 tries to do without those that cannot be read, and does not say why they cannot."""
+    """Reads the metadata at once: torch before 2.13 tries to do without those that cannot be read,
+    and does not say why they cannot.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -160,10 +172,15 @@ class _Reader(FileSystemReader):
 
 
 def _ignore_single_process_warnings() -> None:
-    """torch.distributed.checkpoint warns whenever one process writes or reads alone, which is meant here.
+    """torch.distributed.checkpoint warns whenever one process writes or reads alone, which is meant
+    here.
 
-    The filter stays: ``catch_warnings`` restores the filters of the whole process, which is not safe in a thread.
+    The filter stays: ``catch_warnings`` restores the filters of the whole process, which is not
+    safe in a thread.
     """
     for action in ("save", "load"):
-        message = f"torch.distributed is disabled, unavailable or uninitialized, assuming the intent is to {action} in"
+        message = (
+            "torch.distributed is disabled, unavailable or uninitialized, assuming the intent is"
+            f" to {action} in"
+        )
         warnings.filterwarnings("ignore", message=message, category=UserWarning)

@@ -1,4 +1,6 @@
-"""What went wrong with a file, in one line: errors of the system and of torch, whose own texts are long or advise to allow everything."""
+"""What went wrong with a file, in one line: errors of the system and of torch, whose own texts are
+long or advise to allow everything.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,18 @@ _FULL_BYTES = 2**16  # a disk with less is full
 
 
 def reason(error: BaseException) -> str:
-    """The text of an error in a line; of the system's error where torch has wrapped others around it."""
+    """The text of an error in a line; of the system's error where torch has wrapped others around
+    it.
+    """
     below = _of_the_system(error)
     if below is None and isinstance(
         error, pickle.UnpicklingError
     ):  # torch's own advice is to allow everything
         if named := re.search(r"GLOBAL (\S+)", str(error)):
-            return f"it names {named[1]}, which torch.load(weights_only=True) allows only once its package is imported, if at all"
+            return (
+                f"it names {named[1]}, which torch.load(weights_only=True) allows only once its"
+                " package is imported, if at all"
+            )
         return "it is not what torch.save writes: truncated or changed"
     text = (str(below or error) or type(error).__name__).partition("\n")[0]
     return "".join(sign if sign.isprintable() else "?" for sign in text)
@@ -41,7 +48,8 @@ def _of_the_system(error: BaseException) -> OSError | None:
 def saving(
     target: Path, temporary: Path, *, num_bytes: int, removes: bool = True
 ) -> Iterator[None]:
-    """Inside, a folder is written and renamed; where that fails, what was written is removed, as is what a kill has left of it.
+    """Inside, a folder is written and renamed; where that fails, what was written is removed, as is
+    what a kill has left of it.
 
     Args:
         target, temporary: the folder to be, and the one that is written.
@@ -63,7 +71,8 @@ def saving(
             shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, Exception):
             raise
-        why, remedy = reason(error), "free disk space or correct the path"
+        why = reason(error)
+        remedy = "free disk space or correct the path"
         if is_out_of_memory(error):
             remedy = "free memory"
         elif (
@@ -71,6 +80,6 @@ def saving(
         ):  # torch does not say why a write failed
             why = os.strerror(errno.ENOSPC)
         raise CheckpointError(
-            f"saving {target} failed ({why}): it needs {num_bytes:,} bytes and a little more, and {free:,} bytes were free; what "
-            f"was saved before is untouched: {remedy}"
+            f"saving {target} failed ({why}): it needs {num_bytes:,} bytes and a little more, and"
+            f" {free:,} bytes were free; what was saved before is untouched: {remedy}"
         ) from error

@@ -1,8 +1,10 @@
-"""Save checkpoints of steps into ``{output_dir}/step_N``, each complete or absent, and find the latest one again.
+"""Save checkpoints of steps into ``{output_dir}/step_N``, each complete or absent, and find the
+latest one again.
 
-A checkpoint is written into a temporary folder, flushed to the disk and renamed, so a kill at any moment leaves the complete ones
-as they were. Older ones are removed when a newer one is complete, and not before. Several ranks write one checkpoint together, each
-what it holds, into a file system that they share; an error of one is raised on all.
+A checkpoint is written into a temporary folder, flushed to the disk and renamed, so a kill at any
+moment leaves the complete ones as they were. Older ones are removed when a newer one is complete,
+and not before. Several ranks write one checkpoint together, each what it holds, into a file system
+that they share; an error of one is raised on all.
 """
 
 from __future__ import annotations
@@ -34,11 +36,15 @@ from .manifest import SkippedCheckpoint
 log = logging.getLogger("adaptive_batch")
 
 _STEP = re.compile(r"step_\d+")
-_SAVING, _REPLACED, _REMOVED = ".saving-", ".replaced-", ".removed-"
+_SAVING = ".saving-"
+_REPLACED = ".replaced-"
+_REMOVED = ".removed-"
 
 
 def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
-    """Return the checkpoints of steps whose files have their sizes, and the other folders that are named as such; none is read."""
+    """Return the checkpoints of steps whose files have their sizes, and the other folders that are
+    named as such; none is read.
+    """
     found = [inspect(folder) for folder in _step_folders(output_dir)]
     return [one for one in found if isinstance(one, Checkpoint)], [
         one for one in found if isinstance(one, SkippedCheckpoint)
@@ -48,15 +54,18 @@ def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedChec
 class CheckpointManager:
     """Saves checkpoints, and removes old ones.
 
-    With a process group, every rank makes one of these and calls the same methods in the same order; they end alike on all.
+    With a process group, every rank makes one of these and calls the same methods in the same
+    order; they end alike on all.
 
     Args:
         output_dir: of the run.
-        keep_last: complete checkpoints to keep; older ones, and older incomplete ones of ours, are removed after each save. None
-            keeps all.
-        asynchronous: :meth:`save` copies the tensors to the host and returns, and a thread writes. Where the host lacks memory
-            for the copy, that checkpoint is saved synchronously, which is logged.
-        process_group: whose ranks save together; None for one process. An asynchronous save needs one that nothing else uses.
+        keep_last: complete checkpoints to keep; older ones, and older incomplete ones of ours, are
+            removed after each save. None keeps all.
+        asynchronous: :meth:`save` copies the tensors to the host and returns, and a thread writes.
+            Where the host lacks memory for the copy, that checkpoint is saved synchronously, which
+            is logged.
+        process_group: whose ranks save together; None for one process. An asynchronous save needs
+            one that nothing else uses.
         others: the orders of what is saved beside these and counted with them.
     """
 
@@ -84,17 +93,20 @@ class CheckpointManager:
         return self._pending is not None and not self._pending.done()
 
     def save(self, step: int, tensors_tree: Any, small_state: Any) -> float:
-        """Save what a run needs to resume; return the seconds for which training waited, also for an earlier asynchronous save.
+        """Save what a run needs to resume; return the seconds for which training waited, also for
+        an earlier asynchronous save.
 
         Args:
             step: optimizer steps so far; a checkpoint of the same step is replaced.
-            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``: dicts, lists, tuples, tensors and plain
-                values in any nesting. Alike on all ranks but for what each holds of a DTensor.
-            small_state: the rest, of the same kinds of value; it can be read alone. That of rank zero is saved.
+            tensors_tree: the large part, such as ``{"model": ..., "optimizer": ...}``: dicts,
+                lists, tuples, tensors and plain values in any nesting. Alike on all ranks but for
+                what each holds of a DTensor.
+            small_state: the rest, of the same kinds of value; it can be read alone. That of rank
+                zero is saved.
 
         Raises:
-            CheckpointError: saving failed on one rank at least, or the asynchronous save before this one, which is then not begun;
-                what was saved before is untouched.
+            CheckpointError: saving failed on one rank at least, or the asynchronous save before
+                this one, which is then not begun; what was saved before is untouched.
             TypeError: a value is of a kind that cannot be saved; nothing was written.
         """
         start = time.perf_counter()
@@ -115,12 +127,15 @@ class CheckpointManager:
 
     def wait(self) -> None:
         """Return when the last save is complete; raise a CheckpointError if it failed."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         if pending is not None:
             pending.result()
 
     def close(self) -> None:
-        """Release thread and memory when the last save is complete; raise a CheckpointError if it failed."""
+        """Release thread and memory when the last save is complete; raise a CheckpointError if it
+        failed.
+        """
         try:
             self.wait()
         finally:
@@ -135,9 +150,11 @@ class CheckpointManager:
         self.close()
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Copy what this rank holds to the host; returns whether there was memory for it, which a host's ranks share. A collective.
+        """Copy what this rank holds to the host; returns whether there was memory for it, which a
+        host's ranks share. A collective.
 
-        Copies are kept from one save to the next: allocating fresh memory takes longer than copying.
+        Copies are kept from one save to the next: allocating fresh memory takes longer than
+        copying.
         """
         self._copies = {
             name: copy
@@ -154,7 +171,8 @@ class CheckpointManager:
             if (on_host := sum(bytes_ for other, bytes_, _ in hosts if other == host)) > available:
                 self._copies = {}
                 log.warning(
-                    "an asynchronous save copies %s to the host, which has %s available: saving synchronously",
+                    "an asynchronous save copies %s to the host, which has %s available: saving"
+                    " synchronously",
                     format_bytes(on_host),
                     format_bytes(available),
                 )
@@ -170,7 +188,9 @@ class CheckpointManager:
                 self._copies[name] = tensor.to("cpu", copy=True)
 
     def _write(self, step: int, content: Content) -> None:
-        """Write and rename; each rank takes the same steps, and one that fails on any of them is the last for all."""
+        """Write and rename; each rank takes the same steps, and one that fails on any of them is
+        the last for all.
+        """
         target = self._output_dir / f"step_{step}"
         temporary = self._output_dir / f"{_SAVING}step_{step}"
         ranks = self._ranks
@@ -182,7 +202,9 @@ class CheckpointManager:
             self._remove_old(order)
 
     def _prepare(self, target: Path, temporary: Path) -> int:
-        """Remove what a kill has left, and make an empty folder; returns the order of the new checkpoint."""
+        """Remove what a kill has left, and make an empty folder; returns the order of the new
+        checkpoint.
+        """
         self._output_dir.mkdir(parents=True, exist_ok=True)
         for path in sorted(self._output_dir.iterdir()):
             for prefix in (_SAVING, _REPLACED, _REMOVED):
@@ -205,7 +227,9 @@ class CheckpointManager:
         return self.next_order()
 
     def next_order(self) -> int:
-        """Return the order of what is saved next: one more than of all that is there, so that no clock decides what is newest."""
+        """Return the order of what is saved next: one more than of all that is there, so that no
+        clock decides what is newest.
+        """
         saved, skipped = checkpoints_in(self._output_dir)
         orders = [
             *(one.order for one in saved),
@@ -215,7 +239,9 @@ class CheckpointManager:
         return 1 + max(orders, default=0)
 
     def _remove_old(self, newest: int) -> None:
-        """Keep the last few that are complete by name and size. Folders of users and of newer versions stay."""
+        """Keep the last few that are complete by name and size. Folders of users and of newer
+        versions stay.
+        """
         if self._keep_last is None:
             return
         saved, skipped = checkpoints_in(self._output_dir)
@@ -238,7 +264,9 @@ class CheckpointManager:
 
 
 def _step_folders(output_dir: Path) -> list[Path]:
-    """The folders with a checkpoint's name; one that a save renamed and was killed before replacing it counts."""
+    """The folders with a checkpoint's name; one that a save renamed and was killed before replacing
+    it counts.
+    """
     if not output_dir.is_dir():
         return []
     return [
@@ -252,8 +280,6 @@ def _step_folders(output_dir: Path) -> list[Path]:
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
     """What is the same for two tensors if one can be copied into the other's memory."""
-    local, placements = (
-        local_part(tensor),
-        tensor.placements if isinstance(tensor, DTensor) else None,
-    )
+    local = local_part(tensor)
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
     return (type(tensor), tensor.shape, placements, local.dtype, local.shape, local.stride())

@@ -1,4 +1,6 @@
-"""What a save writes last: the name, size and checksum of every file, with a checksum of its own, so that damage is known before use."""
+"""What a save writes last: the name, size and checksum of every file, with a checksum of its own,
+so that damage is known before use.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def read_manifest(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
 
 
 def changed_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
-    """Return which file of a folder is missing or has another size than was saved; None where none. The files are not read."""
+    """Return which file of a folder is missing or has another size than was saved; None where none.
+    The files are not read.
+    """
     for name, saved in files.items():
         try:
             size = (folder / name).stat().st_size
@@ -72,13 +76,18 @@ def changed_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
         except OSError as error:
             return f"{name} cannot be read ({error})"
         if found != saved.crc32:
-            return f"{name} has another checksum (crc32 {found:08x}) than was saved ({saved.crc32:08x})"
+            return (
+                f"{name} has another checksum (crc32 {found:08x}) than was saved"
+                f" ({saved.crc32:08x})"
+            )
     return None
 
 
 @dataclass(frozen=True)
 class SkippedCheckpoint:
-    """A folder that is no complete checkpoint, and why; `is_ours` if it was written as one in a format that this version knows."""
+    """A folder that is no complete checkpoint, and why; `is_ours` if it was written as one in a
+    format that this version knows.
+    """
 
     path: Path
     reason: str
@@ -93,7 +102,8 @@ class SkippedCheckpoint:
 class Saved(Protocol):
     """A checkpoint whose files are all there with the sizes that they were saved with.
 
-    The largest `order` is the newest; of two with the same, which were saved into different folders, that of more steps.
+    The largest `order` is the newest; of two with the same, which were saved into different
+    folders, that of more steps.
     """
 
     @property
@@ -115,12 +125,14 @@ OneSaved = TypeVar("OneSaved", bound=Saved)
 def newest_complete(
     saved: Iterable[OneSaved], skipped: Iterable[SkippedCheckpoint]
 ) -> tuple[OneSaved | None, list[SkippedCheckpoint]]:
-    """Find the checkpoint that was saved last and is complete, every file of it read and compared with its checksum.
+    """Find the checkpoint that was saved last and is complete, every file of it read and compared
+    with its checksum.
 
     With several ranks one of them calls this and sends the result to the others: it can be pickled.
 
     Returns:
-        The checkpoint, or None; and what was skipped before it was found: those that are newer, or whose age cannot be known.
+        The checkpoint, or None; and what was skipped before it was found: those that are newer, or
+        whose age cannot be known.
     """
     others = list(skipped)
     for one in sorted(saved, key=lambda one: (-one.order, -one.step)):
@@ -133,7 +145,8 @@ def newest_complete(
 
 
 def _crc32(path: Path) -> int:
-    checksum, chunk = 0, bytearray(_CHUNK_BYTES)
+    checksum = 0
+    chunk = bytearray(_CHUNK_BYTES)
     with path.open("rb", buffering=0) as file:
         while read := file.readinto(chunk):
             checksum = zlib.crc32(memoryview(chunk)[:read], checksum)

@@ -1,10 +1,13 @@
-"""Optimizer state by parameter name (FQN): the same however the parameters are sharded, checkpointed or compiled.
+"""Optimizer state by parameter name (FQN): the same however the parameters are sharded,
+checkpointed or compiled.
 
-    {"state": {name: {"exp_avg": tensor, "step": tensor, ...}}, "param_groups": [{"lr": ..., "params": [name, ...]}, ...]}
+    {"state": {name: {"exp_avg": tensor, "step": tensor, ...}}, "param_groups": [{"lr": ...,
+    "params": [name, ...]}, ...]}
 
-This is also the form of ``torch.distributed.checkpoint.state_dict``, whose functions are not used: they call ``step()`` of the live
-optimizer wherever it has no state (a new AdamW when it is loaded, plain SGD at each save), and refuse a parameter that was never
-stepped. torch's own form numbers the parameters, and torchtune has one such state for each parameter where the optimizer runs in
+This is also the form of ``torch.distributed.checkpoint.state_dict``, whose functions are not used:
+they call ``step()`` of the live optimizer wherever it has no state (a new AdamW when it is loaded,
+plain SGD at each save), and refuse a parameter that was never stepped. torch's own form numbers the
+parameters, and torchtune has one such state for each parameter where the optimizer runs in
 backward; all of these are read.
 """
 
@@ -26,7 +29,8 @@ from adaptive_batch.errors import CheckpointError
 # What activation checkpointing, torch.compile and FSDP1 put into the path of a module.
 _WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"}
 _OURS = ("params", "param_names")
-# Of a group that state is loaded into, not of the saved one: the last three say how this machine computes a step.
+# Of a group that state is loaded into, not of the saved one: the last three say how this machine
+# computes a step.
 _STAYS = ("param_names", "fused", "foreach", "capturable")
 
 
@@ -38,7 +42,8 @@ def parameter_name(name: str) -> str:
 def named_optimizer_state(
     optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any]:
-    """Return the state of optimizers by name; their own tensors, not copies, which are DTensors where the parameters are.
+    """Return the state of optimizers by name; their own tensors, not copies, which are DTensors
+    where the parameters are.
 
     Args:
         optimizers: one over all parameters, or one for each.
@@ -62,14 +67,15 @@ def load_named_optimizer_state(
     """Load what :func:`named_optimizer_state` gave; without communication.
 
     Args:
-        state: in any form that :func:`named_form` takes. Where a parameter is a DTensor, a whole tensor of its shape is sharded as it is:
-            each rank takes its own part. A tensor of another shape is replicated, one without dimensions (``step``) stays as it is.
+        state: in any form that :func:`named_form` takes. Where a parameter is a DTensor, a whole
+            tensor of its shape is sharded as it is: each rank takes its own part. A tensor of
+            another shape is replicated, one without dimensions (``step``) stays as it is.
         optimizers: one over all parameters, or one for each; not necessarily as it was saved.
         names: as in :func:`named_optimizer_state`.
 
     Raises:
-        CheckpointError: the state belongs to other parameters, or cannot be sharded as these are; the parameter is named, and nothing
-            is loaded.
+        CheckpointError: the state belongs to other parameters, or cannot be sharded as these are;
+            the parameter is named, and nothing is loaded.
     """
     optimizers = list(optimizers)
     form = named_form(state, optimizers, names)
@@ -82,10 +88,12 @@ def load_named_optimizer_state(
 def named_form(
     state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
 ) -> dict[str, Any]:
-    """Return a saved state in the form of :func:`named_optimizer_state`; its tensors may be anything, as they are not looked at.
+    """Return a saved state in the form of :func:`named_optimizer_state`; its tensors may be
+    anything, as they are not looked at.
 
     Args:
-        state: of ``optimizer.state_dict()``, with its numbers; the named form; ``{name: one of these}``, for the optimizer in backward.
+        state: of ``optimizer.state_dict()``, with its numbers; the named form; ``{name: one of
+            these}``, for the optimizer in backward.
         optimizers, names: that it is to be loaded into.
 
     Raises:
@@ -112,7 +120,8 @@ def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
         name_of = {parameter: _known(parameter, known) for parameter in saved}
     elif len(saved) != len(known):
         raise CheckpointError(
-            f"the saved optimizer state has {len(saved)} parameters, numbered, and this model has {len(known)}; it belongs to another"
+            f"the saved optimizer state has {len(saved)} parameters, numbered, and this model has"
+            f" {len(known)}; it belongs to another"
         )
     else:
         name_of = dict(zip(saved, known, strict=True))
@@ -134,7 +143,8 @@ def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
 def _known(name: str, known: Sequence[str]) -> str:
     if (cleaned := parameter_name(name)) not in known:
         raise CheckpointError(
-            f"the saved optimizer state has the parameter {name}, which is not trained here; it belongs to another model"
+            f"the saved optimizer state has the parameter {name}, which is not trained here; it"
+            " belongs to another model"
         )
     return cleaned
 
@@ -153,12 +163,14 @@ def _numbered(
         named = [parameter_name(names[parameter]) for parameter in group["params"]]
         if missing := [name for name in named if name not in group_of]:
             raise CheckpointError(
-                f"the saved optimizer state has no parameter {missing[0]}; it belongs to another model"
+                f"the saved optimizer state has no parameter {missing[0]}; it belongs to another"
+                " model"
             )
         if others := [name for name in named if group_of[name] is not group_of[named[0]]]:
             raise CheckpointError(
-                f"the saved optimizer state has {named[0]} and {others[0]} in two groups, which are one here; load it with the "
-                "optimizer's groups, and with optimizer_in_bwd, as they were"
+                f"the saved optimizer state has {named[0]} and {others[0]} in two groups, which are"
+                " one here; load it with the optimizer's groups, and with optimizer_in_bwd, as"
+                " they were"
             )
         numbers = [next(counter) for _ in named]
         kept = {key: group[key] for key in _STAYS if key in group}
@@ -178,8 +190,9 @@ def _placed(value: Any, *, parameter: nn.Parameter, what: str) -> Any:
     if is_wrapper:
         if mesh.size() > 1:
             raise CheckpointError(
-                f"{what} is a {type(value).__name__}, which cannot be divided among {mesh.size()} ranks: resume with as many ranks "
-                "as it was saved with, or begin with a new optimizer state"
+                f"{what} is a {type(value).__name__}, which cannot be divided among {mesh.size()}"
+                " ranks: resume with as many ranks as it was saved with, or begin with a new"
+                " optimizer state"
             )
         return distributed_from_local(value, parameter, parameter.placements)
     if value.shape != parameter.shape:
@@ -202,7 +215,9 @@ def distributed_from_local(
     placements: Sequence[Placement],
     shape: torch.Size | None = None,
 ) -> DTensor:
-    """Return a DTensor of a rank's own part, over the mesh of a parameter and on its device, which is the host's with CPU offload."""
+    """Return a DTensor of a rank's own part, over the mesh of a parameter and on its device, which
+    is the host's with CPU offload.
+    """
     shape = local.shape if shape is None else shape
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(

@@ -1,4 +1,6 @@
-"""A batch sampler whose batches grow: row numbers for a script's own DataLoader, with workers, resumable at any step."""
+"""A batch sampler whose batches grow: row numbers for a script's own DataLoader, with workers,
+resumable at any step.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,8 @@ class Sampling:
         min_rows_per_batch: the fewest rows of a step by tokens.
         max_rows_per_batch: the most rows of a step by tokens; None for no limit.
         long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
-        grow_beyond_maximum: whether rules may pass the largest batch that fits, in several micro-batches.
+        grow_beyond_maximum: whether rules may pass the largest batch that fits, in several
+            micro-batches.
 
     Raises:
         SettingError: a value cannot be used.
@@ -87,28 +90,34 @@ class _NoSizer:
 
 
 class AdaptiveBatches(Sampler[list[int]]):
-    """Yields the row numbers of each step that is left of the current epoch: this rank's rows, each row once an epoch.
+    """Yields the row numbers of each step that is left of the current epoch: this rank's rows, each
+    row once an epoch.
 
-    For ``DataLoader(dataset, batch_sampler=batches, num_workers=8)``. Batches are handed out as far ahead as the loader reads,
-    and count when they are used: call :meth:`step` after each, so that what is read ahead is neither lost nor repeated when
-    training resumes. Under gradient accumulation too each batch is one; save a state only after ``optimizer.step()``.
+    For ``DataLoader(dataset, batch_sampler=batches, num_workers=8)``. Batches are handed out as far
+    ahead as the loader reads, and count when they are used: call :meth:`step` after each, so that
+    what is read ahead is neither lost nor repeated when training resumes. Under gradient
+    accumulation too each batch is one; save a state only after ``optimizer.step()``.
 
-    On several ranks each yields its rows of the global step, which has `batch_size` rows for each; nothing may shard them a
-    second time.
+    On several ranks each yields its rows of the global step, which has `batch_size` rows for each;
+    nothing may shard them a second time.
 
     Args:
         dataset: map-style; rows are read only where lengths are needed.
         batch_size: rows of a step on one device, before a rule changes it.
-        row_length: function that returns the tokens of a row, or a number where all rows are alike; None for its ``tokens``
-            or ``input_ids``. Lengths are measured, by reading the dataset once, for steps by tokens, the order ``seqlen``,
-            schedules over tokens, and where this is given: ``progress.tokens`` is then counted, for a schedule of your own or
-            a rate whose clock counts tokens.
-        maximum: rows on one device that no rule passes: a number, or the sizer of an :class:`AdaptiveStep`, whose
-            `max_batch_size` counts once it is found. None for no limit.
-        sampler: sampler of row numbers whose order is taken in place of one drawn here, on one rank. Its ``set_epoch`` is
-            called; what it draws is drawn again when training resumes.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch begins, 0 included.
-        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each step.
+        row_length: function that returns the tokens of a row, or a number where all rows are alike;
+            None for its ``tokens`` or ``input_ids``. Lengths are measured, by reading the dataset
+            once, for steps by tokens, the order ``seqlen``, schedules over tokens, and where this
+            is given: ``progress.tokens`` is then counted, for a schedule of your own or a rate
+            whose clock counts tokens.
+        maximum: rows on one device that no rule passes: a number, or the sizer of an
+            :class:`AdaptiveStep`, whose `max_batch_size` counts once it is found. None for no
+            limit.
+        sampler: sampler of row numbers whose order is taken in place of one drawn here, on one
+            rank. Its ``set_epoch`` is called; what it draws is drawn again when training resumes.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch begins,
+            0 included.
+        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each
+            step.
         sampling: order of rows, and steps that hold tokens.
 
     Raises:
@@ -137,7 +146,10 @@ class AdaptiveBatches(Sampler[list[int]]):
         )
         batching.check_rules()
         if needs_noise_scale(batch_size_schedule):
-            remedy = "nothing is measured here that it could follow; give steps, linear_ramp or ramp_by_doubling"
+            remedy = (
+                "nothing is measured here that it could follow; give steps, linear_ramp or"
+                " ramp_by_doubling"
+            )
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
         if isinstance(maximum, int):
             check_whole("maximum", maximum)
@@ -243,7 +255,9 @@ class AdaptiveBatches(Sampler[list[int]]):
         self._queue.done()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training is, as plain values, the same on all ranks; to be saved after ``optimizer.step()``."""
+        """Return where training is, as plain values, the same on all ranks; to be saved after
+        ``optimizer.step()``.
+        """
         return {
             "progress": self.progress.state_dict(),
             "steps": self._planner.state_dict(),
@@ -275,7 +289,10 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
     """Refuse a sampler whose order cannot be taken."""
     name = type(sampler).__name__
     if distributed.data_parallel_size() > 1:
-        remedy = "on several ranks leave it out: rows are dealt to them here, in the order of torch's DistributedSampler"
+        remedy = (
+            "on several ranks leave it out: rows are dealt to them here, in the order of torch's"
+            " DistributedSampler"
+        )
         raise SettingError("sampler", name, remedy)
     if sampling.batch_tokens is not None or sampling.sample_order != "dataloader":
         raise SettingError(

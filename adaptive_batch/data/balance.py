@@ -1,7 +1,9 @@
-"""Load balance: the rows of a step divided among ranks; pure, and every rank computes the same answer by itself.
+"""Load balance: the rows of a step divided among ranks; pure, and every rank computes the same
+answer by itself.
 
-Ranks wait for each other in every micro-batch, and all run as many as the one that has most. So a step takes as long as the
-largest first micro-batch of any rank, the largest second one, and so on, and that sum is what balancing makes small.
+Ranks wait for each other in every micro-batch, and all run as many as the one that has most. So a
+step takes as long as the largest first micro-batch of any rank, the largest second one, and so on,
+and that sum is what balancing makes small.
 """
 
 from __future__ import annotations
@@ -16,13 +18,16 @@ import torch
 
 from .micro_batches import MicroBatchLayout, MicroBatchLimit
 
-# What the groups of a wave are tried to hold, in percent of what they would hold if those of all waves held alike. Measured on
-# lognormal lengths it makes steps 2% to 7% shorter; twice as many would add 0.2% at most, half of the range lose 0.2% to 0.8%.
+# What the groups of a wave are tried to hold, in percent of what they would hold if those of all
+# waves held alike. Measured on lognormal lengths it makes steps 2% to 7% shorter; twice as many
+# would add 0.2% at most, half of the range lose 0.2% to 0.8%.
 TRIED_PERCENT = range(68, 133, 4)
 
 
 def balance_by_rows(num_rows: int, ranks: int) -> list[range]:
-    """Divide rows in turn, as torch's DistributedSampler does; return for each rank its positions in the step, ascending."""
+    """Divide rows in turn, as torch's DistributedSampler does; return for each rank its positions
+    in the step, ascending.
+    """
     return [range(rank, num_rows, ranks) for rank in range(ranks)]
 
 
@@ -32,21 +37,25 @@ def balance_by_tokens(
     limit: MicroBatchLimit,
     layout: MicroBatchLayout | None = None,
 ) -> list[list[int]]:
-    """Divide rows so that ranks wait little for each other once each has cut its rows into micro-batches.
+    """Divide rows so that ranks wait little for each other once each has cut its rows into
+    micro-batches.
 
-    By tokens, rows sorted by length are cut into a group for each micro-batch of each rank. The groups that are run at one
-    time, a *wave*, are neighbours and have much the same padded tokens; each rank has one of every wave. Where
-    :func:`~adaptive_batch.data.micro_batches` cuts a rank's rows otherwise, it is into fewer, or as many with no more
-    padding. A rank has at most as many as the whole step would have on one, divided by ranks and rounded up; no division
-    needs fewer.
+    By tokens, rows sorted by length are cut into a group for each micro-batch of each rank. The
+    groups that are run at one time, a *wave*, are neighbours and have much the same padded tokens;
+    each rank has one of every wave. Where :func:`~adaptive_batch.data.micro_batches` cuts a rank's
+    rows otherwise, it is into fewer, or as many with no more padding. A rank has at most as many as
+    the whole step would have on one, divided by ranks and rounded up; no division needs fewer.
 
     Other layouts and units leave less to choose:
 
-    - packed, by tokens: each row, the longest first, goes to the rank that has the fewest tokens (Graham, 1969).
-    - grouped, or packed by rows: rows sorted by length are dealt in turns that reverse, so that all ranks have much the same
-      ones, which cut alike.
-    - ``lengths`` alike, or by rows where a rank can run all of its rows at once: a rank has one group, of neighbours.
-    - equal ``rows``, or ``both``: as many rows to each rank, or one more to some; by tokens, of much the same lengths.
+    - packed, by tokens: each row, the longest first, goes to the rank that has the fewest tokens
+      (Graham, 1969).
+    - grouped, or packed by rows: rows sorted by length are dealt in turns that reverse, so that all
+      ranks have much the same ones, which cut alike.
+    - ``lengths`` alike, or by rows where a rank can run all of its rows at once: a rank has one
+      group, of neighbours.
+    - equal ``rows``, or ``both``: as many rows to each rank, or one more to some; by tokens, of
+      much the same lengths.
     - by rows otherwise: micro-batches keep the order of the step, so rows are divided in turn.
 
     Args:
@@ -56,7 +65,8 @@ def balance_by_tokens(
         layout: what the micro-batches of a rank must keep to; None for nothing.
 
     Returns:
-        For each rank its rows: positions in the step, ascending; none only where there are fewer rows than ranks.
+        For each rank its rows: positions in the step, ascending; none only where there are fewer
+        rows than ranks.
     """
     layout = layout or MicroBatchLayout()
     in_turn = [list(positions) for positions in balance_by_rows(len(lengths), ranks)]
@@ -88,11 +98,13 @@ def balance_by_tokens(
     sizes = {
         length: (layout.padded(length), layout.rows_within(limit, length)) for length in set(real)
     }
-    padded, most = [sizes[length][0] for length in real], [sizes[length][1] for length in real]
+    padded = [sizes[length][0] for length in real]
+    most = [sizes[length][1] for length in real]
     if layout.uniform is None and limit.unit == "tokens":
         num_waves = -(-_fewest_groups(most) // ranks)
     else:
-        num_waves, micro_batches_each = 1, -(-len(order) // (ranks * most[0]))
+        num_waves = 1
+        micro_batches_each = -(-len(order) // (ranks * most[0]))
         if layout.uniform is None and micro_batches_each > 1:
             return in_turn
         most = [micro_batches_each * rows for rows in most]
@@ -126,7 +138,9 @@ class _SortedRows:
         self._tokens_before = [0, *accumulate(lengths)]
 
     def waves(self, num_waves: int, ranks: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield where the groups of each wave start and end: one for each rank, or for each row where rows are fewer."""
+        """Yield where the groups of each wave start and end: one for each rank, or for each row
+        where rows are fewer.
+        """
         start = 0
         for left in range(num_waves, 0, -1):
             end, tokens = self._next_wave(start, left, ranks)
@@ -140,13 +154,17 @@ class _SortedRows:
             yield groups
 
     def _next_wave(self, start: int, num_waves: int, ranks: int) -> tuple[int, int]:
-        """Return where it ends and what its groups hold at most, so that it and the later ones, if these are alike, take least."""
-        last, later = len(self._lengths), num_waves - 1
+        """Return where it ends and what its groups hold at most, so that it and the later ones, if
+        these are alike, take least.
+        """
+        last = len(self._lengths)
+        later = num_waves - 1
         alike = self._least_tokens(start, last, ranks * num_waves, at_most=self._largest)
         assert alike is not None, "so many groups that have as many rows as they may take all rows"
         if not later:
             return last, alike
-        best, least_time = alike, num_waves * alike
+        best = alike
+        least_time = num_waves * alike
         for percent in TRIED_PERCENT:
             tokens = max(percent * alike // 100, self._lengths[start])
             end = self._reached(start, ranks, tokens)
@@ -154,13 +172,17 @@ class _SortedRows:
                 end, last, ranks * later, at_most=(least_time - tokens - 1) // later
             )
             if after is not None:
-                best, least_time = tokens, tokens + later * after
+                best = tokens
+                least_time = tokens + later * after
         return self._reached(start, ranks, best), best
 
     def _least_tokens(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
-        """Return what groups must hold for so many to take the rows from `start` to `end`; None where `at_most` is too little."""
+        """Return what groups must hold for so many to take the rows from `start` to `end`; None
+        where `at_most` is too little.
+        """
         mean = -(-(self._tokens_before[end] - self._tokens_before[start]) // groups)
-        low, high = max(self._lengths[start], mean), at_most
+        low = max(self._lengths[start], mean)
+        high = at_most
         if high < low or self._reached(start, groups, high) < end:
             return None
         return bisect_left(
@@ -168,8 +190,12 @@ class _SortedRows:
         )
 
     def _reached(self, start: int, groups: int, tokens: int) -> int:
-        """Return where so many groups end that each take as many rows as they may with at most so many tokens."""
-        lengths, most, last = self._lengths, self._most, len(self._lengths)
+        """Return where so many groups end that each take as many rows as they may with at most so
+        many tokens.
+        """
+        lengths = self._lengths
+        most = self._most
+        last = len(self._lengths)
         for _ in range(groups):
             if start >= last:
                 break

@@ -1,9 +1,9 @@
 """Greedy bin packing: rows into batches of a budget of tokens, in time close to linear in the rows.
 
-Most plans are one pass in the given order. Rows that can never share a batch with `min_rows` others are put aside first,
-since one of them in an open batch would keep all others waiting; they come at the end of the epoch. Padded, `min_rows` of
-the other rows fit together whichever they are; counted in real tokens a long row may have to wait for short ones, and that
-is the second way to fill.
+Most plans are one pass in the given order. Rows that can never share a batch with `min_rows` others
+are put aside first, since one of them in an open batch would keep all others waiting; they come at
+the end of the epoch. Padded, `min_rows` of the other rows fit together whichever they are; counted
+in real tokens a long row may have to wait for short ones, and that is the second way to fill.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ class Limits:
         return self.count == "padded"
 
     def kept(self, rows: int, min_rows: int) -> int:
-        """Return the rows of a batch that could hold `rows`: those, or with `divisible` at most an eighth fewer."""
+        """Return the rows of a batch that could hold `rows`: those, or with `divisible` at most an
+        eighth fewer.
+        """
         if not self.divisible:
             return rows
         fewer = rows - rows % max(
@@ -80,7 +82,8 @@ def fill_batches(rows: Rows, limits: Limits) -> tuple[torch.Tensor, torch.Tensor
     """Fill batches with at least `min_rows`, then with what is left.
 
     Returns:
-        int64 ``[rows]``, row numbers in the order of use; and int64 ``[batches + 1]``, where each batch starts in them.
+        int64 ``[rows]``, row numbers in the order of use; and int64 ``[batches + 1]``, where each
+        batch starts in them.
     """
     batches: list[Packed] = []
 
@@ -115,8 +118,11 @@ def fill_batches(rows: Rows, limits: Limits) -> tuple[torch.Tensor, torch.Tensor
 
 
 def _without_partners(rows: Rows, limits: Limits) -> torch.Tensor:
-    """Mark the rows that not even the shortest others bring to `min_rows`, and those longer than the budget."""
-    budget, min_rows = limits.max_tokens, limits.min_rows
+    """Mark the rows that not even the shortest others bring to `min_rows`, and those longer than
+    the budget.
+    """
+    budget = limits.max_tokens
+    min_rows = limits.min_rows
     if min_rows == 1:
         return torch.zeros_like(rows.sizes, dtype=torch.bool)
     most = budget
@@ -127,7 +133,8 @@ def _without_partners(rows: Rows, limits: Limits) -> torch.Tensor:
             raise SettingError(
                 "min_rows",
                 min_rows,
-                f"the {min_rows} shortest rows need {needed} {limits.count} tokens, and {budget} are allowed; lower one, or raise the other",
+                f"the {min_rows} shortest rows need {needed} {limits.count} tokens, and {budget}"
+                " are allowed; lower one, or raise the other",
             )
         most = budget // min_rows if limits.padded else budget - int(shortest[:-1].sum())
     return rows.sizes > most
@@ -168,7 +175,9 @@ def _fill_in_order(
 
 
 def _greedy(sizes: torch.Tensor, limits: Limits, min_rows: int) -> list[int]:
-    """Return how many rows each batch takes, one after the other; a row that alone is over the budget is a batch."""
+    """Return how many rows each batch takes, one after the other; a row that alone is over the
+    budget is a batch.
+    """
     filled: list[int] = []
     rows = longest = total = position = 0
     for first in range(0, len(sizes), CHUNK):
@@ -186,8 +195,11 @@ def _greedy(sizes: torch.Tensor, limits: Limits, min_rows: int) -> list[int]:
                 longest = total = 0
                 if rows:
                     again = sizes[position - rows : position]
-                    longest, total = int(again.max()), int(again.sum())
-            rows, longest, total = rows + 1, (longest if longest > size else size), total + size
+                    longest = int(again.max())
+                    total = int(again.sum())
+            rows = rows + 1
+            longest = longest if longest > size else size
+            total = total + size
             position += 1
     return [*filled, rows] if rows else filled
 
@@ -195,11 +207,12 @@ def _greedy(sizes: torch.Tensor, limits: Limits, min_rows: int) -> list[int]:
 def _fill_waiting(
     rows: Rows, limits: Limits, min_rows: int, *, more_follow: bool
 ) -> tuple[Packed, Rows]:
-    """Fill as :func:`_fill_in_order`, but rows that do not fit wait for others that do; counted in real tokens.
+    """Fill as :func:`_fill_in_order`, but rows that do not fit wait for others that do; counted in
+    real tokens.
 
-    Waiting rows come first, and again once a batch has enough; they are taken up to the first that does not fit, so each
-    batch looks at few of them in vain, and the time is in proportion to the rows. A batch that has enough leaves to the
-    first that waits what would fit with it.
+    Waiting rows come first, and again once a batch has enough; they are taken up to the first that
+    does not fit, so each batch looks at few of them in vain, and the time is in proportion to the
+    rows. A batch that has enough leaves to the first that waits what would fit with it.
     """
     sizes: list[int] = rows.sizes.tolist()
     waiting: deque[int] = deque()
@@ -250,11 +263,15 @@ class _OpenBatch:
     """A batch that is being filled, counted in real tokens."""
 
     def __init__(self, max_tokens: int, max_rows: int, min_rows: int) -> None:
-        self._tokens_left, self._max_rows, self._min_rows = max_tokens, max_rows, min_rows
+        self._tokens_left = max_tokens
+        self._max_rows = max_rows
+        self._min_rows = min_rows
         self.rows: list[int] = []
 
     def add(self, row: int, sizes: list[int]) -> bool:
-        """Add a row where it fits: up to `min_rows` it may take its share of what is left, so that others can follow."""
+        """Add a row where it fits: up to `min_rows` it may take its share of what is left, so that
+        others can follow.
+        """
         missing = max(1, self._min_rows - len(self.rows))
         if self.rows and (
             len(self.rows) == self._max_rows or sizes[row] * missing > self._tokens_left
@@ -266,14 +283,17 @@ class _OpenBatch:
 
 
 def _long_with_short(rows: Rows, limits: Limits) -> tuple[Packed, Rows]:
-    """Put the longest row with the shortest ones to make `min_rows`, until any `min_rows` of the other rows fit.
+    """Put the longest row with the shortest ones to make `min_rows`, until any `min_rows` of the
+    other rows fit.
 
     For pairs no other choice leaves fewer rows without a partner. Counted in real tokens.
     """
     ordered = torch.sort(rows.sizes, stable=True)
     before = [0, *accumulate(ordered.values.tolist())]  # tokens of so many shortest rows
-    partners, budget = limits.min_rows - 1, limits.max_tokens
-    low, high = 0, len(before) - 1
+    partners = limits.min_rows - 1
+    budget = limits.max_tokens
+    low = 0
+    high = len(before) - 1
     used: list[int] = []
     while high - low > partners and before[high] - before[high - partners - 1] > budget:
         high -= 1

@@ -1,4 +1,6 @@
-"""Rows, batches and losses of the user's code: lengths, labels, the longest rows, and the checks of what it returns."""
+"""Rows, batches and losses of the user's code: lengths, labels, the longest rows, and the checks of
+what it returns.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class DatasetAdapter(Dataset[Any]):
 
     Args:
         dataset: with a length.
-        row_length: tokens of a row, or a number where all rows are alike; None for those of its ``tokens`` or ``input_ids``.
+        row_length: tokens of a row, or a number where all rows are alike; None for those of its
+            ``tokens`` or ``input_ids``.
 
     Raises:
         SettingError: it has no rows.
@@ -111,9 +114,10 @@ class DatasetAdapter(Dataset[Any]):
 def label_tokens(batch: Any) -> torch.Tensor:
     """Return the number of labels of a batch that has ``labels``, where -100 is none.
 
-    Of `[batch, sequence]` they are counted after the shift, as causal language models do, where position `i` predicts the label
-    at `i + 1`; of `[batch]` all are counted. The labels of an encoder or of an encoder-decoder (T5, BART, Whisper) are not shifted:
-    there `num_labels` has to be ``lambda batch: (batch["labels"] != -100).sum()``.
+    Of `[batch, sequence]` they are counted after the shift, as causal language models do, where
+    position `i` predicts the label at `i + 1`; of `[batch]` all are counted. The labels of an
+    encoder or of an encoder-decoder (T5, BART, Whisper) are not shifted: there `num_labels` has to
+    be ``lambda batch: (batch["labels"] != -100).sum()``.
 
     Raises:
         SettingError: the batch is no mapping with such labels.
@@ -139,7 +143,8 @@ def label_tokens(batch: Any) -> torch.Tensor:
 
 
 def check_loss(loss: Any) -> torch.Tensor:
-    """Return the result of a user's `mean_loss` as one number of 32 bits or more: in 16, sums over many micro-batches drift.
+    """Return the result of a user's `mean_loss` as one number of 32 bits or more: in 16, sums over
+    many micro-batches drift.
 
     Raises:
         SettingError: it is no tensor of one number, or nothing can learn from it.
@@ -161,7 +166,9 @@ def check_loss(loss: Any) -> torch.Tensor:
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
-    """Move a batch to a device: what has ``to``, and such in mappings, lists and tuples; all else is unchanged."""
+    """Move a batch to a device: what has ``to``, and such in mappings, lists and tuples; all else
+    is unchanged.
+    """
     if hasattr(value, "to"):
         return value.to(device)
     if isinstance(value, Mapping):
@@ -175,7 +182,9 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 def lengthened(
     rows: Sequence[dict[str, Any]], length: int, *, pad_id: int, ignore_index: int
 ) -> Sequence[dict[str, Any]]:
-    """Return the rows, the longest of them padded to `length` tokens, so that collating pads all of them to it."""
+    """Return the rows, the longest of them padded to `length` tokens, so that collating pads all of
+    them to it.
+    """
     longest = max(range(len(rows)), key=lambda number: len(rows[number]["tokens"]))
     row = rows[longest]
     missing = length - len(row["tokens"])

@@ -1,4 +1,6 @@
-"""How an epoch divides into optimizer steps, ahead of training: by a constant batch, a rule, or a budget of tokens."""
+"""How an epoch divides into optimizer steps, ahead of training: by a constant batch, a rule, or a
+budget of tokens.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ _BLOCK_ROWS = 2048
 
 @dataclass(frozen=True)
 class Batching:
-    """What a step holds, in which order rows come, and where an epoch ends; keys of the configuration mean what they do there.
+    """What a step holds, in which order rows come, and where an epoch ends; keys of the
+    configuration mean what they do there.
 
     Attributes:
         batch_size: rows of a micro-batch on one device, before a rule changes it.
@@ -60,7 +63,9 @@ class Batching:
     epochs: int | None = None
 
     def check_rules(self) -> None:
-        """Raise SettingError for a growth function or a schedule that cannot be called, and for two at once."""
+        """Raise SettingError for a growth function or a schedule that cannot be called, and for two
+        at once.
+        """
         if self.batch_increase_function is not None:
             check_increment(self.batch_increase_function)
         if self.batch_size_schedule is not None:
@@ -78,7 +83,8 @@ class Batching:
 class Rows(Protocol):
     """A map-style dataset, and the tokens of each row, with and without padding: int64, `[rows]`.
 
-    `recount` has them counted again where a row that was read, on any rank, is not as long as they say, and returns which; "" for none.
+    `recount` has them counted again where a row that was read, on any rank, is not as long as they
+    say, and returns which; "" for none.
     """
 
     def __len__(self) -> int: ...
@@ -121,7 +127,8 @@ def plan_token_batches(
     order: torch.Tensor | None,
     divisible: bool,
 ) -> TokenBatchPlan:
-    """Plan the steps of an epoch that hold `batch_tokens` on each device; the rest as in :func:`plan_batches`.
+    """Plan the steps of an epoch that hold `batch_tokens` on each device; the rest as in
+    :func:`plan_batches`.
 
     Raises:
         SettingError: a row is too long, or what is configured cannot be had.
@@ -180,8 +187,12 @@ class EpochPlanner:
         order: EpochOrder | None = None,
         maximum: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self._rows, self.batching, self.ranks = rows, batching, ranks
-        self._divisible, self._counts_tokens, self._maximum = divisible, counts_tokens, maximum
+        self._rows = rows
+        self.batching = batching
+        self.ranks = ranks
+        self._divisible = divisible
+        self._counts_tokens = counts_tokens
+        self._maximum = maximum
         self.num_rows = len(rows if order is None else order)
         self._row_order = order or partial(
             row_order,
@@ -201,8 +212,11 @@ class EpochPlanner:
         self._planned = lru_cache(maxsize=2)(self._plan_tokens)
 
     def rule(self, batch_size: int) -> Callable[[Progress], int]:
-        """Return the rows of a step on one device as a function of progress: the schedule's, or `batch_size` accumulated."""
-        rule, batching = self.batching.batch_size_schedule, self.batching
+        """Return the rows of a step on one device as a function of progress: the schedule's, or
+        `batch_size` accumulated.
+        """
+        rule = self.batching.batch_size_schedule
+        batching = self.batching
         if rule is None or batching.batch_tokens:
             rows = batch_size * batching.gradient_accumulation_steps
             return lambda progress: rows
@@ -215,17 +229,21 @@ class EpochPlanner:
 
     @property
     def planned_from(self) -> int:
-        """The row of the current epoch from which on its plan is that of the lengths as they are now."""
+        """The row of the current epoch from which on its plan is that of the lengths as they are
+        now.
+        """
         return self._planned_by[-1].begin if self._planned_by else 0
 
     def begin(self, progress: Progress) -> bool:
-        """Plan what is left of an epoch by the lengths as they are now; return whether what is left was planned by others.
+        """Plan what is left of an epoch by the lengths as they are now; return whether what is left
+        was planned by others.
 
         The rows that it has trained stay trained, whatever their lengths were taken to be.
         """
         if not self.depends_on_lengths:
             return False
-        rows, before = progress.epoch_rows, self._parts(progress.epoch)
+        rows = progress.epoch_rows
+        before = self._parts(progress.epoch)
         now = _PlannedBy(rows, self._rows.lengths)
         differs = not torch.equal(before[-1].lengths, now.lengths)
         self._epoch = progress.epoch
@@ -239,7 +257,9 @@ class EpochPlanner:
         return differs and rows > 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the ranks that steps are for, and the lengths that the current epoch is planned by, as plain values."""
+        """Return the ranks that steps are for, and the lengths that the current epoch is planned
+        by, as plain values.
+        """
         planned_by = [[part.begin, part.packed] for part in self._planned_by]
         return {"ranks": self.ranks, "epoch": self._epoch, "planned_by": planned_by}
 
@@ -260,12 +280,12 @@ class EpochPlanner:
     def next_step(
         self, progress: Progress, rule: Callable[[Progress], int]
     ) -> tuple[Progress, int]:
-        """Return progress with the batch that is requested for the next step, and its rows over all ranks; 0 where the epoch is over."""
+        """Return progress with the batch that is requested for the next step, and its rows over all
+        ranks; 0 where the epoch is over.
+        """
         if self.batching.batch_tokens:
-            (_, budgets, plan), step = (
-                self._planned(progress.at_epoch_start()),
-                progress.epoch_steps,
-            )
+            _, budgets, plan = self._planned(progress.at_epoch_start())
+            step = progress.epoch_steps
             if step >= plan.steps:
                 return progress, 0
             return replace(progress, batch=budgets[step]), plan.rows_of_step(step)
@@ -281,7 +301,8 @@ class EpochPlanner:
         return self._rows_of_next_step(progress, 1) == 0
 
     def _rows_of_next_step(self, progress: Progress, step_rows: int) -> int:
-        most_steps, left = self.batching.max_steps_per_epoch, self.num_rows - progress.epoch_rows
+        most_steps = self.batching.max_steps_per_epoch
+        left = self.num_rows - progress.epoch_rows
         if most_steps is not None and progress.epoch_steps >= most_steps:
             return 0
         return 0 if self.batching.drop_last and left < step_rows else min(step_rows, left)
@@ -334,7 +355,8 @@ class EpochPlanner:
 
         Args:
             progress: where training is.
-            batch_sizes: `batch_size` of each epoch to walk through, as a growth function will make it.
+            batch_sizes: `batch_size` of each epoch to walk through, as a growth function will make
+                it.
 
         Returns:
             For each step: progress before it, the numbers of its rows, the plan of its epoch.
@@ -345,7 +367,9 @@ class EpochPlanner:
     def num_steps(
         self, progress: Progress, batch_sizes: Mapping[int, int], *, sees_tokens: bool = True
     ) -> int:
-        """Count the steps of :meth:`ahead`; without reading lengths where a schedule sees no tokens in training."""
+        """Count the steps of :meth:`ahead`; without reading lengths where a schedule sees no tokens
+        in training.
+        """
         counts_tokens = self.batching.batch_size_schedule is not None
         if counts_tokens and not sees_tokens and not self.batching.batch_tokens:
             num_steps = 0
@@ -360,7 +384,9 @@ class EpochPlanner:
     def _steps_ahead(
         self, progress: Progress, batch_sizes: Mapping[int, int], *, counts_tokens: bool
     ) -> Iterator[tuple[Progress, int, RowOrder, EpochPlan]]:
-        """Walk as :meth:`ahead` does, but yield the number of a step's rows and the order of its epoch."""
+        """Walk as :meth:`ahead` does, but yield the number of a step's rows and the order of its
+        epoch.
+        """
         progress = replace(progress, rows_per_epoch=self.num_rows)
         for batch_size in batch_sizes.values():
             rule = self.rule(batch_size)
@@ -409,15 +435,20 @@ class EpochPlanner:
     def _mixed(
         self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None = None
     ) -> EpochPlan:
-        """Divide an epoch whose steps so far are not the rule's: these count as large as they were on average."""
-        rows, steps = progress.epoch_rows, progress.epoch_steps
+        """Divide an epoch whose steps so far are not the rule's: these count as large as they were
+        on average.
+        """
+        rows = progress.epoch_rows
+        steps = progress.epoch_steps
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
         left = [size for _, size, _ in self._walk(progress, rule, order)]
         plan = EpochPlan.of_sizes(done + left)
         return replace(plan, rows=self.num_rows, most_steps=self.batching.max_steps_per_epoch)
 
     def _tokens(self, plan: EpochPlan, order: Callable[[], RowOrder]) -> int:
-        """Return the real tokens of the rows that are stepped, of all in their order; 0 where nothing needs them."""
+        """Return the real tokens of the rows that are stepped, of all in their order; 0 where
+        nothing needs them.
+        """
         if not (self._counts_tokens or self.batching.batch_tokens):
             return 0
         used = plan.slots if plan.sizes is None else sum(plan.sizes)
@@ -428,7 +459,8 @@ class EpochPlanner:
     def _walk(
         self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None
     ) -> Iterator[tuple[Progress, int, Progress]]:
-        """Walk through the rest of an epoch: for each step, progress before it, its rows, progress after it.
+        """Walk through the rest of an epoch: for each step, progress before it, its rows, progress
+        after it.
 
         Rows are those over all ranks. Tokens are counted only with an `order`.
         """
@@ -448,13 +480,16 @@ class EpochPlanner:
     def _plan_constant(
         self, order: torch.Tensor, lengths: torch.Tensor | None = None
     ) -> TokenBatchPlan:
-        lengths, divisible = self._rows.lengths if lengths is None else lengths, self._divisible
+        lengths = self._rows.lengths if lengths is None else lengths
+        divisible = self._divisible
         return plan_token_batches(
             lengths, self.batching, ranks=self.ranks, order=order, divisible=divisible
         )
 
     def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int], EpochPlan]:
-        """Plan the rows of each step of an epoch, and the tokens that are requested for each on one device."""
+        """Plan the rows of each step of an epoch, and the tokens that are requested for each on one
+        device.
+        """
         first, *others = self._parts(begin.epoch)
         batches, budgets = self._plan_part(begin, first, used=torch.zeros(0, dtype=torch.int64))
         for part in others:
@@ -467,17 +502,18 @@ class EpochPlanner:
                     batch=budgets[step],
                 )
             rest, budgets_of_rest = self._plan_part(at, part, used=batches.rows[: part.begin])
-            batches, budgets = (
-                batches.followed_by(rest, after=done),
-                budgets[:done] + budgets_of_rest,
-            )
+            batches = batches.followed_by(rest, after=done)
+            budgets = budgets[:done] + budgets_of_rest
         return batches, budgets, EpochPlan.of_sizes(batches.sizes.tolist(), **self.batching.ends)
 
     def _plan_part(
         self, begin: Progress, part: _PlannedBy, *, used: torch.Tensor
     ) -> tuple[TokenBatchPlan, list[int]]:
-        """Plan the steps of the rows that are not used yet, and the tokens that are requested for each on one device."""
-        batching, order = self.batching, self._left(begin.epoch, part, used=used)
+        """Plan the steps of the rows that are not used yet, and the tokens that are requested for
+        each on one device.
+        """
+        batching = self.batching
+        order = self._left(begin.epoch, part, used=used)
         if batching.batch_size_schedule is None:
             assert batching.batch_tokens
             batches = self._plan_constant(order, part.lengths)

@@ -1,4 +1,6 @@
-"""How long each row of a dataset is, measured once by reading all rows, in worker processes where that is worth it, and cached."""
+"""How long each row of a dataset is, measured once by reading all rows, in worker processes where
+that is worth it, and cached.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,12 @@ from adaptive_batch.errors import SettingError
 logger = logging.getLogger("adaptive_batch")
 
 TIMED_SECONDS = 0.5  # measured in this process first, which gives the seconds per row
-WORTHWHILE_SECONDS = 5.0  # workers start in well under a second each, but every one opens its own copy of the dataset
+# workers start in well under a second each, but every one opens its own copy of the dataset
+WORTHWHILE_SECONDS = 5.0
 MAX_WORKERS = 16
 CHUNK_SECONDS = 0.25  # work of one message of a worker: the bar moves, and messages cost little
-STALLED_SECONDS = 60.0  # a forked worker can inherit a lock that nobody releases; a chunk is due after CHUNK_SECONDS
+# a forked worker can inherit a lock that nobody releases; a chunk is due after CHUNK_SECONDS
+STALLED_SECONDS = 60.0
 RECHECKED_ROWS = 8
 _CHECKSUM_BYTES = 32  # SHA-256
 
@@ -38,7 +42,9 @@ Measure = Callable[[int, Any], Numbers]
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured of each row: int64 `[rows, numbers of a row]`; it `is_cached` where it was read from a file."""
+    """What was measured of each row: int64 `[rows, numbers of a row]`; it `is_cached` where it was
+    read from a file.
+    """
 
     numbers: torch.Tensor
     is_cached: bool = False
@@ -110,24 +116,28 @@ def measure_rows(
 ) -> Measured:
     """Measure each row of a dataset, or read what was measured before.
 
-    A cached result is trusted if its checksum, name and number of rows are right and a few rows, the longest
-    among them, are still as it says. The random state of Python, numpy and torch (CPU) is left as it was.
+    A cached result is trusted if its checksum, name and number of rows are right and a few rows,
+    the longest among them, are still as it says. The random state of Python, numpy and torch (CPU)
+    is left as it was.
 
     Args:
         dataset: map-style; need not be picklable.
         measure: ``measure(number, row)`` gives whole numbers, tokens of the row first.
         num_numbers: how many they are.
-        cache_file: named by a fingerprint of all that decides what is measured (data, tokenizer, settings); None caches
-            nothing. One that cannot be read or written is logged.
+        cache_file: named by a fingerprint of all that decides what is measured (data, tokenizer,
+            settings); None caches nothing. One that cannot be read or written is logged.
         reads_cache: False measures whatever the file says, and replaces it.
-        num_workers: None uses all CPUs where the first rows show that it helps; 0 measures in this process; otherwise
-            that many processes. Where they fail, the rest is measured in this process, and the reason is logged.
+        num_workers: None uses all CPUs where the first rows show that it helps; 0 measures in this
+            process; otherwise that many processes. Where they fail, the rest is measured in this
+            process, and the reason is logged.
         show_progress: whether a progress bar is shown on stderr; it needs tqdm.
 
     Raises:
-        SettingError: the dataset has no rows or no length; and what reading and measuring a row raise.
+        SettingError: the dataset has no rows or no length; and what reading and measuring a row
+            raise.
     """
-    num_rows, rows = count_rows(dataset), _Rows(dataset, measure)
+    num_rows = count_rows(dataset)
+    rows = _Rows(dataset, measure)
     with _random_state_kept():
         cached = (
             _read(cache_file, num_rows, num_numbers)
@@ -174,7 +184,8 @@ def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
         count: how many, 1 to the number of rows.
 
     Returns:
-        `count` row numbers, longest first; of rows equally long, the one that comes first in the dataset.
+        `count` row numbers, longest first; of rows equally long, the one that comes first in the
+        dataset.
     """
     assert 1 <= count <= len(lengths)
     order: list[int] = torch.sort(lengths, descending=True, stable=True).indices[:count].tolist()
@@ -193,7 +204,8 @@ class _Rows(Dataset[Numbers | str]):
     """What is measured of each row; the reason where a row cannot be read."""
 
     def __init__(self, dataset: Any, measure: Measure) -> None:
-        self._dataset, self._measure = dataset, measure
+        self._dataset = dataset
+        self._measure = measure
 
     def measured(self, row: int) -> Numbers:
         return self._measure(row, self._dataset[row])
@@ -207,9 +219,11 @@ class _Rows(Dataset[Numbers | str]):
 
 def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[Numbers]:
     """Yield the numbers of each row in order."""
-    start, row = time.monotonic(), 0
+    start = time.monotonic()
+    row = 0
     timed_seconds = TIMED_SECONDS if num_workers is None else 0.0
-    # One row at least is read here even when workers do the rest: what a dataset opens lazily is then open already.
+    # One row at least is read here even when workers do the rest: what a dataset opens lazily is
+    # then open already.
     while row < num_rows and (not row or time.monotonic() - start < timed_seconds):
         yield rows.measured(row)
         row += 1
@@ -232,7 +246,8 @@ def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[N
             yield numbers
             row += 1
     for later in range(row, num_rows):
-        # The row at which a worker failed is read first: a mistake in the dataset raises here, as itself.
+        # The row at which a worker failed is read first: a mistake in the dataset raises here, as
+        # itself.
         yield rows.measured(later)
         if failure and later == row:
             message = (
@@ -242,7 +257,9 @@ def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[N
 
 
 def _worthwhile_workers(seconds_left: float) -> int:
-    """Return how many worker processes to use for work that this process alone would need `seconds_left` for."""
+    """Return how many worker processes to use for work that this process alone would need
+    `seconds_left` for.
+    """
     if not _fork_is_safe() or seconds_left <= WORTHWHILE_SECONDS:
         return 0
     num_cpus = (
@@ -252,7 +269,8 @@ def _worthwhile_workers(seconds_left: float) -> int:
 
 
 def _fork_is_safe() -> bool:
-    # macOS has fork, but its system libraries may crash in the child: https://bugs.python.org/issue33725
+    # macOS has fork, but its system libraries may crash in the child:
+    # https://bugs.python.org/issue33725
     return sys.platform != "darwin" and "fork" in multiprocessing.get_all_start_methods()
 
 
@@ -264,7 +282,8 @@ def _measured_by_workers(
         yield f"there is no safe fork on {sys.platform}"
         return
     try:
-        # Forked, so that the dataset is not pickled. With its own generator, as it would draw from torch's global one.
+        # Forked, so that the dataset is not pickled. With its own generator, as it would draw from
+        # torch's global one.
         chunks = DataLoader(
             rows,
             batch_size=chunk_rows,
@@ -283,7 +302,9 @@ def _measured_by_workers(
 
 @contextlib.contextmanager
 def _random_state_kept() -> Iterator[None]:
-    """Restore the random state: reading a row may draw from it, and a run must not depend on a hit of the cache."""
+    """Restore the random state: reading a row may draw from it, and a run must not depend on a hit
+    of the cache.
+    """
     python_state = random.getstate()
     numpy_random = sys.modules.get("numpy.random")
     numpy_state = None if numpy_random is None else numpy_random.get_state()
@@ -308,7 +329,9 @@ def _checksum(path: Path, packed: bytes) -> bytes:
 
 
 def _read(path: Path, num_rows: int, num_numbers: int) -> torch.Tensor | None:
-    """Read a cache file; None where there is none, and where there is none to be trusted, which is logged."""
+    """Read a cache file; None where there is none, and where there is none to be trusted, which is
+    logged.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:

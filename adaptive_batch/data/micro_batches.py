@@ -1,4 +1,6 @@
-"""The rows of a step into micro-batches that one forward and backward may hold: pure functions, no device."""
+"""The rows of a step into micro-batches that one forward and backward may hold: pure functions, no
+device.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ class LayoutKind:
     Attributes:
         pads: whether the rows of a micro-batch are padded to the longest.
         sorts: whether rows are sorted by length before they are cut, whatever the limit counts.
-        cut: ``cut(lengths, limit, layout)`` cuts rows of these padded lengths; returns their positions.
+        cut: ``cut(lengths, limit, layout)`` cuts rows of these padded lengths; returns their
+            positions.
     """
 
     pads: bool
@@ -63,7 +66,8 @@ class MicroBatchLimit:
 
 @dataclass(frozen=True)
 class MicroBatchTime:
-    """What forward and backward of a micro-batch take, modelled; in seconds where it was measured, else in any unit.
+    """What forward and backward of a micro-batch take, modelled; in seconds where it was measured,
+    else in any unit.
 
     Attributes:
         fixed: whatever it holds: launching kernels, gathering and reducing parameters.
@@ -93,10 +97,12 @@ class MicroBatchLayout:
     """How the rows of a micro-batch lie in it, and what the shapes of micro-batches must keep to.
 
     Attributes:
-        kind: ``padded``: rows are padded to the longest, and there are as few micro-batches as can be; ``grouped``: the same,
-            rows sorted by length and cut where they take least time; ``packed``: rows lie one after the other, without padding.
+        kind: ``padded``: rows are padded to the longest, and there are as few micro-batches as can
+            be; ``grouped``: the same, rows sorted by length and cut where they take least time;
+            ``packed``: rows lie one after the other, without padding.
         time: that a micro-batch takes.
-        uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one length; ``both``; or None.
+        uniform: ``rows``: as many rows in all micro-batches of a step; ``lengths``: padded to one
+            length; ``both``; or None.
         pad_to_multiple_of: padded lengths are rounded up to a multiple of it.
         longest: what the model takes at most, which no rounding passes; None for no limit.
         shortest: rows are padded to this many tokens at least.
@@ -133,19 +139,25 @@ class MicroBatchLayout:
         return replace(self, kind=kind, time=time)
 
     def padded(self, length: int) -> int:
-        """Return the length, in tokens, that rows of up to `length` tokens are padded to; at least one, which a model needs."""
+        """Return the length, in tokens, that rows of up to `length` tokens are padded to; at least
+        one, which a model needs.
+        """
         length = max(1, self.shortest, length)
         rounded = round_up(length, self.pad_to_multiple_of)
         return rounded if self.longest is None else max(length, min(rounded, self.longest))
 
     def padded_tokens(self, lengths: Sequence[int]) -> int:
-        """Return the tokens that a micro-batch of rows of these lengths runs: packed their sum, else rows x the longest."""
+        """Return the tokens that a micro-batch of rows of these lengths runs: packed their sum,
+        else rows x the longest.
+        """
         if self.pads:
             return len(lengths) * self.padded(max(lengths, default=0))
         return sum(lengths)
 
     def rows_within(self, limit: MicroBatchLimit, length: int) -> int:
-        """Return how many rows of `length` tokens a micro-batch may hold; one row is always allowed."""
+        """Return how many rows of `length` tokens a micro-batch may hold; one row is always
+        allowed.
+        """
         return max(
             1,
             limit.amount if limit.unit == "rows" else limit.amount // self.padded_tokens([length]),
@@ -178,7 +190,8 @@ class MicroBatch:
 
 
 def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
-    """Split the rows of a step batch, in order, into micro-batches of `micro_batch_size` rows; the last may have fewer.
+    """Split the rows of a step batch, in order, into micro-batches of `micro_batch_size` rows; the
+    last may have fewer.
 
     Raises:
         ValueError: `micro_batch_size` is below 1.
@@ -192,11 +205,12 @@ def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]
 
 
 def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Group the rows of a step batch, of these lengths, into micro-batches of at most so many padded tokens, rows x longest.
+    """Group the rows of a step batch, of these lengths, into micro-batches of at most so many
+    padded tokens, rows x longest.
 
     Returns:
-        Positions of rows: as few micro-batches as there can be and, of such, those with the least padding; the ones
-        with the longest rows first. The same lengths always give the same answer.
+        Positions of rows: as few micro-batches as there can be and, of such, those with the least
+        padding; the ones with the longest rows first. The same lengths always give the same answer.
 
     Raises:
         ValueError: a row is longer than `max_tokens`.
@@ -204,7 +218,8 @@ def split_by_tokens(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     for row, length in enumerate(lengths):
         if length > max_tokens:
             raise ValueError(
-                f"max_tokens={max_tokens}: row {row} has {length} tokens; give {max(lengths)} or more"
+                f"max_tokens={max_tokens}: row {row} has {length} tokens; give {max(lengths)} or"
+                " more"
             )
     return _grouped(lengths, max_tokens)
 
@@ -214,9 +229,10 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Split the rows of a step into micro-batches, as limit and layout ask for.
 
-    Padded there are as few as can be: by rows they stay in their order, by tokens they are grouped by length. Grouped, the
-    time that the layout models is least. Packed they stay in their order by rows, and by tokens are as few as first-fit
-    decreasing finds. A row that alone is above the limit is a micro-batch by itself.
+    Padded there are as few as can be: by rows they stay in their order, by tokens they are grouped
+    by length. Grouped, the time that the layout models is least. Packed they stay in their order by
+    rows, and by tokens are as few as first-fit decreasing finds. A row that alone is above the
+    limit is a micro-batch by itself.
 
     Args:
         lengths: tokens of each row of the step.
@@ -273,19 +289,24 @@ def _cut_packed(
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
-    """Return the largest whole number that divides `number` and is at most `at_most`; 1 always does."""
+    """Return the largest whole number that divides `number` and is at most `at_most`; 1 always
+    does.
+    """
     return next(divisor for divisor in range(min(number, at_most), 0, -1) if number % divisor == 0)
 
 
 def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group as :func:`split_by_tokens`; a row longer than `max_tokens` is a group by itself.
 
-    Rows sorted by length are cut into consecutive groups, which some best grouping always is: swapping two rows so that
-    the shorter lies in the group with the shorter longest row lengthens neither. For each number of shortest rows in turn:
-    the fewest groups of them, and the least padded tokens with so few. Takes time in rows x rows of a group.
+    Rows sorted by length are cut into consecutive groups, which some best grouping always is:
+    swapping two rows so that the shorter lies in the group with the shorter longest row lengthens
+    neither. For each number of shortest rows in turn: the fewest groups of them, and the least
+    padded tokens with so few. Takes time in rows x rows of a group.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    fewest, area, begin = [0], [0], [0]
+    fewest = [0]
+    area = [0]
+    begin = [0]
     for end, row in enumerate(order, start=1):
         longest = lengths[row]
         best = first = max(0, end - max(1, max_tokens // max(1, longest)))
@@ -294,7 +315,8 @@ def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
             if fewest[start] > fewest[first]:
                 break
             if (tokens := area[start] + (end - start) * longest) < least:
-                best, least = start, tokens
+                best = start
+                least = tokens
         fewest.append(fewest[first] + 1)
         area.append(least)
         begin.append(best)
@@ -302,8 +324,11 @@ def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def _cut(order: Sequence[int], begin: Sequence[int]) -> list[list[int]]:
-    """Cut rows into groups from the end, `begin` being where the group that ends at each position begins."""
-    groups, end = [], len(order)
+    """Cut rows into groups from the end, `begin` being where the group that ends at each position
+    begins.
+    """
+    groups = []
+    end = len(order)
     while end:
         groups.append(sorted(order[begin[end] : end]))
         end = begin[end]
@@ -313,13 +338,15 @@ def _cut(order: Sequence[int], begin: Sequence[int]) -> list[list[int]]:
 def _grouped_by_time(
     lengths: Sequence[int], most: Sequence[int], time: MicroBatchTime
 ) -> list[list[int]]:
-    """Group rows so that the sum of the groups' times is least; `most` has for each row the rows of a group that it is longest of.
+    """Group rows so that the sum of the groups' times is least; `most` has for each row the rows of
+    a group that it is longest of.
 
     As in :func:`_grouped`, rows sorted by length are cut into neighbours.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     of_row = time.of_row(torch.tensor([lengths[row] for row in order])).tolist()
-    least, begin = torch.zeros(len(order) + 1, dtype=torch.float64), [0]
+    least = torch.zeros(len(order) + 1, dtype=torch.float64)
+    begin = [0]
     fewer = torch.arange(len(order), -1, -1, dtype=torch.float64)
     for end, row in enumerate(order, start=1):
         first = max(0, end - most[row])
@@ -332,7 +359,9 @@ def _grouped_by_time(
 
 
 def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Put rows, the longest first, each into the first micro-batch that has room (first-fit decreasing: Johnson, 1973)."""
+    """Put rows, the longest first, each into the first micro-batch that has room (first-fit
+    decreasing: Johnson, 1973).
+    """
     pieces: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):

@@ -190,7 +190,9 @@ class SamplerOrder:
         return _SampledOrder(self, epoch)
 
     def read(self, epoch: int, begin: int, end: int) -> torch.Tensor:
-        """Return a part of the order of an epoch: of the current one, or of the next, which begins so."""
+        """Return a part of the order of an epoch: of the current one, or of the next, which begins
+        so.
+        """
         if epoch != self._epoch:
             self._begin(epoch)
         self._numbers += [

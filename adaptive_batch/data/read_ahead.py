@@ -14,7 +14,8 @@ import torch
 
 from adaptive_batch._torch import disable_current_modes
 
-# One row is read at a time: datasets may share a file. None is half read as the process forks, or ends with a thread in a library.
+# One row is read at a time: datasets may share a file. None is half read as the process forks, or
+# ends with a thread in a library.
 _reading = threading.RLock()
 atexit.register(_reading.acquire, timeout=10.0)
 if hasattr(os, "register_at_fork"):
@@ -24,15 +25,18 @@ if hasattr(os, "register_at_fork"):
 
 
 class ReadAhead:
-    """A map-style dataset whose rows a thread reads before they are asked for; it reads them alike in any thread and order.
+    """A map-style dataset whose rows a thread reads before they are asked for; it reads them alike
+    in any thread and order.
 
-    What is expected is a hint: any other row is read when it is asked for, and so is one that fails in the thread, to raise its
-    error there. After a failure the thread reads no more; nor where one of the first rows draws random numbers (Python's,
-    numpy's or torch's), which training would then draw in another order.
+    What is expected is a hint: any other row is read when it is asked for, and so is one that fails
+    in the thread, to raise its error there. After a failure the thread reads no more; nor where one
+    of the first rows draws random numbers (Python's, numpy's or torch's), which training would then
+    draw in another order.
     """
 
     def __init__(self, dataset: Any) -> None:
-        self._dataset, self._is_running = dataset, False
+        self._dataset = dataset
+        self._is_running = False
         self._rows: dict[int, Any] = {}
         self._expected: dict[int, None] = {}  # in their order
         self._unwatched = (
@@ -79,7 +83,8 @@ class ReadAhead:
                         self._rows[number] = self._dataset[number]
                         self._expected.pop(number, None)
                 except BaseException:
-                    self._unwatched, self._expected = -1, {}
+                    self._unwatched = -1
+                    self._expected = {}
                 self._is_running = bool(self._expected)
 
 

@@ -10,10 +10,12 @@ from torch.utils.data import DataLoader
 
 
 class RowReader:
-    """Reads the rows of a dataset in this process, a step at a time, so that a step may have any number of them.
+    """Reads the rows of a dataset in this process, a step at a time, so that a step may have any
+    number of them.
 
     Args:
-        dataset: map-style; its rows are returned as they are. If it has ``expect``, it is told which rows are likely next.
+        dataset: map-style; its rows are returned as they are. If it has ``expect``, it is told
+            which rows are likely next.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -25,7 +27,9 @@ class RowReader:
         self._rows: Iterator[Any] | None = None
 
     def begin(self) -> None:
-        """Begin an epoch by torch's own loader, which draws a random number then, as it does in torchtune's recipes."""
+        """Begin an epoch by torch's own loader, which draws a random number then, as it does in
+        torchtune's recipes.
+        """
         self._requested.clear()
         requested: Iterator[int] = iter(self._requested.popleft, None)
         loader: DataLoader[Any] = DataLoader(

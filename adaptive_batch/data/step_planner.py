@@ -34,7 +34,8 @@ Event = Callable[..., object]  # event(kind, message, **facts)
 
 
 class Sizer(Protocol):
-    """What one micro-batch may hold, where so many rows run at once if they fit; and how its rows lie in it.
+    """What one micro-batch may hold, where so many rows run at once if they fit; and how its rows
+    lie in it.
 
     `max_batch_size` is the most rows that were tried and fit; None where that is unknown.
     """
@@ -51,7 +52,8 @@ class PlannedRows:
 
     Attributes:
         progress: progress before the step, with the batch that is requested for it.
-        rows_at_once: rows of a micro-batch, or with a schedule of the step, that run at once if they fit.
+        rows_at_once: rows of a micro-batch, or with a schedule of the step, that run at once if
+            they fit.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
         following: row numbers that this rank is likely to take next.
@@ -69,9 +71,11 @@ class PlannedRows:
         return [self.numbers[position] for position in self.positions]
 
     def small_rows(self) -> tuple[int, ...]:
-        """Return which of this rank's rows are in the step's small batch: a quarter over all ranks, drawn at random.
+        """Return which of this rank's rows are in the step's small batch: a quarter over all ranks,
+        drawn at random.
 
-        The first would not do: with `batch_tokens` a step begins with a row that the one before had no room for, a long one.
+        The first would not do: with `batch_tokens` a step begins with a row that the one before had
+        no room for, a long one.
         """
         num_rows = len(self.numbers)
         generator = torch.Generator().manual_seed(self.progress.epoch_rows + num_rows)
@@ -85,21 +89,26 @@ class StepPlanner:
     Args:
         rows: rows of an epoch.
         batching: batching as configured.
-        sizer: decides what one micro-batch may hold; rows are balanced across the ranks so that these are even.
+        sizer: decides what one micro-batch may hold; rows are balanced across the ranks so that
+            these are even.
         ranks: a step has `batch_size` rows for each of so many; None for those that there are.
         counts_tokens: the tokens of an epoch must be known.
-        divides_ahead: whether an epoch is divided into steps before it is trained, which may read lengths and ask rules, also
-            where no clock counts tokens.
+        divides_ahead: whether an epoch is divided into steps before it is trained, which may read
+            lengths and ask rules, also where no clock counts tokens.
         first_batch_size: batch that training begins with; None for the one of the first step.
-        asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which :func:`agree_on_step` compares.
+        asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
+            :func:`agree_on_step` compares.
         order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 
     Attributes:
         epochs: divides epochs into steps, also ahead of training.
-        batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a step now.
-        first_batch_size: what it was when training began; the schedule of the learning rate counts in steps of this.
-        saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller device.
+        batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a
+            step now.
+        first_batch_size: what it was when training began; the schedule of the learning rate counts
+            in steps of this.
+        saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
+            device.
     """
 
     def __init__(
@@ -164,7 +173,8 @@ class StepPlanner:
     def reference(self) -> EpochPlan:
         """An epoch of a constant batch, in whose steps the schedule of the learning rate counts."""
         if self._reference is None:
-            # with a batch schedule, the configured batch is the one that the rate's schedule was chosen for
+            # with a batch schedule, the configured batch is the one that the rate's schedule was
+            # chosen for
             scheduled = self.batching.batch_size_schedule is not None
             self._reference = self.epochs.constant(
                 self.batching.batch_size if scheduled else self.first_batch_size or self.batch_size
@@ -172,10 +182,11 @@ class StepPlanner:
         return self._reference
 
     def pace(self, plan: EpochPlan | None = None) -> Pace:
-        """Return what the clock of the rate counts by, in an epoch that is divided by a plan; None for the current one.
+        """Return what the clock of the rate counts by, in an epoch that is divided by a plan; None
+        for the current one.
 
-        A schedule of the batch that follows the rate, and a script that drops no row, count by the constant batch: that is
-        as good, and known without dividing the epoch.
+        A schedule of the batch that follows the rate, and a script that drops no row, count by the
+        constant batch: that is as good, and known without dividing the epoch.
         """
         if isinstance(self.batching.batch_size_schedule, Seesaw) or not self._divides_ahead:
             plan = self.reference
@@ -198,18 +209,24 @@ class StepPlanner:
     def couple(self, schedule: Callable[[float], float], clock: Clock) -> None:
         """Couple a batch schedule that follows the rate to the rate's own, a function of the clock.
 
-        Both read one clock, that of an epoch of the constant batch: however the batch grows, the rate's schedule takes as much data.
+        Both read one clock, that of an epoch of the constant batch: however the batch grows, the
+        rate's schedule takes as much data.
 
         Raises:
-            SettingError: the clock counts steps, or an epoch ends by them: there are fewer then for the same data.
+            SettingError: the clock counts steps, or an epoch ends by them: there are fewer then for
+                the same data.
         """
-        batching, rule = self.batching, self.batching.batch_size_schedule
+        batching = self.batching
+        rule = self.batching.batch_size_schedule
         assert isinstance(rule, Seesaw)
         if clock.warmup != clock.decay or clock.decay == "steps":
             remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
             raise SettingError("lr_clock", str(clock), remedy)
         if (most := batching.max_steps_per_epoch) is not None:
-            remedy = f"{rule} takes fewer steps for the same data, so that these would be more of it; set it to null, in a new run"
+            remedy = (
+                f"{rule} takes fewer steps for the same data, so that these would be more of it;"
+                " set it to null, in a new run"
+            )
             raise SettingError(
                 "max_steps_per_epoch", most, f"{remedy}, and take fewer rows of the dataset"
             )
@@ -222,7 +239,8 @@ class StepPlanner:
 
         self.epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
 
-    # --- epochs -----------------------------------------------------------------------------------------------------
+    # --- epochs
+    # -----------------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -231,7 +249,8 @@ class StepPlanner:
         batch_size: int | None = None,
         first_batch_size: int | None = None,
     ) -> Progress:
-        """Begin the first epoch of this run, or resume it; find the constant batch that schedules count in.
+        """Begin the first epoch of this run, or resume it; find the constant batch that schedules
+        count in.
 
         Args:
             progress: where training is.
@@ -249,7 +268,9 @@ class StepPlanner:
         return progress
 
     def take_batch_size(self, batch_size: int, *, is_first: bool = False) -> None:
-        """Take the batch that a search has found, or that the user has set; it may be the one that training begins with."""
+        """Take the batch that a search has found, or that the user has set; it may be the one that
+        training begins with.
+        """
         self.batch_size = batch_size
         if is_first:
             self.first_batch_size = batch_size
@@ -260,7 +281,8 @@ class StepPlanner:
         self.saved_maximum = 0
 
     def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
-        """Grow the batch by the growth function, and plan the epoch's steps; or resume within an epoch.
+        """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
+        epoch.
 
         With a `batch_size` that is known, no rule is called.
         """
@@ -269,7 +291,8 @@ class StepPlanner:
         elif progress.epoch_steps == 0:
             self._grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
-        self._at, self._plan = progress, None
+        self._at = progress
+        self._plan = None
         if self.epochs.begin(progress):
             self._log_replanned(
                 progress, "rows are not as long as they were when the checkpoint was saved"
@@ -283,7 +306,8 @@ class StepPlanner:
 
     def start_epoch(self, progress: Progress) -> None:
         """Order the rows of the epoch from progress on; log the rows that no step can hold."""
-        batching, epoch = self.batching, progress.epoch
+        batching = self.batching
+        epoch = progress.epoch
         self._order = self.epochs.order(progress)
         if not batching.batch_tokens:
             return
@@ -305,7 +329,9 @@ class StepPlanner:
 
     def num_steps(self, progress: Progress, epochs: int, *, sees_tokens: bool = True) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
-        sizes, batch_size, function = {}, self.batch_size, self.batching.batch_increase_function
+        sizes = {}
+        batch_size = self.batch_size
+        function = self.batching.batch_increase_function
         for epoch in range(progress.epoch, epochs):
             if function is not None and (epoch > progress.epoch or self.grows_now(progress)):
                 batch_size = next_batch_size(
@@ -314,7 +340,8 @@ class StepPlanner:
             sizes[epoch] = batch_size
         return self.epochs.num_steps(progress, sizes, sees_tokens=sees_tokens)
 
-    # --- steps ------------------------------------------------------------------------------------------------------
+    # --- steps
+    # ------------------------------------------------------------------------------------------------------
 
     def next_step(self, progress: Progress) -> PlannedRows | None:
         """Return the rows of the step at a progress; None where the epoch is over."""
@@ -337,7 +364,8 @@ class StepPlanner:
         )
 
     def plan_again(self, progress: Progress) -> bool:
-        """Return whether rows were not as long as cached lengths say, so that the rest of the epoch is planned again.
+        """Return whether rows were not as long as cached lengths say, so that the rest of the epoch
+        is planned again.
 
         A collective, if lengths came from a cache.
         """
@@ -346,20 +374,26 @@ class StepPlanner:
             self._event("recounted", f"{changed}: the lengths that were cached are dropped")
         if not changed or not self.epochs.depends_on_lengths:
             return False
-        self._at, self._plan = progress, None
+        self._at = progress
+        self._plan = None
         self.epochs.begin(progress)
         self._log_replanned(progress, changed)
         self.start_epoch(progress)
         return True
 
     def _log_replanned(self, progress: Progress, why: str) -> None:
-        message = f"{why}: all rows are counted again, and what is left of epoch {progress.epoch} is planned by that"
+        message = (
+            f"{why}: all rows are counted again, and what is left of epoch {progress.epoch} is"
+            " planned by that"
+        )
         self._event("replanned", message, epoch=progress.epoch, position=progress.epoch_rows)
 
     def size_of_step(
         self, step: PlannedRows, rows: Sequence[Mapping[str, Any]], *, in_tokens: bool
     ) -> int:
-        """Return the size of a step over all ranks, in rows or real tokens; this rank has `rows` of it."""
+        """Return the size of a step over all ranks, in rows or real tokens; this rank has `rows` of
+        it.
+        """
         if not in_tokens:
             return len(step.numbers)
         if distributed.data_parallel_size() == 1:
@@ -369,14 +403,12 @@ class StepPlanner:
     def rows_of_rank(self, numbers: Sequence[int], limit: MicroBatchLimit) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among `numbers`.
 
-        They are balanced by tokens where micro-batches are made by tokens or by length; else they are distributed in turn, as torch's
-        sampler does.
+        They are balanced by tokens where micro-batches are made by tokens or by length; else they
+        are distributed in turn, as torch's sampler does.
         """
-        ranks, rank, layout = (
-            distributed.data_parallel_size(),
-            distributed.data_parallel_rank(),
-            self.sizer.layout,
-        )
+        ranks = distributed.data_parallel_size()
+        rank = distributed.data_parallel_rank()
+        layout = self.sizer.layout
         if ranks == 1:
             return range(len(numbers))
         if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
@@ -384,20 +416,24 @@ class StepPlanner:
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]
 
-    # --- rules ------------------------------------------------------------------------------------------------------
+    # --- rules
+    # ------------------------------------------------------------------------------------------------------
 
     def grows_now(self, progress: Progress) -> bool:
         """Return whether the growth function is called at this point: as an epoch begins, once."""
         return not progress.epoch_steps and progress.epoch > self._grown_in
 
     def _follow(self, progress: Progress) -> int:
-        """Return the requested rows of the next step on one device; with a schedule the batch size becomes that."""
+        """Return the requested rows of the next step on one device; with a schedule the batch size
+        becomes that.
+        """
         rule = self.batching.batch_size_schedule
         if rule is None or self.batching.batch_tokens:
             return self.batch_size * self.batching.gradient_accumulation_steps
         batch = self._on_all_ranks(lambda: request_batch(rule, progress, maximum=self.maximum))
         if batch.after != self.batch_size or not (progress.steps or self._logged):
-            # a ramp may change it with each step: what is near to what was printed last is written to the run log only
+            # a ramp may change it with each step: what is near to what was printed last is written
+            # to the run log only
             prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
             self._logged = batch.after if prints else self._logged
             self._change(batch, "step", progress.steps, prints=prints)
@@ -405,7 +441,8 @@ class StepPlanner:
 
     def _grow(self, epoch: int) -> None:
         """Add the rows of the growth function to the batch."""
-        function, before = self.batching.batch_increase_function, self.batch_size
+        function = self.batching.batch_increase_function
+        before = self.batch_size
         is_over = self.batching.epochs is not None and epoch >= self.batching.epochs
         if function is not None and epoch > self._grown_in and not is_over:
             batch = distributed.from_rank_zero(
@@ -417,11 +454,13 @@ class StepPlanner:
             self._change(batch, "epoch", epoch)
 
     def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
-        before, self.batch_size = self.batch_size, batch.after
+        before = self.batch_size
+        self.batch_size = batch.after
         facts = {unit: at, "before": before, "requested": batch.requested, "after": batch.after}
         self._event("batch_size", f"{unit} {at}: {batch.describe(before)}", prints=prints, **facts)
 
-    # --- state ------------------------------------------------------------------------------------------------------
+    # --- state
+    # ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs besides progress, as plain values."""

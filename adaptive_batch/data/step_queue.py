@@ -18,7 +18,9 @@ class _Lengths(Protocol):
 
 @dataclass
 class _HandedOut:
-    """A step that is not done, and the real tokens of its rows over all ranks, as far as they are counted."""
+    """A step that is not done, and the real tokens of its rows over all ranks, as far as they are
+    counted.
+    """
 
     step: PlannedRows
     tokens: int = 0
@@ -30,11 +32,13 @@ class _HandedOut:
 
 
 class StepQueue:
-    """Hands out the steps of an epoch, as far ahead as they are asked for; progress moves as they are done.
+    """Hands out the steps of an epoch, as far ahead as they are asked for; progress moves as they
+    are done.
 
     Args:
         planner: plans the steps.
-        lengths: counts the tokens of rows, which a rule may read ahead of training; None where its user counts them.
+        lengths: counts the tokens of rows, which a rule may read ahead of training; None where its
+            user counts them.
 
     Attributes:
         progress: what training has consumed: the steps that are done.
@@ -69,7 +73,9 @@ class StepQueue:
         self._is_begun = True
 
     def steps(self) -> Iterator[PlannedRows]:
-        """Yield the steps that are left of the current epoch; what was handed out before and is not done comes again."""
+        """Yield the steps that are left of the current epoch; what was handed out before and is not
+        done comes again.
+        """
         self._ahead.clear()
         if not self._is_begun:
             self.begin_epoch()
@@ -94,7 +100,9 @@ class StepQueue:
         self._ahead[-1].tokens = tokens
 
     def plan_again(self) -> bool:
-        """Return whether the step that was handed out last is taken back, as rows are not as long as was planned."""
+        """Return whether the step that was handed out last is taken back, as rows are not as long
+        as was planned.
+        """
         if not self._planner.plan_again(self._progress):
             return False
         self._ahead.pop()
@@ -111,8 +119,10 @@ class StepQueue:
         """Count the oldest step that was handed out as done; return the progress after it.
 
         Args:
-            tokens: its real tokens over all ranks; None for those that were counted as it was handed out.
-            ends_epoch: whether the next epoch begins with the last step of this one; else :meth:`end_epoch` begins it.
+            tokens: its real tokens over all ranks; None for those that were counted as it was
+                handed out.
+            ends_epoch: whether the next epoch begins with the last step of this one; else
+                :meth:`end_epoch` begins it.
             measured: what else of progress the step has measured, such as its `noise_scale`.
 
         Raises:

@@ -1,4 +1,6 @@
-"""Rows into batches of a budget of tokens, one budget or one for each step: pure, no device, time close to linear in the rows."""
+"""Rows into batches of a budget of tokens, one budget or one for each step: pure, no device, time
+close to linear in the rows.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ class TokenBatchPlan:
 
     Attributes:
         rows: int64 ``[kept rows]``, row numbers in the order of use, each once.
-        starts: int64 ``[batches + 1]``, where each batch starts in `rows`; the last is the number of kept rows.
+        starts: int64 ``[batches + 1]``, where each batch starts in `rows`; the last is the number
+            of kept rows.
         dropped: int64, numbers of the rows that are in no batch (``long_rows="drop"``), each once.
     """
 
@@ -47,7 +50,9 @@ class TokenBatchPlan:
         return self.starts.diff()
 
     def followed_by(self, rest: TokenBatchPlan, *, after: int) -> TokenBatchPlan:
-        """Return the plan whose first `after` batches are these, and whose others are those of `rest`."""
+        """Return the plan whose first `after` batches are these, and whose others are those of
+        `rest`.
+        """
         begin = int(self.starts[after])
         rows = torch.cat([self.rows[:begin], rest.rows])
         return TokenBatchPlan(
@@ -79,7 +84,8 @@ def batches_by_tokens(
     Args:
         lengths: int ``[rows]``, tokens of each row.
         max_tokens: the most tokens of a batch.
-        order, window, seed, epoch: the order in which the rows are taken, see :func:`~adaptive_batch.data.row_order`.
+        order, window, seed, epoch: the order in which the rows are taken, see
+            :func:`~adaptive_batch.data.row_order`.
         min_rows, max_rows, count, long_rows: see :func:`plan_batches`.
         verbose: log how full the batches are.
 
@@ -87,7 +93,8 @@ def batches_by_tokens(
         Row numbers of each batch.
 
     Raises:
-        SettingError: an argument cannot be used; it names the argument, its value and a suggested fix.
+        SettingError: an argument cannot be used; it names the argument, its value and a suggested
+            fix.
     """
     lengths = torch.as_tensor(lengths if len(lengths) else torch.zeros(0, dtype=torch.int64))
     if lengths.ndim != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
@@ -130,28 +137,32 @@ def plan_batches(
     long_rows: str = "error",
     divisible: bool = False,
 ) -> TokenBatchPlan:
-    """Plan batches that are filled to a budget of tokens; every row of `order` is in one of them, or listed as dropped.
+    """Plan batches that are filled to a budget of tokens; every row of `order` is in one of them,
+    or listed as dropped.
 
-    Rows are taken in order; a batch is closed when the next row would take it beyond `max_tokens` or `max_rows`. One
-    that would then have too few rows stays open: rows that do not fit wait, and come first afterwards, while later rows that
-    fit are added. At the end of the epoch what is left is combined, the longest with the shortest, and only rows for which
-    no partner is left are in batches below `min_rows`.
+    Rows are taken in order; a batch is closed when the next row would take it beyond `max_tokens`
+    or `max_rows`. One that would then have too few rows stays open: rows that do not fit wait, and
+    come first afterwards, while later rows that fit are added. At the end of the epoch what is left
+    is combined, the longest with the shortest, and only rows for which no partner is left are in
+    batches below `min_rows`.
 
     Args:
         lengths: int ``[rows]``, tokens of each row, 1 or more.
         max_tokens: the most tokens of a batch.
-        order: int64, row numbers in the order in which to take them, each at most once; None takes all as they come.
+        order: int64, row numbers in the order in which to take them, each at most once; None takes
+            all as they come.
         min_rows: rows that a batch should have at least.
         max_rows: rows that a batch may have; None for no limit.
         count: ``padded`` counts rows x longest, ``real`` the sum of lengths.
-        long_rows: what becomes of a row that alone is longer than `max_tokens`: ``error``, ``drop``, or ``alone``, a
-            batch of one row.
-        divisible: each batch but the last has a multiple of 1/8 to 1/16 of its rows, a power of two, so that it divides
-            into equal micro-batches; at most 1/8 fewer than would fit, unless that is below `min_rows`.
+        long_rows: what becomes of a row that alone is longer than `max_tokens`: ``error``,
+            ``drop``, or ``alone``, a batch of one row.
+        divisible: each batch but the last has a multiple of 1/8 to 1/16 of its rows, a power of
+            two, so that it divides into equal micro-batches; at most 1/8 fewer than would fit,
+            unless that is below `min_rows`.
 
     Raises:
-        SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows do not fit in one
-            batch.
+        SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows
+            do not fit in one batch.
     """
     lengths = torch.as_tensor(lengths, dtype=torch.int64)
     if len(lengths) and int(lengths.min()) < 1:
@@ -166,11 +177,16 @@ def plan_batches(
     is_long = rows.sizes > max_tokens
     dropped = numbers[:0]
     if long_rows == "error" and is_long.any():
-        row, longest = int(numbers[is_long][0]), int(rows.sizes.max())
-        remedy = f"row {row} alone has {int(lengths[row])} tokens; give {longest} or more, or set long_rows to drop or alone"
+        row = int(numbers[is_long][0])
+        longest = int(rows.sizes.max())
+        remedy = (
+            f"row {row} alone has {int(lengths[row])} tokens; give {longest} or more, or set"
+            " long_rows to drop or alone"
+        )
         raise SettingError("max_tokens", max_tokens, remedy)
     if long_rows == "drop":
-        dropped, rows = numbers[is_long], rows.pick(~is_long)
+        dropped = numbers[is_long]
+        rows = rows.pick(~is_long)
     return TokenBatchPlan(*fill_batches(rows, limits), dropped)
 
 
@@ -186,14 +202,17 @@ def plan_batches_by_rule(
     long_rows: str,
     divisible: bool,
 ) -> tuple[TokenBatchPlan, list[int]]:
-    """Plan an epoch, each step of which is filled to the real tokens that a rule requests at the beginning of the step.
+    """Plan an epoch, each step of which is filled to the real tokens that a rule requests at the
+    beginning of the step.
 
-    With a rule that always answers the same this is ``plan_batches(..., count="real")``. With `min_rows` above 1 rows wait
-    for others, so all that is left is planned again whenever the budget changes.
+    With a rule that always answers the same this is ``plan_batches(..., count="real")``. With
+    `min_rows` above 1 rows wait for others, so all that is left is planned again whenever the
+    budget changes.
 
-    What becomes of a row that is longer than a budget does not depend on where the order has put it. ``error`` refuses every
-    budget below the longest row of the epoch. With ``drop`` the row waits for a budget that holds it, and is dropped only
-    when none came before the epoch ends. ``alone`` makes a step of it when its turn comes.
+    What becomes of a row that is longer than a budget does not depend on where the order has put
+    it. ``error`` refuses every budget below the longest row of the epoch. With ``drop`` the row
+    waits for a budget that holds it, and is dropped only when none came before the epoch ends.
+    ``alone`` makes a step of it when its turn comes.
 
     Args:
         lengths: int64 ``[rows]``, real tokens of each row, 1 or more.
@@ -201,13 +220,15 @@ def plan_batches_by_rule(
         order: int64, row numbers in the order in which to take them, each at most once.
         progress: at the beginning of the epoch; it advances from step to step as training will.
         ranks: devices; a step is filled to as many times what the rule requests.
-        min_rows, max_rows, long_rows, divisible: see :func:`plan_batches`, of a step on all devices.
+        min_rows, max_rows, long_rows, divisible: see :func:`plan_batches`, of a step on all
+            devices.
 
     Returns:
         The batches; and the tokens that were requested for each on one device.
 
     Raises:
-        SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows do not fit in one batch.
+        SettingError: an argument cannot be used, a row is too long, or the shortest `min_rows` rows
+            do not fit in one batch.
         GrowthFunctionError: the rule failed, or answers otherwise when it is called again.
     """
 
@@ -247,7 +268,10 @@ def plan_batches_by_rule(
     while not is_last:
         budget = request_batch(rule, progress, maximum=None).after
         if long_rows == "error" and longest > budget * ranks:
-            remedy = f"these are the tokens of step {progress.steps} on one device, and a row alone has {longest}"
+            remedy = (
+                f"these are the tokens of step {progress.steps} on one device, and a row alone has"
+                f" {longest}"
+            )
             least = -(-longest // ranks)
             raise SettingError(
                 KEY, budget, f"{remedy}; return {least} or more, or set long_rows to drop or alone"
@@ -269,8 +293,8 @@ def plan_batches_by_rule(
     for begin, budget in zip(begins, budgets, strict=True):
         if (again := request_batch(rule, begin, maximum=None).after) != budget:
             raise GrowthFunctionError(
-                f"{KEY} {rule!r} returned {budget}, and {again} when called again: with batch_tokens it must be a function of "
-                "progress alone"
+                f"{KEY} {rule!r} returned {budget}, and {again} when called again: with"
+                " batch_tokens it must be a function of progress alone"
             )
     starts = torch.tensor([0, *map(len, batches)]).cumsum(0)
     rows = torch.tensor([*chain.from_iterable(batches)], dtype=torch.int64)
@@ -278,31 +302,36 @@ def plan_batches_by_rule(
 
 
 class _InOrder:
-    """Rows by their place in the order, handed out in order but for those that wait for a larger budget, counted in real tokens."""
+    """Rows by their place in the order, handed out in order but for those that wait for a larger
+    budget, counted in real tokens.
+    """
 
     def __init__(self, sizes: list[int], limits: Limits) -> None:
-        self._sizes, self._limits = sizes, limits
+        self._sizes = sizes
+        self._limits = limits
         self._waiting: list[int] = []
         self._coming = 0
 
     def next_batch(self, budget: int) -> tuple[list[int], bool]:
         """Return the places of the rows of the next step, and whether it is the last."""
-        sizes, limits = self._sizes, self._limits
+        sizes = self._sizes
+        limits = self._limits
         places: list[int] = []
-        tokens, end, is_last = 0, len(sizes), True
+        tokens = 0
+        end = len(sizes)
+        is_last = True
         for place in chain(self._waiting, range(self._coming, len(sizes))):
             if limits.long_rows == "drop" and sizes[place] > budget:
                 continue
             if places and (tokens + sizes[place] > budget or len(places) == limits.max_rows):
-                end, places, is_last = (
-                    max(place, self._coming),
-                    places[: limits.kept(len(places), 1)],
-                    False,
-                )
+                end = max(place, self._coming)
+                places = places[: limits.kept(len(places), 1)]
+                is_last = False
                 break
             places.append(place)
             tokens += sizes[place]
         taken = set(places)
         seen = chain(self._waiting, range(self._coming, end))
-        self._waiting, self._coming = [place for place in seen if place not in taken], end
+        self._waiting = [place for place in seen if place not in taken]
+        self._coming = end
         return places, is_last

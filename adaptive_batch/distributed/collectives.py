@@ -1,4 +1,6 @@
-"""Collectives over all ranks; without a process group there is one rank, and each function returns what it was given."""
+"""Collectives over all ranks; without a process group there is one rank, and each function returns
+what it was given.
+"""
 
 from __future__ import annotations
 
@@ -26,25 +28,32 @@ if dist.is_available():
 
 Result = TypeVar("Result")
 
-# What rank zero does for all may take long: reading a checkpoint, writing one, counting the tokens of a dataset.
+# What rank zero does for all may take long: reading a checkpoint, writing one, counting the tokens
+# of a dataset.
 _PATIENCE = timedelta(hours=12)
-_CONNECT, _COME = timedelta(minutes=5), timedelta(minutes=10)
+_CONNECT = timedelta(minutes=5)
+_COME = timedelta(minutes=10)
 _patient_group: Any = None
 # With tensor parallelism, so many ranks in a row hold one copy of the model and see the same rows.
 _ranks_of_a_model = 1
-# In which gloo's threads let go of the last tensors: one that does so while Python ends aborts the process.
+# In which gloo's threads let go of the last tensors: one that does so while Python ends aborts the
+# process.
 _SETTLE_SECONDS = 0.1
 # What this process calls its attempt, by where the ranks meet.
 _attempts: dict[tuple[str, ...], str] = {}
 
 
 def is_launched() -> bool:
-    """Whether this process was started as one of several, as torchrun does; there need not be a process group yet."""
+    """Whether this process was started as one of several, as torchrun does; there need not be a
+    process group yet.
+    """
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
 
 
 def launch_name() -> str | None:
-    """Return a name for what torchrun has started, the same after each restart; None without torchrun."""
+    """Return a name for what torchrun has started, the same after each restart; None without
+    torchrun.
+    """
     run = os.environ.get(
         "TORCHELASTIC_RUN_ID"
     )  # "none" is torchrun's own word where nobody gave another
@@ -52,7 +61,9 @@ def launch_name() -> str | None:
 
 
 def _began(process: int) -> str:
-    """When a process began, in ticks since the machine did: in containers, each launch may have the same number."""
+    """When a process began, in ticks since the machine did: in containers, each launch may have the
+    same number.
+    """
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -60,13 +71,16 @@ def _began(process: int) -> str:
 
 
 def meet_ranks() -> tuple[Store, int, int]:
-    """Meet the other ranks in the store that torchrun's environment names; a collective, that needs no process group.
+    """Meet the other ranks in the store that torchrun's environment names; a collective, that needs
+    no process group.
 
-    torchrun's store outlives a restart, and what an earlier attempt has left there must not be read again. Its count of
-    restarts does not tell them apart: a node whose ranks were well when another's failed starts them again uncounted.
+    torchrun's store outlives a restart, and what an earlier attempt has left there must not be read
+    again. Its count of restarts does not tell them apart: a node whose ranks were well when
+    another's failed starts them again uncounted.
 
     Returns:
-        A new connection to what this attempt keeps in the store, this rank, and the number of ranks.
+        A new connection to what this attempt keeps in the store, this rank, and the number of
+        ranks.
 
     Raises:
         torch.distributed.DistNetworkError: the store did not answer for 5 minutes.
@@ -80,9 +94,11 @@ def meet_ranks() -> tuple[Store, int, int]:
 
 
 def _attempt(store: Store, rank: int, size: int) -> str:
-    """Return a name that rank zero makes and gives to whoever asks until all ranks of this attempt have it.
+    """Return a name that rank zero makes and gives to whoever asks until all ranks of this attempt
+    have it.
 
-    The ranks of an attempt have all ended before those of the next one start, so that nobody gets an earlier name.
+    The ranks of an attempt have all ended before those of the next one start, so that nobody gets
+    an earlier name.
     """
     if rank:
         number = store.add("asked", 1)
@@ -93,9 +109,11 @@ def _attempt(store: Store, rank: int, size: int) -> str:
         name = store.get(f"answer/{number}").decode()
         store.add(f"{name}/taken", 1)
         return name
-    name, until = uuid.uuid4().hex, time.monotonic() + _COME.total_seconds()
+    name = uuid.uuid4().hex
+    until = time.monotonic() + _COME.total_seconds()
     while (taken := store.add(f"{name}/taken", 0)) < size - 1:
-        asked, answered = store.add("asked", 0), store.add("answered", 0)
+        asked = store.add("asked", 0)
+        answered = store.add("answered", 0)
         for number in range(answered + 1, asked + 1):
             store.set(f"answer/{number}", name)
         store.add("answered", asked - answered)
@@ -106,7 +124,9 @@ def _attempt(store: Store, rank: int, size: int) -> str:
 
 
 def init_process_group(backend: str, *, ranks_of_a_model: int = 1) -> None:
-    """Begin the process group of all ranks that were launched; `ranks_of_a_model` of tensor parallelism divides their number."""
+    """Begin the process group of all ranks that were launched; `ranks_of_a_model` of tensor
+    parallelism divides their number.
+    """
     global _ranks_of_a_model, _patient_group
     store, rank, size = meet_ranks()
     dist.init_process_group(backend, store=PrefixStore("group", store), rank=rank, world_size=size)
@@ -116,7 +136,8 @@ def init_process_group(backend: str, *, ranks_of_a_model: int = 1) -> None:
 
 @contextlib.contextmanager
 def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterator[None]:
-    """Context manager: inside, this is rank zero of `world_size` ranks whose collectives have shapes, and move nothing.
+    """Context manager: inside, this is rank zero of `world_size` ranks whose collectives have
+    shapes, and move nothing.
 
     `ranks_of_a_model` of tensor parallelism divides the world size.
     """
@@ -141,7 +162,8 @@ def destroy_process_group() -> None:
         dist.destroy_process_group()
     if _patient_group is not None:
         time.sleep(_SETTLE_SECONDS)
-    _ranks_of_a_model, _patient_group = 1, None
+    _ranks_of_a_model = 1
+    _patient_group = None
 
 
 def host_group() -> Any:
@@ -202,7 +224,9 @@ def all_reduce_max(values: Sequence[int]) -> list[int]:
 
 
 def all_reduce_sum(*tensors: torch.Tensor) -> None:
-    """Put the sums over all ranks into some tensors, in place; one collective for each, which do not wait for each other."""
+    """Put the sums over all ranks into some tensors, in place; one collective for each, which do
+    not wait for each other.
+    """
     if world_size() > 1:
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
@@ -215,7 +239,9 @@ def broadcast(tensor: torch.Tensor) -> None:
 
 
 def all_gather(value: Result) -> list[Result]:
-    """Return the `value` of each rank, by rank, on every rank; it must be picklable when there are other ranks."""
+    """Return the `value` of each rank, by rank, on every rank; it must be picklable when there are
+    other ranks.
+    """
     if world_size() == 1:
         return [value]
     values: list[Any] = [None] * world_size()
@@ -232,13 +258,16 @@ def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
     """Compute on rank zero alone and share the result.
 
     Args:
-        compute: called on rank zero; its result must be picklable when there are other ranks. They wait for it up to 12 hours,
-            or where :func:`init_process_group` did not begin the group, up to its timeout.
-        group: another process group of all ranks, so that a thread may call this where nothing else uses that group.
+        compute: called on rank zero; its result must be picklable when there are other ranks. They
+            wait for it up to 12 hours, or where :func:`init_process_group` did not begin the group,
+            up to its timeout.
+        group: another process group of all ranks, so that a thread may call this where nothing else
+            uses that group.
 
     Raises:
-        BaseException: what `compute` raised on rank zero is raised on every rank, so that none is left waiting. An
-            error that does not survive a pickle becomes a RuntimeError with its type and text on the other ranks.
+        BaseException: what `compute` raised on rank zero is raised on every rank, so that none is
+            left waiting. An error that does not survive a pickle becomes a RuntimeError with its
+            type and text on the other ranks.
     """
     if world_size() == 1:
         return compute()
@@ -250,7 +279,9 @@ def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:
 
 
 def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Result]:
-    """Compute on every rank and return the results by rank, on every rank; arguments and errors as in :func:`from_rank_zero`."""
+    """Compute on every rank and return the results by rank, on every rank; arguments and errors as
+    in :func:`from_rank_zero`.
+    """
     if world_size() == 1:
         return [compute()]
     own = _outcome(compute)
@@ -263,7 +294,9 @@ def from_each_rank(compute: Callable[[], Result], group: Any = None) -> list[Res
 
 
 def on_rank_zero(act: Callable[[], Result]) -> Result | None:
-    """Act on rank zero alone and return the result there, which need not be picklable; errors as in :func:`from_rank_zero`."""
+    """Act on rank zero alone and return the result there, which need not be picklable; errors as in
+    :func:`from_rank_zero`.
+    """
     results: list[Result] = []
     from_rank_zero(lambda: results.append(act()))
     return results[0] if results else None
@@ -296,7 +329,9 @@ def _unpacked(packed: bytes) -> _Outcome:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """Return the error, or where a pickle would not bring it back, as where its ``__init__`` takes other arguments, its text."""
+    """Return the error, or where a pickle would not bring it back, as where its ``__init__`` takes
+    other arguments, its text.
+    """
     with contextlib.suppress(Exception):
         if str(pickle.loads(pickle.dumps(error))) == str(error):
             return error

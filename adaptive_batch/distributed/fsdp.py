@@ -1,8 +1,10 @@
-"""FSDP2 from inside: when gradients are reduced, and how a rank that failed lets the others continue.
+"""FSDP2 from inside: when gradients are reduced, and how a rank that failed lets the others
+continue.
 
-A rank that runs out of memory within a micro-batch leaves the others waiting in the next collective. Which collectives a
-micro-batch has does not depend on its rows, so the rank that failed runs the rest of them with buffers of zeros. The others
-compute nonsense to the end of the step, and learn where all ranks count their label tokens that it is to be retried.
+A rank that runs out of memory within a micro-batch leaves the others waiting in the next
+collective. Which collectives a micro-batch has does not depend on its rows, so the rank that failed
+runs the rest of them with buffers of zeros. The others compute nonsense to the end of the step, and
+learn where all ranks count their label tokens that it is to be retried.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ class Sharding:
 
     Args:
         model: with `fully_shard` applied.
-        finishes: a micro-batch that fails on one rank can be brought to its end; False where other collectives than FSDP's
-            are part of it, as with tensor parallelism.
-        syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded ones until the last.
+        finishes: a micro-batch that fails on one rank can be brought to its end; False where other
+            collectives than FSDP's are part of it, as with tensor parallelism.
+        syncs_every_micro_batch: reduce gradients after each micro-batch; False keeps unsharded ones
+            until the last.
 
     Attributes:
         is_sharded: the model has FSDP modules, and several ranks share it.
@@ -52,16 +55,21 @@ class Sharding:
             group._all_gather_comm = _Recorded(group._all_gather_comm, self)
             group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
 
-    # --- micro-batches ----------------------------------------------------------------------------------------------
+    # --- micro-batches
+    # ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def micro_batch(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
-        """Inside, one micro-batch runs forward and backward, or forward alone; the gradients of the last are reduced in any case."""
+        """Inside, one micro-batch runs forward and backward, or forward alone; the gradients of the
+        last are reduced in any case.
+        """
         if self.is_sharded and not self._syncs_every and not evaluates:
             for module in self._modules:
                 module.set_requires_gradient_sync(is_last, recurse=False)
-        self._kind, self._calls = self._kind_of(is_last, evaluates), []
-        self._is_running, self._is_inside = True, False
+        self._kind = self._kind_of(is_last, evaluates)
+        self._calls = []
+        self._is_running = True
+        self._is_inside = False
         yield
         self._is_running = False
         self._known.setdefault(self._kind, list(self._calls))
@@ -74,11 +82,13 @@ class Sharding:
             return "evaluation"
         return "training" if is_last or self._syncs_every else "training, gradients kept"
 
-    # --- after a failure --------------------------------------------------------------------------------------------
+    # --- after a failure
+    # --------------------------------------------------------------------------------------------
 
     @property
     def can_finish(self) -> bool:
-        """Whether what has just failed was a micro-batch that can be brought to its end, so that the others continue.
+        """Whether what has just failed was a micro-batch that can be brought to its end, so that
+        the others continue.
 
         One that failed within a collective cannot, nor the first ever of its kind.
         """
@@ -102,7 +112,9 @@ class Sharding:
         return not self.is_sharded or self._kind_of(is_last, evaluates) in self._known
 
     def finish(self) -> None:
-        """Run what is left of the collectives of a micro-batch that has failed, if any is; :meth:`reset` comes first."""
+        """Run what is left of the collectives of a micro-batch that has failed, if any is;
+        :meth:`reset` comes first.
+        """
         if self._is_running and self.is_sharded:
             for call in self._known[self._kind][len(self._calls) :]:
                 call()
@@ -114,7 +126,9 @@ class Sharding:
             self.finish()
 
     def reset(self) -> None:
-        """Bring FSDP's modules back to where they are between two steps, gradients that are kept unsharded dropped."""
+        """Bring FSDP's modules back to where they are between two steps, gradients that are kept
+        unsharded dropped.
+        """
         for root in self._roots():
             if hasattr(root, "_reset_iter_state"):  # since torch 2.12
                 groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
@@ -141,7 +155,9 @@ class Sharding:
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is divided over ranks put together on each of them; others as they are."""
+        """Return a tensor that is divided over ranks put together on each of them; others as they
+        are.
+        """
         return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
     def kept_gradients(self) -> Iterator[torch.Tensor]:
@@ -156,7 +172,9 @@ class Sharding:
                 yield parameter._unsharded_param.grad
 
     def _roots(self) -> list[Any]:
-        """The states of those modules that are the outermost of what has run; one may lie outside of this model."""
+        """The states of those modules that are the outermost of what has run; one may lie outside
+        of this model.
+        """
         states = [module._get_fsdp_state() for module in self._modules]
         # FSDP sets itself up when it first runs.
         together = [
@@ -177,9 +195,11 @@ class Sharding:
 
 
 def reshard(model: nn.Module) -> None:
-    """Give a model its shards back where a forward without a backward, as of a validation, has left whole parameters.
+    """Give a model its shards back where a forward without a backward, as of a validation, has left
+    whole parameters.
 
-    Whole ones are no parameters that an optimizer knows, and their memory is freed under whoever holds them.
+    Whole ones are no parameters that an optimizer knows, and their memory is freed under whoever
+    holds them.
     """
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         # fully_shard has divided nothing, and to look through all modules takes a while.
@@ -190,7 +210,9 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def shapes_worked_out_apart() -> Iterator[None]:
-    """Context manager: inside, DTensor works out shapes under no dispatch mode: it does so with whole tensors, which no rank has."""
+    """Context manager: inside, DTensor works out shapes under no dispatch mode: it does so with
+    whole tensors, which no rank has.
+    """
     if distributed.world_size() == 1:
         yield
         return

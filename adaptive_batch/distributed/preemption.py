@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-# Ended by a request, saved, and to be started again: "temporary failure; the user is invited to retry" (sysexits.h).
+# Ended by a request, saved, and to be started again: "temporary failure; the user is invited to
+# retry" (sysexits.h).
 EXIT_STATUS = 75
 
 
@@ -39,16 +40,18 @@ def raising_on_sigterm() -> Iterator[None]:
 class Preemption:
     """Within its context, SIGTERM sets :attr:`requested` instead of ending the process.
 
-    A second SIGTERM acts as it would have without this. Outside of the main thread, which alone handles signals, nothing changes.
+    A second SIGTERM acts as it would have without this. Outside of the main thread, which alone
+    handles signals, nothing changes.
 
     Args:
-        same_within: seconds in which another SIGTERM is taken for the same: torchrun hands on what a scheduler may have sent to all
-            processes already.
+        same_within: seconds in which another SIGTERM is taken for the same: torchrun hands on what
+            a scheduler may have sent to all processes already.
     """
 
     def __init__(self, *, same_within: float = 0.0) -> None:
         self.requested = False
-        self._same_within, self._asked_at = same_within, 0.0
+        self._same_within = same_within
+        self._asked_at = 0.0
         self._before: Any = None  # while it is set
 
     def __enter__(self) -> Preemption:

@@ -1,10 +1,12 @@
 """One rank that fails ends the others, within a quarter of a second and with one message.
 
-A rank that fails leaves the others in a collective, which ends at the process group's timeout: half an hour on gloo. Neither a
-monitored barrier nor aborting the group frees them. So a thread of each rank asks the store that torchrun's environment names whether
-a rank has failed, and whether the ranks of the same machine are alive: gloo notices one that was killed, NCCL does not. The first
-rank to fail claims the end and prints why, rank zero writes it down, and each process ends where it stands. A second thread ends a run
-that has stopped without failing. Signals play no part: Python handles them in the main thread, which is the one that hangs.
+A rank that fails leaves the others in a collective, which ends at the process group's timeout: half
+an hour on gloo. Neither a monitored barrier nor aborting the group frees them. So a thread of each
+rank asks the store that torchrun's environment names whether a rank has failed, and whether the
+ranks of the same machine are alive: gloo notices one that was killed, NCCL does not. The first rank
+to fail claims the end and prints why, rank zero writes it down, and each process ends where it
+stands. A second thread ends a run that has stopped without failing. Signals play no part: Python
+handles them in the main thread, which is the one that hangs.
 
     claim          the first rank to fail: its `End`
     written        rank zero has written the end down, or has left and never will
@@ -38,21 +40,24 @@ if dist.is_available():
 
 _WRITTEN_SECONDS = 5.0
 _LEFT_SECONDS = 2.0
-# torchrun looks every 0.1 s, ends all and names the first: time for the rank that failed to go first.
+# torchrun looks every 0.1 s, ends all and names the first: time for the rank that failed to go
+# first.
 _LINGER_SECONDS = 0.3
 _LAST_RESORT_SECONDS = 15.0
 _TICK_SECONDS = 0.25
 
 # What gloo, NCCL and the store say when the process at the other end has gone.
 _PEER_GONE = re.compile(
-    r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process exit|ncclRemoteError|recv, got 0 bytes",
+    r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process"
+    r" exit|ncclRemoteError|recv, got 0 bytes",
     re.IGNORECASE,
 )
 
 
 @dataclass(frozen=True)
 class End:
-    """Why a run ended on all ranks: the rank that failed first, its node as torchrun numbers it, and facts as JSON values.
+    """Why a run ended on all ranks: the rank that failed first, its node as torchrun numbers it,
+    and facts as JSON values.
 
     The kind is ``error``, ``out_of_memory``, ``stalled``, ``lost_peer`` or ``lost_store``.
     """
@@ -67,15 +72,18 @@ class End:
 class Watchdog:
     """Ends this process when another rank fails, and the others when this one does.
 
-    Making one is a collective that needs no process group: every rank makes one, all before or all after ``init_process_group``.
+    Making one is a collective that needs no process group: every rank makes one, all before or all
+    after ``init_process_group``.
 
     Args:
         stall_seconds: so long without a beat is a stall; None for no such limit.
-        on_end: called on rank zero alone with the reason, in whichever thread learns of it, while the main thread may be
-            anywhere. The other ranks wait for it no longer than 5 s. See :meth:`call_at_end`.
+        on_end: called on rank zero alone with the reason, in whichever thread learns of it, while
+            the main thread may be anywhere. The other ranks wait for it no longer than 5 s. See
+            :meth:`call_at_end`.
 
     Raises:
-        torch.distributed.DistNetworkError, RankLostError: as :func:`adaptive_batch.distributed.meet_ranks`.
+        torch.distributed.DistNetworkError, RankLostError: as
+            :func:`adaptive_batch.distributed.meet_ranks`.
     """
 
     def __init__(
@@ -119,7 +127,9 @@ class Watchdog:
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """End the watch of a rank that ended well. The others may train for as long as they like, and watch each other."""
+        """End the watch of a rank that ended well. The others may train for as long as they like,
+        and watch each other.
+        """
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -134,13 +144,18 @@ class Watchdog:
             thread.join(_LAST_RESORT_SECONDS)
 
     def beat(self, doing: str = "") -> None:
-        """Report progress: at each step, micro-batch or trial. `doing` is what begins now, for the message of a stall."""
+        """Report progress: at each step, micro-batch or trial. `doing` is what begins now, for the
+        message of a stall.
+        """
         self._last_beat = (time.monotonic(), doing or self._last_beat[1])
 
     @contextlib.contextmanager
     def limit(self, seconds: float | None, doing: str) -> Iterator[None]:
-        """Context manager: inside, so many `seconds` without a beat are a stall; with None, no time is."""
-        before, was_doing = self._limit, self._last_beat[1]
+        """Context manager: inside, so many `seconds` without a beat are a stall; with None, no time
+        is.
+        """
+        before = self._limit
+        was_doing = self._last_beat[1]
         self.beat(doing)
         self._limit = seconds
         try:
@@ -156,10 +171,12 @@ class Watchdog:
         kind: str = "error",
         facts: Mapping[str, Any] | None = None,
     ) -> NoReturn:
-        """End the run on all ranks. Call it before the process group is destroyed, which the others would notice first.
+        """End the run on all ranks. Call it before the process group is destroyed, which the others
+        would notice first.
 
-        The first rank to fail prints why on stderr, once: an error of ours in a line, any other with its traceback. A rank that
-        fails later prints nothing. When rank zero has written it down, each process ends with status 1 and without clean-up.
+        The first rank to fail prints why on stderr, once: an error of ours in a line, any other
+        with its traceback. A rank that fails later prints nothing. When rank zero has written it
+        down, each process ends with status 1 and without clean-up.
 
         Args:
             error: what happened. An error that another rank has gone becomes a ``lost_peer``.
@@ -241,7 +258,9 @@ class Watchdog:
                     self._end_of_this("lost_store", f"{gone} ({_gist(error)})")
 
     def _check_neighbours(self) -> None:
-        """End where a rank of this machine is no longer there; one in another namespace of processes is not watched."""
+        """End where a rank of this machine is no longer there; one in another namespace of
+        processes is not watched.
+        """
         for other, process in self._neighbours.items():
             if not process and self._store.check([f"process/{other}"]):
                 process = self._neighbours[other] = self._store.get(f"process/{other}").decode()
@@ -260,7 +279,8 @@ class Watchdog:
 
     def _keep_time(self) -> None:
         while not self._stopped.wait(_TICK_SECONDS):
-            (since, doing), seconds = self._last_beat, self._limit
+            since, doing = self._last_beat
+            seconds = self._limit
             if seconds is not None and time.monotonic() - since > seconds:
                 stack = "".join(
                     traceback.format_stack(sys._current_frames().get(self._main))
@@ -275,26 +295,31 @@ class Watchdog:
                 self._on_end(end)
         except Exception as error:
             _print(
-                f"rank {self._rank}: why the run ended was not written down: {type(error).__name__}: {error}"
+                f"rank {self._rank}: why the run ended was not written down:"
+                f" {type(error).__name__}: {error}"
             )
 
 
 def _lost_peer(reason: str) -> str:
     return (
-        f"another rank has gone without a word, perhaps killed for want of memory ({reason}); --max-restarts, or "
-        "resume_from_checkpoint=True, resumes from what was saved last"
+        f"another rank has gone without a word, perhaps killed for want of memory ({reason});"
+        " --max-restarts, or resume_from_checkpoint=True, resumes from what was saved last"
     )
 
 
 def _await(store: Store, keys: list[str], seconds: float) -> None:
-    """Return when the keys are there, or no later than in so many seconds: a wait of the store's would warn on stderr."""
+    """Return when the keys are there, or no later than in so many seconds: a wait of the store's
+    would warn on stderr.
+    """
     until = time.monotonic() + seconds
     while not store.check(keys) and time.monotonic() < until:
         time.sleep(0.01)
 
 
 def _namespace() -> str:
-    """Name the namespace in which process numbers mean something; empty where the system has none to name."""
+    """Name the namespace in which process numbers mean something; empty where the system has none
+    to name.
+    """
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -317,7 +342,9 @@ def _print(text: str) -> None:
 
 
 def _tell_torchrun(text: str) -> None:
-    """Write the file from which torchrun's summary takes the reason, in the form of its `ErrorHandler`."""
+    """Write the file from which torchrun's summary takes the reason, in the form of its
+    `ErrorHandler`.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         extra = {"py_callstack": text, "timestamp": str(int(time.time()))}

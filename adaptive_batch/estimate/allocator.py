@@ -1,8 +1,11 @@
-"""PyTorch's caching allocator of CUDA memory, simulated: what it reserves, where it retries, where it is out of memory.
+"""PyTorch's caching allocator of CUDA memory, simulated: what it reserves, where it retries, where
+it is out of memory.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp for eager programs: pools of small and large blocks, the best fit, splitting
-and merging, blocks of each stream, and, when the device has no more, the release of what is cached. The driver gives memory at falling
-addresses. Not simulated: private pools (CUDA graphs), blocks that another stream still uses, and any setting but ``expandable_segments``.
+The rules are those of c10/cuda/CUDACachingAllocator.cpp for eager programs: pools of small and
+large blocks, the best fit, splitting and merging, blocks of each stream, and, when the device has
+no more, the release of what is cached. The driver gives memory at falling addresses. Not simulated:
+private pools (CUDA graphs), blocks that another stream still uses, and any setting but
+``expandable_segments``.
 """
 
 from __future__ import annotations
@@ -28,8 +31,10 @@ _SMALL = MIB  # the largest request of the small pool
 _PAGE = 2 * MIB  # of the driver; also a segment of the small pool
 _LEAST_LARGE = 10 * MIB  # from here on a request has a segment of its own size
 _TOP = 2**47  # where addresses start to fall
-# Of free blocks of one size the oldest segment's is taken, and there the lowest; in 2.12 the oldest block; before, the lowest.
-_OLDEST_SEGMENT, _OLDEST_BLOCK = torch.__version__ >= "2.13", "2.12" <= torch.__version__ < "2.13"
+# Of free blocks of one size the oldest segment's is taken, and there the lowest; in 2.12 the oldest
+# block; before, the lowest.
+_OLDEST_SEGMENT = torch.__version__ >= "2.13"
+_OLDEST_BLOCK = "2.12" <= torch.__version__ < "2.13"
 _VARIABLES = (
     "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_HIP_ALLOC_CONF",
@@ -75,10 +80,13 @@ class AllocatorSettings:
 
 
 class _Pool:
-    """Free blocks of one kind and stream, by size, order and address; unmapped ones of expandable segments, by address."""
+    """Free blocks of one kind and stream, by size, order and address; unmapped ones of expandable
+    segments, by address.
+    """
 
     def __init__(self, *, is_small: bool, stream: int, is_expandable: bool) -> None:
-        self.is_small, self.stream = is_small, stream
+        self.is_small = is_small
+        self.stream = stream
         self.granule = _PAGE if is_small else 20 * MIB  # of what is asked of the driver
         self.least_remainder = _LEAST_BLOCK if is_small or is_expandable else _SMALL + 1
         self.free: list[tuple[int, int, Block]] = []
@@ -128,7 +136,10 @@ class Block:
         rest = Block(
             self.pool, self.segment, order, self.address + size, self.size - size, self.is_mapped
         )
-        rest.previous, rest.next, self.next, self.size = self, self.next, rest, size
+        rest.previous = self
+        rest.next = self.next
+        self.next = rest
+        self.size = size
         if rest.next is not None:
             rest.next.previous = rest
         return rest
@@ -141,7 +152,9 @@ class Block:
                 other = after if before is self else before
                 if not other.is_allocated and other.is_mapped == self.is_mapped:
                     self.pool.remove(other)
-                    before.size, before.next, block = before.size + after.size, after.next, before
+                    before.size = before.size + after.size
+                    before.next = after.next
+                    block = before
                     before.order = self.order
                     if after.next is not None:
                         after.next.previous = before
@@ -158,8 +171,10 @@ class CachingAllocator:
         total_bytes: of the device, as CUDA reports it; the capacity if not given.
 
     Attributes:
-        allocated_bytes, requested_bytes, reserved_bytes: now; with ``peak_`` before them the most so far.
-        num_retries: how often all that was cached had to go back to the device before an allocation.
+        allocated_bytes, requested_bytes, reserved_bytes: now; with ``peak_`` before them the most
+            so far.
+        num_retries: how often all that was cached had to go back to the device before an
+            allocation.
         num_ooms: how often even that was not enough.
     """
 
@@ -170,7 +185,8 @@ class CachingAllocator:
         *,
         total_bytes: int | None = None,
     ) -> None:
-        self.capacity_bytes, self.total_bytes = capacity_bytes, total_bytes or capacity_bytes
+        self.capacity_bytes = capacity_bytes
+        self.total_bytes = total_bytes or capacity_bytes
         self._is_expandable = settings is not None and settings.expandable_segments
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._heads: dict[int, Block] = {}  # the first block of each segment
@@ -185,7 +201,8 @@ class CachingAllocator:
         """Allocate, for a stream, which has blocks of its own.
 
         Raises:
-            torch.OutOfMemoryError: not even after all that is cached went back; the message has the numbers.
+            torch.OutOfMemoryError: not even after all that is cached went back; the message has the
+                numbers.
         """
         size = round_up(nbytes, _LEAST_BLOCK)
         pool = self._pools.get((stream, size <= _SMALL)) or self._new_pool(
@@ -199,7 +216,8 @@ class CachingAllocator:
                 block.order,
             )  # to PyTorch the first part is the new one
             pool.add(rest)
-        block.is_allocated, block.requested = True, nbytes
+        block.is_allocated = True
+        block.requested = nbytes
         self.allocated_bytes += block.size
         self.requested_bytes += nbytes
         if self.allocated_bytes > self.peak_allocated_bytes:
@@ -233,12 +251,15 @@ class CachingAllocator:
                 stream, nbytes = divmod(entry, STREAM)
                 blocks.append(self.malloc(nbytes, stream))
             else:
-                block, blocks[~entry] = blocks[~entry], None
+                block = blocks[~entry]
+                blocks[~entry] = None
                 assert block is not None, f"allocation {~entry} is freed twice"
                 self.free(block)
 
     def segments(self) -> list[dict[str, Any]]:
-        """Return what is reserved as ``torch.cuda.memory_snapshot()`` does: by address, each mapped range a segment."""
+        """Return what is reserved as ``torch.cuda.memory_snapshot()`` does: by address, each mapped
+        range a segment.
+        """
         segments: list[dict[str, Any]] = []
         for _, head in sorted(self._heads.items()):
             block: Block | None = head
@@ -283,7 +304,8 @@ class CachingAllocator:
 
     def _best_fit(self, pool: _Pool, size: int) -> Block | None:
         """Take the smallest free block that is large enough; None if there is none."""
-        free, at = pool.free, bisect_left(pool.free, (size,))
+        free = pool.free
+        at = bisect_left(pool.free, (size,))
         if at == len(free):
             return None
         if self._is_expandable:
@@ -300,14 +322,13 @@ class CachingAllocator:
             block = self._from_device(pool, size, asked)
         if block is None:
             self.num_ooms += 1
-            cached, free = (
-                self.reserved_bytes - self.allocated_bytes,
-                self.capacity_bytes - self.reserved_bytes,
-            )
+            cached = self.reserved_bytes - self.allocated_bytes
+            free = self.capacity_bytes - self.reserved_bytes
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {format_bytes(asked)}. {format_bytes(self.capacity_bytes)} can be had, "
-                f"of which {format_bytes(free)} is free. {format_bytes(self.allocated_bytes)} is allocated by PyTorch, and "
-                f"{format_bytes(cached)} is reserved by PyTorch but unallocated."
+                f"CUDA out of memory. Tried to allocate {format_bytes(asked)}."
+                f" {format_bytes(self.capacity_bytes)} can be had, of which {format_bytes(free)} is"
+                f" free. {format_bytes(self.allocated_bytes)} is allocated by PyTorch, and"
+                f" {format_bytes(cached)} is reserved by PyTorch but unallocated."
             )
         return block
 
@@ -333,7 +354,9 @@ class CachingAllocator:
         return block
 
     def _expand(self, pool: _Pool, size: int) -> Block | None:
-        """Map what is missing at the lowest address where the request fits; None if the device has no more."""
+        """Map what is missing at the lowest address where the request fits; None if the device has
+        no more.
+        """
         block: Block | None = self._lowest_room(pool, size)
         if block is not None and not block.is_mapped:
             block = self._map(block, size)
@@ -348,9 +371,11 @@ class CachingAllocator:
         for _, unmapped in pool.unmapped:
             before = unmapped.previous
             start = unmapped if before is None or before.is_allocated else before
-            room, block = start.size, start.next
+            room = start.size
+            block = start.next
             while room < size and block is not None and not block.is_allocated:
-                room, block = room + block.size, block.next
+                room = room + block.size
+                block = block.next
             if room >= size:
                 return start
         addresses = round_up(
@@ -361,7 +386,9 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, nbytes: int) -> Block | None:
-        """Map the first granules of an unmapped block; return the free block that they are part of then."""
+        """Map the first granules of an unmapped block; return the free block that they are part of
+        then.
+        """
         nbytes = round_up(min(nbytes, block.size), block.pool.granule)
         if not self._take(nbytes):
             return None
@@ -373,16 +400,16 @@ class CachingAllocator:
 
     def _unmap(self, block: Block) -> None:
         """Unmap the whole granules of a free block."""
-        pool, start = block.pool, block.address - block.segment
-        begin, end = (
-            round_up(start, pool.granule),
-            (start + block.size) // pool.granule * pool.granule,
-        )
+        pool = block.pool
+        start = block.address - block.segment
+        begin = round_up(start, pool.granule)
+        end = (start + block.size) // pool.granule * pool.granule
         if begin >= end:
             return
         pool.remove(block)
         if begin > start:
-            before, block = block, block.split(begin - start)
+            before = block
+            block = block.split(begin - start)
             before.order, block.order = block.order, before.order
             pool.add(before)
         if end - begin < block.size:

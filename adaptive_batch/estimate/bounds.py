@@ -1,4 +1,6 @@
-"""How many rows fit where a caching allocator hands out the memory: what training allocates and frees is replayed."""
+"""How many rows fit where a caching allocator hands out the memory: what training allocates and
+frees is replayed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ class ReplayedBounds:
 
     Args:
         length: what tensors hold, whose bound no other can exceed.
-        log: returns what training with that many rows allocates and frees, from loading on (:mod:`.allocator`).
+        log: returns what training with that many rows allocates and frees, from loading on
+            (:mod:`.allocator`).
         settings: of the allocator.
         maximum: more rows are of no interest.
     """
@@ -31,7 +34,9 @@ class ReplayedBounds:
         *,
         maximum: int,
     ) -> None:
-        self._length, self._settings, self._maximum = length, settings, maximum
+        self._length = length
+        self._settings = settings
+        self._maximum = maximum
         self._log = lru_cache(maxsize=4)(log)
         self._peaks: dict[int, tuple[int, int]] = {}
 
@@ -61,7 +66,9 @@ class ReplayedBounds:
         return Fit(self._length.sequence_length, rows, with_retries, allocated, reserved, reason)
 
     def peaks(self, rows: int) -> tuple[int, int]:
-        """Return the most bytes allocated and reserved where the device has no end, which are those where it is large enough."""
+        """Return the most bytes allocated and reserved where the device has no end, which are those
+        where it is large enough.
+        """
         if rows not in self._peaks:
             allocator = CachingAllocator(2**50, self._settings)
             allocator.replay(self._log(rows))
@@ -80,15 +87,21 @@ class ReplayedBounds:
 def _largest(
     fits: Callable[[int], bool], *, most: int, least: int = 0, guess: int | None = None
 ) -> int:
-    """Return the most rows that fit, of which `least` do: by bisection, around a guess first in growing steps."""
-    low, high, step = least, most + 1, 1
+    """Return the most rows that fit, of which `least` do: by bisection, around a guess first in
+    growing steps.
+    """
+    low = least
+    high = most + 1
+    step = 1
     rows = most if guess is None else guess
     while high - low > 1:
         rows = min(max(rows, low + 1), high - 1)
         if fits(rows):
-            low, rows = rows, rows + step
+            low = rows
+            rows = rows + step
         else:
-            high, rows = rows, rows - step
+            high = rows
+            rows = rows - step
         step *= 2
         if least < low and high <= most:  # between a size that fits and one that does not
             rows = (low + high) // 2

@@ -1,7 +1,9 @@
-"""What CUDA's operators allocate besides their results, in their order: buffers of reductions and sorts, copies to another dtype.
+"""What CUDA's operators allocate besides their results, in their order: buffers of reductions and
+sorts, copies to another dtype.
 
-An operator here takes fake tensors of a CPU and makes what CUDA makes. It is read from the source of PyTorch (each names the file,
-below aten/src/ATen) and equal to what PyTorch's CUDA build allocates on a CUDA runtime without a device; nothing was measured on a GPU.
+An operator here takes fake tensors of a CPU and makes what CUDA makes. It is read from the source
+of PyTorch (each names the file, below aten/src/ATen) and equal to what PyTorch's CUDA build
+allocates on a CUDA runtime without a device; nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class CudaOperators:
     """The operators of a device.
 
     Attributes:
-        instead: what runs in the place of an operator; other operators allocate their results alone.
+        instead: what runs in the place of an operator; other operators allocate their results
+            alone.
         workspaces: of cuBLAS, which are kept, for forward and backward.
     """
 
@@ -77,7 +80,9 @@ class CudaOperators:
     def _reduced(
         self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """native/ReduceOps.cpp, native/cuda/Reduce.cuh: other dtypes are copied first, but halves that give float32."""
+        """native/ReduceOps.cpp, native/cuda/Reduce.cuh: other dtypes are copied first, but halves
+        that give float32.
+        """
         result: torch.Tensor = operator(tensor, *args, **kwargs)
         as_it_is = tensor.dtype == result.dtype or tensor.dtype.itemsize == 2
         given = tensor if as_it_is else tensor.to(result.dtype)
@@ -87,11 +92,14 @@ class CudaOperators:
         return result
 
     def reduction_bytes(self, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
-        """native/cuda/Reduce.cuh: ``setReduceConfig``; bytes of the buffer and the semaphores of blocks that share an output."""
+        """native/cuda/Reduce.cuh: ``setReduceConfig``; bytes of the buffer and the semaphores of
+        blocks that share an output.
+        """
         reduced = {dim % tensor.ndim for dim in dims} if tensor.ndim else set()
         shape = _coalesced(tensor, sorted(reduced, key=tensor.stride))
         kept = _coalesced(tensor, sorted(set(range(tensor.ndim)) - reduced, reverse=True))
-        outputs, inputs = math.prod(n for n, _ in kept), math.prod(n for n, _ in shape)
+        outputs = math.prod(n for n, _ in kept)
+        inputs = math.prod(n for n, _ in shape)
         if not shape or not outputs:
             return ()
         along = not kept or shape[0][1] < kept[0][1]
@@ -121,13 +129,19 @@ class CudaOperators:
         )
         if blocks <= 1:
             return ()
-        return max(4, tensor.dtype.itemsize) * outputs * blocks * (
-            1 if along else block_width * vector
-        ), 4 * grid
+        return (
+            max(4, tensor.dtype.itemsize)
+            * outputs
+            * blocks
+            * (1 if along else block_width * vector),
+            4 * grid,
+        )
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does not say otherwise."""
+    """cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does
+    not say otherwise.
+    """
     return (32 * 1024 if compute_capability >= (9, 0) else 2 * 4096 + 8 * 16) * 1024
 
 
@@ -139,7 +153,9 @@ def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) 
 
 
 def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """native/cuda/ForeachReduceOp.cu: a partial sum for each 65536 elements of the largest tensor, for all of them."""
+    """native/cuda/ForeachReduceOp.cu: a partial sum for each 65536 elements of the largest tensor,
+    for all of them.
+    """
     parts = torch.empty(
         len(tensors) * max(-(-tensor.numel() // 65536) for tensor in tensors), dtype=torch.float32
     )
@@ -151,8 +167,11 @@ def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
 def _embedding_backward(
     gradient: torch.Tensor, tokens: torch.Tensor, words: int, padding: int, scales: bool
 ) -> torch.Tensor:
-    """native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu: many tokens are sorted, and added up in parts of 10."""
-    count, (dim,) = tokens.numel(), gradient.shape[-1:]
+    """native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu: many tokens are sorted, and
+    added up in parts of 10.
+    """
+    count = tokens.numel()
+    (dim,) = gradient.shape[-1:]
     if count <= 3072 and not scales:
         return gradient.new_empty(words, dim)
 
@@ -189,7 +208,8 @@ def _coalesced(tensor: torch.Tensor, dims: Sequence[int]) -> list[tuple[int, int
     """Return sizes and strides of some dimensions, those that lie next to each other as one."""
     found: list[tuple[int, int]] = []
     for dim in dims:
-        size, stride = tensor.shape[dim], tensor.stride(dim)
+        size = tensor.shape[dim]
+        stride = tensor.stride(dim)
         if size == 1:
             continue
         if found and found[-1][0] * found[-1][1] == stride:

@@ -1,9 +1,12 @@
-"""CUDA's kernels, for a device that is not here: which one a call takes, and what it allocates, in which order.
+"""CUDA's kernels, for a device that is not here: which one a call takes, and what it allocates, in
+which order.
 
-Fake tensors are of a CPU, which has other kernels for attention, norms and dropout. Inside :class:`CudaKernels` these calls allocate what
-CUDA's do: their results, what they save for backward, and what they need while they run. It is written after the source of PyTorch (each
-formula names the file, below aten/src/ATen), and held against PyTorch's CUDA build on a CUDA runtime without a device, where the order and
-the sizes of all allocations are equal (tests/unit/estimate/test_cuda_kernels.py). Nothing was measured on a GPU.
+Fake tensors are of a CPU, which has other kernels for attention, norms and dropout. Inside
+:class:`CudaKernels` these calls allocate what CUDA's do: their results, what they save for
+backward, and what they need while they run. It is written after the source of PyTorch (each formula
+names the file, below aten/src/ATen), and held against PyTorch's CUDA build on a CUDA runtime
+without a device, where the order and the sizes of all allocations are equal
+(tests/unit/estimate/test_cuda_kernels.py). Nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -44,11 +47,17 @@ _MULTIPROCESSORS = {
 
 
 def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[str, ...]:
-    """Return what is not counted, a sentence each; an architecture is empty where only a size is known."""
+    """Return what is not counted, a sentence each; an architecture is empty where only a size is
+    known.
+    """
     has_cudnn = any(name.startswith(("sm_90", "sm_10")) for name in architectures)
     sentences = {
-        "kernels and allocator are those of PyTorch's CUDA build, held against it without a device and not on a GPU": True,
-        "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": True,
+        "kernels and allocator are those of PyTorch's CUDA build, held against it without a device and not on a GPU": (
+            True
+        ),
+        "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": (
+            True
+        ),
         "what cuDNN takes by itself for attention on Hopper and Blackwell is not known": has_cudnn,
         "the buffers of NCCL, and what loading takes for a time on each rank": world_size > 1,
         "ROCm: attention is modelled as on CUDA, but is done by another library": any(
@@ -63,7 +72,8 @@ class CudaKernels(TorchFunctionMode):
 
     Args:
         compute_capability: such as (9, 0); None is taken as (8, 0).
-        multiprocessors: how many the device has; None is taken as the most that one of its capability has.
+        multiprocessors: how many the device has; None is taken as the most that one of its
+            capability has.
 
     Attributes:
         costs: of attention and norms, in the order in which they run.
@@ -104,10 +114,8 @@ class CudaKernels(TorchFunctionMode):
     def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
         """The mode does not see what a call that it has seen calls in its turn."""
         module: Any = functional
-        real, module.scaled_dot_product_attention = (
-            module.scaled_dot_product_attention,
-            self._attention,
-        )
+        real = module.scaled_dot_product_attention
+        module.scaled_dot_product_attention = self._attention
         try:
             return module.multi_head_attention_forward(*args, **kwargs)
         finally:
@@ -126,7 +134,9 @@ class CudaKernels(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         """native/transformers/attention.cpp: ``scaled_dot_product_attention``."""
-        head_dim, keys, how = query.shape[-1], key.shape[-2], (dropout_p, is_causal, enable_gqa)
+        head_dim = query.shape[-1]
+        keys = key.shape[-2]
+        how = (dropout_p, is_causal, enable_gqa)
         kernel = self.kernel(query, key, value, attn_mask, *how)
         mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
         if kernel == "math":
@@ -175,25 +185,24 @@ class CudaKernels(TorchFunctionMode):
         enable_gqa: bool = False,
         cudnn: bool = True,
     ) -> Kernel:
-        """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: the order, and the constraints of each)."""
-        tensors, capability = (query, key, value), self.capability
+        """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: the order, and
+        the constraints of each).
+        """
+        tensors = (query, key, value)
+        capability = self.capability
         strided = [*tensors, *([] if mask is None else [mask])]
         if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors) or any(
             t.stride(-1) != 1 for t in strided
         ):
             return "math"
-        head_dim, value_dim, heads, key_heads = (
-            query.shape[-1],
-            value.shape[-1],
-            query.shape[1],
-            key.shape[1],
-        )
+        head_dim = query.shape[-1]
+        value_dim = value.shape[-1]
+        heads = query.shape[1]
+        key_heads = key.shape[1]
         halves = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)
         is_half = query.dtype in halves
-        same_heads, same_dims = (
-            heads == key_heads == value.shape[1],
-            head_dim == key.shape[-1] == value_dim,
-        )
+        same_heads = heads == key_heads == value.shape[1]
+        same_dims = head_dim == key.shape[-1] == value_dim
         heads_fit = same_heads or (
             enable_gqa and heads % key_heads == 0 and key_heads == value.shape[1]
         )
@@ -263,7 +272,8 @@ class CudaKernels(TorchFunctionMode):
 
     def _counted(self, function: Any, *args: Any, flops: int = 0) -> Tensor:
         result = _run(function, *args)
-        given, dtype = num_bytes(args), result.dtype
+        given = num_bytes(args)
+        dtype = result.dtype
         moved = given + num_bytes(result)
         self.costs.append((dtype, flops, moved))
         if (
@@ -288,14 +298,16 @@ class _FlashAttention(torch.autograd.Function):
         dropout: float,
         device: CudaKernels,
     ) -> Tensor:
-        output, sums = torch.empty_like(query), _floats(*query.shape[:3])
+        output = torch.empty_like(query)
+        sums = _floats(*query.shape[:3])
         splits = 1 if dropout else _num_splits(query, key, 2 * device.multiprocessors)
         held = [
             _floats(splits, *query.shape[:3], dims)
             for dims in (1, _rounded(query.shape[3]))
             if splits > 1
         ]
-        state, offset = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+        state = torch.empty(2, dtype=torch.uint64)
+        offset = torch.empty((), dtype=torch.uint64)
         if dropout:
             state = torch.empty_like(state)
         while held:
@@ -321,12 +333,16 @@ class _FlashAttention(torch.autograd.Function):
 
 
 class _VarlenAttention(torch.autograd.Function):
-    """torch/nn/attention/varlen.py; flash_api.cpp: ``mha_varlen_fwd``, ``mha_varlen_bwd``, of [tokens, heads, head_dim]."""
+    """torch/nn/attention/varlen.py; flash_api.cpp: ``mha_varlen_fwd``, ``mha_varlen_bwd``, of
+    [tokens, heads, head_dim].
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rows: int) -> Tensor:
-        output, sums = torch.empty_like(query), _floats(*query.shape[1::-1])
-        state, offset = torch.empty(2, dtype=torch.uint64), torch.empty((), dtype=torch.uint64)
+        output = torch.empty_like(query)
+        sums = _floats(*query.shape[1::-1])
+        state = torch.empty(2, dtype=torch.uint64)
+        offset = torch.empty((), dtype=torch.uint64)
         del offset
         state = torch.empty_like(state)
         ctx.rows = rows
@@ -336,7 +352,8 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, output, sums, state = ctx.saved_tensors
-        (tokens, heads, head_dim), key_heads = query.shape, key.shape[1]
+        tokens, heads, head_dim = query.shape
+        key_heads = key.shape[1]
         held = [
             torch.empty_like(sums),
             torch.empty_like(state),
@@ -395,7 +412,9 @@ class _EfficientAttention(torch.autograd.Function):
 
 
 class _CudnnAttention(torch.autograd.Function):
-    """native/cudnn/MHA.cpp, with the sums that cuDNN's frontend adds up in; what cuDNN itself needs is not known."""
+    """native/cudnn/MHA.cpp, with the sums that cuDNN's frontend adds up in; what cuDNN itself needs
+    is not known.
+    """
 
     @staticmethod
     def forward(
@@ -426,7 +445,9 @@ class _CudnnAttention(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda`` and their backwards."""
+    """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda`` and their
+    backwards.
+    """
 
     @staticmethod
     def forward(
@@ -453,7 +474,8 @@ class _Norm(torch.autograd.Function):
             torch.empty_like(t) if needed else None
             for t, needed in zip([held[1], *rest], asked, strict=False)
         ]
-        rows, columns = tensor.numel() // ctx.dim, math.ceil(ctx.dim / 32)
+        rows = tensor.numel() // ctx.dim
+        columns = math.ceil(ctx.dim / 32)
         in_parts = (
             rows > 65536 and ctx.dim // 32 < ctx.device.multiprocessors // 2
         )  # weights' gradients
@@ -492,7 +514,8 @@ class _SafeSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
-        weights, held = scores.softmax(-1), [scores.eq(-math.inf)]
+        weights = scores.softmax(-1)
+        held = [scores.eq(-math.inf)]
         held.append(held[0].all(-1, keepdim=True))
         weights.masked_fill_(held[1], torch.zeros(()))
         free_last_first(held)
@@ -564,7 +587,9 @@ def _is_rearranged(tensor: Tensor) -> bool:
 
 
 def _as_strided_backward(stride: Sequence[int], gradient: Tensor) -> Tensor:
-    """Backward of a view that was changed in place: one of its memory, in place of the views that fake tensors repeat."""
+    """Backward of a view that was changed in place: one of its memory, in place of the views that
+    fake tensors repeat.
+    """
     return gradient.new_empty(gradient.numel()).as_strided(gradient.shape, stride)
 
 
@@ -583,7 +608,9 @@ def _rounded(head_dim: int) -> int:
 
 
 def _num_splits(query: Tensor, key: Tensor, slots: int) -> int:
-    """In how many parts flash attention takes the keys (``num_splits_heuristic``): the fewest that use nearly all `slots`."""
+    """In how many parts flash attention takes the keys (``num_splits_heuristic``): the fewest that
+    use nearly all `slots`.
+    """
     batch, heads, queries, head_dim = query.shape
     blocks = batch * heads * math.ceil(queries / 64)
     if blocks >= 0.8 * slots:
@@ -602,16 +629,22 @@ def _num_splits(query: Tensor, key: Tensor, slots: int) -> int:
 def _efficient_workspace_bytes(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, device: CudaKernels
 ) -> int:
-    """``workspace_size()`` of mem_eff_attention/kernel_backward.h, for the first kernel of kernels/cutlassB.h that fits."""
+    """``workspace_size()`` of mem_eff_attention/kernel_backward.h, for the first kernel of
+    kernels/cutlassB.h that fits.
+    """
     batch, heads, queries, head_dim = query.shape
-    is_half, largest = query.dtype.itemsize == 2, max(head_dim, value.shape[3])
+    is_half = query.dtype.itemsize == 2
+    largest = max(head_dim, value.shape[3])
     if largest <= 64:
-        block_queries, block_keys = 64, 64
+        block_queries = 64
+        block_keys = 64
     elif device.has_little_shared_memory and (largest <= 128 or not is_half):
         has_96 = is_half and largest <= 96 and not dropout and device.capability in ((8, 6), (8, 9))
-        block_queries, block_keys = (128 if has_96 else 64), 64
+        block_queries = 128 if has_96 else 64
+        block_keys = 64
     else:
-        block_queries, block_keys = 128, (128 if is_half and largest <= 128 else 64)
+        block_queries = 128
+        block_keys = 128 if is_half and largest <= 128 else 64
     blocks = math.ceil(queries / block_queries) * math.ceil(head_dim / block_keys)
     elements = blocks * (
         4 + block_queries * block_keys

@@ -1,13 +1,15 @@
 """Known accelerators: what a size or a name in ``estimate.devices`` stands for.
 
-Each line of devices.csv has the total capacity that CUDA or ROCm gave for such a device in public: in an out-of-memory message,
-or in a query of its properties. That capacity is less than the name promises. Drivers differ by some hundred MiB, so it is the lowest
-figure that was found; ECC, which takes 3 GiB of a card with 48 GB of GDDR6, is on if the source says so. Names that
+Each line of devices.csv has the total capacity that CUDA or ROCm gave for such a device in public:
+in an out-of-memory message, or in a query of its properties. That capacity is less than the name
+promises. Drivers differ by some hundred MiB, so it is the lowest figure that was found; ECC, which
+takes 3 GiB of a card with 48 GB of GDDR6, is on if the source says so. Names that
 ``torch.cuda.get_device_name()`` gives are among the other names.
 
-Peaks and bandwidth are what vendors state of dense matrices, fp16 with sums in fp32, as the public page or table in the last column
-repeats it: data sheets themselves were not read. With several variants of a device they are the fastest's. A field is empty where the
-device does not do it, or where no such page was found: without TF32 where it does TF32, fp32 is empty as well.
+Peaks and bandwidth are what vendors state of dense matrices, fp16 with sums in fp32, as the public
+page or table in the last column repeats it: data sheets themselves were not read. With several
+variants of a device they are the fastest's. A field is empty where the device does not do it, or
+where no such page was found: without TF32 where it does TF32, fp32 is empty as well.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ from .cuda_workspace import CudaKernels
 from .result import Target
 from .roofline import BY_FLOPS, DeviceSpeed
 
-# What a process takes on the device outside PyTorch's allocator: the driver's context, kernels, libraries. An out-of-memory message gives
-# it: the memory in use by the process less what is allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and
-# 0.49 (A100), 0.41 and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL); three campaigns of
-# foundation-model-stack on A100 had 519, 525 and 1690 MiB. It depends on the driver and on the libraries that are loaded, so it is an
-# input. github.com: Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
-# lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248, Soul-AILab/SoulX-FlashTalk/issues/5,
-# DINGYANB/MTVCrafter/issues/21, QwenLM/Qwen3-VL/issues/2097, Wan-Video/Wan2.1/issues/465, ali-vilab/VACE/issues/56.
+# What a process takes on the device outside PyTorch's allocator: the driver's context, kernels,
+# libraries. An out-of-memory message gives it: the memory in use by the process less what is
+# allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and 0.49 (A100), 0.41
+# and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL); three
+# campaigns of foundation-model-stack on A100 had 519, 525 and 1690 MiB. It depends on the driver
+# and on the libraries that are loaded, so it is an input. github.com:
+# Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
+# lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248,
+# Soul-AILab/SoulX-FlashTalk/issues/5, DINGYANB/MTVCrafter/issues/21, QwenLM/Qwen3-VL/issues/2097,
+# Wan-Video/Wan2.1/issues/465, ali-vilab/VACE/issues/56.
 CONTEXT_BYTES = 500 * 2**20
 
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|amd|instinct")
@@ -46,7 +51,9 @@ _LEAST_BYTES = 2**20  # a whole number below it is more likely a model's name (4
 
 @dataclass(frozen=True)
 class EstimatedDevice:
-    """A device for which an estimate is made; `total_bytes` by CUDA or ROCm, the rest empty where it was given as a size."""
+    """A device for which an estimate is made; `total_bytes` by CUDA or ROCm, the rest empty where
+    it was given as a size.
+    """
 
     name: str
     total_bytes: int
@@ -72,7 +79,9 @@ class EstimatedDevice:
         return f"{self.name} ({format_bytes(self.total_bytes)})" if self.source else self.name
 
     def target(self, *, context_bytes: int, headroom: int | float | str = 0) -> Target:
-        """Return what an allocator may take of it: all but the driver's context and, of the rest, the headroom (a size or a share)."""
+        """Return what an allocator may take of it: all but the driver's context and, of the rest,
+        the headroom (a size or a share).
+        """
         free = max(0, self.total_bytes - context_bytes)
         kept = min(free, parse_size(headroom, total_bytes=free)) if headroom else 0
         share = f" ({headroom:.0%})" if isinstance(headroom, float) else ""
@@ -112,8 +121,8 @@ _BY_NAME = {
 def find_device(name_or_size: Any) -> EstimatedDevice:
     """Return the device that one entry of ``estimate.devices`` stands for.
 
-    It is a size (``"80GiB"``, or a whole number of bytes), or the name of a device, in which case, punctuation and the maker's
-    name do not matter: ``"a100 40gb"``, ``"NVIDIA A100-SXM4-40GB"``.
+    It is a size (``"80GiB"``, or a whole number of bytes), or the name of a device, in which case,
+    punctuation and the maker's name do not matter: ``"a100 40gb"``, ``"NVIDIA A100-SXM4-40GB"``.
     """
     is_name = isinstance(name_or_size, str)
     if is_name and (device := _BY_NAME.get(_plain(name_or_size))):
@@ -133,7 +142,9 @@ def find_device(name_or_size: Any) -> EstimatedDevice:
 
 
 def this_device(device: torch.device, budget_bytes: int) -> EstimatedDevice:
-    """Return the device at hand with what may be used of it; without a data sheet, no source and FLOPs alone as its speed."""
+    """Return the device at hand with what may be used of it; without a data sheet, no source and
+    FLOPs alone as its speed.
+    """
     if device.type != "cuda":
         return EstimatedDevice(device.type, budget_bytes, speed=BY_FLOPS)
     it = torch.cuda.get_device_properties(device)

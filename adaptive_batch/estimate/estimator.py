@@ -18,7 +18,8 @@ from .tracker import StepTrace
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 _LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
 _ROUNDS = 3  # of a trace of a bound and of one row more, which may move it
-_STEPS = 4  # that are replayed: the first makes gradients and states, and from the third on they are alike
+# that are replayed: the first makes gradients and states, and from the third on they are alike
+_STEPS = 4
 _COLLATED_BYTES = (
     2**29
 )  # of its batch, roughly: tokens are collated for real, which takes time and memory
@@ -36,19 +37,22 @@ def estimate_length(
     explains: bool = True,
     allocator: AllocatorSettings | None = None,
 ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
-    """Estimate what the step holds with rows of one length, and how many of them fit on each device.
+    """Estimate what the step holds with rows of one length, and how many of them fit on each
+    device.
 
     Args:
         tokens: of a row.
         targets: the devices.
         maximum: more rows are of no interest.
         forward_backward: of that many rows; None for the step's own.
-        of_steps: returns forward and backward of some steps that training takes with that many rows, whose lengths vary; None for
-            rows of one length. It counts where there is an allocator, whose memory they fragment.
-        is_exact: what fits is traced itself, up to a batch that is large on the host; else it follows from two sizes.
+        of_steps: returns forward and backward of some steps that training takes with that many
+            rows, whose lengths vary; None for rows of one length. It counts where there is an
+            allocator, whose memory they fragment.
+        is_exact: what fits is traced itself, up to a batch that is large on the host; else it
+            follows from two sizes.
         explains: the curve is checked by one more size, whose tensors are attributed to modules.
-        allocator: settings of the devices' caching allocator; None for a device without one, where each byte that is allocated
-            is one that is taken.
+        allocator: settings of the devices' caching allocator; None for a device without one, where
+            each byte that is allocated is one that is taken.
 
     Raises:
         SettingError: no two sizes ran the same operations.
@@ -63,7 +67,8 @@ def estimate_length(
         one_row = max(step.trace(1, forward_backward=run).trace.live_bytes)
     breakdowns = []
     for line in curve.lines:
-        below, above = few.forward_bytes[line.operation], more.forward_bytes[line.operation]
+        below = few.forward_bytes[line.operation]
+        above = more.forward_bytes[line.operation]
         each = (above - below) / (larger - fewer)
         activations = below - fewer * each, each
         gradients = more.gradient_bytes(line.operation)
@@ -133,5 +138,8 @@ def traces_alike(
         low, high = (step.trace(size, forward_backward=run) for size in (few, many))
         if low.trace.program == high.trace.program:
             return (few, low), (many, high)
-    remedy = "each number of rows runs other operations, so no peak follows from another; probe it on a device"
+    remedy = (
+        "each number of rows runs other operations, so no peak follows from another; probe it on a"
+        " device"
+    )
     raise SettingError("model", type(step.model).__name__, remedy)

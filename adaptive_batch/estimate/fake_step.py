@@ -1,4 +1,6 @@
-"""A training step on fake tensors, which have shapes and no memory: the memory it would need on a device that is not here."""
+"""A training step on fake tensors, which have shapes and no memory: the memory it would need on a
+device that is not here.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ _NEEDS_VALUES = (
 
 
 def needs_values(error: Exception) -> str | None:
-    """Return what to tell a user whose code has read values of fake tensors, with the operation; None of another error."""
+    """Return what to tell a user whose code has read values of fake tensors, with the operation;
+    None of another error.
+    """
     names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
     if not isinstance(error, _NEEDS_VALUES) and not (
         names_it and isinstance(error, AssertionError | RuntimeError)
@@ -67,7 +71,9 @@ FEW, MORE = 2, 3  # rows of the steps that give a curve; one row alone often run
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that are resident before a forward begins: of the model, the optimizer's state, earlier micro-batches' gradients."""
+    """Bytes that are resident before a forward begins: of the model, the optimizer's state, earlier
+    micro-batches' gradients.
+    """
 
     parameters: int
     buffers: int
@@ -96,14 +102,18 @@ class FakeDevice:
         self.loaded: Phase | None = None
 
     def build(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return a model with fake parameters and buffers, made in the order of `build`, which makes it on the meta device."""
+        """Return a model with fake parameters and buffers, made in the order of `build`, which
+        makes it on the meta device.
+        """
         with self.counting() as counter, _OffMeta(), _FromTensors(), _swapping(self.mode):  # type: ignore[no-untyped-call]
             model = build()
             self.loaded = counter.phase(_named(model=model))
         return model
 
     def move(self, model: nn.Module) -> None:
-        """Make the parameters and buffers of a model fake, in place; they are on the meta device, or real and then freed."""
+        """Make the parameters and buffers of a model fake, in place; they are on the meta device,
+        or real and then freed.
+        """
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.is_meta:
@@ -144,9 +154,9 @@ class FakeDevice:
         """Context manager: new tensors are fake, and counted."""
         kernels = self._kernels
         self._counter = counter = AttributedTracker(
-            operators=CudaOperators(kernels.capability, kernels.multiprocessors)
-            if kernels
-            else None,
+            operators=(
+                CudaOperators(kernels.capability, kernels.multiprocessors) if kernels else None
+            ),
             on_host=self._on_host,
             streams=self._streams,
             explain=explain,
@@ -171,14 +181,18 @@ class FakeDevice:
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context manager: count only what is still alive at the end, for code that is compiled on a real device."""
+        """Context manager: count only what is still alive at the end, for code that is compiled on
+        a real device.
+        """
         with self._counter.pause() if self._counter else nullcontext():
             yield
 
 
 @dataclass(frozen=True)
 class Between:
-    """Forward and backward of rows whose length lies at a share of the way from that of `short`, which are traced, to that of `long`."""
+    """Forward and backward of rows whose length lies at a share of the way from that of `short`,
+    which are traced, to that of `long`.
+    """
 
     short: Run
     long: Run
@@ -186,14 +200,17 @@ class Between:
 
 
 class FakeStep:
-    """Runs the code of a training step on fake tensors, at any number of rows, and traces the memory it would need.
+    """Runs the code of a training step on fake tensors, at any number of rows, and traces the
+    memory it would need.
 
     Args:
         model: on the device.
-        optimizer, forward_backward, step, accumulates, sharding, keep_gradients: as in :class:`adaptive_batch.probe.DryRun`.
+        optimizer, forward_backward, step, accumulates, sharding, keep_gradients: as in
+            :class:`adaptive_batch.probe.DryRun`.
 
     Attributes:
-        optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in backward.
+        optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in
+            backward.
         resident: before a forward.
     """
 
@@ -275,9 +292,11 @@ class FakeStep:
     def log(
         self, rows: int, of_steps: Sequence[Run | Between], *, micro_batches: int = 2
     ) -> array[int]:
-        """Return what the device is asked for in loading and in steps of so many rows at once (see :mod:`.step_log`).
+        """Return what the device is asked for in loading and in steps of so many rows at once (see
+        :mod:`.step_log`).
 
-        It is exact at numbers of rows that were traced, and lies on a straight line between two of them elsewhere.
+        It is exact at numbers of rows that were traced, and lies on a straight line between two of
+        them elsewhere.
 
         Args:
             of_steps: forward and backward of each step.
@@ -300,7 +319,9 @@ class FakeStep:
         return joined(phases)
 
     def _at(self, rows: int, run: Run | Between, *, is_first: bool = False) -> Phase:
-        """A micro-batch: any, or training's first, which makes the gradients, or the states where the optimizer is in backward."""
+        """A micro-batch: any, or training's first, which makes the gradients, or the states where
+        the optimizer is in backward.
+        """
         if isinstance(run, Between):
             short, long = (self._at(rows, one, is_first=is_first) for one in (run.short, run.long))
             return short.between(long, run.share) if short.is_like(long) else long
@@ -325,7 +346,9 @@ class FakeStep:
         return known[rows]
 
     def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> bool:
-        """Trace what steps of so many rows run, so that their log is exact; return whether anything was not traced before."""
+        """Trace what steps of so many rows run, so that their log is exact; return whether anything
+        was not traced before.
+        """
         both = ((one.short, one.long) if isinstance(one, Between) else (one,) for one in of_steps)
         new = [
             run
@@ -396,11 +419,11 @@ class _FromTensors(TorchFunctionMode):
 
 @contextmanager
 def _swapping(mode: FakeTensorMode) -> Iterator[None]:
-    """Inside, fake tensors can be swapped, as a linear layer does that quantizes its weight; the mode's memory of them forbids it."""
-    swap, made = (
-        torch.utils.swap_tensors,
-        private(mode.fake_tensor_converter.meta_converter, "tensor_memo"),
-    )
+    """Inside, fake tensors can be swapped, as a linear layer does that quantizes its weight; the
+    mode's memory of them forbids it.
+    """
+    swap = torch.utils.swap_tensors
+    made = private(mode.fake_tensor_converter.meta_converter, "tensor_memo")
 
     def swap_unremembered(one: torch.Tensor, other: torch.Tensor) -> None:
         made.tensor_memo.clear()
@@ -426,7 +449,9 @@ def _clipping_together() -> Iterator[None]:
 
 @contextmanager
 def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
-    """Inside, a mode is on; also where backward runs a module again, for which PyTorch has switched it off."""
+    """Inside, a mode is on; also where backward runs a module again, for which PyTorch has switched
+    it off.
+    """
     entered: list[nn.Module] = []
 
     def enter(module: nn.Module, _: object) -> None:

@@ -1,4 +1,6 @@
-"""The estimate of any PyTorch model: its training step on fake tensors, which take the place of its own while it runs."""
+"""The estimate of any PyTorch model: its training step on fake tensors, which take the place of its
+own while it runs.
+"""
 
 from __future__ import annotations
 
@@ -40,17 +42,21 @@ def estimate_memory(
     context: int = CONTEXT_BYTES,
     headroom: int | float | str = 0,
 ) -> MemoryEstimate:
-    """Estimate how many rows of a batch a training step of a model can hold on CUDA devices that are not here.
+    """Estimate how many rows of a batch a training step of a model can hold on CUDA devices that
+    are not here.
 
-    Nothing is computed, and the model may be on the meta device: its parameters give way to tensors without memory, and are put
-    back. Memory that forward takes without an operation of PyTorch's (kernels of one's own) is not seen.
+    Nothing is computed, and the model may be on the meta device: its parameters give way to tensors
+    without memory, and are put back. Memory that forward takes without an operation of PyTorch's
+    (kernels of one's own) is not seen.
 
     Args:
         model: in training mode or not; it is estimated in training mode.
-        batch: a sample: tensors in any nesting of mappings and sequences; those with its number of rows first grow with it.
+        batch: a sample: tensors in any nesting of mappings and sequences; those with its number of
+            rows first grow with it.
         optimizer: of the model's parameters; its state is made anew.
         devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
-        mean_loss: returns the loss of such a batch, by `model`; None for the ``loss`` of what ``model(**batch)`` returns.
+        mean_loss: returns the loss of such a batch, by `model`; None for the ``loss`` of what
+            ``model(**batch)`` returns.
         max_grad_norm: gradients are clipped to it before the optimizer's step.
         accumulates: gradients of earlier micro-batches are there when a forward begins.
         maximum: more rows are of no interest.
@@ -58,7 +64,8 @@ def estimate_memory(
         headroom: what is left free beside that: bytes, a size or a share.
 
     Raises:
-        SettingError: an argument cannot be used, or the model needs values, which fake tensors do not have.
+        SettingError: an argument cannot be used, or the model needs values, which fake tensors do
+            not have.
     """
     shapes = [
         leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.dim()
@@ -106,7 +113,8 @@ def estimate_step(
     context: int = CONTEXT_BYTES,
     headroom: int | float | str = 0,
 ) -> MemoryEstimate:
-    """Estimate a step that runs `forward_backward` of a number of rows; the rest as in :func:`estimate_memory`.
+    """Estimate a step that runs `forward_backward` of a number of rows; the rest as in
+    :func:`estimate_memory`.
 
     Args:
         clip: clips the gradients, where that is asked for.
@@ -162,7 +170,9 @@ def estimate_step(
 def _fake_in_place(
     device: FakeDevice, model: nn.Module, optimizer: Optimizer
 ) -> Iterator[Optimizer]:
-    """Inside, the model's parameters and buffers are fake; yields an optimizer of these that is like the given one, without state."""
+    """Inside, the model's parameters and buffers are fake; yields an optimizer of these that is
+    like the given one, without state.
+    """
     modules = [
         (one, one.training, dict(one._parameters), dict(one._buffers)) for one in model.modules()
     ]

@@ -1,4 +1,6 @@
-"""The result of an estimate: how many rows fit on each device, what they hold, what would let more fit; its tables, its file."""
+"""The result of an estimate: how many rows fit on each device, what they hold, what would let more
+fit; its tables, its file.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ class Fit:
 
     Attributes:
         max_batch_size: most rows with which no allocation has to be tried again.
-        max_batch_size_with_retries: most rows that fit at all, where the allocator gives back what it has cached and tries again.
-        allocated_bytes, reserved_bytes: peaks at `max_batch_size`, or with one row where none fits: of what tensors hold, and of what
-            the allocator takes from the device for them.
-        first_too_large: the first thing that does not fit, in the order in which a run would need it; None where a row fits.
-        modelled_tokens_per_second: the most of forward and backward of `max_batch_size` rows by the device's data sheet
-            (:mod:`.roofline`), which no trial has timed; None where the device is not known, or no row fits.
+        max_batch_size_with_retries: most rows that fit at all, where the allocator gives back what
+            it has cached and tries again.
+        allocated_bytes, reserved_bytes: peaks at `max_batch_size`, or with one row where none fits:
+            of what tensors hold, and of what the allocator takes from the device for them.
+        first_too_large: the first thing that does not fit, in the order in which a run would need
+            it; None where a row fits.
+        modelled_tokens_per_second: the most of forward and backward of `max_batch_size` rows by the
+            device's data sheet (:mod:`.roofline`), which no trial has timed; None where the device
+            is not known, or no row fits.
     """
 
     sequence_length: int
@@ -72,7 +77,8 @@ class MemoryBreakdown:
     Attributes:
         activations: made by forward and kept for backward: fixed bytes, and bytes per row.
         gradients: bytes of parameters' gradients that this step has made by then.
-        site: the operation of the line and the largest transient allocations there; empty if they were not looked up.
+        site: the operation of the line and the largest transient allocations there; empty if they
+            were not looked up.
     """
 
     fixed_bytes: Fraction
@@ -97,7 +103,9 @@ class MemoryBreakdown:
 
 @dataclass(frozen=True)
 class CurveCheck:
-    """A step of a third size, to compare the memory curve with: bytes that were counted, and bytes by the curve."""
+    """A step of a third size, to compare the memory curve with: bytes that were counted, and bytes
+    by the curve.
+    """
 
     rows: int
     counted_bytes: int
@@ -106,9 +114,16 @@ class CurveCheck:
     def __str__(self) -> str:
         off = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
         if off > 1e-3:
-            counted, expected = format_bytes(self.counted_bytes), format_bytes(self.expected_bytes)
-            return f"do not rely on the maximum batch size: {self.rows} rows hold {counted}, and the curve gives {expected}"
-        return f"checked: a third size, {count(self.rows, 'row')}, lies on the curve {f'within {off:.2%}' if off else 'to the byte'}"
+            counted = format_bytes(self.counted_bytes)
+            expected = format_bytes(self.expected_bytes)
+            return (
+                f"do not rely on the maximum batch size: {self.rows} rows hold {counted}, and the"
+                f" curve gives {expected}"
+            )
+        return (
+            f"checked: a third size, {count(self.rows, 'row')}, lies on the curve"
+            f" {f'within {off:.2%}' if off else 'to the byte'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -119,7 +134,8 @@ class LengthEstimate:
         resident: before a forward.
         breakdowns: one for each line of the curve of forward and backward.
         one_row_bytes: the peak of a single row, which often runs other operations.
-        optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in backward.
+        optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in
+            backward.
     """
 
     sequence_length: int
@@ -131,7 +147,9 @@ class LengthEstimate:
 
     @property
     def curve(self) -> MemoryCurve:
-        """The peak of forward and backward, by rows; its operations are the places of the breakdowns."""
+        """The peak of forward and backward, by rows; its operations are the places of the
+        breakdowns.
+        """
         return MemoryCurve(
             tuple(
                 Line(one.fixed_bytes, one.bytes_per_row, place)
@@ -159,8 +177,11 @@ class LengthEstimate:
         return max(of_rows, self.optimizer_peak_bytes or 0)
 
     def first_too_large(self, budget_bytes: int) -> str | None:
-        """The first thing that does not fit, in the order in which a run would need it; None where a row fits."""
-        resident, needed = self.resident, 0
+        """The first thing that does not fit, in the order in which a run would need it; None where
+        a row fits.
+        """
+        resident = self.resident
+        needed = 0
         for name, size in (
             ("the parameters", resident.parameters),
             ("the buffers", resident.buffers),
@@ -192,7 +213,10 @@ class LengthEstimate:
             f"{name} {format_bytes(size)}" for name, size in parts if size > 0.005 * total
         )
         highest = self.curve.highest(rows)
-        text = f"peak of {rows} x {count(self.sequence_length, 'token')}: {format_bytes(highest.at(rows))}: {shares}"
+        text = (
+            f"peak of {rows} x {count(self.sequence_length, 'token')}:"
+            f" {format_bytes(highest.at(rows))}: {shares}"
+        )
         site = self.breakdowns[highest.operation].site
         return f"{text}\n  reached in {site}" if site else text
 
@@ -248,7 +272,8 @@ class MemoryEstimate:
         """Return whether that many rows, of each length, fit on a device without allocator retries.
 
         Args:
-            device: as :attr:`devices` name it, with its capacity or without: ``"H100"``, ``"24.00 GiB"``.
+            device: as :attr:`devices` name it, with its capacity or without: ``"H100"``, ``"24.00
+                GiB"``.
 
         Raises:
             SettingError: it is not among the devices of this estimate.
@@ -264,7 +289,9 @@ class MemoryEstimate:
         return format_bound(rows, self.maximum)
 
     def table(self) -> str:
-        """Aligned text: a line for each device and length, what is resident, and what makes the peaks."""
+        """Aligned text: a line for each device and length, what is resident, and what makes the
+        peaks.
+        """
         pairs = [
             (device, *pair)
             for device in self.devices
@@ -288,7 +315,8 @@ class MemoryEstimate:
             ]
         ]
         for device, length, fit in pairs:
-            rows, peak = fit.max_batch_size, format_bytes(fit.allocated_bytes)
+            rows = fit.max_batch_size
+            peak = format_bytes(fit.allocated_bytes)
             cells.append([
                 device.name, str(length.sequence_length), self.format_rows(rows),
                 *([self.format_rows(fit.max_batch_size_with_retries)] if reserves else ()), str(rows * length.sequence_length), peak,
@@ -299,10 +327,12 @@ class MemoryEstimate:
         lines = _aligned(cells)
         if modelled:
             lines.append(
-                f"{_MODELLED}: at most, of forward and backward by data sheets; no trial has timed it"
+                f"{_MODELLED}: at most, of forward and backward by data sheets; no trial has"
+                " timed it"
             )
         for device in self.devices:
-            budget, total = format_bytes(device.budget_bytes), format_bytes(device.total_bytes)
+            budget = format_bytes(device.budget_bytes)
+            total = format_bytes(device.total_bytes)
             taken = "".join(f", {format_bytes(size)} for {name}" for name, size in device.taken)
             lines.append(f"{device.name}: {budget} may be used of {total}{taken}")
             lines += [
@@ -310,7 +340,8 @@ class MemoryEstimate:
                 for fit in device.lengths
                 if fit.first_too_large
             ]
-        resident, of_step = self.lengths[0].resident, self.lengths[0].optimizer_peak_bytes
+        resident = self.lengths[0].resident
+        of_step = self.lengths[0].optimizer_peak_bytes
         on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
         gradients = (
             f", gradients that stay {format_bytes(resident.gradients)}"
@@ -318,8 +349,10 @@ class MemoryEstimate:
             else ""
         )
         lines.append(
-            f"fixed{on_each}: {format_bytes(resident.total)}: parameters {format_bytes(resident.parameters)}, optimizer state "
-            f"{format_bytes(resident.optimizer)}{gradients}, buffers {format_bytes(resident.buffers)}"
+            f"fixed{on_each}: {format_bytes(resident.total)}: parameters"
+            f" {format_bytes(resident.parameters)}, optimizer state"
+            f" {format_bytes(resident.optimizer)}{gradients}, buffers"
+            f" {format_bytes(resident.buffers)}"
         )
         if of_step is not None:
             lines.append(
@@ -352,7 +385,10 @@ class MemoryEstimate:
         ]
         return "\n".join(
             [
-                f"what one change would bring, in rows of {count(length.sequence_length, 'token')}:",
+                (
+                    "what one change would bring, in rows of"
+                    f" {count(length.sequence_length, 'token')}:"
+                ),
                 *lines,
             ]
         )
@@ -395,7 +431,9 @@ def read_estimate(path: Path) -> MemoryEstimate | None:
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """Build a value of an annotated type (dataclass, tuple, ``X | None``, number, text) from what JSON holds."""
+    """Build a value of an annotated type (dataclass, tuple, ``X | None``, number, text) from what
+    JSON holds.
+    """
     if is_dataclass(kind):
         hints = get_type_hints(kind)
         return kind(
@@ -421,7 +459,9 @@ def _rounded(speed: float | None) -> str:
 
 
 def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
-    """Changes that let more fit on some device, the one with the greatest gain first; what is least to type breaks ties."""
+    """Changes that let more fit on some device, the one with the greatest gain first; what is least
+    to type breaks ties.
+    """
     gains: dict[Change, float] = {}
     for change in changes:
         pairs = [

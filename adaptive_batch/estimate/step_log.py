@@ -1,7 +1,9 @@
-"""The order in which training allocates and frees: what the caching allocator of a device is asked for, in bytes.
+"""The order in which training allocates and frees: what the caching allocator of a device is asked
+for, in bytes.
 
-A log is an array. A positive entry allocates, and allocations are numbered from 0 on: its lower 48 bits are bytes, and those above
-them the number of the stream that they are for, 0 for the default one. A negative entry n frees the allocation that is numbered ``~n``.
+A log is an array. A positive entry allocates, and allocations are numbered from 0 on: its lower 48
+bits are bytes, and those above them the number of the stream that they are for, 0 for the default
+one. A negative entry n frees the allocation that is numbered ``~n``.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ class Phase:
         log: without what was there before.
         before: what was there before, by the name under which another phase left it.
         after: what is left for other phases, and its number.
-        once: positions in the log, and bytes, of what is allocated there when training does it first, and kept.
+        once: positions in the log, and bytes, of what is allocated there when training does it
+            first, and kept.
     """
 
     log: array[int]
@@ -47,11 +50,14 @@ class Phase:
         return replace(self, log=array("q", sizes))
 
     def sized(self, like: Phase, wanted: Phase) -> Phase | None:
-        """Return this one, whose allocations are those of `like` and some more, with the sizes of `wanted`; None where they are not."""
+        """Return this one, whose allocations are those of `like` and some more, with the sizes of
+        `wanted`; None where they are not.
+        """
         if not like.is_like(wanted):
             return None
         pairs = iter(zip(_sizes(like), _sizes(wanted), strict=True))
-        known, log = next(pairs, None), array("q")
+        known = next(pairs, None)
+        log = array("q")
         for entry in self.log:
             if entry > 0 and known is not None and entry == known[0]:
                 log.append(known[1])
@@ -62,8 +68,11 @@ class Phase:
 
 
 def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
-    """Return the log of phases that follow each other, each with whether training does it for the first time."""
-    log, count = array("q"), 0
+    """Return the log of phases that follow each other, each with whether training does it for the
+    first time.
+    """
+    log = array("q")
+    count = 0
     alive: dict[Hashable, int] = {}
     for phase, is_first in phases:
         numbers = [alive.get(name, -1) for name in phase.before]

@@ -1,4 +1,6 @@
-"""A memory tracker that knows what made the live bytes: forward or backward, which module, which operation."""
+"""A memory tracker that knows what made the live bytes: forward or backward, which module, which
+operation.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ _LABEL = "adaptive_batch.module"  # of an autograd node
 
 @dataclass(frozen=True)
 class OpSite:
-    """An operation of a step, and the innermost module that it belongs to, empty for none, such as the loss.
+    """An operation of a step, and the innermost module that it belongs to, empty for none, such as
+    the loss.
 
     Recomputing is part of the backward pass.
     """
@@ -37,18 +40,25 @@ class OpSite:
     backward: bool
 
     def __str__(self) -> str:
-        return f"{'backward' if self.backward else 'forward'} of {self.module or 'the loss'} ({self.operation})"
+        return (
+            f"{'backward' if self.backward else 'forward'} of {self.module or 'the loss'}"
+            f" ({self.operation})"
+        )
 
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """What is alive at one operation, without what is resident: bytes by the operation that made them, largest first."""
+    """What is alive at one operation, without what is resident: bytes by the operation that made
+    them, largest first.
+    """
 
     site: OpSite
     by_site: tuple[tuple[OpSite, int], ...]
 
     def describe(self) -> str:
-        """The operation, and the three largest allocations, those of like layers together, with their shares of all."""
+        """The operation, and the three largest allocations, those of like layers together, with
+        their shares of all.
+        """
         sizes: Counter[str] = Counter()
         for site, size in self.by_site:
             name = (
@@ -67,8 +77,10 @@ class StepTrace:
     """What forward and backward held after each operation.
 
     Attributes:
-        forward_bytes: of all live bytes those that forward made: activations that wait for backward.
-        gradients: of parameters, without those of earlier micro-batches: the operation that made each, and its bytes.
+        forward_bytes: of all live bytes those that forward made: activations that wait for
+            backward.
+        gradients: of parameters, without those of earlier micro-batches: the operation that made
+            each, and its bytes.
         explained: what was alive, for the operations that were asked for.
         costs: of the operations, in their order.
     """
@@ -90,8 +102,10 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     Args:
         operators: of the estimated device, where it is no CPU.
         on_host: storages that are not on the device, those that are made here included.
-        streams: their numbers in the log, those that are met here included; a CPU's do nothing, but FSDP changes between them.
-        explain: numbers of operations at which all live bytes are attributed to modules, for which `names` is needed.
+        streams: their numbers in the log, those that are met here included; a CPU's do nothing, but
+            FSDP changes between them.
+        explain: numbers of operations at which all live bytes are attributed to modules, for which
+            `names` is needed.
     """
 
     def __init__(
@@ -115,7 +129,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
         self._explain = frozenset(explain)
         self._names = names
-        self._is_counting, self._is_lifted, self._is_inside = True, False, False
+        self._is_counting = True
+        self._is_lifted = False
+        self._is_inside = False
         self._in_forward: set[int] = set()
         self._forward_bytes = 0
         self._forward_bytes_after_each = array("q")
@@ -195,11 +211,15 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             self.log.append(~before)
 
     def phase(self, after: Iterable[tuple[Hashable, torch.Tensor]]) -> Phase:
-        """Return what was logged since :meth:`add_named`, and by name what is left for other phases."""
+        """Return what was logged since :meth:`add_named`, and by name what is left for other
+        phases.
+        """
         given = len(self._before)
         kept = self._operators.workspaces.values() if self._operators else ()
         once = {number for tensor in kept for number in self._numbers_of(tensor)}
-        numbers, log, positions = list(range(given)), array("q"), []
+        numbers = list(range(given))
+        log = array("q")
+        positions = []
         for entry in self.log[given:]:
             if entry <= 0:
                 log.append(~numbers[~entry])
@@ -276,9 +296,11 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
 
 class ModuleNames(TorchFunctionMode):
-    """The name of the module whose operation runs, in forward and in backward, inside :meth:`following`.
+    """The name of the module whose operation runs, in forward and in backward, inside
+    :meth:`following`.
 
-    As a mode it writes the name into the autograd nodes of what operations return, from which backward reads it.
+    As a mode it writes the name into the autograd nodes of what operations return, from which
+    backward reads it.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -298,7 +320,8 @@ class ModuleNames(TorchFunctionMode):
     def following(self) -> Iterator[None]:
         """Context manager: hooks on all modules keep the name up to date."""
         handles = []
-        self._stack, self._last = [], ""
+        self._stack = []
+        self._last = ""
         for name, module in self._model.named_modules():
             readable = name.replace("_checkpoint_wrapped_module.", "").replace(
                 "._checkpoint_wrapped_module", ""
@@ -316,7 +339,8 @@ class ModuleNames(TorchFunctionMode):
 
     def _enter(self, name: str) -> None:
         inside = self._stack[-1] if self._stack else ""
-        # A shared module is listed under its first name, a wrapped one (to be recomputed) under its wrapper's.
+        # A shared module is listed under its first name, a wrapped one (to be recomputed) under its
+        # wrapper's.
         if inside and name != inside and not name.startswith(f"{inside}."):
             name = f"{inside}.{name.rpartition('.')[2]}"
         self._stack.append(name)

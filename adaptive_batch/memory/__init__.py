@@ -1,4 +1,6 @@
-"""Device memory: what there is, what a step uses, the curve of its peak, snapshots of the training state."""
+"""Device memory: what there is, what a step uses, the curve of its peak, snapshots of the training
+state.
+"""
 
 from .curve import Line, MemoryCurve, Trace
 from .device import (

@@ -1,7 +1,9 @@
-"""The peak of forward and backward as a function of the rows: a maximum of straight lines, one for each operation.
+"""The peak of forward and backward as a function of the rows: a maximum of straight lines, one for
+each operation.
 
-What is alive after an operation is a straight line in the rows, so two sizes that ran the same program tell every line, and
-with them the peak at any size. Only the lines that are highest somewhere are kept.
+What is alive after an operation is a straight line in the rows, so two sizes that ran the same
+program tell every line, and with them the peak at any size. Only the lines that are highest
+somewhere are kept.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Trace:
-    """The bytes alive after each operation of a trial; `program` is the same for the same operations, within one process."""
+    """The bytes alive after each operation of a trial; `program` is the same for the same
+    operations, within one process.
+    """
 
     program: int
     live_bytes: Sequence[int]
@@ -22,7 +26,9 @@ class Trace:
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes alive after one operation, by its number in the trace: ``fixed_bytes + bytes_per_row * rows``; the slope is 0 or more."""
+    """Bytes alive after one operation, by its number in the trace: ``fixed_bytes + bytes_per_row *
+    rows``; the slope is 0 or more.
+    """
 
     fixed_bytes: Fraction
     bytes_per_row: Fraction
@@ -35,7 +41,9 @@ class Line:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """Most bytes alive in forward and backward, by rows: of all lines those that are the highest at some number of rows, in order."""
+    """Most bytes alive in forward and backward, by rows: of all lines those that are the highest at
+    some number of rows, in order.
+    """
 
     lines: tuple[Line, ...]
 
@@ -46,13 +54,16 @@ class MemoryCurve:
         Raises:
             ValueError: they ran other programs, as one row alone often does.
         """
-        (few, low), (many, high) = fewer, more
+        few, low = fewer
+        many, high = more
         if low.program != high.program or few >= many:
             raise ValueError(
-                f"{few} and {many} rows: give two sizes, the smaller first, that ran the same operations"
+                f"{few} and {many} rows: give two sizes, the smaller first, that ran the same"
+                " operations"
             )
         steps = many - few
-        # Of the lines that rise as fast, the highest is enough, and the first of those that are alike.
+        # Of the lines that rise as fast, the highest is enough, and the first of those that are
+        # alike.
         highest: dict[int, tuple[int, int]] = {}
         for operation, (below, above) in enumerate(
             zip(low.live_bytes, high.live_bytes, strict=True)
@@ -78,7 +89,9 @@ class MemoryCurve:
         )
 
     def max_rows(self, budget_bytes: int) -> int | None:
-        """Return the most rows whose peak stays within the budget; 0 where not one does, None where any number does."""
+        """Return the most rows whose peak stays within the budget; 0 where not one does, None where
+        any number does.
+        """
         limits = []
         for line in self.lines:
             if line.bytes_per_row:
@@ -89,7 +102,9 @@ class MemoryCurve:
 
 
 def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
-    """Return of lines by growing slope, those that are the highest at some number of rows from 1 on."""
+    """Return of lines by growing slope, those that are the highest at some number of rows from 1
+    on.
+    """
     hull: list[Line] = []
     for line in lines:
         while hull and _overtakes(hull[-1], line) <= (

@@ -1,7 +1,8 @@
 """Ask a device about memory.
 
-An accelerator has an allocator that reports its use and refuses what it has not. A CPU allocation rarely fails: there the bytes of
-live tensors are counted during a trial, and passing the budget raises the ``torch.OutOfMemoryError`` that a GPU raises.
+An accelerator has an allocator that reports its use and refuses what it has not. A CPU allocation
+rarely fails: there the bytes of live tensors are counted during a trial, and passing the budget
+raises the ``torch.OutOfMemoryError`` that a GPU raises.
 """
 
 from __future__ import annotations
@@ -30,13 +31,15 @@ _UNITS = {
 }  # fmt: skip
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
-# The words of an allocator, a driver or a library that has run out. "out of resource: shared memory" (Triton),
-# "illegal memory access" and "out of shared memory" (a data loader's worker) are other faults.
+# The words of an allocator, a driver or a library that has run out. "out of resource: shared
+# memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
+# other faults.
 _OUT_OF_MEMORY = re.compile(
     r"\b(?:cuda|hip|xpu|mps|npu|hpu)\b[^\n]*\bout of memory\b"
     r"|DefaultCPUAllocator: (?:can't allocate|not enough) memory"
     r"|C(?:UBLAS|UDNN)_STATUS_ALLOC_FAILED|HIPBLAS_STATUS_ALLOC_FAILED|C?UFFT_ALLOC_FAILED"
-    r"|CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine|Unable to find a valid cuDNN algorithm to run convolution"
+    r"|CUDNN_STATUS_NOT_SUPPORTED|unable to find an engine|Unable to find a valid cuDNN algorithm"
+    r" to run convolution"
     r"|cudaErrorMemoryAllocation|hipErrorOutOfMemory|OUT_OF_(?:DEVICE|HOST)_MEMORY"
     r"|std::bad_alloc",
     re.IGNORECASE,
@@ -46,8 +49,9 @@ _OUT_OF_MEMORY = re.compile(
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return whether an error means that memory ran out, and nothing else.
 
-    PyTorch's own type and Python's ``MemoryError`` count; so does a ``RuntimeError`` with an allocator's, a driver's or a library's
-    text for it, and any error raised *from* one of these. A ``ValueError`` that merely mentions memory does not.
+    PyTorch's own type and Python's ``MemoryError`` count; so does a ``RuntimeError`` with an
+    allocator's, a driver's or a library's text for it, and any error raised *from* one of these. A
+    ``ValueError`` that merely mentions memory does not.
     """
     seen: set[int] = set()  # an error can be its own cause
     while error is not None and id(error) not in seen:
@@ -60,14 +64,18 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-# "Of the allocated memory 33.87 GiB is allocated by PyTorch" also names the CUDA graphs' part of it, later.
+# "Of the allocated memory 33.87 GiB is allocated by PyTorch" also names the CUDA graphs' part of
+# it, later.
 _ASKED = re.compile(r"Tried to allocate (\d+(?:\.\d+)? \w+)")
 _ALLOCATED = re.compile(r"Of the allocated memory (\d+(?:\.\d+)? \w+) is allocated by PyTorch")
 
 
 def wanted_bytes(message: str) -> int | None:
-    """Return what an allocator's out-of-memory message says was allocated and asked for; None where it does not say both."""
-    asked, allocated = _ASKED.search(message), _ALLOCATED.search(message)
+    """Return what an allocator's out-of-memory message says was allocated and asked for; None where
+    it does not say both.
+    """
+    asked = _ASKED.search(message)
+    allocated = _ALLOCATED.search(message)
     return (
         sum(parse_size(one[1], total_bytes=GIB) for one in (asked, allocated))
         if asked and allocated
@@ -76,7 +84,8 @@ def wanted_bytes(message: str) -> int | None:
 
 
 def parse_size(value: int | float | str, *, total_bytes: int) -> int:
-    """Read an amount of memory: ``"12GiB"``, a whole number of bytes, or a float in (0, 1], a share of `total_bytes`.
+    """Read an amount of memory: ``"12GiB"``, a whole number of bytes, or a float in (0, 1], a share
+    of `total_bytes`.
 
     Raises:
         ValueError: the value is no size.
@@ -90,7 +99,8 @@ def parse_size(value: int | float | str, *, total_bytes: int) -> int:
         if unit and float(match[1]) > 0:
             return int(float(match[1]) * unit)
     raise ValueError(
-        'give a size such as "12GiB" or "900MiB", a number of bytes, or a share of the device such as 0.9'
+        'give a size such as "12GiB" or "900MiB", a number of bytes, or a share of the device such'
+        " as 0.9"
     )
 
 
@@ -112,7 +122,8 @@ def budget_bytes(
     available_bytes: int,
     key: str = "probe.device_memory",
 ) -> int:
-    """Return what a trial may use, in bytes: what is asked for, or what is available, less the headroom.
+    """Return what a trial may use, in bytes: what is asked for, or what is available, less the
+    headroom.
 
     Args:
         device_memory: a size as :func:`parse_size` reads it; None for what is available.
@@ -128,7 +139,10 @@ def budget_bytes(
     if device_memory is not None:
         limit = parse_size(device_memory, total_bytes=total_bytes)
         if limit > total_bytes:
-            remedy = f"the device has {format_bytes(total_bytes)}; give that or less, or null (None) for what is available"
+            remedy = (
+                f"the device has {format_bytes(total_bytes)}; give that or less, or null (None) for"
+                " what is available"
+            )
             raise SettingError(key, device_memory, remedy)
     return int(min(limit, available_bytes) * (1 - headroom))
 
@@ -139,8 +153,10 @@ class Usage:
 
     Attributes:
         resident_bytes: alive before anything was measured; part of every peak.
-        peak_bytes: the highest sum alive, resident bytes included; None where the device cannot say.
-        retried: the allocator had to give back its cache and ask again: a size that does this is too large.
+        peak_bytes: the highest sum alive, resident bytes included; None where the device cannot
+            say.
+        retried: the allocator had to give back its cache and ask again: a size that does this is
+            too large.
         trace: bytes alive after each operation; None where the device cannot say.
     """
 
@@ -152,7 +168,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Room:
-    """What an allocator has, in bytes: tensors that are alive, and what more of them it can make, its cache included."""
+    """What an allocator has, in bytes: tensors that are alive, and what more of them it can make,
+    its cache included.
+    """
 
     held_bytes: int
     free_bytes: int
@@ -164,7 +182,9 @@ class Room:
 
 
 class DeviceMemory(Protocol):
-    """One device, asked about its memory. Sizes are in bytes; peaks are known to `granularity_bytes`."""
+    """One device, asked about its memory. Sizes are in bytes; peaks are known to
+    `granularity_bytes`.
+    """
 
     device: torch.device
     granularity_bytes: int
@@ -176,7 +196,9 @@ class DeviceMemory(Protocol):
         """What the device has."""
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
-        """What is free now plus what this process already holds; `resident` are the tensors that it holds."""
+        """What is free now plus what this process already holds; `resident` are the tensors that it
+        holds.
+        """
 
     def measure(
         self, resident: Iterable[torch.Tensor], *, budget_bytes: int
@@ -190,16 +212,20 @@ class DeviceMemory(Protocol):
         """What can be allocated now, without giving anything back; None where nobody can say."""
 
     def num_retries(self) -> int:
-        """How often an allocator has given back its cache and asked again, so far; 0 where none reports it."""
+        """How often an allocator has given back its cache and asked again, so far; 0 where none
+        reports it.
+        """
 
     def check_it_can_be_measured(self) -> None:
         """Raise a SettingError for a device that does not report its peak."""
 
 
 def recover(memory: DeviceMemory) -> None:
-    """Bring a device back after an out-of-memory error; to be called when the ``except`` block has been left.
+    """Bring a device back after an out-of-memory error; to be called when the ``except`` block has
+    been left.
 
-    A failed backward may leave tasks in autograd's engine that keep its graph alive: a trivial backward drains them.
+    A failed backward may leave tasks in autograd's engine that keep its graph alive: a trivial
+    backward drains them.
     """
     with torch.enable_grad():
         scalar = torch.zeros((), device=memory.device, requires_grad=True)
@@ -208,7 +234,9 @@ def recover(memory: DeviceMemory) -> None:
 
 
 def device_memory(device: torch.device, *, shared_by: int = 1) -> DeviceMemory:
-    """Return the memory of a device: counted on a CPU, which `shared_by` processes share, asked of the allocator elsewhere."""
+    """Return the memory of a device: counted on a CPU, which `shared_by` processes share, asked of
+    the allocator elsewhere.
+    """
     return (
         CountedMemory(device, shared_by=shared_by)
         if device.type == "cpu"
@@ -217,10 +245,11 @@ def device_memory(device: torch.device, *, shared_by: int = 1) -> DeviceMemory:
 
 
 class CountedMemory:
-    """A CPU's memory: the bytes of live tensors, counted operation by operation; `shared_by` processes have a part each.
+    """A CPU's memory: the bytes of live tensors, counted operation by operation; `shared_by`
+    processes have a part each.
 
-    Counting agrees with the profiler's allocator total within 0.03%, costs about 40 microseconds an operation, and sees the
-    eager program, also where ``torch.compile`` would fuse it.
+    Counting agrees with the profiler's allocator total within 0.03%, costs about 40 microseconds an
+    operation, and sees the eager program, also where ``torch.compile`` would fuse it.
     """
 
     granularity_bytes = 1
@@ -269,12 +298,15 @@ class CountedMemory:
 
 
 class AcceleratorMemory:
-    """An accelerator's memory, as its caching allocator reports it; `backend` is ``torch.cuda`` or its like by default.
+    """An accelerator's memory, as its caching allocator reports it; `backend` is ``torch.cuda`` or
+    its like by default.
 
-    The peak is that of *reserved* memory, which is what the device has to give, fragmentation included.
+    The peak is that of *reserved* memory, which is what the device has to give, fragmentation
+    included.
     """
 
-    # What PyTorch's caching allocator takes for 1 to 10 MiB; with expandable segments, for whatever is above 1 MiB.
+    # What PyTorch's caching allocator takes for 1 to 10 MiB; with expandable segments, for whatever
+    # is above 1 MiB.
     granularity_bytes = 20 * 1024**2
 
     def __init__(self, device: torch.device, *, backend: Any = None) -> None:
@@ -284,7 +316,10 @@ class AcceleratorMemory:
 
     def check_it_can_be_measured(self) -> None:
         if not hasattr(self._backend, "memory_stats"):
-            why = f"torch {torch.__version__} does not report its peak memory, so no batch can be probed there"
+            why = (
+                f"torch {torch.__version__} does not report its peak memory, so no batch can be"
+                " probed there"
+            )
             raise SettingError(
                 "device", str(self.device), f"{why}; train with a configured batch_size"
             )
@@ -314,7 +349,8 @@ class AcceleratorMemory:
                 usage.retried = self.num_retries() > retries
         if usage.peak_bytes is not None and usage.peak_bytes > budget_bytes:
             raise torch.OutOfMemoryError(
-                f"{self.device} reserved {usage.peak_bytes} bytes, over the budget of {budget_bytes} bytes"
+                f"{self.device} reserved {usage.peak_bytes} bytes, over the budget of"
+                f" {budget_bytes} bytes"
             )
 
     def release(self) -> None:
@@ -328,7 +364,8 @@ class AcceleratorMemory:
             self._backend.reset_peak_memory_stats(self.device)
 
     def room(self) -> Room | None:
-        held, reserved = self._statistic("memory_allocated"), self._statistic("memory_reserved")
+        held = self._statistic("memory_allocated")
+        reserved = self._statistic("memory_reserved")
         free, total = self._free_and_total()
         most = min(free, int(self._fraction() * total) - reserved)
         return Room(held, max(0, most) + reserved - held) if reserved else None
@@ -367,11 +404,14 @@ class AcceleratorMemory:
 
 
 def host_available_bytes() -> int:
-    """Return the host memory that can be taken now without swapping: MemAvailable, and the limit of a control group of version 2."""
+    """Return the host memory that can be taken now without swapping: MemAvailable, and the limit of
+    a control group of version 2.
+    """
     available = (
         _kernel_fields("/proc/meminfo").get("MemAvailable:", _physical_bytes() // 1024) * 1024
     )
-    limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
+    limit = _cgroup_bytes("memory.max")
+    used = _cgroup_bytes("memory.current")
     if limit is None or used is None:
         return available
     cache = _kernel_fields("/sys/fs/cgroup/memory.stat")  # of files: given back when it is needed

@@ -1,4 +1,6 @@
-"""The optimizer inside the backward pass: each parameter is stepped as soon as its gradient is ready."""
+"""The optimizer inside the backward pass: each parameter is stepped as soon as its gradient is
+ready.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from .snapshot import OptimizerSnapshot, TensorSnapshot
 
 
 class OptimizerInBackward:
-    """One optimizer for each parameter, stepped by a hook when the gradient is complete; the gradient is freed at once.
+    """One optimizer for each parameter, stepped by a hook when the gradient is complete; the
+    gradient is freed at once.
 
     Args:
         optimizers: the optimizer of each parameter that is trained.
@@ -34,7 +37,8 @@ class OptimizerInBackward:
             optimizer.step()
             optimizer.zero_grad()
             return
-        # One parameter at a time is copied, stepped and put back, so a dry run costs the host one parameter, not the model.
+        # One parameter at a time is copied, stepped and put back, so a dry run costs the host one
+        # parameter, not the model.
         weights = TensorSnapshot([parameter])
         fresh = parameter in self._fresh
         before = OptimizerSnapshot(optimizer) if not fresh or not optimizer.state else None
@@ -50,7 +54,9 @@ class OptimizerInBackward:
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Inside, a step is taken and undone; state that a fresh optimizer makes stays resident until the end, then goes."""
+        """Inside, a step is taken and undone; state that a fresh optimizer makes stays resident
+        until the end, then goes.
+        """
         self._fresh = {
             parameter for parameter, optimizer in self.optimizers.items() if not optimizer.state
         }

@@ -27,7 +27,8 @@ _PLAIN = (bool, int, float, str, type(None))
 class TensorSnapshot:
     """Tensors, copied to the host; :meth:`restore` writes the same bits into the same tensors.
 
-    Wrapper subclasses, such as torchao's low-bit optimizer states, have no ``clone``: their inner tensors are copied.
+    Wrapper subclasses, such as torchao's low-bit optimizer states, have no ``clone``: their inner
+    tensors are copied.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -47,7 +48,8 @@ class TensorSnapshot:
 
 
 class OptimizerSnapshot:
-    """Everything that ``optimizer.step()`` may change about the optimizer itself: state, groups, counters.
+    """Everything that ``optimizer.step()`` may change about the optimizer itself: state, groups,
+    counters.
 
     State that was not there is removed by :meth:`restore`, so a fresh optimizer is fresh again.
     """
@@ -86,7 +88,8 @@ class OptimizerSnapshot:
 
 
 class RandomState:
-    """The state of every random number generator that training may draw from, as it was when this was made.
+    """The state of every random number generator that training may draw from, as it was when this
+    was made.
 
     These are torch's on the host and on the device, Python's, and NumPy's where it is loaded.
     """
@@ -114,7 +117,9 @@ class RandomState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, in another process too; generators that it does not name stay as they are."""
+        """Restore what :meth:`state_dict` returned, in another process too; generators that it does
+        not name stay as they are.
+        """
         torch.set_rng_state(state["torch"])
         if self._device.type in state:
             getattr(torch, self._device.type).set_rng_state(state[self._device.type], *self._which)
@@ -133,11 +138,12 @@ class TrainingSnapshot:
     Gradients are set aside, not copied: :meth:`restore` puts the same tensors back.
 
     Args:
-        model: its parameters and buffers are copied to the host, but those that are frozen, which nothing steps.
+        model: its parameters and buffers are copied to the host, but those that are frozen, which
+            nothing steps.
         optimizers: all that step its parameters; several with the optimizer in backward.
         device: where the model lives.
-        parameters_change: False where something else puts each parameter back (the optimizer in backward); they are then not
-            copied.
+        parameters_change: False where something else puts each parameter back (the optimizer in
+            backward); they are then not copied.
 
     Raises:
         DoesNotFitError: the host has no room for the copies.
@@ -158,8 +164,9 @@ class TrainingSnapshot:
         needed = storage_bytes([*saved, *optimizer_state_tensors(optimizers)])
         if needed > (available := host_available_bytes() // distributed.local_world_size()):
             raise DoesNotFitError(
-                f"the probe copies {format_bytes(needed)} of weights and optimizer state to the host, which has "
-                f"{format_bytes(available)} available; free host memory, or set batch_size without a probe"
+                f"the probe copies {format_bytes(needed)} of weights and optimizer state to the"
+                f" host, which has {format_bytes(available)} available; free host memory, or set"
+                " batch_size without a probe"
             )
         self._tensors = TensorSnapshot(saved)
         self._optimizers = [OptimizerSnapshot(optimizer) for optimizer in optimizers]
@@ -189,9 +196,11 @@ class TrainingSnapshot:
 
 
 def _emptied(state: dict[str, Any]) -> bool:
-    """Set a fresh optimizer's paged state back to what bitsandbytes starts with; False where the state is not paged.
+    """Set a fresh optimizer's paged state back to what bitsandbytes starts with; False where the
+    state is not paged.
 
-    Its paged buffers are never given back, so deleting them would make training allocate all of them once more.
+    Its paged buffers are never given back, so deleting them would make training allocate all of
+    them once more.
     """
     tensors = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     if not any(getattr(tensor, "is_paged", False) for tensor in tensors.values()):

@@ -24,7 +24,9 @@ from .curve import Trace
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that hold a tensor's bytes: itself, or what a wrapper subclass (torchao's low-bit states) wraps."""
+    """Yield the tensors that hold a tensor's bytes: itself, or what a wrapper subclass (torchao's
+    low-bit states) wraps.
+    """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(
@@ -50,7 +52,8 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of live storages while it is active, through weak references to them.
 
-    The trace begins with the first operation on what was resident: before that a batch is collated, row by row.
+    The trace begins with the first operation on what was resident: before that a batch is collated,
+    row by row.
     """
 
     def __init__(self, budget_bytes: int) -> None:
@@ -97,7 +100,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def _see(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
             self._storages[key] = weakref.ref(storage, lambda _: self._forget(key))
@@ -112,7 +116,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gathered.pop(key, None)
 
     def _see_gathered(self, tensors: Iterable[torch.Tensor]) -> None:
-        """FSDP has made room for what it gathers, by resizing storages in place, which is no operation."""
+        """FSDP has made room for what it gathers, by resizing storages in place, which is no
+        operation.
+        """
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._see(storage)
@@ -127,7 +133,9 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 del self._gathered[key]
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has memory: DTensor works out shapes on some that have none, in operations that come by here."""
+        """Whether a tensor has memory: DTensor works out shapes on some that have none, in
+        operations that come by here.
+        """
         return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
     def _see_all(self, result: Any) -> None:
@@ -139,9 +147,11 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._see_all(item)
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation; where autograd adds up gradients of one tensor, do it in place, as it does without a mode.
+        """Run an operation; where autograd adds up gradients of one tensor, do it in place, as it
+        does without a mode.
 
-        It does so in the first to arrive, if nothing else refers to it (torch/csrc/autograd/input_buffer.cpp).
+        It does so in the first to arrive, if nothing else refers to it
+        (torch/csrc/autograd/input_buffer.cpp).
         """
         sums = func is torch.ops.aten.add.Tensor and current_graph_task_id() != -1
         if sums and not torch.is_grad_enabled() and _references(args[0]) == self._references:
@@ -185,7 +195,9 @@ class _FirstSum(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """Count who refers to the storage, the tensor and its Python object; None where it has not all of a storage."""
+    """Count who refers to the storage, the tensor and its Python object; None where it has not all
+    of a storage.
+    """
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.element_size() != storage.nbytes():
         return None
@@ -195,7 +207,9 @@ def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
 
 @cache
 def _references_of_autograd() -> tuple[int, ...] | None:
-    """Return the references to a gradient that autograd alone holds, as an operation on it sees them."""
+    """Return the references to a gradient that autograd alone holds, as an operation on it sees
+    them.
+    """
     with disable_current_modes(), torch.enable_grad(), _FirstSum() as mode:  # type: ignore[no-untyped-call]
         leaf = torch.ones(2, device="cpu", requires_grad=True)
         (leaf.exp() + leaf.sin()).sum().backward()  # type: ignore[no-untyped-call]

@@ -1,8 +1,10 @@
-"""The critical batch by branches (Merrill et al. 2025, arXiv 2505.23971): the largest batch that, on the same rows, ends no worse.
+"""The critical batch by branches (Merrill et al. 2025, arXiv 2505.23971): the largest batch that,
+on the same rows, ends no worse.
 
-Training goes on from one checkpoint at several batches, with the same tokens each and the rate scaled with the batch; the critical
-batch is the largest whose loss afterwards is still within a tolerance of the best. The smallest would not do for that: with Adam and a
-fixed beta2 it may end well above the best.
+Training goes on from one checkpoint at several batches, with the same tokens each and the rate
+scaled with the batch; the critical batch is the largest whose loss afterwards is still within a
+tolerance of the best. The smallest would not do for that: with Adam and a fixed beta2 it may end
+well above the best.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ FEWEST_STEPS = 4  # of a branch: in fewer, a rate that is scaled with the batch 
 
 
 def batches_of_branches(step_rows: int, rows: int) -> list[int]:
-    """Return the batches to branch at: a quarter of a step's rows (as far as whole), doubled while `rows` make a few steps of it."""
+    """Return the batches to branch at: a quarter of a step's rows (as far as whole), doubled while
+    `rows` make a few steps of it.
+    """
     batches = [step_rows // math.gcd(step_rows, 4)]
     while 2 * batches[-1] * FEWEST_STEPS <= rows:
         batches.append(2 * batches[-1])
@@ -24,7 +28,9 @@ def batches_of_branches(step_rows: int, rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Branch:
-    """What a branch of steps of `batch` rows ended with: of each held-out row the sum of its token losses, and its label tokens."""
+    """What a branch of steps of `batch` rows ended with: of each held-out row the sum of its token
+    losses, and its label tokens.
+    """
 
     batch: int
     losses: Sequence[float]
@@ -36,12 +42,15 @@ class Branch:
         return math.fsum(self.losses) / sum(self.labels) if any(self.labels) else math.nan
 
     def excess(self, other: Branch) -> tuple[float, float]:
-        """Return by which share the loss is above that of another branch, and the standard error of that.
+        """Return by which share the loss is above that of another branch, and the standard error of
+        that.
 
-        The rows are the same, so what varies is the difference d of a row; with n its labels and D = sum(d) / sum(n) the error is
-        that of a ratio, sqrt(m / (m - 1) x sum((d - D n)^2)) / sum(n) for m rows (Cochran 1977, section 2.11).
+        The rows are the same, so what varies is the difference d of a row; with n its labels and D
+        = sum(d) / sum(n) the error is that of a ratio, sqrt(m / (m - 1) x sum((d - D n)^2)) /
+        sum(n) for m rows (Cochran 1977, section 2.11).
         """
-        mean, rows = self.loss - other.loss, len(self.labels)
+        mean = self.loss - other.loss
+        rows = len(self.labels)
         of_rows = zip(self.losses, other.losses, self.labels, strict=True)
         squares = math.fsum((loss - before - mean * count) ** 2 for loss, before, count in of_rows)
         error = math.sqrt(rows / max(1, rows - 1) * squares) / sum(self.labels)
@@ -54,7 +63,8 @@ def best_branch(branches: Sequence[Branch]) -> Branch:
 
 
 def critical_batch(branches: Sequence[Branch], tolerance: float, *, errors: float = 0.0) -> int:
-    """Return the largest batch whose loss, and that of all down to the best, is above the best by no more than a tolerance.
+    """Return the largest batch whose loss, and that of all down to the best, is above the best by
+    no more than a tolerance.
 
     Args:
         branches: by rising batch.

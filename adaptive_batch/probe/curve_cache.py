@@ -17,7 +17,8 @@ _FORMAT = 1
 
 
 class CachedCurve:
-    """A curve that is kept on disk, under the name of all that it depends on; with several ranks rank zero keeps it for all.
+    """A curve that is kept on disk, under the name of all that it depends on; with several ranks
+    rank zero keeps it for all.
 
     Where `on` is False nothing is read or written.
     """

@@ -1,4 +1,6 @@
-"""How many rows to try next, from the peaks of the trials so far: what is safe, and what a confirmed curve allows."""
+"""How many rows to try next, from the peaks of the trials so far: what is safe, and what a
+confirmed curve allows.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ REACHED = 0.002  # an estimated end as near as this is reached
 
 
 class Point(NamedTuple):
-    """One trial that fitted: its rows, and its peak as a share of the budget, both without what was resident."""
+    """One trial that fitted: its rows, and its peak as a share of the budget, both without what was
+    resident.
+    """
 
     rows: float
     share: float
@@ -32,16 +36,20 @@ class Point(NamedTuple):
 def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) -> float | None:
     """Rows to try after these trials, which are in growing order; None when not one row more fits.
 
-    The peak is a maximum of straight lines in the rows, one for each op, none of them below 0 at 0 rows: convex, and
-    often flat at first. Two things follow. Growing rows as budget / peak always fits. And beyond two trials the peak
-    lies on or above the line through them: where that line leaves the budget nothing fits any more, but before it does
-    a steeper line may have taken over. So:
+    The peak is a maximum of straight lines in the rows, one for each op, none of them below 0 at 0
+    rows: convex, and often flat at first. Two things follow. Growing rows as budget / peak always
+    fits. And beyond two trials the peak lies on or above the line through them: where that line
+    leaves the budget nothing fits any more, but before it does a steeper line may have taken over.
+    So:
 
     1. Grow safely: a little less than budget / peak, since real peaks bend upwards here and there.
-    2. A line is a guess until a third trial lies on it, a curve ``fixed + c * rows ** power`` until a fourth does. Then
-       follow it; from below the knee only to a little past it, where what takes over there shows.
-    3. Once the resident bytes are taken off, a line that hardly grows is not the one that fills the budget: do not follow.
-    4. Peaks that dip below a line are noisy, and no three will agree: follow a curve through those that rise clear of it.
+    2. A line is a guess until a third trial lies on it, a curve ``fixed + c * rows ** power`` until
+       a fourth does. Then follow it; from below the knee only to a little past it, where what takes
+       over there shows.
+    3. Once the resident bytes are taken off, a line that hardly grows is not the one that fills the
+       budget: do not follow.
+    4. Peaks that dip below a line are noisy, and no three will agree: follow a curve through those
+       that rise clear of it.
     """
     last = points[-1]
     if len(points) == 1:
@@ -77,7 +85,9 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
 
 
 def _follow(before: Point, last: Point, power: float, safe: float) -> float:
-    """Rows at which a proven curve fills the budget; below the knee, halfway to what is safe from the knee on."""
+    """Rows at which a proven curve fills the budget; below the knee, halfway to what is safe from
+    the knee on.
+    """
     end = _reach(before, last, power, 1.0)
     if last.share > KNEE:
         return min(end, LEAP * last.rows)
@@ -86,11 +96,13 @@ def _follow(before: Point, last: Point, power: float, safe: float) -> float:
 
 
 def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
-    """Follow ``fixed + c * rows ** power`` as far as noise lets it be known; None where the end is near enough.
+    """Follow ``fixed + c * rows ** power`` as far as noise lets it be known; None where the end is
+    near enough.
 
-    What is fixed is the mean of the trials that do not rise clear of noise. The first that does tells no power, so the
-    steepest is taken from it, to `HALFWAY`; the next two tell one, good for a step to `NEARLY`; from there each estimate of
-    the end is as good as its peak, so their mean is taken, a little below. Where a row is more than noise a line will do.
+    What is fixed is the mean of the trials that do not rise clear of noise. The first that does
+    tells no power, so the steepest is taken from it, to `HALFWAY`; the next two tell one, good for
+    a step to `NEARLY`; from there each estimate of the end is as good as its peak, so their mean is
+    taken, a little below. Where a row is more than noise a line will do.
     """
     last = points[-1]
     lowest = min(point.share for point in points)
@@ -99,7 +111,9 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
     risen = [point for point in points if point.share - fixed > 3 * UNCERTAIN * fixed]
     if last not in risen:
         return max(safe, LEAP * last.rows)
-    first, rise, room = risen[0], last.share - fixed, max(0.0, 1 - fixed)
+    first = risen[0]
+    rise = last.share - fixed
+    room = max(0.0, 1 - fixed)
     if FINE * last.rows * math.pow(room / rise, 1 / STEEPEST) < 1:
         return _next_row_of_few(points, safe)
     power = STEEPEST
@@ -118,15 +132,15 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
 
 
 def _next_row_of_few(points: Sequence[Point], safe: float) -> float:
-    """Follow the line from the nearest trial clear of noise, held back by noise; near the end by a row or so."""
+    """Follow the line from the nearest trial clear of noise, held back by noise; near the end by a
+    row or so.
+    """
     last = points[-1]
     first = next(
         (point for point in reversed(points[:-1]) if last.share - point.share > 0.1), points[0]
     )
-    low, high = (
-        Point(first.rows, first.share * (1 - NOISE)),
-        Point(last.rows, last.share * (1 + NOISE)),
-    )
+    low = Point(first.rows, first.share * (1 - NOISE))
+    high = Point(last.rows, last.share * (1 + NOISE))
     target = max(safe, _reach(low, high, 1.05, 1.0))
     return (
         min(target, last.rows * 1.03, LEAP * last.rows)
@@ -136,7 +150,9 @@ def _next_row_of_few(points: Sequence[Point], safe: float) -> float:
 
 
 def _noisy(points: Sequence[Point], rounding: float) -> bool:
-    """Whether a peak dips below the first, or the line through two before it, as a maximum of lines never does."""
+    """Whether a peak dips below the first, or the line through two before it, as a maximum of lines
+    never does.
+    """
     dips = (
         _above(*triple) < -max(10 * EXACT * abs(triple[2].share - triple[0].share), rounding)
         for triple in zip(points, points[1:], points[2:], strict=False)
@@ -153,17 +169,21 @@ def _grow(point: Point, power: float) -> float:
 
 def _at(first: Point, second: Point, power: float, rows: float) -> float:
     """Share at `rows` on the curve ``fixed + c * rows ** power`` through two points."""
-    start, end = math.pow(first.rows, power), math.pow(second.rows, power)
+    start = math.pow(first.rows, power)
+    end = math.pow(second.rows, power)
     return first.share + (second.share - first.share) * (math.pow(rows, power) - start) / (
         end - start
     )
 
 
 def _reach(first: Point, second: Point, power: float, share: float) -> float:
-    """Rows at which ``fixed + c * rows ** power`` through two points reaches `share`; the last rows if flat."""
+    """Rows at which ``fixed + c * rows ** power`` through two points reaches `share`; the last rows
+    if flat.
+    """
     if second.share <= first.share:
         return second.rows
-    start, end = math.pow(first.rows, power), math.pow(second.rows, power)
+    start = math.pow(first.rows, power)
+    end = math.pow(second.rows, power)
     part = (share - first.share) / (second.share - first.share)
     return math.pow(max(0.0, start + part * (end - start)), 1 / power)
 
@@ -181,10 +201,13 @@ def _straight(first: Point, second: Point, third: Point, rounding: float) -> boo
 
 
 def _power(first: Point, second: Point, third: Point) -> float | None:
-    """Exponent of the curve ``fixed + c * rows ** power`` through three points, 0.3 to 3; None if they do not rise."""
+    """Exponent of the curve ``fixed + c * rows ** power`` through three points, 0.3 to 3; None if
+    they do not rise.
+    """
     if not first.share < second.share < third.share:
         return None
-    low, high = 0.3, 3.0
+    low = 0.3
+    high = 3.0
     for _ in range(50):
         power = (low + high) / 2
         low, high = (

@@ -28,16 +28,19 @@ class ProbeResult:
 
     Attributes:
         max_batch_size: the largest size that was tried and fits; 0 when none did.
-        batch_size: the size to train with: `max_batch_size`, or the power of two below it, which was tried too.
+        batch_size: the size to train with: `max_batch_size`, or the power of two below it, which
+            was tried too.
         seconds: how long each trial took.
         sequence_length: tokens in the longest row of each trial; 0 where it is not known.
         resident_bytes: alive before any trial.
-        budget_bytes: what a trial was allowed; with several ranks, on the one that was allowed least.
+        budget_bytes: what a trial was allowed; with several ranks, on the one that was allowed
+            least.
         from_cache: the bound was known, and was tried once more.
         budgets_of_ranks: what each of several ranks was allowed, in bytes.
         maximum: the most rows that would have been tried; 0 where it is not known.
-        max_batch_size_with_retries: the largest size that was tried and ran, be it that the allocator gave back its cache and
-            asked again; None where no trial of a larger size than `max_batch_size` did, 0 where one could have.
+        max_batch_size_with_retries: the largest size that was tried and ran, be it that the
+            allocator gave back its cache and asked again; None where no trial of a larger size than
+            `max_batch_size` did, 0 where one could have.
         throughput: what is fastest within the bound; None where that was not asked.
     """
 
@@ -73,7 +76,9 @@ class ProbeResult:
         return max((peak for peak in peaks if peak is not None), default=None)
 
     def bytes_per_row(self) -> float | None:
-        """Slope of the peak between the two largest sizes that fit; None where fewer than two were measured."""
+        """Slope of the peak between the two largest sizes that fit; None where fewer than two were
+        measured.
+        """
         peaks = {
             t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None
         }
@@ -84,14 +89,16 @@ class ProbeResult:
         return (above - below) / (larger - smaller)
 
     def table(self) -> str:
-        """Aligned text: a line for each trial, then what is fixed, what a row costs, what is left free, and the bound."""
+        """Aligned text: a line for each trial, then what is fixed, what a row costs, what is left
+        free, and the bound.
+        """
         lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
         for trial, seconds in zip(self.trials, self.seconds, strict=True):
             peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
             rate = f"{trial.batch_size / seconds:.1f}" if seconds and trial.fits else "-"
             lines.append(
-                f"{trial.batch_size:>6} {self.sequence_length or '-':>7} {peak:>10} {'yes' if trial.fits else 'no':>5} "
-                f"{seconds:>8.2f} {rate:>8}"
+                f"{trial.batch_size:>6} {self.sequence_length or '-':>7} {peak:>10}"
+                f" {'yes' if trial.fits else 'no':>5} {seconds:>8.2f} {rate:>8}"
             )
         fixed = format_bytes(self.resident_bytes)
         lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, gradients that stay)")
@@ -100,7 +107,8 @@ class ProbeResult:
         ]
         if optimizer_peaks:
             lines.append(
-                f"optimizer's step: {format_bytes(max(optimizer_peaks))} at its peak, whatever the batch"
+                f"optimizer's step: {format_bytes(max(optimizer_peaks))} at its peak, whatever the"
+                " batch"
             )
         if (slope := self.bytes_per_row()) is not None:
             lines.append(
@@ -112,20 +120,25 @@ class ProbeResult:
                 f"free at the bound: {free} of the {format_bytes(self.budget_bytes)} allowed"
             )
         if budgets := self.budgets_of_ranks:
-            least, most = min(budgets), max(budgets)
+            least = min(budgets)
+            most = max(budgets)
             of_ranks = f"{len(budgets)} ranks, which all must have room"
             if most > 1.01 * least:
                 which = ", ".join(
                     str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least
                 )
-                of_ranks += f": rank {which} may use least, {format_bytes(least)}, others up to {format_bytes(most)}"
+                of_ranks += (
+                    f": rank {which} may use least, {format_bytes(least)}, others up to"
+                    f" {format_bytes(most)}"
+                )
             lines.append(of_ranks)
         cached = ", known from before and tried again" if self.from_cache else ""
         is_rounded = self.batch_size != self.max_batch_size
         rounded = f"; rounded down to a power of two: {self.batch_size}" if is_rounded else ""
         if (with_retries := self.max_batch_size_with_retries) is not None:
             lines.append(
-                f"max_batch_size_with_retries: {with_retries or 'not tried'} (the allocator gives back its cache and asks again, which is slow)"
+                f"max_batch_size_with_retries: {with_retries or 'not tried'} (the allocator gives"
+                " back its cache and asks again, which is slow)"
             )
         lines.append(f"max_batch_size: {self.bound}{cached}{rounded}")
         return "\n".join([*lines, self.throughput.table()] if self.throughput else lines)
@@ -142,12 +155,14 @@ def run_search(
 ) -> ProbeResult:
     """Find the largest batch whose whole training step fits; `max_batch_size` is 0 when none does.
 
-    Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the largest.
+    Every rank runs the same trials; a size fits where it fits on all of them, and its peak is the
+    largest.
 
     Args:
         run_trial: runs one trial of that many rows; see :class:`.DryRun`.
         search: decides which size is tried next.
-        round_to_power_of_two: also find the size to train with by rounding the bound down; it is tried if it was not.
+        round_to_power_of_two: also find the size to train with by rounding the bound down; it is
+            tried if it was not.
         sequence_length, resident_bytes, budget_bytes: for the result.
     """
     trials: list[Trial] = []
@@ -202,7 +217,9 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
 
 
 def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: str = "") -> None:
-    """Write a result as JSON, with the fingerprint of all it depends on, and of settings alone; earlier ones of others are kept."""
+    """Write a result as JSON, with the fingerprint of all it depends on, and of settings alone;
+    earlier ones of others are kept.
+    """
     earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
     result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
     record = {"format": _FORMAT, "fingerprint": fingerprint, "settings": settings, **asdict(result)}
@@ -211,7 +228,9 @@ def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: 
 
 
 def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
-    """Read a result that :func:`save_result` wrote; None where there is none, it is torn, or it depends on something else."""
+    """Read a result that :func:`save_result` wrote; None where there is none, it is torn, or it
+    depends on something else.
+    """
     records = _read_records(path)
     record = next((record for record in records if record["fingerprint"] == fingerprint), None)
     if record is None and records:
@@ -220,7 +239,9 @@ def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
 
 
 def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
-    """Read the last result of some settings, whatever the device had free then; None where there is none."""
+    """Read the last result of some settings, whatever the device had free then; None where there is
+    none.
+    """
     records = [record for record in _read_records(path) if record.get("settings") == settings]
     return _result(records[-1], path) if records else None
 
@@ -259,7 +280,9 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _agree(trial: Trial) -> Trial:
-    """One trial for all ranks: fits where it fits everywhere, the largest peaks, and the trace of rank zero, whose shards are largest."""
+    """One trial for all ranks: fits where it fits everywhere, the largest peaks, and the trace of
+    rank zero, whose shards are largest.
+    """
     if distributed.world_size() == 1:
         return trial
     mine = (-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))

@@ -1,14 +1,16 @@
 """Which batch size to try next, decided by the trials so far alone.
 
-Three searches for the largest number of rows that fits. Each is a state machine without a device: it names a candidate,
-records how the trial of it went, and names the next one until the search is over. Its state is the list of trials.
+Three searches for the largest number of rows that fits. Each is a state machine without a device:
+it names a candidate, records how the trial of it went, and names the next one until the search is
+over. Its state is the list of trials.
 
-    Halving        start, start/2, ... until one fits       an OOM for each halving
-    BinarySearch   bisection of 1..maximum                  exact; log2(maximum) trials, many of them OOMs
+    Halving        start, start/2, ... until one fits       an OOM for each halving BinarySearch
+    bisection of 1..maximum                  exact; log2(maximum) trials, many of them OOMs
     Predictive     from the peaks that trials report        about five trials, mostly without an OOM
 
-Whatever the answers are, also contradictory ones, every candidate lies between the largest size that fitted and the
-smallest that did not. So no size is tried twice, each search ends, and only a size that was tried is ever the best.
+Whatever the answers are, also contradictory ones, every candidate lies between the largest size
+that fitted and the smallest that did not. So no size is tried twice, each search ends, and only a
+size that was tried is ever the best.
 """
 
 from __future__ import annotations
@@ -22,11 +24,17 @@ from adaptive_batch.memory import MemoryCurve, Trace
 
 from .extrapolation import UNCERTAIN, Point, next_rows
 
-SURE = 0.95  # share of the budget to which an expected curve is trusted at first, where bytes are not counted
-ALIKE = 0.1  # by what part of its rise a peak may differ from the expected one before the curve is no longer believed
+# share of the budget to which an expected curve is trusted at first, where bytes are not counted
+SURE = 0.95
+# by what part of its rise a peak may differ from the expected one before the curve is no longer
+# believed
+ALIKE = 0.1
 EQUAL = 1e-6  # the same where bytes are counted: another peak is of another step
-NEAR = 0.05  # by what part of it an expectation is lowered at which the allocator only asked again, doubled each time
-CLOSE = 0.012  # after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
+# by what part of it an expectation is lowered at which the allocator only asked again, doubled each
+# time
+NEAR = 0.05
+# after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
+CLOSE = 0.012
 
 
 @dataclass(frozen=True)
@@ -34,11 +42,15 @@ class Trial:
     """How one trial went.
 
     Attributes:
-        fits: whether the whole training step fitted in memory, without the allocator giving back its cache and asking again.
-        peak_bytes: most bytes held in forward and backward, what was resident included; None where not known or not fitting.
+        fits: whether the whole training step fitted in memory, without the allocator giving back
+            its cache and asking again.
+        peak_bytes: most bytes held in forward and backward, what was resident included; None where
+            not known or not fitting.
         optimizer_peak_bytes: the same for the optimizer's step, which does not grow with the batch.
-        trace: bytes alive after each operation of forward and backward, where the device counts them.
-        retried: it ran to its end, and does not fit because the allocator gave back its cache and asked again.
+        trace: bytes alive after each operation of forward and backward, where the device counts
+            them.
+        retried: it ran to its end, and does not fit because the allocator gave back its cache and
+            asked again.
     """
 
     batch_size: int
@@ -50,7 +62,9 @@ class Trial:
 
 
 def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
-    """Return the curve through the two largest sizes that fit, where they ran the same operations and their bytes were counted."""
+    """Return the curve through the two largest sizes that fit, where they ran the same operations
+    and their bytes were counted.
+    """
     traced = sorted(
         {t.batch_size: t.trace for t in trials if t.fits and t.trace is not None}.items()
     )
@@ -60,7 +74,8 @@ def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
 
 
 class Search(ABC):
-    """A search: while there is a candidate, try it and record the trial. The answer lies in an open interval.
+    """A search: while there is a candidate, try it and record the trial. The answer lies in an open
+    interval.
 
     Attributes:
         maximum: no more rows are tried.
@@ -90,7 +105,9 @@ class Search(ABC):
         )
 
     def record(self, trial: Trial) -> None:
-        """Take in how the trial of the candidate went; a ValueError refuses one of another size, or after the end."""
+        """Take in how the trial of the candidate went; a ValueError refuses one of another size, or
+        after the end.
+        """
         candidate = self.candidate
         if candidate is None:
             raise ValueError(
@@ -115,7 +132,9 @@ class Halving(Search):
 
 
 class BinarySearch(Search):
-    """Plain bisection of ``1..maximum``, as in torchtune's RFC (pull request 2199): exact, and blind to peaks."""
+    """Plain bisection of ``1..maximum``, as in torchtune's RFC (pull request 2199): exact, and
+    blind to peaks.
+    """
 
     def __init__(self, *, maximum: int) -> None:
         super().__init__("maximum", maximum)
@@ -127,19 +146,25 @@ class BinarySearch(Search):
 
 
 class Predictive(Search):
-    """Chooses each next size so that it fits by what the peaks have shown, and stops where the next row would not.
+    """Chooses each next size so that it fits by what the peaks have shown, and stops where the next
+    row would not.
 
-    Starts from one row. Ends on the exact maximum while nothing runs out of memory, and within 1.2% below it otherwise. Without
-    peaks it doubles, then bisects. Where trials tell the bytes alive at each operation, two of them tell the maximum, and a third
-    tries it. Where a curve is expected, the first trial is at what it allows, the next at what it allows once it is scaled to the
-    peak that was measured; where peaks are not counted to the byte, it then ends within 3% below the maximum.
+    Starts from one row. Ends on the exact maximum while nothing runs out of memory, and within 1.2%
+    below it otherwise. Without peaks it doubles, then bisects. Where trials tell the bytes alive at
+    each operation, two of them tell the maximum, and a third tries it. Where a curve is expected,
+    the first trial is at what it allows, the next at what it allows once it is scaled to the peak
+    that was measured; where peaks are not counted to the byte, it then ends within 3% below the
+    maximum.
 
     Args:
         budget_bytes: most bytes that a trial may hold.
         maximum: most rows that are of use.
-        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every peak and do not grow.
-        granularity_bytes: peaks are known to this many bytes; an accelerator's allocator reserves memory in blocks.
-        expected: what peaks should be, from an estimate or earlier trials; believed only as far as trials bear it out.
+        resident_bytes: bytes held before any trial: parameters, optimizer state. They are in every
+            peak and do not grow.
+        granularity_bytes: peaks are known to this many bytes; an accelerator's allocator reserves
+            memory in blocks.
+        expected: what peaks should be, from an estimate or earlier trials; believed only as far as
+            trials bear it out.
     """
 
     def __init__(
@@ -164,7 +189,8 @@ class Predictive(Search):
 
     @property
     def candidate(self) -> int | None:
-        best, too_many = self.best, self._too_many
+        best = self.best
+        too_many = self._too_many
         failed = any(not trial.fits for trial in self._trials)
         if self._expected is not None and self._bears_out(self._expected):
             return self._rows_by_expectation(self._expected)
@@ -184,7 +210,9 @@ class Predictive(Search):
         target = next_rows(points, rounding=self._rounding, resident_known=self._resident_bytes > 0)
         if target is None:
             return None
-        if failed:  # a prediction was too high once: keep part of the gap in reserve, less of it after a near miss
+        # a prediction was too high once: keep part of the gap in reserve, less of it after a near
+        # miss
+        if failed:
             part = 0.7 if 1.03 * best < too_many < 1.2 * best else 0.5
             target = min(target, best + part * (too_many - best))
         return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
@@ -197,7 +225,9 @@ class Predictive(Search):
         return all(abs(self._scale(curve, trial) - 1) <= may_differ for trial in self._trials)
 
     def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
-        """How a trial's peak compares with the expected one, without what was resident; infinity where it is not known."""
+        """How a trial's peak compares with the expected one, without what was resident; infinity
+        where it is not known.
+        """
         if trial.peak_bytes is None:
             return math.inf
         rise = curve.peak_bytes(trial.batch_size) - self._resident_bytes
@@ -209,8 +239,10 @@ class Predictive(Search):
         if not self._trials:
             return max(1, self._allowed(curve, self._budget_bytes * (1 if is_counted else SURE)))
         scale = self._scale(curve, self._trials[-1])
-        resident, room = self._resident_bytes, (self._budget_bytes - self._resident_bytes) / scale
-        rows, best = self._allowed(curve, resident + room), self.best
+        resident = self._resident_bytes
+        room = (self._budget_bytes - self._resident_bytes) / scale
+        rows = self._allowed(curve, resident + room)
+        best = self.best
         if (
             not is_counted and CLOSE * rows > 1
         ):  # noise decides over the last percent, and an error is not worth it

@@ -1,9 +1,12 @@
-"""The fastest micro-batches: which layout and size train the most real tokens a second, found by a few timed trials.
+"""The fastest micro-batches: which layout and size train the most real tokens a second, found by a
+few timed trials.
 
-The largest that fits is a bound and no aim: from some size on more tokens at once are hardly faster, while rows of uneven
-lengths are padded more. A step has the same rows in any layout, so the time of its micro-batches decides. It is modelled as
-linear in what they hold (:class:`.MicroBatchTime`), in all layouts much alike but for a factor, fitted to micro-batches that were
-timed, and corrected by what trials of a near size took beside it. The best by that is tried, until it is one that was.
+The largest that fits is a bound and no aim: from some size on more tokens at once are hardly
+faster, while rows of uneven lengths are padded more. A step has the same rows in any layout, so the
+time of its micro-batches decides. It is modelled as linear in what they hold
+(:class:`.MicroBatchTime`), in all layouts much alike but for a factor, fitted to micro-batches that
+were timed, and corrected by what trials of a near size took beside it. The best by that is tried,
+until it is one that was.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ class Objective:
     """What ``auto`` seeks within the bound: the choice of a layout and a limit whose cost is least.
 
     Attributes:
-        cost: ``cost(kind, limit, seconds)`` of a layout's kind and a limit, which take so many seconds for some steps of
-            training; None takes as much at once as fits, and times nothing.
+        cost: ``cost(kind, limit, seconds)`` of a layout's kind and a limit, which take so many
+            seconds for some steps of training; None takes as much at once as fits, and times
+            nothing.
     """
 
     cost: Callable[[str, MicroBatchLimit, float], float] | None = None
@@ -103,7 +107,8 @@ class Throughput:
             TimedTrial(**{**one, "limit": MicroBatchLimit(**one["limit"])})
             for one in saved["trials"]
         )
-        limit, time = MicroBatchLimit(**saved["limit"]), MicroBatchTime(**saved["time"])
+        limit = MicroBatchLimit(**saved["limit"])
+        time = MicroBatchTime(**saved["time"])
         return cls(
             saved["kind"], limit, saved["tokens_per_second"], time, tuple(trials), saved["seconds"]
         )
@@ -124,7 +129,8 @@ class Throughput:
             at_once = f"{one.limit.amount:,} {one.limit.unit}"
             peak = "-" if one.peak_bytes is None else format_bytes(one.peak_bytes)
             lines.append(
-                f"{one.kind:>8} {at_once:>15} {peak:>10} {one.padding:>8.1%} {one.tokens_per_second:>9,.0f}"
+                f"{one.kind:>8} {at_once:>15} {peak:>10} {one.padding:>8.1%}"
+                f" {one.tokens_per_second:>9,.0f}"
             )
         return "\n".join([*lines, f"fastest: {self.kind}, up to {_at_once(self.limit)}"])
 
@@ -139,8 +145,9 @@ class FastestSearch:
     """Finds the layout and the limit whose micro-batches take least time for the same rows.
 
     Args:
-        run: runs the sample as the micro-batches of each of some layouts, in turns, so that what slows the machine slows all;
-            returns the seconds of each micro-batch, None for a layout where one does not fit.
+        run: runs the sample as the micro-batches of each of some layouts, in turns, so that what
+            slows the machine slows all; returns the seconds of each micro-batch, None for a layout
+            where one does not fit.
         steps: tokens of each row of some steps of training, whose time is modelled.
         sample: tokens of each row that is run in a trial, those of a step or a part of one.
         layouts: to choose from.
@@ -163,7 +170,10 @@ class FastestSearch:
         cost = OBJECTIVES[objective].cost
         assert cost is not None, f"{objective} times nothing"
         self._cost = cost
-        self._run, self._steps, self._sample, self._limits = run, steps, sample, limits
+        self._run = run
+        self._steps = steps
+        self._sample = sample
+        self._limits = limits
         self._layouts = {layout.kind: layout for layout in layouts}
         self._step_seconds = (
             step_seconds * sum(sample) / sum(map(sum, steps)) * len(steps)
@@ -228,8 +238,12 @@ class FastestSearch:
         return micro_batches(self._sample, limit, self._layouts[kind]), self._layouts[kind]
 
     def _small_and_large(self, kind: str) -> Pieces:
-        """Return half of the sample's rows in the smallest micro-batches, and half in the largest: they show what is fixed."""
-        pieces, sizes, layout = [], self._left(kind), self._layouts[kind]
+        """Return half of the sample's rows in the smallest micro-batches, and half in the largest:
+        they show what is fixed.
+        """
+        pieces = []
+        sizes = self._left(kind)
+        layout = self._layouts[kind]
         for begin, limit in enumerate((sizes[0], sizes[-1])):
             numbers = range(begin, len(self._sample), 2)
             for piece in micro_batches([self._sample[number] for number in numbers], limit, layout):
@@ -252,7 +266,9 @@ class FastestSearch:
         return [None if seconds is None else sum(seconds) for seconds in taken]
 
     def _learn(self) -> None:
-        """Fit the time of each layout to what was timed in it and, with less weight, to the others', made as slow by a factor."""
+        """Fit the time of each layout to what was timed in it and, with less weight, to the
+        others', made as slow by a factor.
+        """
         timed = {kind: timings for kind, timings in self._timings.items() if timings}
         factors = dict.fromkeys(timed, 1.0)
         for _ in range(_REFITS if timed else 0):
@@ -276,7 +292,9 @@ class FastestSearch:
         return self._cost(kind, limit, self._expected_seconds(kind, limit))
 
     def _expected_seconds(self, kind: str, limit: MicroBatchLimit) -> float:
-        """Return the seconds of the steps by the model, corrected by what the nearest size that was measured took beside it."""
+        """Return the seconds of the steps by the model, corrected by what the nearest size that was
+        measured took beside it.
+        """
         layout = self._layouts[kind]
         modelled = sum(
             layout.time.of(micro_batches(lengths, limit, layout)) for lengths in self._steps
@@ -289,7 +307,9 @@ class FastestSearch:
         return modelled * seconds / layout.time.of(pieces)
 
     def _next(self, expected: dict[Choice, float]) -> list[Choice]:
-        """Return what to time: each layout's best, once; then the best of all, beside the best that was measured."""
+        """Return what to time: each layout's best, once; then the best of all, beside the best that
+        was measured.
+        """
         untried = [
             kind
             for kind in self._layouts
@@ -302,7 +322,9 @@ class FastestSearch:
         return [self._best(expected), min(known, key=expected.__getitem__)] if known else []
 
     def _best(self, expected: dict[Choice, float]) -> Choice:
-        """Return what is expected to cost least: of sizes that are alike the smallest, or a smaller one that may prove faster."""
+        """Return what is expected to cost least: of sizes that are alike the smallest, or a smaller
+        one that may prove faster.
+        """
         first = min(expected, key=expected.__getitem__)
         alike, near = (
             [
@@ -338,11 +360,12 @@ def _at_once(limit: MicroBatchLimit) -> str:
 def fitted(
     timings: Sequence[tuple[MicroBatch, float]], alike: Sequence[tuple[MicroBatch, float]] = ()
 ) -> MicroBatchTime:
-    """Fit the time of micro-batches to those that were timed: non-negative least squares of relative errors.
+    """Fit the time of micro-batches to those that were timed: non-negative least squares of
+    relative errors.
 
-    Few or similar micro-batches do not tell the parts from each other, so others are added: with a third of the weight those that
-    should take about as long as is said, and with a tenth some that behave as :class:`.MicroBatchTime` does by default, at
-    the mean speed of those that were timed.
+    Few or similar micro-batches do not tell the parts from each other, so others are added: with a
+    third of the weight those that should take about as long as is said, and with a tenth some that
+    behave as :class:`.MicroBatchTime` does by default, at the mean speed of those that were timed.
     """
     usual = MicroBatchTime()
     speed = sum(seconds for _, seconds in timings) / usual.of([piece for piece, _ in timings])
@@ -364,10 +387,12 @@ def fitted(
     )
     weight = torch.tensor([1.0] * len(timings) + [_OTHERS] * len(alike) + [_MADE_UP] * len(made_up))
     weight /= target.clamp(min=1e-9)
-    features, target = features * weight[:, None], target * weight
+    features = features * weight[:, None]
+    target = target * weight
     scale = features.norm(dim=0)
     features /= scale
-    gram, found = features.T @ features, torch.zeros(len(scale), dtype=torch.float64)
+    gram = features.T @ features
+    found = torch.zeros(len(scale), dtype=torch.float64)
     of_target = features.T @ target
     for _ in range(500):  # coordinate descent, which for so few unknowns comes to the least
         for unknown in range(len(scale)):

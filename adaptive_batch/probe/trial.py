@@ -1,4 +1,5 @@
-"""Trials: forward and backward of some rows with all that is resident in training, measured, without a trace.
+"""Trials: forward and backward of some rows with all that is resident in training, measured,
+without a trace.
 
 With several ranks all try the same at the same time, and what does not fit on one does not fit.
 """
@@ -38,29 +39,37 @@ from .search import Trial
 
 
 class DryRun:
-    """Runs trials of a training step; entering copies what training has, leaving puts it back bit for bit.
+    """Runs trials of a training step; entering copies what training has, leaving puts it back bit
+    for bit.
 
-    Entering also tries one whole step with a single row, so that the optimizer's state is resident during every trial as
-    it is in training, and so that the optimizer's own phase, which does not grow with the batch, is measured once.
+    Entering also tries one whole step with a single row, so that the optimizer's state is resident
+    during every trial as it is in training, and so that the optimizer's own phase, which does not
+    grow with the batch, is measured once.
 
     Args:
-        model: weights loaded; put into training mode unless it is in it, where modules that are frozen in evaluation mode stay so.
+        model: weights loaded; put into training mode unless it is in it, where modules that are
+            frozen in evaluation mode stay so.
         optimizer: the optimizer, or the optimizers in backward.
-        forward_backward: runs this many of the longest rows through the code that training runs, ``backward`` included.
+        forward_backward: runs this many of the longest rows through the code that training runs,
+            ``backward`` included.
         step: what training does once gradients are there: clipping and ``optimizer.step()``.
-        accumulates: some step may have two micro-batches or more, so gradients are already there when a forward begins.
+        accumulates: some step may have two micro-batches or more, so gradients are already there
+            when a forward begins.
         memory: the device.
         budget_bytes: what a trial may use, all that is resident included.
         row: how an error calls a single row, its length included.
         sharding: of the model; needed where there are several ranks.
-        keep_gradients: runs a micro-batch of one row that leaves its gradients unsharded, as in the middle of a step.
-        steps: of a caching allocator, which varying lengths fragment: the micro-batches of steps of training whose largest has so
-            many rows. A trial is all of these then, from a fresh cache, and on leaving the cache stays as the last one left it.
+        keep_gradients: runs a micro-batch of one row that leaves its gradients unsharded, as in the
+            middle of a step.
+        steps: of a caching allocator, which varying lengths fragment: the micro-batches of steps of
+            training whose largest has so many rows. A trial is all of these then, from a fresh
+            cache, and on leaving the cache stays as the last one left it.
         remedies: the end of the error that one row does not fit.
 
     Attributes:
         resident_bytes: alive before a trial; known after entering, as is the rest.
-        optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in backward.
+        optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
+            backward.
 
     Raises:
         DoesNotFitError: one row does not fit (on entering).
@@ -135,8 +144,10 @@ class DryRun:
         """Try `batch_size` rows.
 
         Raises:
-            RuntimeError: the trial failed for another reason than memory; that size is not "too large", it is broken.
-            RankLostError: out of memory where the other ranks cannot be told; whether the ``trial_rows`` in its facts fit is not known.
+            RuntimeError: the trial failed for another reason than memory; that size is not "too
+                large", it is broken.
+            RankLostError: out of memory where the other ranks cannot be told; whether the
+                ``trial_rows`` in its facts fit is not known.
         """
         what = f"a trial of {count(batch_size, 'row')}"
         try:
@@ -156,7 +167,8 @@ class DryRun:
         return Trial(batch_size, usage is not None, peak, self.optimizer_peak_bytes, trace, retried)
 
     def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
-        """Run micro-batches one after the other; return the seconds of each, of the slowest rank, None where they do not fit.
+        """Run micro-batches one after the other; return the seconds of each, of the slowest rank,
+        None where they do not fit.
 
         Where memory is counted, which takes time, it is not.
         """
@@ -191,13 +203,17 @@ class DryRun:
             self._drop_gradients()
 
     def _keep_place_of_state(self) -> None:
-        """Until a new optimizer makes its state in its first step, keep the memory that it had in trials from being used otherwise."""
+        """Until a new optimizer makes its state in its first step, keep the memory that it had in
+        trials from being used otherwise.
+        """
         for optimizer in self._optimizers:
             place = list(optimizer_state_tensors([optimizer]))
             optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())
 
     def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
-        """Try to evaluate `batch_size` rows: in evaluation mode, with what training has between two of its steps resident."""
+        """Try to evaluate `batch_size` rows: in evaluation mode, with what training has between two
+        of its steps resident.
+        """
         self._drop_gradients()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
@@ -217,7 +233,9 @@ class DryRun:
         )
 
     def _try_one_step(self, snapshot: TrainingSnapshot) -> None:
-        """Run one row, so that the optimizer's state is there; raise an error with numbers if it does not fit."""
+        """Run one row, so that the optimizer's state is there; raise an error with numbers if it
+        does not fit.
+        """
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:
             self._prepare_gradients()
@@ -246,7 +264,9 @@ class DryRun:
         return DoesNotFitError(f"{what} needs {needs}, {where} allows {allowed}; {self._remedies}")
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
-        """Run forward and backward of one row, the optimizer's step, and the former again; return what did not fit, and the peaks."""
+        """Run forward and backward of one row, the optimizer's step, and the former again; return
+        what did not fit, and the peaks.
+        """
         phases: list[tuple[str, Callable[[], object]]] = [(self._row, self._one_row)] * 2
         if not self._in_backward:
             phases.insert(1, ("the optimizer's step", self._step))
@@ -273,7 +293,9 @@ class DryRun:
         prepare: bool = True,
         is_timed: bool = False,
     ) -> Usage | None:
-        """Run, and return what it used; None where it does not fit. Memory is released after the except block has been left."""
+        """Run, and return what it used; None where it does not fit. Memory is released after the
+        except block has been left.
+        """
         fits = has_run = self._retried = False
         is_prepared = distributed.world_size() == 1
         message = ""
@@ -315,8 +337,9 @@ class DryRun:
 
     def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
         return RankLostError(
-            f"{what} ran out of memory on {self._memory.device} within {format_bytes(budget_bytes)}, where the other ranks wait and "
-            f"cannot be told: {message.partition(chr(10))[0]}",
+            f"{what} ran out of memory on {self._memory.device} within"
+            f" {format_bytes(budget_bytes)}, where the other ranks wait and cannot be told:"
+            f" {message.partition(chr(10))[0]}",
             {"doing": what, "error": message},
         )
 

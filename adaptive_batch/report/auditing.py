@@ -1,4 +1,6 @@
-"""The proof, from the run log alone, that in every epoch each row was used exactly once across all restarts."""
+"""The proof, from the run log alone, that in every epoch each row was used exactly once across all
+restarts.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,18 @@ _COMPARED = ("rows", "loss", "lr")  # what a repeated step must have again
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run log proves: aligned text, the verdict last, and why it does not hold, one sentence each, the first twenty."""
+    """What a run log proves: aligned text, the verdict last, and why it does not hold, one sentence
+    each, the first twenty.
+    """
 
     lines: tuple[str, ...]
     problems: tuple[str, ...]
 
     @property
     def holds(self) -> bool:
-        """Whether each row was used exactly once in each epoch, or is recorded as left out, and nothing contradicts it."""
+        """Whether each row was used exactly once in each epoch, or is recorded as left out, and
+        nothing contradicts it.
+        """
         return not self.problems
 
 
@@ -83,7 +89,9 @@ def audit_records(records: Iterable[Record | None], again: Iterable[Record | Non
 
 
 class _Auditor:
-    """Goes through the records of a run; each step that counts is checked against all that counted before it."""
+    """Goes through the records of a run; each step that counts is checked against all that counted
+    before it.
+    """
 
     def __init__(self, *, has_beginning: bool) -> None:
         self.problems: list[str] = []
@@ -109,7 +117,8 @@ class _Auditor:
         if record is None:
             self.num_torn += 1
             return
-        kind, epoch = str(record.get("kind")), whole(record, "epoch")
+        kind = str(record.get("kind"))
+        epoch = whole(record, "epoch")
         if kind != "step":
             self._repeats.event(record, steps)
         elif not counts:
@@ -148,9 +157,11 @@ class _Auditor:
 
     def _start(self, record: Record) -> None:
         """Check that training resumes where the steps before end."""
-        progress, steps = record.get("progress"), steps_at(record)
+        progress = record.get("progress")
+        steps = steps_at(record)
         self._is_over = False
-        self._dropped.clear()  # rows of an epoch that has no step yet are listed again when it begins
+        # rows of an epoch that has no step yet are listed again when it begins
+        self._dropped.clear()
         if not isinstance(progress, Mapping):
             self._wrong("a start does not record where training resumes")
             return
@@ -160,7 +171,8 @@ class _Auditor:
         for name, counted in (("samples", self._samples), ("tokens", self._tokens)):
             if (there := whole(progress, name)) not in (None, counted):
                 self._wrong(
-                    f"resumed at step {steps} with {there:,} {name}, the steps up to it have {counted:,}"
+                    f"resumed at step {steps} with {there:,} {name}, the steps up to it have"
+                    f" {counted:,}"
                 )
         place: tuple[Any, Any] = progress.get("epoch"), progress.get("epoch_rows")
         epoch = self._epochs[-1] if self._epochs else None
@@ -174,8 +186,8 @@ class _Auditor:
             )
         elif epoch and place == here and self._position and self._num_rows != epoch.num_rows:
             self._wrong(
-                f"resumed at step {steps} within epoch {epoch.number} with {count(self._num_rows, 'row', ',')} in the dataset, "
-                f"{epoch.num_rows:,} before"
+                f"resumed at step {steps} within epoch {epoch.number} with"
+                f" {count(self._num_rows, 'row', ',')} in the dataset, {epoch.num_rows:,} before"
             )
 
     def _step(self, record: Record, number: int | None) -> None:
@@ -193,16 +205,19 @@ class _Auditor:
         epoch = self._epoch_of(number, what=f"step {step}")
         if epoch is None:
             return
-        rows, size = record.get("rows"), whole(record, "batch_size") or 0
+        rows = record.get("rows")
+        size = whole(record, "batch_size") or 0
         if not isinstance(rows, list):
             self._wrong(f"step {step}: which rows it used is not recorded")
         else:
             self._wrong(*epoch.mark(1, rows), of=f"epoch {number}, step {step}: ")
             if size != len(rows):
                 self._wrong(
-                    f"step {step}: batch_size {size}, and {count(len(rows), 'row')} {'is' if len(rows) == 1 else 'are'} listed"
+                    f"step {step}: batch_size {size}, and {count(len(rows), 'row')}"
+                    f" {'is' if len(rows) == 1 else 'are'} listed"
                 )
-        position, samples = whole(record, "position"), whole(record, "samples_seen")
+        position = whole(record, "position")
+        samples = whole(record, "samples_seen")
         tokens = whole(record, "tokens_seen") or 0
         if not self._trusts:
             for name, value, before in (
@@ -215,17 +230,18 @@ class _Auditor:
                     )
             if tokens < self._tokens:
                 self._wrong(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
-        self._position, self._samples, self._tokens, self._trusts = (
-            position or 0,
-            samples or 0,
-            tokens,
-            False,
-        )
-        epoch.first_step, epoch.last_step = epoch.first_step or step, step
+        self._position = position or 0
+        self._samples = samples or 0
+        self._tokens = tokens
+        self._trusts = False
+        epoch.first_step = epoch.first_step or step
+        epoch.last_step = step
         self._changes.step(step, record, size)
 
     def _epoch_of(self, number: int, *, what: str) -> _Epoch | None:
-        """Return the epoch that something belongs to; where it is a new one, the one before is done."""
+        """Return the epoch that something belongs to; where it is a new one, the one before is
+        done.
+        """
         current = self._epochs[-1] if self._epochs else None
         if current and number == current.number and current.ending is None:
             return current
@@ -254,7 +270,9 @@ class _Auditor:
             self._dropped.setdefault(number, []).append(rows)
 
     def _forget_dropped(self, number: int | None) -> None:
-        """Take back what an epoch has listed as dropped: it is planned again, and lists what it drops now."""
+        """Take back what an epoch has listed as dropped: it is planned again, and lists what it
+        drops now.
+        """
         if self._epochs and self._epochs[-1].number == number:
             self._epochs[-1].forget_dropped()
         self._dropped.clear()
@@ -284,7 +302,8 @@ class _Auditor:
         if up_to > self._steps:
             torn = f" (torn lines before it: {self.num_torn})" if self.num_torn else ""
             self._wrong(f"{seen}: not in the log: {_span('step', self._steps + 1, up_to)}{torn}")
-            self._steps, self._trusts = up_to, True
+            self._steps = up_to
+            self._trusts = True
 
     def _wrong(self, *problems: str, of: str = "") -> None:
         self.num_problems += len(problems)
@@ -303,7 +322,10 @@ class _Auditor:
         yield from self._changes.lines()
         yield from (("loss", line) for line in self._losses.lines())
         if self._skipped:
-            which = f"{len(self._skipped):,} (their loss or gradients were not finite): {_first_ten(self._skipped)}"
+            which = (
+                f"{len(self._skipped):,} (their loss or gradients were not finite):"
+                f" {_first_ten(self._skipped)}"
+            )
             yield "loss", f"skipped steps, which changed no weight: {which}"
         yield from (("repeats", line) for line in self._repeats.lines())
         notes = self._repeats.explained
@@ -332,7 +354,8 @@ class _Epoch:
     """The rows of one epoch, a byte each until it is closed."""
 
     def __init__(self, number: int, num_rows: int) -> None:
-        self.number, self.num_rows = number, num_rows
+        self.number = number
+        self.num_rows = num_rows
         self.first_step = self.last_step = 0
         self.used = self.num_dropped = 0  # rows
         self.is_done = False
@@ -345,7 +368,9 @@ class _Epoch:
         return self.num_rows - self.used
 
     def mark(self, mark: int, rows: Sequence[Any]) -> list[str]:
-        """Mark rows as used or as dropped; return what is wrong with them. Dropped rows may be listed again."""
+        """Mark rows as used or as dropped; return what is wrong with them. Dropped rows may be
+        listed again.
+        """
         found: dict[str, list[Any]] = {}
         for row in rows:
             if type(row) is not int or not 0 <= row < self.num_rows:
@@ -364,7 +389,8 @@ class _Epoch:
 
     def forget_dropped(self) -> None:
         """Take back every mark of a dropped row."""
-        self._marks, self.num_dropped = self._marks.replace(b"\2", b"\0"), 0
+        self._marks = self._marks.replace(b"\2", b"\0")
+        self.num_dropped = 0
 
     def close(self, *, is_done: bool) -> list[str]:
         """Return what does not add up at the end of the epoch; what was counted stays."""
@@ -383,7 +409,8 @@ class _Epoch:
             problems.append(f"{count(self.reasons['an error'], 'row')} lost by an error")
         if sum(self.reasons.values()) != self.left_out:
             problems.append(
-                f"the reasons {self.reasons} do not add up to {count(self.left_out, 'row')} left out"
+                f"the reasons {self.reasons} do not add up to {count(self.left_out, 'row')}"
+                " left out"
             )
         return problems
 
@@ -421,10 +448,11 @@ class _Start:
 class _Repeats:
     """Compares each step that was rolled back with the one of the same number that counts.
 
-    A difference is explained, and no problem, in two cases. A setting was changed on resume: between the ``start`` and
-    its first step there is a record whose ``before`` and ``after`` differ (not that of a growth rule, which records what
-    was ``requested``). Or rows and rate are the same, and after the step that the restart went back to the limit of a
-    micro-batch changed in one of the two: sums are then rounded differently.
+    A difference is explained, and no problem, in two cases. A setting was changed on resume:
+    between the ``start`` and its first step there is a record whose ``before`` and ``after`` differ
+    (not that of a growth rule, which records what was ``requested``). Or rows and rate are the
+    same, and after the step that the restart went back to the limit of a micro-batch changed in one
+    of the two: sums are then rounded differently.
     """
 
     def __init__(self) -> None:
@@ -439,7 +467,9 @@ class _Repeats:
 
     def event(self, record: Record, steps: int) -> None:
         """Take in a record that is no step."""
-        kind, before, after = record.get("kind"), record.get("before"), record.get("after")
+        kind = record.get("kind")
+        before = record.get("before")
+        after = record.get("after")
         if kind == "start":
             self.starts.append(_Start(steps))
         elif "before" not in record or before == after:
@@ -474,10 +504,8 @@ class _Repeats:
                 "rows" if name == "rows" else f"{name} ({before[name]}, then {now[name]})"
                 for name in names
             )
-            sentence, reason = (
-                f"step {step} was repeated with another {what}",
-                self._reason(names, num_starts),
-            )
+            sentence = f"step {step} was repeated with another {what}"
+            reason = self._reason(names, num_starts)
             (self.explained if reason else self.different).append(
                 f"{sentence}: {reason}" if reason else sentence
             )
@@ -519,8 +547,11 @@ class _Changes:
         self._lines: dict[str, list[str]] = {"batch size": [], "lr": [], "limit": []}
 
     def step(self, step: int, record: Record, rows: int) -> None:
-        """Add a step. The short last step of an epoch was asked for as many rows as the others, so it is no change."""
-        rate, asked = as_number(record.get("lr")), whole(record, "asked") or rows
+        """Add a step. The short last step of an epoch was asked for as many rows as the others, so
+        it is no change.
+        """
+        rate = as_number(record.get("lr"))
+        asked = whole(record, "asked") or rows
         if asked != self._asked:
             in_rows = f" ({count(rows, 'row', ',')})" if self.unit == "token" else ""
             self._lines["batch size"].append(
@@ -535,7 +566,9 @@ class _Changes:
 
     def event(self, record: Record, steps: int, *, counts: bool) -> None:
         """Add what was logged about the rate, once, or a change of what a micro-batch may hold."""
-        kind, before, after = str(record.get("kind")), record.get("before"), record.get("after")
+        kind = str(record.get("kind"))
+        before = record.get("before")
+        after = record.get("after")
         if kind == "limit" and before != after:
             why = " (out of memory)" if record.get("out_of_memory") else ""
             back = "" if counts else "; rolled back with the next step"

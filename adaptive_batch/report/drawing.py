@@ -1,4 +1,6 @@
-"""Colours, axes and files that all figures share. matplotlib comes with the extra ``report`` and is imported when something is drawn."""
+"""Colours, axes and files that all figures share. matplotlib comes with the extra ``report`` and is
+imported when something is drawn.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from .run_history import Timeline
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# The Okabe-Ito colours, which colour-blind people tell apart, darkened until each has a contrast of 3 on white.
+# The Okabe-Ito colours, which colour-blind people tell apart, darkened until each has a contrast of
+# 3 on white.
 LIGHT: Mapping[str, str] = {
     "text": "#1f2328",
     "muted": "#59636e",
@@ -44,7 +47,8 @@ GROUNDS = {
     "light": ("#ffffff", "#f6f8fa"),
     "dark": ("#0d1117", "#161b22"),
 }  # of the page, of a figure
-# matplotlib's marker of each kind of event, the same as a character, and its colour; the shapes alone tell them apart.
+# matplotlib's marker of each kind of event, the same as a character, and its colour; the shapes
+# alone tell them apart.
 MARKS: Mapping[str, tuple[str, str, str]] = {
     "batch size changed": ("^", "▲", "blue"),
     "loss not finite": ("D", "◆", "red"),
@@ -54,8 +58,11 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
     "restarted": (">", "▶", "green"),
     "preempted": ("s", "■", "vermilion"),
 }
-# In points, which are CSS pixels on a page. A figure is as wide as a phone, so its text is read as it is.
-_WIDTH, _HEIGHT, _FONT = 380, 280, 11
+# In points, which are CSS pixels on a page. A figure is as wide as a phone, so its text is read as
+# it is.
+_WIDTH = 380
+_HEIGHT = 280
+_FONT = 11
 _MOST_MARKS, _MOST_RULES = 40, 12  # of one kind in one figure: marks above it, lines across it
 _LANE = 12  # points: the height of a row of marks above the axes
 _LARGEST = 1e100  # matplotlib cannot scale an axis beyond it: such a number is marked as not finite
@@ -83,7 +90,9 @@ _STYLE: Any = {  # for matplotlib.rc_context, whose type is another in each rele
 
 @dataclass(frozen=True)
 class Figure:
-    """One figure, not drawn yet; `description` has its main numbers in words, for those who do not see it."""
+    """One figure, not drawn yet; `description` has its main numbers in words, for those who do not
+    see it.
+    """
 
     name: str
     title: str
@@ -109,7 +118,9 @@ class Points:
         return [value for value in self.y if math.isfinite(value)]
 
     def running_mean(self, window: int) -> Points:
-        """Return the mean of a point and the `window` - 1 before it, at up to 300 points; what is not finite is left out."""
+        """Return the mean of a point and the `window` - 1 before it, at up to 300 points; what is
+        not finite is left out.
+        """
         last = len(self.x) - 1
         places = (
             sorted({round(part * last / (_POINTS - 1)) for part in range(_POINTS)})
@@ -130,7 +141,10 @@ class Points:
         if min(finite) == max(finite):
             words = f"Always {finite[0]:.4g}."
         else:
-            words = f"From {finite[0]:.4g} to {finite[-1]:.4g}; smallest {min(finite):.4g}, largest {max(finite):.4g}."
+            words = (
+                f"From {finite[0]:.4g} to {finite[-1]:.4g}; smallest {min(finite):.4g}, largest"
+                f" {max(finite):.4g}."
+            )
         left_out = len(self.y) - len(finite)
         return f"{words} Values that are not finite: {left_out:,}." if left_out else words
 
@@ -153,7 +167,8 @@ def from_zero(axes: Axes) -> None:
 
 
 def mark_events(axes: Axes, timeline: Timeline, *, seconds: float | None = None) -> None:
-    """Draw the events of a run above its axes, a row for each kind; few of them with a line across the axes.
+    """Draw the events of a run above its axes, a row for each kind; few of them with a line across
+    the axes.
 
     The x axis is samples, or time in a unit of so many `seconds`.
     """
@@ -164,7 +179,8 @@ def mark_events(axes: Axes, timeline: Timeline, *, seconds: float | None = None)
             for mark, one in timeline.marked
             if mark == event
         }
-        xs, (marker, _, colour) = _thinned(sorted(places)), MARKS[event]
+        xs = _thinned(sorted(places))
+        marker, _, colour = MARKS[event]
         style: dict[str, Any] = {
             "linestyle": "none",
             "marker": marker,
@@ -202,7 +218,9 @@ def add_legend(axes: Axes, *, above: float = 8) -> None:
 
 
 def _above(axes: Axes, transform: Any, points: float, *, left: float = 0) -> Any:
-    """Return a transform that is moved in points: what the layout leaves for it then does not depend on the size of the axes."""
+    """Return a transform that is moved in points: what the layout leaves for it then does not
+    depend on the size of the axes.
+    """
     from matplotlib.transforms import ScaledTranslation
 
     return transform + ScaledTranslation(-left / 72, points / 72, axes.figure.dpi_scale_trans)
@@ -215,7 +233,9 @@ def marks_of(timeline: Timeline) -> list[str]:
 
 
 def require_libraries() -> None:
-    """Raise an AdaptiveBatchError, before anything is read, where a library of the extra ``report`` is not installed."""
+    """Raise an AdaptiveBatchError, before anything is read, where a library of the extra ``report``
+    is not installed.
+    """
     try:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
@@ -225,7 +245,9 @@ def require_libraries() -> None:
 
 
 def to_svg(figure: Figure) -> str:
-    """Return a figure as an SVG element that a page names by ``NAME-title`` and ``NAME-text``; all its ids begin with its name."""
+    """Return a figure as an SVG element that a page names by ``NAME-title`` and ``NAME-text``; all
+    its ids begin with its name.
+    """
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -250,13 +272,16 @@ def to_png(
     events: Sequence[str] = (),
     columns: int = 2,
 ) -> bytes:
-    """Return all figures on one sheet, with lines of text below the heading and the kinds of events explained."""
+    """Return all figures on one sheet, with lines of text below the heading and the kinds of events
+    explained.
+    """
     import matplotlib
     from matplotlib.figure import Figure as Canvas
     from matplotlib.lines import Line2D
 
     num_rows = max(1, math.ceil(len(figures) / columns))
-    top, height = 50 + 16 * len(lines) + 20 * bool(events), num_rows * (_HEIGHT + 30)
+    top = 50 + 16 * len(lines) + 20 * bool(events)
+    height = num_rows * (_HEIGHT + 30)
     with matplotlib.rc_context(_STYLE):
         sheet = Canvas(
             figsize=(columns * (_WIDTH + 20) / 72, (top + height) / 72),

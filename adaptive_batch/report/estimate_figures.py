@@ -1,4 +1,6 @@
-"""The figures of an estimate: what a step holds, by kind, against the rows, and what each device allows."""
+"""The figures of an estimate: what a step holds, by kind, against the rows, and what each device
+allows.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,8 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
         [f"The optimizer's step holds {of_step} with any number of rows."] if of_optimizer else []
     )
     for target in estimate.devices:
-        bound, fits = estimate.bound(length, target), _rows_that_fit(estimate, length, target)
+        bound = estimate.bound(length, target)
+        fits = _rows_that_fit(estimate, length, target)
         needs = f"{format_bytes(estimate.fit(length, target).reserved_bytes)}."
         words.append(
             f"{target.name}: {fits}, {needs}"
@@ -130,8 +133,11 @@ def _step_bytes(length: LengthEstimate, rows: int) -> int:
 
 
 def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
-    """Return bytes by kind, whose sum is the peak of forward and backward; those of a single row are divided as the curve says."""
-    kinds, resident = length.composition(rows), length.resident
+    """Return bytes by kind, whose sum is the peak of forward and backward; those of a single row
+    are divided as the curve says.
+    """
+    kinds = length.composition(rows)
+    resident = length.resident
     stays = [resident.parameters, resident.buffers, resident.optimizer, resident.gradients, 0, 0]
     passing = sum(kinds.values()) - resident.total
     factor = (_step_bytes(length, rows) - resident.total) / passing if passing else 1.0
@@ -142,7 +148,9 @@ def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
 
 
 def _corners(length: LengthEstimate, last: int) -> Sequence[int]:
-    """Return rows between which each kind is a straight line: the ends, and both sides of where the peak moves."""
+    """Return rows between which each kind is a straight line: the ends, and both sides of where the
+    peak moves.
+    """
     places = {1, 2, last}
     for flatter, steeper in pairwise(length.curve.lines):
         overtakes = (flatter.fixed_bytes - steeper.fixed_bytes) / (

@@ -1,4 +1,6 @@
-"""The report of a run: one page that needs no other file and no network, and the same figures as a picture."""
+"""The report of a run: one page that needs no other file and no network, and the same figures as a
+picture.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,14 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     """Write the page and the picture of a run; return their paths.
 
     Args:
-        output_dir: of the run; its ``run.jsonl``, ``probe.json`` and ``estimate.json`` are read, where they are there.
-        output: the page; None for ``adaptive_batch/report.html`` in `output_dir`. The picture has its name, with .png.
+        output_dir: of the run; its ``run.jsonl``, ``probe.json`` and ``estimate.json`` are read,
+            where they are there.
+        output: the page; None for ``adaptive_batch/report.html`` in `output_dir`. The picture has
+            its name, with .png.
 
     Raises:
-        SettingError: there is neither log nor probe nor estimate, or the page cannot be written there.
+        SettingError: there is neither log nor probe nor estimate, or the page cannot be written
+            there.
         AdaptiveBatchError: matplotlib is not installed.
     """
     from .drawing import require_libraries
@@ -47,10 +52,14 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         raise SettingError(
             "--output", str(page), "give a file that ends in .html, in a folder that is there"
         )
-    has_log, probe = (folder / "run.jsonl").is_file(), read_probe(folder / "probe.json")
+    has_log = (folder / "run.jsonl").is_file()
+    probe = read_probe(folder / "probe.json")
     estimate = read_estimate(folder / "estimate.json")
     if not has_log and probe is None and estimate is None:
-        remedy = "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's output_dir"
+        remedy = (
+            "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's"
+            " output_dir"
+        )
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     timeline = Timeline.of(read_records(folder / "run.jsonl") if has_log else [])
     text, picture = render(
@@ -71,7 +80,9 @@ def read_probe(path: Path) -> dict[str, Any] | None:
 
 
 def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
-    """Write the figures of an estimate as a PNG; an AdaptiveBatchError says that matplotlib is not installed."""
+    """Write the figures of an estimate as a PNG; an AdaptiveBatchError says that matplotlib is not
+    installed.
+    """
     from .drawing import require_libraries, to_png
 
     require_libraries()
@@ -115,11 +126,9 @@ def render(
         if probe
         else "Memory estimate"
     )
-    facts, notes, events = (
-        facts_of(timeline, probe),
-        _notes_of(timeline, missing),
-        marks_of(timeline),
-    )
+    facts = facts_of(timeline, probe)
+    notes = _notes_of(timeline, missing)
+    events = marks_of(timeline)
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -148,7 +157,8 @@ def render(
 
 def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[str, str]]:
     """Return (name, value) of what was recorded, a dozen facts; what was not is left out."""
-    steps, events = timeline.steps, timeline.events
+    steps = timeline.steps
+    events = timeline.events
     starts = [event.values for event in events if event.values["kind"] == "start"]
     validated = [
         as_number(e.values["val_loss"])
@@ -192,7 +202,9 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
 
 
 def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
-    """Return what a reader should know of the run, one sentence each; `missing` are titles of figures without data."""
+    """Return what a reader should know of the run, one sentence each; `missing` are titles of
+    figures without data.
+    """
     notes = []
     if timeline.events and not timeline.steps:
         notes.append("No optimizer step is recorded.")
@@ -233,8 +245,11 @@ def _clock(seconds: float) -> str:
 
 
 def _shown_events(timeline: Timeline) -> list[Event | str]:
-    """Return the events; of a kind that is there very often the first and the last, with a line on those between."""
-    counts, seen = Counter(event.values["kind"] for event in timeline.events), Counter[str]()
+    """Return the events; of a kind that is there very often the first and the last, with a line on
+    those between.
+    """
+    counts = Counter(event.values["kind"] for event in timeline.events)
+    seen = Counter[str]()
     half = _MOST_ROWS // 2
     shown: list[Event | str] = []
     for event in timeline.events:

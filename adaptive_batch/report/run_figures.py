@@ -1,6 +1,7 @@
 """The figures of a run and of its probe.
 
-A figure is there where its numbers were recorded. Where they were not, its title is listed as missing.
+A figure is there where its numbers were recorded. Where they were not, its title is listed as
+missing.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _MOST_STRETCHES = 20  # of steps that restarts rolled back
 def figures_of(
     timeline: Timeline, probe: Mapping[str, Any] | None
 ) -> tuple[list[Figure], list[str]]:
-    """Return every figure that has data, of a run and of its ``probe.json``, and the titles of those that have none."""
+    """Return every figure that has data, of a run and of its ``probe.json``, and the titles of
+    those that have none.
+    """
 
     def metric(
         key: str,
@@ -73,7 +76,9 @@ def figures_of(
 
 @dataclass(frozen=True)
 class _Curve:
-    """A line of a figure over the run; `words` come before its main numbers in the description, None leaves these out."""
+    """A line of a figure over the run; `words` come before its main numbers in the description,
+    None leaves these out.
+    """
 
     points: Points
     label: str
@@ -86,6 +91,7 @@ def _over_the_run(
     timeline: Timeline, name: str, title: str, y_label: str, curves: Sequence[_Curve], *,
     x_label: str = "samples", seconds: float | None = None, is_logarithmic: bool = False, begins_at_zero: bool = True,
 ) -> Figure:  # fmt: skip
+
     def draw(axes: Axes) -> None:
         for curve in curves:
             plot(axes, curve.points, curve.label, curve.colour, **curve.style)
@@ -104,7 +110,9 @@ def _over_the_run(
 def _points(
     steps: Sequence[Step], key: str, *, seconds: float | None = None, factor: float = 1.0
 ) -> Points | None:
-    """Return a metric over samples, or over time in a unit of so many seconds; None where no step has it."""
+    """Return a metric over samples, or over time in a unit of so many seconds; None where no step
+    has it.
+    """
     having = [step for step in steps if step.values.get(key) is not None]
     if not having:
         return None
@@ -117,7 +125,8 @@ def _with_mean(points: Points, label: str, colour: str) -> list[_Curve]:
     if len(points.x) < _FEW:
         return [_Curve(points, label, colour)]
     window = max(5, len(points.x) // 40)
-    mean, style = points.running_mean(window), {"linewidth": 1.6, "zorder": 3}
+    mean = points.running_mean(window)
+    style = {"linewidth": 1.6, "zorder": 3}
     values = _Curve(points, f"{label} of a step", colour, {"linewidth": 0.8, "alpha": 0.55})
     return [values, _Curve(mean, f"mean of {window} steps", colour, style, words=None)]
 
@@ -227,7 +236,9 @@ def _noise_scale(timeline: Timeline) -> Figure | None:
 
 
 def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
-    """Return what each trial held in memory, what was allowed, and the bound; None where there is no trial."""
+    """Return what each trial held in memory, what was allowed, and the bound; None where there is
+    no trial.
+    """
     trials = probe.get("trials") if probe else None
     if not probe or not isinstance(trials, list):
         return None
@@ -290,14 +301,20 @@ def _probe(probe: Mapping[str, Any] | None) -> Figure | None:
 
 
 def _throughput(found: Any) -> Figure | None:
-    """Return the speed of each micro-batch that was timed, and of the one that was chosen; None where none can be read."""
+    """Return the speed of each micro-batch that was timed, and of the one that was chosen; None
+    where none can be read.
+    """
     trials: dict[str, list[tuple[float, float]]] = {}
     try:
         for trial in found["trials"]:
             point = float(trial["limit"]["amount"]), float(trial["tokens_per_second"])
             trials.setdefault(str(trial["kind"]), []).append(point)
-        chosen, limit = (found["limit"]["amount"], found["tokens_per_second"]), found["limit"]
-        words = f"Fastest: {found['kind']}, up to {limit['amount']:,} {limit['unit']} at once, {chosen[1]:,.0f} tokens/s."
+        chosen = (found["limit"]["amount"], found["tokens_per_second"])
+        limit = found["limit"]
+        words = (
+            f"Fastest: {found['kind']}, up to {limit['amount']:,} {limit['unit']} at once,"
+            f" {chosen[1]:,.0f} tokens/s."
+        )
     except (KeyError, TypeError, ValueError):
         return None
 

@@ -1,9 +1,9 @@
 """Which recorded steps count, and the run along them.
 
-A run that was stopped and resumed has *attempts*: what one process recorded from its ``start``, or from where an epoch
-began again because its data had changed. An attempt resumes at a step of an earlier one, and rolls back what that one did
-after this step. The attempts that lead to the last one are the history of the run; each counts up to the step where
-the next one resumed.
+A run that was stopped and resumed has *attempts*: what one process recorded from its ``start``, or
+from where an epoch began again because its data had changed. An attempt resumes at a step of an
+earlier one, and rolls back what that one did after this step. The attempts that lead to the last
+one are the history of the run; each counts up to the step where the next one resumed.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class _Attempt:
 
 
 class RunHistory:
-    """The history of the last run in a file, found in one pass over its records; None stands for a torn line."""
+    """The history of the last run in a file, found in one pass over its records; None stands for a
+    torn line.
+    """
 
     def __init__(self, records: Iterable[Record | None]) -> None:
         self.num_records = 0  # torn ones included
@@ -79,8 +81,8 @@ class RunHistory:
         """Read the same records again; what was appended meanwhile is left out.
 
         Yields:
-            Each record of the last run and each torn line, with the optimizer steps that were done up to it, itself included,
-            and whether it is part of the history, not rolled back.
+            Each record of the last run and each torn line, with the optimizer steps that were done
+            up to it, itself included, and whether it is part of the history, not rolled back.
         """
         place = steps = 0
         for record in islice(records, self.num_records):
@@ -97,7 +99,8 @@ class RunHistory:
                 yield record, steps, within <= self._kept.get(place, -1)
 
     def _started(self, start: Record) -> _Attempt:
-        name, run = start.get("run"), self._attempts[-1].run
+        name = start.get("run")
+        run = self._attempts[-1].run
         if not start.get("resumed"):
             return _Attempt(_Run(name, has_beginning=True))
         if name not in (None, run.name):
@@ -127,21 +130,25 @@ class RunHistory:
         return _Attempt(self._attempts[-1].run)
 
     def _chain(self) -> Iterator[tuple[int, int]]:
-        """Yield the attempts that lead to the last one, newest first, each with the last of its steps that counts."""
+        """Yield the attempts that lead to the last one, newest first, each with the last of its
+        steps that counts.
+        """
         place: int | None = len(self._attempts) - 1
         kept = self._attempts[-1].last
         while place is not None:
             attempt = self._attempts[place]
             kept = min(kept, attempt.last)
             yield place, kept
-            place, kept = attempt.parent, min(kept, attempt.first)
+            place = attempt.parent
+            kept = min(kept, attempt.first)
 
 
 @dataclass(frozen=True)
 class Step:
     """One optimizer step, as recorded.
 
-    `samples` were consumed after it, `seconds` have passed since the run began, without those between a stop and its restart.
+    `samples` were consumed after it, `seconds` have passed since the run began, without those
+    between a stop and its restart.
     """
 
     number: int
@@ -168,7 +175,9 @@ class Event:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The last run of a file, in memory: the steps that count, stretches that were rolled back, events, seconds in which it ran."""
+    """The last run of a file, in memory: the steps that count, stretches that were rolled back,
+    events, seconds in which it ran.
+    """
 
     steps: Sequence[Step]
     rolled_back: Sequence[Sequence[Step]]
@@ -178,7 +187,9 @@ class Timeline:
 
     @cached_property
     def marked(self) -> list[tuple[str, Event | Step]]:
-        """The events that figures mark, each with its mark, and the steps whose loss or gradients are not finite."""
+        """The events that figures mark, each with its mark, and the steps whose loss or gradients
+        are not finite.
+        """
         those = [event for event in self.events if not event.rolled_back]
         logged = {
             whole(event.values, "step"): event
@@ -213,10 +224,13 @@ class Timeline:
         rolled_back: list[list[Step]] = []
         events: list[Event] = []
         beginning = newest = Step(0, 0.0, 0.0, {})
-        seconds, before, in_stretch = 0.0, math.nan, False
+        seconds = 0.0
+        before = math.nan
+        in_stretch = False
         for record, number, counts in history.entries(named):
             assert record is not None
-            kind, now = record["kind"], as_number(record.get("time"))
+            kind = record["kind"]
+            now = as_number(record.get("time"))
             if kind != "start" and now > before:
                 seconds += now - before
             before = now if math.isfinite(now) else before
@@ -264,7 +278,9 @@ class LossesNotFinite:
 
 
 def not_finite(step: Record) -> str:
-    """Return whether the recorded loss of a step is ``NaN`` or ``infinite``; empty where it is neither, or not recorded."""
+    """Return whether the recorded loss of a step is ``NaN`` or ``infinite``; empty where it is
+    neither, or not recorded.
+    """
     return {"nan": "NaN", "inf": "infinite", "-inf": "infinite"}.get(str(step.get("loss")), "")
 
 

@@ -20,10 +20,12 @@ log = logging.getLogger("adaptive_batch")
 
 
 class RunLog:
-    """Appends one JSON object a line: ``kind`` is ``step``, or the name of the event. Any thread may write; nothing is buffered.
+    """Appends one JSON object a line: ``kind`` is ``step``, or the name of the event. Any thread
+    may write; nothing is buffered.
 
-    JSON has no nan and no infinities: they are written as text, which ``float`` reads. Restarts of a run append; a line torn by a
-    kill is ended. With `enabled` False, as on ranks other than zero, nothing is written.
+    JSON has no nan and no infinities: they are written as text, which ``float`` reads. Restarts of
+    a run append; a line torn by a kill is ended. With `enabled` False, as on ranks other than zero,
+    nothing is written.
 
     Raises:
         SettingError: another process is writing the file.
@@ -105,7 +107,9 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _locked(file: TextIO) -> bool:
-    """Lock the file until it is closed or this process ends by any means; return whether nobody else had."""
+    """Lock the file until it is closed or this process ends by any means; return whether nobody
+    else had.
+    """
     if sys.platform == "win32":  # it has no locks of this kind
         return True
     import fcntl
@@ -120,7 +124,9 @@ def _locked(file: TextIO) -> bool:
 
 
 def _ends_torn(path: Path) -> bool:
-    """Return whether the last line of a file has no end. Only its last byte is read: logs grow large."""
+    """Return whether the last line of a file has no end. Only its last byte is read: logs grow
+    large.
+    """
     if not path.exists() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

@@ -1,8 +1,10 @@
-"""Rules of the user's that say how large a batch is: checked, called, and the answer clamped to the bound.
+"""Rules of the user's that say how large a batch is: checked, called, and the answer clamped to the
+bound.
 
-A *schedule* is ``rule(progress) -> rows of one optimizer step on one device`` (tokens, where ``batch_tokens`` is set), called
-before each step. An *increment* is ``f(epoch, batch_size) -> rows to add to batch_size``, called at the start of each epoch,
-0 included. Ready-made ones of both are in :mod:`.batch_schedules`.
+A *schedule* is ``rule(progress) -> rows of one optimizer step on one device`` (tokens, where
+``batch_tokens`` is set), called before each step. An *increment* is ``f(epoch, batch_size) -> rows
+to add to batch_size``, called at the start of each epoch, 0 included. Ready-made ones of both are
+in :mod:`.batch_schedules`.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ Schedule = Callable[[Progress], int]
 Increment = Callable[[int, int], int]
 KEY = "batch_size_schedule"
 INCREMENT_KEY = "batch_increase_function"
-# Far above any batch that can be trained; an answer beyond it is a mistake, in units for instance (tokens, bytes).
+# Far above any batch that can be trained; an answer beyond it is a mistake, in units for instance
+# (tokens, bytes).
 MOST_ROWS = 10**9
 
 
 @dataclass(frozen=True)
 class ClampedBatch:
-    """The batch on one device that a rule requested, and what the bound (`maximum`; None for none) left of it."""
+    """The batch on one device that a rule requested, and what the bound (`maximum`; None for none)
+    left of it.
+    """
 
     requested: int
     after: int
@@ -52,7 +57,8 @@ def request_batch(
     """Call a schedule before a step, and clamp its answer to `maximum`; None for no bound.
 
     Raises:
-        GrowthFunctionError: the rule raised (its error is the cause), or returned no whole number, 1 to 10**9.
+        GrowthFunctionError: the rule raised (its error is the cause), or returned no whole number,
+            1 to 10**9.
     """
     call = f"{KEY} {_name_of(rule)}({progress})"
     requested = _call(rule, progress, call=call, least=1, remedy="what a step on one device holds")
@@ -64,12 +70,15 @@ def request_batch(
 def next_batch_size(
     increment: Callable[[int, int], object], *, epoch: int, batch_size: int, maximum: int | None
 ) -> ClampedBatch:
-    """Call an increment at the start of an epoch, and clamp the batch size to `maximum`; None for no bound.
+    """Call an increment at the start of an epoch, and clamp the batch size to `maximum`; None for
+    no bound.
 
-    A batch size already above the bound, as after resuming on a smaller device, is kept: no row is added or taken away.
+    A batch size already above the bound, as after resuming on a smaller device, is kept: no row is
+    added or taken away.
 
     Raises:
-        GrowthFunctionError: the function raised (its error is the cause), or returned no whole number, 0 to 10**9.
+        GrowthFunctionError: the function raised (its error is the cause), or returned no whole
+            number, 0 to 10**9.
     """
     call = f"{INCREMENT_KEY} {_name_of(increment)}(epoch={epoch}, batch_size={batch_size})"
     rows = _call(
@@ -101,7 +110,8 @@ def _call(
         bits = (number or 0).bit_length()  # Python refuses to print thousands of digits
         shown = f"a number of {bits} bits" if bits > 64 else reprlib.repr(answer)
         raise GrowthFunctionError(
-            f"{call} returned {shown}: it must return {remedy}: a whole number, {least} to {MOST_ROWS}"
+            f"{call} returned {shown}: it must return {remedy}: a whole number, {least} to"
+            f" {MOST_ROWS}"
         )
     return number
 
@@ -137,7 +147,10 @@ def _check_call(function: object, /, *arguments: object, key: str, form: str) ->
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        remedy = f"it takes ({', '.join(signature.parameters)}) ({error}); give a function {form}, of positional arguments, or in a configuration a block "
+        remedy = (
+            f"it takes ({', '.join(signature.parameters)}) ({error}); give a function {form}, of"
+            " positional arguments, or in a configuration a block "
+        )
         remedy += "{_component_: ..., ...} where this builds one"
         raise SettingError(key, _name_of(function), remedy) from error
 
@@ -153,7 +166,9 @@ def reads_tokens(rule: object) -> bool:
 
 
 def whole_number(value: object) -> int | None:
-    """Return a whole number of Python, numpy or torch as an int, and None for all else, their bools included."""
+    """Return a whole number of Python, numpy or torch as an int, and None for all else, their bools
+    included.
+    """
     if isinstance(value, bool) or "bool" in str(getattr(value, "dtype", "")):
         return None
     try:

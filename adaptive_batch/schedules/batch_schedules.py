@@ -1,4 +1,6 @@
-"""Ready-made schedules and increments, as YAML names them (docs/configuration.md): pure, so a resumed run continues unchanged."""
+"""Ready-made schedules and increments, as YAML names them (docs/configuration.md): pure, so a
+resumed run continues unchanged.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +56,18 @@ class Stages(_Rule):
 
 
 def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
-    """Make a schedule of stages: each batch size holds until its threshold is reached, the last one to the end.
+    """Make a schedule of stages: each batch size holds until its threshold is reached, the last one
+    to the end.
 
     Args:
         batch_sizes: what a step on one device holds in each stage; they may go down.
-        thresholds: where each stage but the last ends, counted from the start of training, as in ``["1ep", "2ep"]``:
-            rising, and all of one unit, as it is not known before training which of ``1ep`` and ``200ba`` comes first.
+        thresholds: where each stage but the last ends, counted from the start of training, as in
+            ``["1ep", "2ep"]``: rising, and all of one unit, as it is not known before training
+            which of ``1ep`` and ``200ba`` comes first.
 
     Raises:
-        SettingError: a size is not whole or below 1; a threshold cannot be read, is 0, not above the one before, or of
-            another unit; there is not one threshold fewer than sizes.
+        SettingError: a size is not whole or below 1; a threshold cannot be read, is 0, not above
+            the one before, or of another unit; there is not one threshold fewer than sizes.
     """
     key = f"{KEY}.thresholds"
     for name, values in (("batch_sizes", batch_sizes), ("thresholds", thresholds)):
@@ -101,7 +105,8 @@ class _LinearRamp(Stages):
     multiple_of: int
 
     def __call__(self, progress: Progress) -> int:
-        (_, over), end = self.ends[0], self.batches[-1]
+        _, over = self.ends[0]
+        end = self.batches[-1]
         share = over.share(progress)
         if share >= 1:
             return end
@@ -112,8 +117,9 @@ class _LinearRamp(Stages):
 def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Schedule:
     """Make a schedule that goes from `start` to `end` in a straight line.
 
-    On the way it is rounded down to a multiple of `multiple_of`, and is that at least. With `start` and `end` multiples
-    of it, this is Megatron's ramp: each of the multiples between them holds for an equal part of `over`.
+    On the way it is rounded down to a multiple of `multiple_of`, and is that at least. With `start`
+    and `end` multiples of it, this is Megatron's ramp: each of the multiples between them holds for
+    an equal part of `over`.
 
     Args:
         start: what a step on one device holds at first.
@@ -122,7 +128,8 @@ def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Sch
         multiple_of: such as the rows of a micro-batch, so that each step divides into whole ones.
 
     Raises:
-        SettingError: a number is not whole or below 1; `multiple_of` is above both ends; `over` cannot be read or is 0.
+        SettingError: a number is not whole or below 1; `multiple_of` is above both ends; `over`
+            cannot be read or is 0.
     """
     first, last, multiple = (
         _whole(f"{KEY}.{name}", value)
@@ -139,19 +146,21 @@ def linear_ramp(start: int, end: int, over: object, multiple_of: int = 1) -> Sch
 
 
 def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedule:
-    """Make a schedule of stages that divide the final batch, each half of the next, as bert24's (ModernBERT's) ramp.
+    """Make a schedule of stages that divide the final batch, each half of the next, as bert24's
+    (ModernBERT's) ramp.
 
-    `over` is divided evenly over the stages below `end`: from 1024 to 4096 over ``2ep`` the first epoch has 1024, the
-    second 2048, and all later ones 4096.
+    `over` is divided evenly over the stages below `end`: from 1024 to 4096 over ``2ep`` the first
+    epoch has 1024, the second 2048, and all later ones 4096.
 
     Args:
         end: what a step on one device holds from `over` on.
         over: how long the ramp is, from the start of training.
-        start: what it holds at first: `end` halved once or more. None starts from the smallest batch there is: `end`
-            halved for as long as it is even.
+        start: what it holds at first: `end` halved once or more. None starts from the smallest
+            batch there is: `end` halved for as long as it is even.
 
     Raises:
-        SettingError: `end` is odd or not whole; `start` is none of its halves; `over` cannot be read or is 0.
+        SettingError: `end` is odd or not whole; `start` is none of its halves; `over` cannot be
+            read or is 0.
     """
     last = _whole(f"{KEY}.end", end)
     halves = [last]
@@ -186,7 +195,8 @@ class _ByNoiseScale(_Rule):
     needs_noise_scale: ClassVar[bool] = True
 
     def __call__(self, progress: Progress) -> int:
-        now, noise = progress.batch or self.start, progress.noise_scale
+        now = progress.batch or self.start
+        noise = progress.noise_scale
         # an estimate that is not above 0 shows that the gradient is lost in the noise, and no more
         if (
             noise is None
@@ -199,7 +209,8 @@ class _ByNoiseScale(_Rule):
             grown = max(now + 1, math.floor(now * self.factor + 0.5))
             return grown if self.maximum is None else min(grown, max(now, self.maximum))
         shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
-        # the second is implied but for rounding: what is given up must not be requested again at once
+        # the second is implied but for rounding: what is given up must not be requested again at
+        # once
         is_below = noise < now / ((1 + self.margin) * self.factor) and noise <= shrunk * (
             1 + self.margin
         )
@@ -216,21 +227,24 @@ def by_noise_scale(
 ) -> Schedule:
     """Make a schedule that follows the measured gradient noise scale, with hysteresis.
 
-    Near the simple noise scale a batch trades time for data about evenly; well below it, a larger batch saves steps at
-    hardly any cost in samples (McCandlish et al. 2018, arXiv 1812.06162, sections 2.2 and 2.3).
+    Near the simple noise scale a batch trades time for data about evenly; well below it, a larger
+    batch saves steps at hardly any cost in samples (McCandlish et al. 2018, arXiv 1812.06162,
+    sections 2.2 and 2.3).
 
-    At each `every`-th step the batch is multiplied by `factor` where the noise scale is above batch x (1 + margin); with
-    ``monotone=False`` it is divided by it where the noise scale is below batch / ((1 + margin) x factor). Between the
-    two it is kept, and also while nothing has been measured. A scale whose highest value is less than (1 + margin) squared
-    times its lowest never makes the batch go up and down again.
+    At each `every`-th step the batch is multiplied by `factor` where the noise scale is above batch
+    x (1 + margin); with ``monotone=False`` it is divided by it where the noise scale is below batch
+    / ((1 + margin) x factor). Between the two it is kept, and also while nothing has been measured.
+    A scale whose highest value is less than (1 + margin) squared times its lowest never makes the
+    batch go up and down again.
 
     Args:
         start: rows that a step on one device holds at first.
         maximum: rows that it never passes; None leaves that to the bound.
         factor: of one change, above 1.
-        margin: how far the noise scale must be beyond the batch, 0 or more; 0.5 lies near the middle, by ratio, between
-            two batches of which one is twice the other.
-        every: optimizer steps from one decision to the next, which let the average follow the batch before.
+        margin: how far the noise scale must be beyond the batch, 0 or more; 0.5 lies near the
+            middle, by ratio, between two batches of which one is twice the other.
+        every: optimizer steps from one decision to the next, which let the average follow the batch
+            before.
         monotone: whether the batch only grows.
 
     Returns:
@@ -239,7 +253,8 @@ def by_noise_scale(
     Raises:
         SettingError: a number is out of range, or `start` above `maximum`.
     """
-    first, gap = _whole(f"{KEY}.start", start), _whole(f"{KEY}.every", every)
+    first = _whole(f"{KEY}.start", start)
+    gap = _whole(f"{KEY}.every", every)
     most = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
     if most is not None and first > most:
         raise SettingError(f"{KEY}.maximum", maximum, f"must be start={first} or more")
@@ -248,7 +263,8 @@ def by_noise_scale(
     if not _is_finite(margin) or margin < 0:
         raise SettingError(f"{KEY}.margin", margin, "must be a number 0 or more, such as 0.5")
     check_bool(f"{KEY}.monotone", monotone)
-    factor, margin = float(factor), float(margin)
+    factor = float(factor)
+    margin = float(margin)
     made_by = f"by_noise_scale({first}, {most}, {factor=}, {margin=}, every={gap}, {monotone=})"
     return _ByNoiseScale(made_by, first, most, factor, margin, gap, monotone)
 
@@ -263,7 +279,9 @@ class Seesaw(_Rule):
     decay: Callable[[Progress], float] | None = None
 
     def coupled(self, start: int, decay: Callable[[Progress], float]) -> Seesaw:
-        """Return it with the batch that it starts from, and the part of its peak that the rate's schedule has at a progress."""
+        """Return it with the batch that it starts from, and the part of its peak that the rate's
+        schedule has at a progress.
+        """
         if self.most is not None and start > self.most:
             raise SettingError(
                 f"{KEY}.maximum", self.most, f"training starts with {start}; give that or more"
@@ -279,26 +297,31 @@ class Seesaw(_Rule):
 
 
 def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
-    """Make a schedule that grows the batch where the learning rate decays, so that the same data take fewer steps.
+    """Make a schedule that grows the batch where the learning rate decays, so that the same data
+    take fewer steps.
 
-    Where the rate's schedule has decayed to 1 / a of its peak, a step holds a times the configured batch and has 1 / sqrt(a) of
-    the peak rate (Meterez et al. 2025, arXiv 2510.14717, algorithm 1; for normalized SGD, and Adam where noise dominates). With
+    Where the rate's schedule has decayed to 1 / a of its peak, a step holds a times the configured
+    batch and has 1 / sqrt(a) of the peak rate (Meterez et al. 2025, arXiv 2510.14717, algorithm 1;
+    for normalized SGD, and Adam where noise dominates). With
 
-        f(t)  the schedule, at the part t of the data that is trained: a decay takes the data that it takes alone
-        d(t)  f(t) / the highest f so far, which is 1 in a warm-up: it is not touched
+        f(t)  the schedule, at the part t of the data that is trained: a decay takes the data that
+        it takes alone d(t)  f(t) / the highest f so far, which is 1 in a warm-up: it is not touched
         B0    the configured batch
 
-    a step holds B = round(B0 / d) and has the rate lr x f x sqrt(B / B0), by the global batch that it really has. So at each t
-    rate / sqrt(batch) is what f alone gives with B0, whatever cuts B: a bound, `maximum`, rounding, the end of an epoch. Before that
-    the rate is peak x sqrt(d); from d = B0 / maximum on, as B stays, it decays as f does, and is peak x d x sqrt(maximum / B0).
+    a step holds B = round(B0 / d) and has the rate lr x f x sqrt(B / B0), by the global batch that
+    it really has. So at each t rate / sqrt(batch) is what f alone gives with B0, whatever cuts B: a
+    bound, `maximum`, rounding, the end of an epoch. Before that the rate is peak x sqrt(d); from d
+    = B0 / maximum on, as B stays, it decays as f does, and is peak x d x sqrt(maximum / B0).
 
-    Uncut, n steps of B0 become n x the mean of d: half of them for a half cosine to 0, 2 / pi for a quarter cosine.
+    Uncut, n steps of B0 become n x the mean of d: half of them for a half cosine to 0, 2 / pi for a
+    quarter cosine.
 
     Args:
-        factor: of one growth, above 1: with 2 the batch doubles whenever d has halved, B = B0 x 2 ** floor(log2(1 / d)), and between
-            two growths the rate follows f, where the paper's staircase keeps it. None grows it with each step.
-        maximum: what a step on one device never passes, such as the critical batch; None leaves that to the bound, which cuts
-            rows and not `batch_tokens`.
+        factor: of one growth, above 1: with 2 the batch doubles whenever d has halved, B = B0 x 2
+            ** floor(log2(1 / d)), and between two growths the rate follows f, where the paper's
+            staircase keeps it. None grows it with each step.
+        maximum: what a step on one device never passes, such as the critical batch; None leaves
+            that to the bound, which cuts rows and not `batch_tokens`.
 
     Raises:
         SettingError: a number is out of range.
@@ -324,27 +347,35 @@ class _ByCriticalBatch(_Rule):
 
     def __call__(self, progress: Progress) -> int:
         last, _ = self.points[-1]
-        now, before, batch = math.sqrt(last.share(progress)), 0.0, self.start
+        now = math.sqrt(last.share(progress))
+        before = 0.0
+        batch = self.start
         for duration, measured in self.points:
-            at, grown = math.sqrt(duration.amount / last.amount), max(batch, measured)
+            at = math.sqrt(duration.amount / last.amount)
+            grown = max(batch, measured)
             if duration.share(progress) < 1:  # which is exact
                 return math.floor(batch + (grown - batch) * (now - before) / (at - before))
-            before, batch = at, grown
+            before = at
+            batch = grown
         return batch
 
 
 def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
-    """Make a schedule that follows critical batches measured along a run, as ``probe.critical_batch`` of ``adaptive_probe`` prints them.
+    """Make a schedule that follows critical batches measured along a run, as
+    ``probe.critical_batch`` of ``adaptive_probe`` prints them.
 
-    From `start` to the first and between two of them the batch grows linearly in the square root of what is trained; after the last it
-    stays. It never shrinks: what was measured below an earlier one counts as that.
+    From `start` to the first and between two of them the batch grows linearly in the square root of
+    what is trained; after the last it stays. It never shrinks: what was measured below an earlier
+    one counts as that.
 
     Args:
-        points: the critical batch by where it was measured, in rows on one device, as in ``{1e5tok: 16, 1e6tok: 48}``; of one unit.
+        points: the critical batch by where it was measured, in rows on one device, as in ``{1e5tok:
+            16, 1e6tok: 48}``; of one unit.
         start: rows that a step on one device holds at first.
 
     Raises:
-        SettingError: no point is given; one cannot be read, or is of another unit; a number is not whole or below 1.
+        SettingError: no point is given; one cannot be read, or is of another unit; a number is not
+            whole or below 1.
     """
     key = f"{KEY}.points"
     if not isinstance(points, Mapping) or not points:
@@ -358,12 +389,15 @@ def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
     if len({at.unit for at, _ in read}) > 1 or len({at.amount for at, _ in read}) < len(read):
         remedy = "give all in one unit, as which comes first must be known, and each place once"
         raise SettingError(key, dict(points), remedy)
-    first, shown = _whole(f"{KEY}.start", start), {str(at): batch for at, batch in read}
+    first = _whole(f"{KEY}.start", start)
+    shown = {str(at): batch for at, batch in read}
     return _ByCriticalBatch(f"by_critical_batch({shown}, start={first})", first, tuple(read))
 
 
 def rate_rule(schedule: object, lr_scaling: str) -> str:
-    """Return how the rate follows the batch: as configured, but ``sqrt`` with :func:`seesaw`; refuse another one beside that."""
+    """Return how the rate follows the batch: as configured, but ``sqrt`` with :func:`seesaw`;
+    refuse another one beside that.
+    """
     if not isinstance(schedule, Seesaw):
         return lr_scaling
     if lr_scaling == "linear":
@@ -396,12 +430,13 @@ def at_epochs(additions: Mapping[int | str, int]) -> Increment:
     for given_epoch, given_rows in additions.items():
         # Digits as text: keys of a mapping that came through JSON or the command line.
         is_text = isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit()
-        epoch, rows = (
-            int(given_epoch) if is_text else whole_number(given_epoch),
-            whole_number(given_rows),
-        )
+        epoch = int(given_epoch) if is_text else whole_number(given_epoch)
+        rows = whole_number(given_rows)
         if epoch is None or epoch < 0 or rows is None or not 0 <= rows <= MOST_ROWS:
-            remedy = f"epoch {given_epoch!r} and rows {given_rows!r} must be whole numbers, 0 or more, rows at most {MOST_ROWS}"
+            remedy = (
+                f"epoch {given_epoch!r} and rows {given_rows!r} must be whole numbers, 0 or more,"
+                f" rows at most {MOST_ROWS}"
+            )
             raise SettingError(key, additions, remedy)
         if epoch in by_epoch:
             raise SettingError(key, additions, f"epoch {epoch} is given twice")
@@ -424,21 +459,24 @@ class _Geometric(_Rule):
 def geometric(factor: float, *, every: int = 1) -> Increment:
     """Make an increment that multiplies the batch size.
 
-    At the start of each `every`-th epoch but epoch 0 the batch size becomes `factor` times itself, rounded to the
-    nearest row, a half up; it grows by one row at least, so that a small batch times a small factor grows too.
+    At the start of each `every`-th epoch but epoch 0 the batch size becomes `factor` times itself,
+    rounded to the nearest row, a half up; it grows by one row at least, so that a small batch times
+    a small factor grows too.
 
     Args:
         factor: above 1.
         every: epochs from one multiplication to the next, 1 or more.
 
     Raises:
-        SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or more.
+        SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or
+            more.
     """
     if not _is_finite(factor) or factor <= 1:
         raise SettingError(
             f"{INCREMENT_KEY}.factor", factor, "must be a number above 1, such as 2.0"
         )
-    every, factor = _whole(f"{INCREMENT_KEY}.every", every), float(factor)
+    every = _whole(f"{INCREMENT_KEY}.every", every)
+    factor = float(factor)
     return _Geometric(f"geometric({factor=}, {every=})", factor, every)
 
 

@@ -1,4 +1,6 @@
-"""The clock of a learning-rate schedule: how much of training is done, in steps of a constant batch."""
+"""The clock of a learning-rate schedule: how much of training is done, in steps of a constant
+batch.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,18 @@ UNITS = ("samples", "tokens", "steps")
 
 @dataclass(frozen=True)
 class Clock:
-    """The units of a schedule's clock: until the scheduler's `num_warmup_steps` are over, and afterwards."""
+    """The units of a schedule's clock: until the scheduler's `num_warmup_steps` are over, and
+    afterwards.
+    """
 
     warmup: str = "samples"
     decay: str = "samples"
 
     @classmethod
     def from_config(cls, value: object) -> Clock:
-        """Read the key `lr_clock`; raise SettingError for what is neither a unit nor a block of two."""
+        """Read the key `lr_clock`; raise SettingError for what is neither a unit nor a block of
+        two.
+        """
         if value is None:
             return cls()
         units: dict[str, Any] = (
@@ -32,7 +38,10 @@ class Clock:
         if not units.keys() <= {"warmup", "decay"} or not all(
             unit in UNITS for unit in units.values()
         ):
-            remedy = f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay: tokens}}"
+            remedy = (
+                f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay:"
+                " tokens}"
+            )
             raise SettingError("lr_clock", value, remedy)
         return cls(**units)
 
@@ -50,11 +59,13 @@ class Clock:
 
 
 class TrainingClock:
-    """The clock of the learning rate's schedule: the step that training with a constant batch would have reached.
+    """The clock of the learning rate's schedule: the step that training with a constant batch would
+    have reached.
 
-    By samples or tokens: the epochs that are done plus the part of this one, in the constant batch's steps per epoch.
-    Growing the batch then neither stretches nor cuts a schedule. With a constant batch (by tokens: of steps with equally
-    many) the clock is the number of optimizer steps, exactly. By steps it is that number whatever the batch.
+    By samples or tokens: the epochs that are done plus the part of this one, in the constant
+    batch's steps per epoch. Growing the batch then neither stretches nor cuts a schedule. With a
+    constant batch (by tokens: of steps with equally many) the clock is the number of optimizer
+    steps, exactly. By steps it is that number whatever the batch.
 
     Args:
         clock: units.
@@ -71,7 +82,9 @@ class TrainingClock:
         self._warmup_ended_at: float | None = None
 
     def at(self, progress: Progress) -> float:
-        """Return the time before a step: the warm-up's until that is over, then the rest of the decay spread over the rest of training."""
+        """Return the time before a step: the warm-up's until that is over, then the rest of the
+        decay spread over the rest of training.
+        """
         decay = time_by(self._clock.decay, progress)
         if self._clock.warmup == self._clock.decay:
             return decay
@@ -80,7 +93,8 @@ class TrainingClock:
             return warmup
         if self._warmup_ended_at is None:
             self._warmup_ended_at = decay
-        ended_at, total = self._warmup_ended_at, self._total_steps
+        ended_at = self._warmup_ended_at
+        total = self._total_steps
         if ended_at >= total:
             return decay
         return self._warmup_steps + (decay - ended_at) * (total - self._warmup_steps) / (
@@ -97,11 +111,14 @@ class TrainingClock:
 
 
 def time_by(unit: str, progress: Progress) -> float:
-    """Return how much of training is done, by a unit, in steps of a constant batch; but for steps it needs a pace."""
+    """Return how much of training is done, by a unit, in steps of a constant batch; but for steps
+    it needs a pace.
+    """
     if unit == "steps":
         return progress.steps
     assert progress.pace is not None, f"a clock of {unit} needs the pace of the epoch"
-    reference, plan = progress.pace.reference, progress.pace.plan
+    reference = progress.pace.reference
+    plan = progress.pace.plan
     epochs_done = progress.epoch * reference.steps
     if unit == "tokens":
         return epochs_done + progress.epoch_tokens * reference.steps / plan.tokens
@@ -113,7 +130,9 @@ def time_by(unit: str, progress: Progress) -> float:
 
 
 def decay_of(schedule: Callable[[float], float]) -> Callable[[float], float]:
-    """Return what a schedule has left of the highest value that it had up to a time of the clock: 1 as long as it rises."""
+    """Return what a schedule has left of the highest value that it had up to a time of the clock: 1
+    as long as it rises.
+    """
     peaks = [0.0]  # up to each whole time
 
     def decay(time: float) -> float:

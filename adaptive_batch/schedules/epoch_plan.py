@@ -12,12 +12,14 @@ class EpochPlan:
 
     Attributes:
         rows: rows that the epoch has, over all ranks.
-        step_rows: rows of one full optimizer step, the global batch; where steps differ, their mean, rounded.
+        step_rows: rows of one full optimizer step, the global batch; where steps differ, their
+            mean, rounded.
         steps: optimizer steps that the epoch has.
         sizes: rows of each step; None where all are `step_rows` but perhaps the last.
         tokens: real tokens of the rows that are stepped; 0 where they are not counted.
         most_steps: steps after which the epoch ends whatever rows are left; None for no such limit.
-        is_estimate: the steps depend on what is measured in training, so `steps` and `sizes` are an estimate.
+        is_estimate: the steps depend on what is measured in training, so `steps` and `sizes` are an
+            estimate.
     """
 
     rows: int
@@ -32,7 +34,9 @@ class EpochPlan:
     def of(
         cls, rows: int, *, step_rows: int, drop_last: bool, max_steps: int | None = None
     ) -> EpochPlan:
-        """Divide `rows` into steps; the last, short one is dropped or trained; `max_steps` cuts the epoch."""
+        """Divide `rows` into steps; the last, short one is dropped or trained; `max_steps` cuts the
+        epoch.
+        """
         steps = rows // step_rows if drop_last else -(-rows // step_rows)
         return cls(
             rows,
@@ -45,7 +49,9 @@ class EpochPlan:
     def of_sizes(
         cls, sizes: Sequence[int], *, drop_last: bool = False, max_steps: int | None = None
     ) -> EpochPlan:
-        """Divide into steps of given numbers of rows; the last one, which the end of the epoch cut, is dropped or trained."""
+        """Divide into steps of given numbers of rows; the last one, which the end of the epoch cut,
+        is dropped or trained.
+        """
         kept = sizes[: len(sizes) - drop_last][:max_steps]
         return cls(
             sum(sizes), round(sum(kept) / max(1, len(kept))), len(kept), kept, most_steps=max_steps
@@ -64,7 +70,9 @@ class EpochPlan:
 
     @property
     def slots(self) -> int:
-        """Rows that the epoch's steps could have; a short last step counts in full where the others are of one size."""
+        """Rows that the epoch's steps could have; a short last step counts in full where the others
+        are of one size.
+        """
         if self.sizes is None:
             return self.steps * self.step_rows
         alike = len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]

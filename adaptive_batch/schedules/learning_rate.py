@@ -1,4 +1,6 @@
-"""The learning rate as a function of the base rate, the schedule and the progress; recomputed, never accumulated."""
+"""The learning rate as a function of the base rate, the schedule and the progress; recomputed,
+never accumulated.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +56,10 @@ def scale_learning_rate(learning_rate: float, batch: float, reference: float, ru
         learning_rate: the rate that belongs to `reference`.
         batch: global batch of a step, in rows or in tokens.
         reference: global batch that the rate was chosen for, in the same unit.
-        rule: ``none`` keeps it; ``linear`` multiplies it by batch / reference (Goyal et al. 2017, arXiv 1706.02677,
-            section 2.1); ``sqrt`` by the square root of that (Krizhevsky 2014, arXiv 1404.5997, section 5; for Adam
-            Malladi et al. 2022, arXiv 2205.10287, definition 5.1).
+        rule: ``none`` keeps it; ``linear`` multiplies it by batch / reference (Goyal et al. 2017,
+            arXiv 1706.02677, section 2.1); ``sqrt`` by the square root of that (Krizhevsky 2014,
+            arXiv 1404.5997, section 5; for Adam Malladi et al. 2022, arXiv 2205.10287, definition
+            5.1).
 
     Raises:
         ValueError: an unknown rule, or a batch or reference that is not positive.
@@ -70,25 +73,31 @@ def scale_learning_rate(learning_rate: float, batch: float, reference: float, ru
 
 
 def scale_beta2(beta2: float, ratio: float) -> float:
-    """Scale the beta2 of one batch to one of `ratio` times as much, so that its half-life in data stays.
+    """Scale the beta2 of one batch to one of `ratio` times as much, so that its half-life in data
+    stays.
 
-    beta2 ** ratio (Marek et al. 2025, arXiv 2507.07101), kept within 0.9 to 0.9999 or what was configured.
+    beta2 ** ratio (Marek et al. 2025, arXiv 2507.07101), kept within 0.9 to 0.9999 or what was
+    configured.
     """
     return float(min(max(beta2**ratio, min(beta2, 0.9)), max(beta2, 0.9999)))
 
 
 def scale_weight_decay(weight_decay: float, ratio: float, rate_factor: float) -> float:
-    """Scale the weight decay of one batch to one of `ratio` times as much, so that the decay for each row or token stays.
+    """Scale the weight decay of one batch to one of `ratio` times as much, so that the decay for
+    each row or token stays.
 
-    A step of AdamW decays weights by rate x weight decay. Of `ratio` times the data, it has to by `ratio` times that, of which the
-    rate brings `rate_factor`: rate x weight decay / batch is kept (the timescale of Wang and Aitchison 2024, arXiv 2405.13698). So
-    the rule ``linear`` keeps the weight decay, ``sqrt`` multiplies it by sqrt(ratio), and ``none`` by `ratio`.
+    A step of AdamW decays weights by rate x weight decay. Of `ratio` times the data, it has to by
+    `ratio` times that, of which the rate brings `rate_factor`: rate x weight decay / batch is kept
+    (the timescale of Wang and Aitchison 2024, arXiv 2405.13698). So the rule ``linear`` keeps the
+    weight decay, ``sqrt`` multiplies it by sqrt(ratio), and ``none`` by `ratio`.
     """
     return weight_decay * ratio / rate_factor
 
 
 def check_scaled(name: str, value: object) -> Mapping[str, str]:
-    """Read what is scaled with the batch, such as ``{beta2: half_life}``; raise SettingError for what is not known."""
+    """Read what is scaled with the batch, such as ``{beta2: half_life}``; raise SettingError for
+    what is not known.
+    """
     known = ", ".join(f"{key}: {how}" for key, how in SCALED_WITH_BATCH.items())
     if not isinstance(value, Mapping):
         raise SettingError(name, value, f"give a block of {known}")
@@ -116,34 +125,41 @@ class _Scaled(NamedTuple):
 
 
 class LearningRate:
-    """Set the rate of optimizers for a step: the unscaled rate x rule(batch / reference), which the step alone sees.
+    """Set the rate of optimizers for a step: the unscaled rate x rule(batch / reference), which the
+    step alone sees.
 
     So it does with beta2 and the weight decay, where these are to follow the batch.
 
-    The unscaled rate is base x schedule(clock); without a scheduler it is the one that the groups hold, which anybody may
-    change between two steps. The groups hold it again as soon as ``optimizer.step()`` returns, and so does what
-    ``optimizer.state_dict()`` returns before that: whatever reads or multiplies a rate between two steps reads its own.
+    The unscaled rate is base x schedule(clock); without a scheduler it is the one that the groups
+    hold, which anybody may change between two steps. The groups hold it again as soon as
+    ``optimizer.step()`` returns, and so does what ``optimizer.state_dict()`` returns before that:
+    whatever reads or multiplies a rate between two steps reads its own.
 
-    A ``LambdaLR``, as every schedule of torchtune is, and a ``SequentialLR`` of nothing else are functions of the step.
-    They are evaluated at the clock, which may be fractional; their ``get_last_lr()`` returns the applied rates. Any other
-    scheduler keeps its own count and is refused: leave it out and step it after each step, and its rates are scaled.
+    A ``LambdaLR``, as every schedule of torchtune is, and a ``SequentialLR`` of nothing else are
+    functions of the step. They are evaluated at the clock, which may be fractional; their
+    ``get_last_lr()`` returns the applied rates. Any other scheduler keeps its own count and is
+    refused: leave it out and step it after each step, and its rates are scaled.
 
     Args:
-        optimizers: one, or several; the first is the one that `scheduler` was built around. With a scheduler each group
-            keeps its base rate in its ``initial_lr``.
-        scheduler: None for a rate that only the batch changes. Of either, what accelerate or Lightning wraps is taken.
+        optimizers: one, or several; the first is the one that `scheduler` was built around. With a
+            scheduler each group keeps its base rate in its ``initial_lr``.
+        scheduler: None for a rate that only the batch changes. Of either, what accelerate or
+            Lightning wraps is taken.
         rule: ``none``, ``linear`` or ``sqrt``, see :func:`scale_learning_rate`.
         reference: the global batch that the base rates were chosen for; rows where it is a number.
-        scale_with_batch: what else follows the batch: ``beta2``, ``weight_decay``; see :func:`scale_beta2`,
-            :func:`scale_weight_decay`.
+        scale_with_batch: what else follows the batch: ``beta2``, ``weight_decay``; see
+            :func:`scale_beta2`, :func:`scale_weight_decay`.
 
     Attributes:
         rule, reference: as given.
-        scaled: what else was applied last, by name, of the first group where it is not 0; before the first step, what it is scaled from.
+        scaled: what else was applied last, by name, of the first group where it is not 0; before
+            the first step, what it is scaled from.
 
     Raises:
-        SettingError: a scheduler that keeps its own count, or an optimizer without what is to follow the batch.
-        ValueError: an unknown rule, a rule without a reference, or a scheduler built around another optimizer.
+        SettingError: a scheduler that keeps its own count, or an optimizer without what is to
+            follow the batch.
+        ValueError: an unknown rule, a rule without a reference, or a scheduler built around another
+            optimizer.
     """
 
     def __init__(
@@ -175,15 +191,16 @@ class LearningRate:
         self._overwritten: list[_Scaled] = []  # before the step
         if not follows_clock(self._scheduler):
             remedy = (
-                "it keeps its own count; leave it out here and step it in your own loop after optimizer.step(): "
-                "the rate that it sets is scaled"
+                "it keeps its own count; leave it out here and step it in your own loop after"
+                " optimizer.step(): the rate that it sets is scaled"
             )
             raise SettingError("lr_scheduler", type(self._scheduler).__name__, remedy)
         built_around = _unwrapped(getattr(self._scheduler, "optimizer", self._first), "optimizer")
         if built_around is not self._first:
             name = type(self._scheduler).__name__
             raise ValueError(
-                f"{name} was built around another optimizer: give the one that it was built around first"
+                f"{name} was built around another optimizer: give the one that it was built around"
+                " first"
             )
         self._remember_bases()
         for optimizer in self._optimizers:
@@ -199,19 +216,22 @@ class LearningRate:
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 
     def set(self, clock: float, *, batch: float | None = None) -> float:
-        """Apply the rate that belongs to a point of training and to the batch that is stepped there.
+        """Apply the rate that belongs to a point of training and to the batch that is stepped
+        there.
 
         Args:
             clock: in steps of a constant batch.
-            batch: global batch of this step, in the unit of the reference; rule ``none`` does without.
+            batch: global batch of this step, in the unit of the reference; rule ``none`` does
+                without.
 
         Returns:
             The rate of the first group, as applied.
 
         Raises:
-            SettingError: somebody else has overwritten the last step's rate, or added a parameter group that the
-                scheduler does not know.
-            ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has moved then.
+            SettingError: somebody else has overwritten the last step's rate, or added a parameter
+                group that the scheduler does not know.
+            ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has
+                moved then.
         """
         factor = ratio = 1.0
         if self.rule != "none" or self._follow:
@@ -222,7 +242,8 @@ class LearningRate:
                 )
             factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
             ratio = batch / self.reference.amount
-        overwritten, self._overwritten = self._overwritten, []
+        overwritten = self._overwritten
+        self._overwritten = []
         for one in overwritten:
             if not one.is_there:
                 key, value = (
@@ -230,7 +251,10 @@ class LearningRate:
                     if one.key == "lr"
                     else ("scale_with_batch", str(self._follow))
                 )
-                remedy = f"another {one.key} was set after the step's own and before optimizer.step(), and is not scaled; set it before or after both"
+                remedy = (
+                    f"another {one.key} was set after the step's own and before optimizer.step(),"
+                    " and is not scaled; set it before or after both"
+                )
                 raise SettingError(key, value, remedy)
             _write(
                 one.group, one.key, one.unscaled
@@ -259,7 +283,9 @@ class LearningRate:
         return float(self._first.param_groups[0]["lr"])
 
     def restore(self, optimizer: Optimizer | None = None) -> None:
-        """Put the unscaled rates back, of all optimizers or one, where nobody has changed what :meth:`set` wrote."""
+        """Put the unscaled rates back, of all optimizers or one, where nobody has changed what
+        :meth:`set` wrote.
+        """
         for each in self._optimizers if optimizer is None else [optimizer]:
             for one in self._scaled.pop(each, ()):
                 if one.is_there:
@@ -292,7 +318,9 @@ class LearningRate:
                 )
 
     def _remember_bases(self) -> None:
-        """Keep the base rate of each group where an optimizer's state dict keeps it: its lr is saved as it was scheduled."""
+        """Keep the base rate of each group where an optimizer's state dict keeps it: its lr is
+        saved as it was scheduled.
+        """
         if self._scheduler is None:
             return
         for optimizer in self._optimizers:
@@ -323,14 +351,18 @@ class LearningRate:
 
 
 def _unwrapped(one: Any, name: str) -> Any:
-    """Return the optimizer or the scheduler that accelerate's or Lightning's wrapper holds; itself where it is none."""
+    """Return the optimizer or the scheduler that accelerate's or Lightning's wrapper holds; itself
+    where it is none.
+    """
     while isinstance(inner := getattr(one, name, None), Optimizer | LRScheduler):
         one = inner
     return one
 
 
 def write_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers keep it."""
+    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers
+    keep it.
+    """
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
     else:
@@ -349,7 +381,9 @@ def _write(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _scale(optimizer: Optimizer, key: str, value: Any, ratio: float, rate_factor: float) -> Any:
-    """Return what becomes of a value of a parameter group at a batch of `ratio` times the reference."""
+    """Return what becomes of a value of a parameter group at a batch of `ratio` times the
+    reference.
+    """
     if key == "lr":
         return value * rate_factor
     # torchao's low-bit optimizers compile their step for each number that is no tensor
@@ -382,9 +416,13 @@ def _number(value: Any) -> float:
 def _check_has(optimizer: Optimizer, names: Mapping[str, str]) -> None:
     """Refuse an optimizer whose groups do not have what is to follow the batch."""
     for name, how in names.items():
-        key, kind = _IN_GROUP[name], type(optimizer).__name__
+        key = _IN_GROUP[name]
+        kind = type(optimizer).__name__
         if not all(key in group for group in optimizer.param_groups):
-            remedy = f"the parameter groups of {kind} have no {key}; remove it, or take torch.optim.AdamW"
+            remedy = (
+                f"the parameter groups of {kind} have no {key}; remove it, or take"
+                " torch.optim.AdamW"
+            )
             raise SettingError(f"scale_with_batch.{name}", how, remedy)
         if not any(_number(group[key]) for group in optimizer.param_groups):
             raise SettingError(
@@ -404,20 +442,26 @@ def follows_clock(scheduler: Any) -> bool:
 
 
 def schedule_of(scheduler: LRScheduler | None) -> Callable[[float], float]:
-    """Return a schedule as a function of the clock: what it multiplies the first group's base rate by.
+    """Return a schedule as a function of the clock: what it multiplies the first group's base rate
+    by.
 
     Raises:
         SettingError: there is none, or it keeps its own count.
     """
     unwrapped = _unwrapped(scheduler, "scheduler")
     if unwrapped is None or not follows_clock(unwrapped):
-        remedy = "a batch that follows the decay of the rate needs a LambdaLR, such as torchtune's cosine schedule"
+        remedy = (
+            "a batch that follows the decay of the rate needs a LambdaLR, such as torchtune's"
+            " cosine schedule"
+        )
         raise SettingError("lr_scheduler", unwrapped and type(unwrapped).__name__, remedy)
     return lambda clock: _evaluate(unwrapped, clock)[1][0]
 
 
 def _evaluate(scheduler: LRScheduler, clock: float) -> tuple[LambdaLR, list[float]]:
-    """Return the part of a schedule that is in force, and what it multiplies the base rate of each group by."""
+    """Return the part of a schedule that is in force, and what it multiplies the base rate of each
+    group by.
+    """
     # torch calls the functions with whole numbers
     time = int(clock) if clock == int(clock) else clock
     if isinstance(scheduler, SequentialLR):

@@ -1,23 +1,29 @@
-"""The gradient noise scale: how many rows a step needs before its noise is no larger than its gradient.
+"""The gradient noise scale: how many rows a step needs before its noise is no larger than its
+gradient.
 
-Measured from what accumulation has anyway: the gradient of a part of a step's rows, the small batch, and that of all of them
-(McCandlish et al. 2018, An Empirical Model of Large-Batch Training, arXiv 1812.06162, appendix A.1). A batch of B rows has
-a gradient whose squared norm is, expected, |G|^2 + S / B: of the true gradient G, and of the noise, S = tr(covariance of one
-row's gradient). Two batch sizes tell the two apart, and B_simple = S / |G|^2 (its equation 2.9).
+Measured from what accumulation has anyway: the gradient of a part of a step's rows, the small
+batch, and that of all of them (McCandlish et al. 2018, An Empirical Model of Large-Batch Training,
+arXiv 1812.06162, appendix A.1). A batch of B rows has a gradient whose squared norm is, expected,
+|G|^2 + S / B: of the true gradient G, and of the noise, S = tr(covariance of one row's gradient).
+Two batch sizes tell the two apart, and B_simple = S / |G|^2 (its equation 2.9).
 
-Rows of unequal length: a batch of b rows that have L label tokens has the gradient g = s / L, s being the sum of what its rows
-give. With l the expected label tokens of a row, G = E[s] / (b l), and the noise of a row is d = (its part of s - its label tokens x G) / l,
-which is 0 on average: a ratio of sums, to first order, has S = E|d|^2. Then
+Rows of unequal length: a batch of b rows that have L label tokens has the gradient g = s / L, s
+being the sum of what its rows give. With l the expected label tokens of a row, G = E[s] / (b l),
+and the noise of a row is d = (its part of s - its label tokens x G) / l, which is 0 on average: a
+ratio of sums, to first order, has S = E|d|^2. Then
 
-    E[L |g|^2] = b l |G|^2 + l S (1 + order of 1 / b)        since L |g|^2 = L |G|^2 + 2 l G . sum(d) + |l sum(d)|^2 / L
-    E[L^2 |g|^2] = b^2 l^2 |G|^2 + b tr(covariance of a row's part of s)                                      exactly
+    E[L |g|^2] = b l |G|^2 + l S (1 + order of 1 / b)        since L |g|^2 = L |G|^2 + 2 l G .
+    sum(d) + |l sum(d)|^2 / L E[L^2 |g|^2] = b^2 l^2 |G|^2 + b tr(covariance of a row's part of s)
+    exactly
 
-whatever length and gradient of a row have to do with each other. Two sizes of the first give S and two of the second |G|^2, with the
-step's own L / B for l, which leaves an error of order 1 / B. Where rows are equally long, both are the paper's.
-Assumed is that rows are independent, and that which of them the small batch has, and how many, does not depend on their length. So a micro-batch
-that holds as many rows as fit, or rows of a length, is no small batch: there it is a quarter of the step's rows, drawn at random.
-S is low with few rows in the small batch, by up to the share of squared variation of lengths / rows; but for that the smallest small
-batch is the best one (docs/how_it_decides.md has numbers, and why).
+whatever length and gradient of a row have to do with each other. Two sizes of the first give S and
+two of the second |G|^2, with the step's own L / B for l, which leaves an error of order 1 / B.
+Where rows are equally long, both are the paper's. Assumed is that rows are independent, and that
+which of them the small batch has, and how many, does not depend on their length. So a micro-batch
+that holds as many rows as fit, or rows of a length, is no small batch: there it is a quarter of the
+step's rows, drawn at random. S is low with few rows in the small batch, by up to the share of
+squared variation of lengths / rows; but for that the smallest small batch is the best one
+(docs/how_it_decides.md has numbers, and why).
 """
 
 from __future__ import annotations
@@ -40,8 +46,10 @@ class NoiseSample:
         small_rows: rows of the small batch.
         small_squared_norm: squared norm of its gradient, a mean over its label tokens.
         big_rows: rows of the whole step.
-        big_squared_norm: squared norm of its gradient before clipping, a mean over its label tokens.
-        label_ratio: label tokens of a row of the small batch, on average, over those of a row of the whole step.
+        big_squared_norm: squared norm of its gradient before clipping, a mean over its label
+            tokens.
+        label_ratio: label tokens of a row of the small batch, on average, over those of a row of
+            the whole step.
     """
 
     small_rows: float | torch.Tensor
@@ -51,14 +59,17 @@ class NoiseSample:
     label_ratio: float | torch.Tensor = 1.0
 
     def estimates(self) -> tuple[float, float]:
-        """Return S, the trace of the covariance of one row's gradient, and |G|^2, the squared norm of the true gradient.
+        """Return S, the trace of the covariance of one row's gradient, and |G|^2, the squared norm
+        of the true gradient.
 
-        Both are without bias where rows are equally long, and below zero by chance (equations A.3 and A.2).
+        Both are without bias where rows are equally long, and below zero by chance (equations A.3
+        and A.2).
 
         Raises:
             ValueError: not 0 < `small_rows` < `big_rows`.
         """
-        small, big = float(self.small_rows), self.big_rows
+        small = float(self.small_rows)
+        big = self.big_rows
         of_small, of_big, ratio = map(
             float, (self.small_squared_norm, self.big_squared_norm, self.label_ratio)
         )
@@ -77,18 +88,21 @@ class NoiseScale:
     |G|^2 may be near zero. The averages are exponential moving ones, corrected for their start.
 
     Args:
-        decay: what an average keeps at each sample, 0 or more and below 1; about 1 / (1 - decay) samples count.
-        min_samples: before so many there is no value: where the scale is several times the step, a value after 20 samples
-            was found to be off by a factor of 4 in one run of ten, after 50 by 3 and after 200 by 1.7.
-        every: from then on, steps from one sample to the next: a sample costs up to 4% of a small step in bf16, and micro-batches by
-            tokens one more of them.
+        decay: what an average keeps at each sample, 0 or more and below 1; about 1 / (1 - decay)
+            samples count.
+        min_samples: before so many there is no value: where the scale is several times the step, a
+            value after 20 samples was found to be off by a factor of 4 in one run of ten, after 50
+            by 3 and after 200 by 1.7.
+        every: from then on, steps from one sample to the next: a sample costs up to 4% of a small
+            step in bf16, and micro-batches by tokens one more of them.
     """
 
     def __init__(self, *, decay: float = 0.99, min_samples: int = 50, every: int = 5) -> None:
         assert 0 <= decay < 1
         assert min_samples >= 1
         self._decay = decay
-        self._min_samples, self._every = min_samples, every
+        self._min_samples = min_samples
+        self._every = every
         self._samples = 0
         self._weight = self._noise = self._squared_gradient = 0.0
 
@@ -112,8 +126,8 @@ class NoiseScale:
     def value(self) -> float | None:
         """The noise scale in rows, 0 or more.
 
-        None while there are too few samples, and where the average of |G|^2 is not above zero: the gradient is lost in the
-        noise: the scale is large, but how large is not known.
+        None while there are too few samples, and where the average of |G|^2 is not above zero: the
+        gradient is lost in the noise: the scale is large, but how large is not known.
         """
         if self._samples < self._min_samples or self._squared_gradient <= 0:
             return None
@@ -137,14 +151,18 @@ class NoiseScale:
 
 
 def small_batch(rows: int) -> int:
-    """Return how many rows of a step are its small batch where micro-batches follow lengths: a quarter; 0 of one row."""
+    """Return how many rows of a step are its small batch where micro-batches follow lengths: a
+    quarter; 0 of one row.
+    """
     return min(max(1, rows // 4), rows - 1) if rows else 0
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the squared norm of all of them together, in float32 at least; a scalar tensor that is not waited for.
+    """Return the squared norm of all of them together, in float32 at least; a scalar tensor that is
+    not waited for.
 
-    Their own type would not do where it has 16 bits: the noise is a small difference of squared norms.
+    Their own type would not do where it has 16 bits: the noise is a small difference of squared
+    norms.
     """
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:

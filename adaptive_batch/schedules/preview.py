@@ -41,7 +41,8 @@ class PlannedStep:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive steps of one batch; or, in the middle of a long preview, several such stages as one.
+    """Consecutive steps of one batch; or, in the middle of a long preview, several such stages as
+    one.
 
     Batches, in rows or tokens, and micro-batches are those of one device.
 
@@ -64,7 +65,8 @@ class Stage:
     @classmethod
     def of(cls, step: PlannedStep) -> Stage:
         """Make a stage of one step."""
-        batch, micro = step.progress.batch, step.micro_batches
+        batch = step.progress.batch
+        micro = step.micro_batches
         last = step.progress.after_step(rows=step.rows, tokens=step.tokens)
         return cls(step.progress, last, 1, 0, batch, batch, micro, micro, step.rates, step.rates)
 
@@ -85,7 +87,8 @@ class Stage:
 
 
 def stages_of(steps: Iterable[PlannedStep]) -> list[Stage]:
-    """Divide steps into stages of one batch each; of many, those between the first and the last ones are merged into one.
+    """Divide steps into stages of one batch each; of many, those between the first and the last
+    ones are merged into one.
 
     A short last step of an epoch belongs to its stage, and the end of an epoch ends none.
     """
@@ -97,7 +100,9 @@ def stages_of(steps: Iterable[PlannedStep]) -> list[Stage]:
 
 
 def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str] = ()) -> str:
-    """Format stages as aligned text: a line for each, totals, notes; `unit`, of the batch, is ``rows`` or ``tokens``."""
+    """Format stages as aligned text: a line for each, totals, notes; `unit`, of the batch, is
+    ``rows`` or ``tokens``.
+    """
     if not stages:
         return "\n".join(["no step is left", *notes])
     places = ("from", "step", "sample", "to", "step", "sample")
@@ -109,12 +114,14 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in lines
     ]
-    first, last = stages[0].first, stages[-1].last
+    first = stages[0].first
+    last = stages[-1].last
     tokens = last.tokens - first.tokens
     total = (
-        f"in all: {last.epochs - first.epochs:.2f} epochs, {count(last.steps - first.steps, 'step', ',')}, "
-        f"{count(last.samples - first.samples, 'sample', ',')}, "
-        f"{count(tokens, 'token', ',') if tokens else 'a number not known before of tokens'}"
+        f"in all: {last.epochs - first.epochs:.2f} epochs,"
+        f" {count(last.steps - first.steps, 'step', ',')},"
+        f" {count(last.samples - first.samples, 'sample', ',')},"
+        f" {count(tokens, 'token', ',') if tokens else 'a number not known before of tokens'}"
     )
     merged = [
         f"one line merges {stage.changes + 1:,} stages of other batches"
@@ -130,7 +137,8 @@ def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
         for progress in (stage.first, stage.last)
         for cell in (f"{progress.epochs:.2f}ep", f"{progress.steps:,}", f"{progress.samples:,}")
     ]
-    low, high = stage.batch_least, stage.batch_most
+    low = stage.batch_least
+    high = stage.batch_most
     if stage.first.batch > stage.last.batch:
         low, high = high, low
     return (
@@ -178,15 +186,16 @@ def check_stages(
 
     Args:
         rule: other rules have no stages to check.
-        steps: progress before each step that is ahead; stages that lie before the first of them are not checked.
+        steps: progress before each step that is ahead; stages that lie before the first of them are
+            not checked.
         ranks: devices that each step is divided over.
         rows_per_epoch, drop_last: of an epoch.
         maximum: what the batch is cut to; None for no limit.
         unit: of the batch: ``rows`` or ``tokens``.
 
     Raises:
-        SettingError: with `drop_last`, a step of a stage would have more rows than an epoch; or a stage is over before the
-            step that is running at its beginning.
+        SettingError: with `drop_last`, a step of a stage would have more rows than an epoch; or a
+            stage is over before the step that is running at its beginning.
     """
     if not isinstance(rule, Stages):
         return []
@@ -194,8 +203,9 @@ def check_stages(
         rows = batch if maximum is None else min(batch, maximum)
         if unit == "rows" and drop_last and rows * ranks > rows_per_epoch:
             remedy = (
-                f"{rows} rows on each of {ranks} devices are more than an epoch's {rows_per_epoch}, and drop_last drops such a step; "
-                f"ask for {rows_per_epoch // ranks} or fewer, or set drop_last=False"
+                f"{rows} rows on each of {ranks} devices are more than an epoch's {rows_per_epoch},"
+                f" and drop_last drops such a step; ask for {rows_per_epoch // ranks} or fewer, or"
+                " set drop_last=False"
             )
             raise SettingError(KEY, batch, remedy)
     used = {rule.stage(progress) for progress in steps}
@@ -203,7 +213,10 @@ def check_stages(
     for stage in sorted(set(range(min(used, default=len(rule.batches)), len(rule.batches))) - used):
         missing = f"no step has batch {rule.batches[stage]}, asked for from {rule.begins(stage)} on"
         if stage < max(used):
-            remedy = f"{missing}: that is over before the next step begins; make this stage longer, or leave it out"
+            remedy = (
+                f"{missing}: that is over before the next step begins; make this stage longer, or"
+                " leave it out"
+            )
             raise SettingError(KEY, rule, remedy)
         lines.append(f"{missing}: training ends before it")
     return lines
@@ -214,13 +227,14 @@ def check_increments(
 ) -> None:
     """Call a growth function for all epochs that are ahead, before it is known what fits.
 
-    How far the batch will be cut is not known then, so an answer is a mistake where it is one both for the batch that nothing
-    has cut and for the one that training begins with.
+    How far the batch will be cut is not known then, so an answer is a mistake where it is one both
+    for the batch that nothing has cut and for the one that training begins with.
 
     Raises:
         GrowthFunctionError: an answer cannot be used; the message names its epoch and batch size.
     """
-    increment, uncut = _copy_of(increment), batch_size
+    increment = _copy_of(increment)
+    uncut = batch_size
     for epoch in range(first_epoch, epochs):
         try:
             uncut = next_batch_size(increment, epoch=epoch, batch_size=uncut, maximum=None).after
@@ -232,10 +246,12 @@ def check_increments(
 def batch_sizes_ahead(
     increment: Increment, *, first_epoch: int, epochs: int, batch_size: int, maximum: int | None
 ) -> tuple[list[int], str]:
-    """Call a growth function for all epochs that are ahead, each twice, which shows a function that is not pure.
+    """Call a growth function for all epochs that are ahead, each twice, which shows a function that
+    is not pure.
 
     Returns:
-        The batch size of each epoch from `first_epoch` on, as far as known; and why no more are known, "" where all are.
+        The batch size of each epoch from `first_epoch` on, as far as known; and why no more are
+        known, "" where all are.
 
     Raises:
         GrowthFunctionError: an answer cannot be used; the message names its epoch and batch size.
@@ -256,7 +272,9 @@ def batch_sizes_ahead(
 
 
 def _copy_of(increment: Increment) -> Increment:
-    """Return a copy where there can be one, so that a function that counts its calls does not count those made ahead."""
+    """Return a copy where there can be one, so that a function that counts its calls does not count
+    those made ahead.
+    """
     with suppress(Exception):  # what holds a file or a lock, for instance, has no copy
         return copy.deepcopy(increment)
     return increment

@@ -1,6 +1,8 @@
-"""How far training has come, and how long a part of it is: ``2ep``, ``100ba``, ``10000sp``, ``1.5e6tok``.
+"""How far training has come, and how long a part of it is: ``2ep``, ``100ba``, ``10000sp``,
+``1.5e6tok``.
 
-Every rule reads :class:`Progress`; nothing else keeps time. The notation of durations is Composer's.
+Every rule reads :class:`Progress`; nothing else keeps time. The notation of durations is
+Composer's.
 """
 
 from __future__ import annotations
@@ -29,10 +31,13 @@ class Progress:
         epoch_steps: optimizer steps of the current epoch.
         epoch_tokens: real tokens of the current epoch.
         rows_per_epoch: rows that an epoch has; 0 where that is not known.
-        batch: what was requested for the last step on one device, in rows or, by `batch_tokens`, in tokens; 0 before the first.
-        noise_scale: the smoothed gradient noise scale, in rows; None where it is not measured or not known yet.
+        batch: what was requested for the last step on one device, in rows or, by `batch_tokens`, in
+            tokens; 0 before the first.
+        noise_scale: the smoothed gradient noise scale, in rows; None where it is not measured or
+            not known yet.
         batch_before_epoch, noise_scale_before_epoch: the same two where the current epoch began.
-        pace: what clocks count by; None where no clock needs it. It is planned again when training resumes, and not saved.
+        pace: what clocks count by; None where no clock needs it. It is planned again when training
+            resumes, and not saved.
     """
 
     epoch: int = 0
@@ -55,7 +60,9 @@ class Progress:
         return self.epoch + (self.epoch_rows / self.rows_per_epoch if self.rows_per_epoch else 0.0)
 
     def after_step(self, *, rows: int, tokens: int) -> Progress:
-        """Return the progress after one optimizer step of that many rows and real tokens, over all ranks."""
+        """Return the progress after one optimizer step of that many rows and real tokens, over all
+        ranks.
+        """
         return replace(
             self,
             epoch_rows=self.epoch_rows + rows,
@@ -93,7 +100,9 @@ class Progress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain numbers, which ``torch.load(weights_only=True)`` reads; ``Progress(**state)`` restores it."""
+        """Return it as plain numbers, which ``torch.load(weights_only=True)`` reads;
+        ``Progress(**state)`` restores it.
+        """
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "pace"}
 
 
@@ -110,9 +119,11 @@ class Duration:
     unit: str
 
     def share(self, progress: Progress) -> Fraction:
-        """Return the part of this duration that has been done: 0 at the beginning, 1 where it is reached, and more beyond.
+        """Return the part of this duration that has been done: 0 at the beginning, 1 where it is
+        reached, and more beyond.
 
-        It is exact: a tenth of an epoch of 10 rows is one row, which floats would miss by their rounding.
+        It is exact: a tenth of an epoch of 10 rows is one row, which floats would miss by their
+        rounding.
         """
         return self._done(progress) / Fraction(str(self.amount))
 
@@ -130,10 +141,12 @@ class Duration:
 
 
 def parse_duration(value: object, *, key: str) -> Duration:
-    """Read a duration with its unit, such as ``0.5ep``, ``100ba``, ``10000sp`` or ``1.5e6tok``, for the setting `key`.
+    """Read a duration with its unit, such as ``0.5ep``, ``100ba``, ``10000sp`` or ``1.5e6tok``, for
+    the setting `key`.
 
     Raises:
-        SettingError: it is 0, has no unit or no finite number, or a fraction of something other than epochs.
+        SettingError: it is 0, has no unit or no finite number, or a fraction of something other
+            than epochs.
     """
     found = (
         re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", value.strip()) if isinstance(value, str) else None
@@ -142,7 +155,8 @@ def parse_duration(value: object, *, key: str) -> Duration:
         raise SettingError(
             key,
             value,
-            "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps), 10000sp (samples) or 1e6tok (tokens)",
+            "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps), 10000sp"
+            " (samples) or 1e6tok (tokens)",
         )
     number, unit = found.groups()
     try:

@@ -36,7 +36,9 @@ from .model import (
 
 
 class AdapterModel(FullModel):
-    """Adapters train, and the base stays as it is; an epoch holds the adapters, and both merged unless they are saved alone."""
+    """Adapters train, and the base stays as it is; an epoch holds the adapters, and both merged
+    unless they are saved alone.
+    """
 
     keeps_base = True
 
@@ -64,7 +66,9 @@ class AdapterModel(FullModel):
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
-        """Return the adapters and their configuration and, unless `save_adapter_weights_only`, the weights with them merged."""
+        """Return the adapters and their configuration and, unless `save_adapter_weights_only`, the
+        weights with them merged.
+        """
         block = cfg.model
         on_output = bool(block.get("apply_lora_to_output", False))
         modules = get_lora_module_names(
@@ -120,7 +124,8 @@ class AdapterModel(FullModel):
                     )
                     module.initialize_parameters()  # type: ignore[operator]
         compute_rotary_buffers(model, dtype=dtype, device=device)
-        base, parameters = weights.load_weights(), named_parameters(model)
+        base = weights.load_weights()
+        parameters = named_parameters(model)
         names = set(distributed.from_rank_zero(lambda: list(base)))
         self._check_base(
             model, sorted(parameters.keys() - names), sorted(names - parameters.keys()), cfg
@@ -151,11 +156,16 @@ class AdapterModel(FullModel):
         lacks = [f"it has no {name}" for name in missing if name not in self.state(model)]
         differs = [*lacks, *(f"its {name} is none of the model's" for name in unexpected)]
         if differs:
-            remedy = f"the checkpoint is of another one: {differs[0]}; give the model that the checkpoint is of"
+            remedy = (
+                f"the checkpoint is of another one: {differs[0]}; give the model that the"
+                " checkpoint is of"
+            )
             raise SettingError("model", str(cfg.model._component_), remedy)
 
     def _load_adapters(self, model: torch.nn.Module, weights: Weights) -> None:
-        """Load those that were saved, or leave new ones as they were drawn; DoRA's magnitudes begin as the base has them."""
+        """Load those that were saved, or leave new ones as they were drawn; DoRA's magnitudes begin
+        as the base has them.
+        """
         for module in model.modules():
             if hasattr(module, "initialize_dora_magnitude"):
                 module.initialize_dora_magnitude()  # type: ignore[operator]
@@ -181,7 +191,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def builder_of(cfg: DictConfig) -> ModelBuilder | None:
-    """Return what builds the model that is configured, by the keys that torchtune's builders of adapters take; None for a full one."""
+    """Return what builds the model that is configured, by the keys that torchtune's builders of
+    adapters take; None for a full one.
+    """
     block = cfg.get("model", None)
     return (
         AdapterModel() if isinstance(block, DictConfig) and "lora_attn_modules" in block else None

@@ -1,4 +1,6 @@
-"""What memory that is left could buy: settings that save it in return for time, given back, by an estimate or timed."""
+"""What memory that is left could buy: settings that save it in return for time, given back, by an
+estimate or timed.
+"""
 
 from __future__ import annotations
 
@@ -40,22 +42,24 @@ Spending = tuple[
 
 
 def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending]:
-    """Estimate the configuration as it is, which comes first, and joint settings that spend memory to save time.
+    """Estimate the configuration as it is, which comes first, and joint settings that spend memory
+    to save time.
 
-    All ranks call it. It is empty where no such setting is on, and where no estimate can be made, which is logged.
+    All ranks call it. It is empty where no such setting is on, and where no estimate can be made,
+    which is logged.
     """
-    ranks, random_state = distributed.world_size(), RandomState(job.device)
-    settings, here = (
-        spending(job.cfg, world_size=ranks),
-        this_device(job.device, result.budget_bytes),
-    )
+    ranks = distributed.world_size()
+    random_state = RandomState(job.device)
+    settings = spending(job.cfg, world_size=ranks)
+    here = this_device(job.device, result.budget_bytes)
     asked = [
         f"probe.maximum={rows}",
         f"estimate.world_size={ranks}",
         "estimate.context=0",
         "estimate.headroom=0",
     ]
-    devices, tokens = [here, replace(here, total_bytes=2**50)], result.sequence_length
+    devices = [here, replace(here, total_bytes=2**50)]
+    tokens = result.sequence_length
     estimate = partial(
         _estimate, with_overrides(job.cfg, asked), job.builder, settings, devices, tokens
     )
@@ -96,7 +100,8 @@ def _estimate(
 
 
 def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str:
-    """Return up to three joint settings that would save time with the memory that a micro-batch leaves unused, the best first.
+    """Return up to three joint settings that would save time with the memory that a micro-batch
+    leaves unused, the best first.
 
     Args:
         result: of the search of this run; nothing is said on one that was known before.
@@ -104,12 +109,14 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
     """
     sizer = data.new_sizer()
     sizer.assume(result)
-    budget, bound = result.budget_bytes, result.max_batch_size
+    budget = result.budget_bytes
+    bound = result.max_batch_size
     rows = min(bound, data.shapes.rows_within(sizer.limit(batch_size), result.sequence_length))
     used = (result.peak_bytes() or budget) - round((bound - rows) * (result.bytes_per_row() or 0))
     if result.from_cache or used > (1 - _LEAST_ROOM) * budget:
         return ""
-    estimated, better = estimate_spending(job, result, rows), []
+    estimated = estimate_spending(job, result, rows)
+    better = []
     for overrides, fit, whole in estimated[1:]:
         before, after = (fit.modelled_tokens_per_second or 1 for fit in (estimated[0][2], whole))
         if fit.max_batch_size == rows and (after > 1.005 * before or _NO_OFFLOADING in overrides):
@@ -121,7 +128,10 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
                 )
             )
     lines = [f"  {name}, peak {format_bytes(peak)}" for _, peak, name in sorted(better)[:3]]
-    unused = f"{count(rows, 'row')} at once leave {1 - used / budget:.0%} of {format_bytes(budget)} unused; settings that would"
+    unused = (
+        f"{count(rows, 'row')} at once leave {1 - used / budget:.0%} of {format_bytes(budget)}"
+        " unused; settings that would"
+    )
     how = this_device(job.device, budget).source or "FLOPs alone"
     told = f"{unused} use it, modelled by {how} (adaptive_probe with probe.tune=True times them):"
     return "\n".join([told, *lines]) if lines else ""
@@ -130,10 +140,13 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
 def tokens_per_second(
     trainer: Trainer, result: ProbeResult, rows: Sequence[Any], *, repeats: int = 3
 ) -> float:
-    """Return the real tokens a second of what a search chose; else of its rows at once, the median of repeats after one that is not counted."""
+    """Return the real tokens a second of what a search chose; else of its rows at once, the median
+    of repeats after one that is not counted.
+    """
     if result.throughput is not None:
         return result.throughput.tokens_per_second
-    runner, seconds = trainer.runner, []
+    runner = trainer.runner
+    seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
         runner.try_rows(rows)

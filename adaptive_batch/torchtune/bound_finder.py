@@ -43,7 +43,8 @@ from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 
-# What a trial's memory depends on, of the configuration; the fingerprint of a cached bound is made of it.
+# What a trial's memory depends on, of the configuration; the fingerprint of a cached bound is made
+# of it.
 _MEMORY_KEYS = [
     "model",
     "optimizer",
@@ -67,7 +68,8 @@ _MEMORY_KEYS = [
     "tensor_parallel_plan",
 ]
 
-# Numbers of an optimizer by which its memory depends on whether they are zero: momentum has a buffer, weight decay may have one.
+# Numbers of an optimizer by which its memory depends on whether they are zero: momentum has a
+# buffer, weight decay may have one.
 _RATES = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay")
 
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -82,47 +84,59 @@ class BoundFinder:
     Args:
         job: job of the run.
         data: rows of the run.
-        lost: why an earlier attempt of the run ended; of a trial that ended all ranks without showing whether its rows fit,
-            up to half are tried. None for none.
+        lost: why an earlier attempt of the run ended; of a trial that ended all ranks without
+            showing whether its rows fit, up to half are tried. None for none.
         watch: watchdog of this rank, of several; it keeps the time of trials.
 
     Attributes:
-        path: file ``probe.json``, whose results are taken after one trial where they depend on the same things.
+        path: file ``probe.json``, whose results are taken after one trial where they depend on the
+            same things.
     """
 
     def __init__(
         self, job: Job, data: Data, *, lost: LostRun | None = None, watch: Watchdog | None = None
     ) -> None:
-        self._job, self._data, self.settings = job, data, job.settings
+        self._job = job
+        self._data = data
+        self.settings = job.settings
         self._trials: dict[int | str, WorstRows] = {}
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
         self._watch = watch
         self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS} if lost else {}
 
     def check(self) -> None:
-        """Choose the rows of trials, and refuse what the model's size or length, or the rows of an epoch, do not allow.
+        """Choose the rows of trials, and refuse what the model's size or length, or the rows of an
+        epoch, do not allow.
 
         Raises:
-            SettingError: a probed length is beyond the model's, the memory allowed is below what its weights need, a
-                configured batch is above what can be tried, or the device does not measure what it uses.
+            SettingError: a probed length is beyond the model's, the memory allowed is below what
+                its weights need, a configured batch is above what can be tried, or the device does
+                not measure what it uses.
         """
-        job, data, ranks = self._job, self._data, distributed.world_size()
-        settings, probe = self.settings, self.settings.probe
+        job = self._job
+        data = self._data
+        ranks = distributed.world_size()
+        settings = self.settings
+        probe = self.settings.probe
         grows_from_configured = (
             settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         )
-        splits, most = (
-            settings.micro_batch_size is not None or settings.micro_batch_tokens is not None,
-            self.most_rows,
-        )
+        splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
+        most = self.most_rows
         if grows_from_configured and not splits and settings.batch_size > most:
-            remedy = f"{most} rows are tried at most, as probe.maximum and the rows of an epoch allow; give {most} or less"
+            remedy = (
+                f"{most} rows are tried at most, as probe.maximum and the rows of an epoch allow;"
+                f" give {most} or less"
+            )
             raise SettingError("batch_size", settings.batch_size, remedy)
         longest = job.max_seq_len or sys.maxsize
 
         def check_length(key: str, value: int | str, tokens: int) -> None:
             if tokens > longest:
-                remedy = f"rows have up to {count(tokens, 'token')}, and the model takes {longest} at most"
+                remedy = (
+                    f"rows have up to {count(tokens, 'token')}, and the model takes {longest} at"
+                    " most"
+                )
                 raise SettingError(
                     key, value, f"{remedy}; set tokenizer.max_seq_len={longest} or less"
                 )
@@ -153,13 +167,18 @@ class BoundFinder:
         on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:
             of_each = " of each rank" if ranks > 1 else ""
-            remedy = f"the model's weights alone need {format_bytes(weights)}{of_each}, and {format_bytes(budget)} may be used"
+            remedy = (
+                f"the model's weights alone need {format_bytes(weights)}{of_each}, and"
+                f" {format_bytes(budget)} may be used"
+            )
             remedy += "; allow more memory or take a smaller model"
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
     @property
     def most_rows(self) -> int:
-        """The most rows that are of use at once: what a step or an epoch has of them, and ``probe.maximum``."""
+        """The most rows that are of use at once: what a step or an epoch has of them, and
+        ``probe.maximum``.
+        """
         settings = self.settings
         rows = max(1, len(self._data.dataset) // self._job.ranks)
         if self._fits_whole_step:
@@ -191,22 +210,26 @@ class BoundFinder:
         keeps_batch: bool = False,
         choices: Choices | None = None,
     ) -> list[ProbeResult]:
-        """Find the largest number of rows whose forward and backward fit, with all that is resident in training.
+        """Find the largest number of rows whose forward and backward fit, with all that is resident
+        in training.
 
         Args:
             trainer: of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             batch_size: that training begins with, unless it is to be found.
             keeps_batch: `batch_size` is a checkpoint's, and is kept whatever fits.
-            choices: what the fastest micro-batches are chosen from, see :meth:`choices`; None for as much at once as fits.
+            choices: what the fastest micro-batches are chosen from, see :meth:`choices`; None for
+                as much at once as fits.
 
         Returns:
-            The search that counts, last. Where a step fits itself, one micro-batch is tried first; if it has to be several,
-            another search follows, as gradients are then there when a forward begins.
+            The search that counts, last. Where a step fits itself, one micro-batch is tried first;
+            if it has to be several, another search follows, as gradients are then there when a
+            forward begins.
 
         Raises:
             DoesNotFitError: one row does not fit.
-            SettingError: a step does not fit, and with the optimizer in backward it cannot be split.
+            SettingError: a step does not fit, and with the optimizer in backward it cannot be
+                split.
         """
         settings = self.settings
         step_rows = batch_size * settings.gradient_accumulation_steps
@@ -234,8 +257,9 @@ class BoundFinder:
             raise SettingError(
                 "optimizer_in_bwd",
                 True,
-                f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and cannot be split into "
-                "micro-batches; take a smaller one or more memory, or start again with optimizer_in_bwd=False",
+                f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and"
+                " cannot be split into micro-batches; take a smaller one or more memory, or start"
+                " again with optimizer_in_bwd=False",
             )
 
         is_kept = keeps_batch or self._fits_whole_step
@@ -247,9 +271,14 @@ class BoundFinder:
         )
 
     def choices(self, trainer: Trainer) -> Choices | None:
-        """Return what the fastest micro-batches are chosen from; None where as much at once as fits is wanted."""
-        settings, cfg, data = self.settings, self._job.cfg, self._data
-        # a compiled model is compiled anew for shapes that it has not seen, which no trial of a few of them shows
+        """Return what the fastest micro-batches are chosen from; None where as much at once as fits
+        is wanted.
+        """
+        settings = self.settings
+        cfg = self._job.cfg
+        data = self._data
+        # a compiled model is compiled anew for shapes that it has not seen, which no trial of a few
+        # of them shows
         if not settings.chooses_fastest or cfg.compile:
             return None
         kinds = [settings.micro_batch_layout] if settings.micro_batch_layout else ["grouped"]
@@ -269,7 +298,9 @@ class BoundFinder:
 
     @property
     def has_several(self) -> bool:
-        """Whether some step has several micro-batches whatever fits, accumulation as configured apart."""
+        """Whether some step has several micro-batches whatever fits, accumulation as configured
+        apart.
+        """
         settings = self.settings
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
         holds_more = (
@@ -283,7 +314,9 @@ class BoundFinder:
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
 
     def known(self) -> tuple[int, int, str]:
-        """Return what fits as far as it is known without a trial: rows (0 where unknown), the tokens of each, and the source."""
+        """Return what fits as far as it is known without a trial: rows (0 where unknown), the
+        tokens of each, and the source.
+        """
         probe = self.settings.probe
         tokens = (
             self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)
@@ -299,7 +332,10 @@ class BoundFinder:
             return (
                 0,
                 tokens,
-                f"{self.path} has no search of these settings; plan with one by probe.assumed_maximum=N",
+                (
+                    f"{self.path} has no search of these settings; plan with one by"
+                    " probe.assumed_maximum=N"
+                ),
             )
         return (
             min(found.max_batch_size, self.most_rows),
@@ -403,13 +439,15 @@ class BoundFinder:
         return result
 
     def _evaluate(self, trainer: Trainer, rows: WorstRows, tried: list[Any]) -> object:
-        data, runner = self._data, trainer.runner
+        data = self._data
+        runner = trainer.runner
         length = data.shapes_val.padded(rows.length)
         return runner.evaluate(tried, loss=data.loss_val(runner.loss), length=length, is_trial=True)
 
     def _curve_name(self, tokens: int, shapes: Any, accumulates: bool, evaluates: bool) -> str:
         """Return a name for everything that a peak depends on, whatever may be used."""
-        configured, device = as_dict(self._job.cfg), self._job.device
+        configured = as_dict(self._job.cfg)
+        device = self._job.device
         others = {
             key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")
         }
@@ -475,7 +513,9 @@ class BoundFinder:
         return WorstRows(rows, target, f"one row of {count(target, 'token')}", in_order)
 
     def order(self, longest: int) -> list[int]:
-        """Return the numbers of the rows of up to so many tokens, about in the order in which training's first epoch takes them."""
+        """Return the numbers of the rows of up to so many tokens, about in the order in which
+        training's first epoch takes them.
+        """
         data = self._data  # a schedule changes the order little, and may need a rate
         batching = replace(data.batching(), batch_size_schedule=None)
         divisible = data.shapes.uniform in ("rows", "both")
@@ -488,7 +528,8 @@ class BoundFinder:
 
 
 class _Cache:
-    """What earlier searches of the same trials have shown: bounds in ``probe.json``, peaks in a curve.
+    """What earlier searches of the same trials have shown: bounds in ``probe.json``, peaks in a
+    curve.
 
     Args:
         job: job of the run.
@@ -548,13 +589,17 @@ class _Cache:
 
     def _name(self, budget: int) -> str:
         allocator = [self._job.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
-        # What is available moves a little from run to run; a bound is worth the same within a hundredth of it.
+        # What is available moves a little from run to run; a bound is worth the same within a
+        # hundredth of it.
         about = round(math.log(max(1, budget), 1.01))
         return fingerprint(self._settings, allocator, *self._conditions, about)
 
     def _estimate(self) -> MemoryCurve | None:
-        """Return the estimate of peaks that are not counted; None where there can be none, and where two trials tell."""
-        job, probe = self._job, self._job.settings.probe
+        """Return the estimate of peaks that are not counted; None where there can be none, and
+        where two trials tell.
+        """
+        job = self._job
+        probe = self._job.settings.probe
         is_counted = job.memory.granularity_bytes == 1
         if is_counted or not self._estimates or distributed.world_size() > 1:
             return None
@@ -604,15 +649,22 @@ def _conditions(job: Job, data: Data, tokens: int) -> list[Any]:
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:
-    """Return what the power of two leaves of a bound, and the key that trains with all of it; empty where it leaves nothing."""
+    """Return what the power of two leaves of a bound, and the key that trains with all of it; empty
+    where it leaves nothing.
+    """
     if batch_size == bound:
         return ""
-    unused = f"the power of two leaves {bound - batch_size} of the {bound} rows that fit unused ({1 - batch_size / bound:.0%})"
+    unused = (
+        f"the power of two leaves {bound - batch_size} of the {bound} rows that fit unused"
+        f" ({1 - batch_size / bound:.0%})"
+    )
     return f"{unused}; probe.round_to_power_of_two=False trains with all of them"
 
 
 def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration as far as memory depends on it, so that a sweep of learning rates is one to a cached bound."""
+    """Return the configuration as far as memory depends on it, so that a sweep of learning rates is
+    one to a cached bound.
+    """
     found = {key: configured.get(key) for key in _MEMORY_KEYS}
     found["clip_grad_norm"] = found["clip_grad_norm"] is not None
     found["optimizer"] = {

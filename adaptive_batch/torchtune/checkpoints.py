@@ -1,4 +1,6 @@
-"""Where a run resumes: from the latest complete checkpoint, of a step or an epoch, saved by any number of ranks."""
+"""Where a run resumes: from the latest complete checkpoint, of a step or an epoch, saved by any
+number of ranks.
+"""
 
 from __future__ import annotations
 
@@ -68,14 +70,17 @@ class Found:
 class Checkpoints:
     """Epoch checkpoints and resume points (checkpoints of steps) of a run.
 
-    Rank zero looks for them and sends what it found to the others; all read from a file system that they share.
+    Rank zero looks for them and sends what it found to the others; all read from a file system that
+    they share.
 
     Args:
         cfg: the configuration.
         settings: the same, checked.
-        keeps_base: checkpoints are of adapters, on a base that is read again; see :class:`.ModelBuilder`.
+        keeps_base: checkpoints are of adapters, on a base that is read again; see
+            :class:`.ModelBuilder`.
         only: the one to resume from; None for the newest.
-        on_failure: function that is called with the error of a resume point that failed in the background; None logs a warning.
+        on_failure: function that is called with the error of a resume point that failed in the
+            background; None logs a warning.
 
     Attributes:
         found: to begin or to resume from.
@@ -95,7 +100,9 @@ class Checkpoints:
         only: Path | None = None,
         on_failure: Callable[[CheckpointError], object] | None = None,
     ) -> None:
-        self._cfg, self._keeps_base, self._only = cfg, keeps_base, only
+        self._cfg = cfg
+        self._keeps_base = keeps_base
+        self._only = only
         self._output_dir = Path(cfg.output_dir)
         self._group = distributed.host_group()
         self._manager = CheckpointManager(
@@ -117,10 +124,12 @@ class Checkpoints:
             self._epochs = cast(EpochCheckpoints, epochs)  # on rank zero
         self.is_divided = self.found.point is not None
 
-    # --- looking ----------------------------------------------------------------------------------------------------
+    # --- looking
+    # ----------------------------------------------------------------------------------------------------
 
     def begin_job(self, run: str) -> None:
-        """Write down which run torchrun has started, so that after a restart this run, and no earlier one, is resumed.
+        """Write down which run torchrun has started, so that after a restart this run, and no
+        earlier one, is resumed.
 
         Under adapters, the files of the base are read, whose checksums every checkpoint has.
 
@@ -142,7 +151,10 @@ class Checkpoints:
             if (given := block.get("recipe_checkpoint")) and not Path(
                 block.output_dir, given
             ).exists():
-                remedy = f"there is no such file in {block.output_dir}; leave it out: resuming finds the recipe state itself"
+                remedy = (
+                    f"there is no such file in {block.output_dir}; leave it out: resuming finds the"
+                    " recipe state itself"
+                )
                 raise SettingError("checkpointer.recipe_checkpoint", given, remedy)
             return self._find_saved()
         saved, skipped = self._saved()
@@ -174,7 +186,10 @@ class Checkpoints:
                 else ("adaptive_full_finetune", "adapters")
             )
             held = "adapters" if holds_adapters else "weights without adapters"
-            remedy = f"{found.source} holds {held}, and {is_here} are trained here; resume it with `tune run {other}`"
+            remedy = (
+                f"{found.source} holds {held}, and {is_here} are trained here; resume it with `tune"
+                f" run {other}`"
+            )
             raise SettingError(
                 "resume_from_checkpoint", True, f"{remedy}, or give another output_dir"
             )
@@ -187,7 +202,10 @@ class Checkpoints:
             raise CheckpointError(self._nothing_complete(passed_over))
         state = _recipe_state(newest)
         if any(one.is_ours for one in others) and self._last_run() not in (None, _run(state)):
-            remedy = "restore what was saved, remove it to resume the earlier run, or begin again (resume_from_checkpoint=False)"
+            remedy = (
+                "restore what was saved, remove it to resume the earlier run, or begin again"
+                " (resume_from_checkpoint=False)"
+            )
             raise CheckpointError(
                 f"{'; '.join(passed_over)}; {newest.path} is of an earlier run: {remedy}"
             )
@@ -210,7 +228,9 @@ class Checkpoints:
         return starts[-1]["run"] if starts else None
 
     def _saved(self) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
-        """Return all that there is to resume from, as far as its sizes tell, and what only looks like it."""
+        """Return all that there is to resume from, as far as its sizes tell, and what only looks
+        like it.
+        """
         saved, skipped = checkpoints_in(self._output_dir)
         epoch = inspect_epoch(self._cfg.checkpointer)
         if isinstance(epoch, SkippedCheckpoint):
@@ -239,30 +259,39 @@ class Checkpoints:
         folder = self._output_dir
         if passed_over:
             remedy = "restore what was saved, or begin again (resume_from_checkpoint=False)"
-            return f"{folder} holds nothing complete to resume from ({'; '.join(passed_over)}); {remedy}"
+            return (
+                f"{folder} holds nothing complete to resume from ({'; '.join(passed_over)});"
+                f" {remedy}"
+            )
         if any(folder.glob("epoch_*")):
             return (
-                f"{folder} holds the weights of a run that is done, and nothing to resume from: the last epoch is saved without "
-                "its recipe_state; train on from its weights with another output_dir and resume_from_checkpoint=False"
+                f"{folder} holds the weights of a run that is done, and nothing to resume from: the"
+                " last epoch is saved without its recipe_state; train on from its weights with"
+                " another output_dir and resume_from_checkpoint=False"
             )
         return (
-            f"{folder} holds nothing to resume from: no resume point (step_N), and no recipe_state of an epoch; check output_dir, "
-            "or set resume_from_checkpoint=False to begin, as for a run that was ended before its first save"
+            f"{folder} holds nothing to resume from: no resume point (step_N), and no recipe_state"
+            " of an epoch; check output_dir, or set resume_from_checkpoint=False to begin, as for"
+            " a run that was ended before its first save"
         )
 
-    # --- loading ----------------------------------------------------------------------------------------------------
+    # --- loading
+    # ----------------------------------------------------------------------------------------------------
 
     def load_weights(self) -> Mapping[str, Any]:
-        """Load the state dict of the model, or of the base of adapters, in torchtune's naming, on rank zero; nothing on others.
+        """Load the state dict of the model, or of the base of adapters, in torchtune's naming, on
+        rank zero; nothing on others.
 
-        Nothing on rank zero either where the model is divided; but torchtune's checkpointer learns from reading the base how to
-        save, so it is read in any case.
+        Nothing on rank zero either where the model is divided; but torchtune's checkpointer learns
+        from reading the base how to save, so it is read in any case.
         """
         weights = distributed.on_rank_zero(lambda: self._epochs.load_weights()) or {}
         return {} if self.is_divided and not self._keeps_base else weights
 
     def load_adapters(self) -> Mapping[str, torch.Tensor]:
-        """Load the adapters of the epoch that is resumed from, on each rank; none where there is none."""
+        """Load the adapters of the epoch that is resumed from, on each rank; none where there is
+        none.
+        """
         if not (self._keeps_base and self.found.epoch):
             return {}
         path = self.found.epoch.path / ADAPTERS
@@ -291,7 +320,8 @@ class Checkpoints:
         if state:
             load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
 
-    # --- saving -----------------------------------------------------------------------------------------------------
+    # --- saving
+    # -----------------------------------------------------------------------------------------------------
 
     def save_epoch(
         self, trainer: Trainer, *, recipe_state: Mapping[str, Any] | None, epoch: int
@@ -311,7 +341,8 @@ class Checkpoints:
         else:
             named = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
             if recipe_state is not None and distributed.any_of_ranks(_holds_low_bit(named)):
-                # which cannot be put together: the epoch holds the weights alone, and a resume point what it takes to resume
+                # which cannot be put together: the epoch holds the weights alone, and a resume
+                # point what it takes to resume
                 self.save_step(
                     recipe_state[STATE_KEY]["progress"]["steps"], trainer, state=recipe_state
                 )
@@ -341,7 +372,8 @@ class Checkpoints:
         """Save a resume point; returns the seconds for which training waited.
 
         Raises:
-            CheckpointError: saving failed, unless it is written in the background; what was saved before is untouched.
+            CheckpointError: saving failed, unless it is written in the background; what was saved
+                before is untouched.
         """
         start = time.perf_counter()
         self._settle()
@@ -365,7 +397,9 @@ class Checkpoints:
         self._manager.close()
 
     def _settle(self) -> None:
-        """Wait for a resume point that is being written in the background; a failure is reported, not raised."""
+        """Wait for a resume point that is being written in the background; a failure is reported,
+        not raised.
+        """
         try:
             self._manager.wait()
         except CheckpointError as error:
@@ -390,7 +424,9 @@ def _run(recipe_state: Mapping[str, Any] | None) -> str | None:
 
 
 def _whole_on_rank_zero(tree: Any) -> Any:
-    """Put the tensors of a tree together on the host of rank zero; a collective, which leaves None on other ranks."""
+    """Put the tensors of a tree together on the host of rank zero; a collective, which leaves None
+    on other ranks.
+    """
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
         whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -400,6 +436,8 @@ def _whole_on_rank_zero(tree: Any) -> Any:
 
 
 def _holds_low_bit(tree: Any) -> bool:
-    """Whether this rank's part of a DTensor in a tree wraps other tensors, as torchao's low-bit states do."""
+    """Whether this rank's part of a DTensor in a tree wraps other tensors, as torchao's low-bit
+    states do.
+    """
     parts = (leaf.to_local() for leaf in tree_leaves(tree) if isinstance(leaf, DTensor))
     return any(map(is_traceable_wrapper_subclass, parts))

@@ -1,4 +1,6 @@
-"""Refuses, before anything loads, keys that contradict each other; names those without effect. A key alone is checked in :mod:`.settings`."""
+"""Refuses, before anything loads, keys that contradict each other; names those without effect. A
+key alone is checked in :mod:`.settings`.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ _SWITCHES = (
     "dataset_val.train_on_input",
     "profiler.enabled",
 )
-# Numbers that torchtune's components take for something else when they are none of these, or fail on once weights are loaded.
+# Numbers that torchtune's components take for something else when they are none of these, or fail
+# on once weights are loaded.
 _WHOLE = (
     "tokenizer.max_seq_len",
     *(
@@ -59,11 +62,13 @@ _WHOLE = (
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
 
-# --- what full fine-tuning needs ----------------------------------------------------------------------------------------
+# --- what full fine-tuning needs
+# ----------------------------------------------------------------------------------------
 
 
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
-    """Fill in torchtune's defaults, in place, and refuse a configuration that lacks what training needs.
+    """Fill in torchtune's defaults, in place, and refuse a configuration that lacks what training
+    needs.
 
     Raises:
         SettingError: a key of `needs` is missing, refers to one that is, or holds what it cannot.
@@ -85,25 +90,36 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse a loss without `ignore_index`: it is not one of next tokens."""
     if not isinstance(getattr(loss_fn, "ignore_index", None), int):
         remedy = (
-            "it has no ignore_index, so it is none of next tokens (preferences and rewards are not trained on here); "
-            "give torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
+            "it has no ignore_index, so it is none of next tokens (preferences and rewards are not"
+            " trained on here); give torchtune.modules.loss.CEWithChunkedOutputLoss or"
+            " torch.nn.CrossEntropyLoss"
         )
         raise SettingError("loss", _component(cfg.loss), remedy)
 
 
 def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Refuse a model with adapters (LoRA, DoRA, on quantized weights or not); name the full one where its builder is known."""
+    """Refuse a model with adapters (LoRA, DoRA, on quantized weights or not); name the full one
+    where its builder is known.
+    """
     if get_adapter_params(model):
         component = _component(cfg.model)
-        remedy = "every weight is trained here, and adapters by `tune run adaptive_lora_finetune`; run that, or give the full model"
+        remedy = (
+            "every weight is trained here, and adapters by `tune run adaptive_lora_finetune`; run"
+            " that, or give the full model"
+        )
         raise SettingError("model", component, remedy + _full(component, cfg.model))
 
 
 def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Refuse a model without adapters, or one whose block does not say what torchtune writes down of them."""
+    """Refuse a model without adapters, or one whose block does not say what torchtune writes down
+    of them.
+    """
     component = _component(cfg.model)
     if not get_adapter_params(model):
-        remedy = "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a model with adapters"
+        remedy = (
+            "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a"
+            " model with adapters"
+        )
         raise SettingError(
             "model", component, f"{remedy}, such as torchtune.models.llama3_2.lora_llama3_2_1b"
         )
@@ -111,12 +127,17 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
         if key not in cfg.model:
             raise missing(f"model.{key}")
     if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
-        remedy = "adapters are not divided by tensor parallelism; give 1, and ranks divide the model by FSDP"
+        remedy = (
+            "adapters are not divided by tensor parallelism; give 1, and ranks divide the model by"
+            " FSDP"
+        )
         raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
 
 
 def _full(component: str, block: DictConfig) -> str:
-    """Return what to type for the model that one of torchtune's builders puts adapters on; empty where it is not known."""
+    """Return what to type for the model that one of torchtune's builders puts adapters on; empty
+    where it is not known.
+    """
     module, _, name = component.rpartition(".")
     full = f"{module}.{re.sub('^q?lora_', '', name)}"
     try:
@@ -138,7 +159,9 @@ def _component(block: Any) -> Any:
 
 
 def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
-    """Return a folder of the configuration; refuse one that cannot be written to, before anything is built."""
+    """Return a folder of the configuration; refuse one that cannot be written to, before anything
+    is built.
+    """
     if not isinstance(given, str | Path) or not str(given):
         raise SettingError(key, given, "give a folder of yours")
     folder = Path(given)
@@ -154,10 +177,13 @@ def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
 
 
 def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
-    """Refuse what is configured for several ranks and cannot be used; return how many ranks hold one copy of the model."""
+    """Refuse what is configured for several ranks and cannot be used; return how many ranks hold
+    one copy of the model.
+    """
     block = cfg.get("optimizer", None)  # which is refused elsewhere, if it is no block
     block = block if isinstance(block, DictConfig) else DictConfig({})
-    several, component = world_size > 1, str(block.get("_component_", ""))
+    several = world_size > 1
+    component = str(block.get("_component_", ""))
     dim = cfg.get("tensor_parallel_dim", None)
     dim = 1 if dim is None else check_whole("tensor_parallel_dim", dim)
     for key in ("fsdp_cpu_offload", "fsdp_reshard_after_forward"):
@@ -170,7 +196,10 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
         (
             dim > 1 and cfg.get("tensor_parallel_plan", None) is None,
             "tensor_parallel_plan",
-            "tensor parallelism needs a plan, such as tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
+            (
+                "tensor parallelism needs a plan, such as"
+                " tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
+            ),
         ),
         (
             offloads and str(cfg.device).startswith("cpu"),
@@ -180,7 +209,10 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
         (
             offloads and component.startswith(_NEEDS_THE_DEVICE),
             "fsdp_cpu_offload",
-            f"{component} cannot step parameters that lie on the host; set it to False, or take torch.optim.AdamW with fused=True",
+            (
+                f"{component} cannot step parameters that lie on the host; set it to False, or take"
+                " torch.optim.AdamW with fused=True"
+            ),
         ),
     )
     if block.get("fused", False) and (dim > 1 or (several and component == "torch.optim.SGD")):
@@ -192,7 +224,8 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
     return dim
 
 
-# --- keys that contradict each other ------------------------------------------------------------------------------------
+# --- keys that contradict each other
+# ------------------------------------------------------------------------------------
 
 
 def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, str]) -> None:
@@ -204,17 +237,13 @@ def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, 
 
 def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse keys that contradict each other, naming one of them, with what to change."""
-    s, size, tokens, rule = (
-        settings,
-        settings.micro_batch_size,
-        settings.batch_tokens,
-        settings.batch_size_schedule,
-    )
-    all_layers, option, most = (
-        config.get("enable_activation_checkpointing"),
-        str(config.get("ac_option")),
-        s.step_rows,
-    )
+    s = settings
+    size = settings.micro_batch_size
+    tokens = settings.batch_tokens
+    rule = settings.batch_size_schedule
+    all_layers = config.get("enable_activation_checkpointing")
+    option = str(config.get("ac_option"))
+    most = s.step_rows
     finds = "use_maximum_batch_size" if s.use_maximum_batch_size else "batch_increase_function"
     rows_alike = s.uniform_micro_batches in ("rows", "both") and not (
         s.batch_changes or s.grows or tokens
@@ -225,8 +254,10 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     scheduler = config.get("lr_scheduler")
     warmup = scheduler.get("num_warmup_steps") if isinstance(scheduler, Mapping) else None
     two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
-    validates, by_rule = s.run_val_every_n_steps is not None, rule is not None
-    kind, packs = s.micro_batch_layout, s.micro_batch_layout == "packed"
+    validates = s.run_val_every_n_steps is not None
+    by_rule = rule is not None
+    kind = s.micro_batch_layout
+    packs = s.micro_batch_layout == "packed"
     for name in ("lr_scheduler", "checkpointer", "metric_logger"):
         if config.get(name) is not None:
             check_block(name, config[name])
@@ -294,7 +325,10 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         (
             tokens and s.batch_changes,
             "batch_tokens",
-            f"a step holds tokens, and {finds} sets its rows; remove one (batch_tokens alone finds what fits, too)",
+            (
+                f"a step holds tokens, and {finds} sets its rows; remove one (batch_tokens alone"
+                " finds what fits, too)"
+            ),
         ),
         (
             s.max_rows_per_batch is not None and s.min_rows_per_batch > s.max_rows_per_batch,
@@ -304,8 +338,10 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         (
             rows_alike and one_by_one,
             "uniform_micro_batches",
-            f"the {most} rows of a step divide into equal micro-batches of up to {size} only one by one; "
-            "change batch_size or micro_batch_size so that one divides the other",
+            (
+                f"the {most} rows of a step divide into equal micro-batches of up to {size} only"
+                " one by one; change batch_size or micro_batch_size so that one divides the other"
+            ),
         ),
         (
             kind not in (None, "padded") and s.uniform_micro_batches,
@@ -315,7 +351,10 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         (
             packs and s.pad_to_multiple_of > 1,
             "micro_batch_layout",
-            f"packed rows have no padding, and pad_to_multiple_of is {s.pad_to_multiple_of}; remove one",
+            (
+                f"packed rows have no padding, and pad_to_multiple_of is {s.pad_to_multiple_of};"
+                " remove one"
+            ),
         ),
         (
             packs and why_unpacked(config),
@@ -325,18 +364,27 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         (
             by_rule and s.gradient_accumulation_steps > 1,
             "gradient_accumulation_steps",
-            "batch_size_schedule gives the rows of a whole step, and its micro-batches follow from what fits; set it to 1",
+            (
+                "batch_size_schedule gives the rows of a whole step, and its micro-batches follow"
+                " from what fits; set it to 1"
+            ),
         ),
         (
             by_rule and tokens and needs_noise_scale(rule),
             "batch_tokens",
-            "the gradient noise scale is counted in rows; remove batch_tokens, or take another schedule",
+            (
+                "the gradient noise scale is counted in rows; remove batch_tokens, or take another"
+                " schedule"
+            ),
         ),
         (
             two_units and warmup is None,
             "lr_clock",
-            "a warm-up in another unit needs a scheduler with num_warmup_steps, such as "
-            "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
+            (
+                "a warm-up in another unit needs a scheduler with num_warmup_steps, such as"
+                " torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit"
+                " for both"
+            ),
         ),
     )
     if validates:
@@ -352,7 +400,9 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
 
 
 def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
-    """Return why the rows of a micro-batch cannot be packed as configured; empty where nothing speaks against it."""
+    """Return why the rows of a micro-batch cannot be packed as configured; empty where nothing
+    speaks against it.
+    """
     checks = (
         (config.get("collate_fn"), "collate_fn makes batches of its own"),
         (config.get("compile"), "compile is on, and packed micro-batches are of ever other shapes"),
@@ -385,7 +435,8 @@ def _check_whole_or_zero(key: str, value: object) -> None:
 
 
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:
-    s, size = settings, settings.micro_batch_size
+    s = settings
+    size = settings.micro_batch_size
     less = isinstance(size, int) and (size < s.batch_size or s.batch_changes or s.grows)
     noise_key = "log_gradient_noise_scale" if s.log_gradient_noise_scale else "batch_size_schedule"
     one = "each micro-batch is stepped as it comes, so a step is one"
@@ -413,7 +464,8 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
         _refuse(config, (wrong, key, remedy))
 
 
-# --- without effect -----------------------------------------------------------------------------------------------------
+# --- without effect
+# -----------------------------------------------------------------------------------------------------
 
 _SEARCH_KEYS = ("search", "cache", "round_to_power_of_two", "trial_timeout")
 _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
@@ -432,7 +484,9 @@ class NoEffect(NamedTuple):
 def without_effect(
     settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, ranks: int = 1
 ) -> list[NoEffect]:
-    """Return the keys that are set and do nothing in training, each with the reason; those that nothing reads are one."""
+    """Return the keys that are set and do nothing in training, each with the reason; those that
+    nothing reads are one.
+    """
     config = as_dict(cfg)
     found = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
     if ranks == 1:
@@ -443,7 +497,8 @@ def without_effect(
         ]
         if not settings.sync_gradients_every_micro_batch:
             found.append(("sync_gradients_every_micro_batch", _ONE_RANK))
-    probe, default = settings.probe, type(settings.probe)()
+    probe = settings.probe
+    default = type(settings.probe)()
     if probe != default:
         fits_itself = settings.validation is not None and settings.validation.fits_itself
         if not settings.needs_bound and not fits_itself:
@@ -461,8 +516,11 @@ def without_effect(
 def without_effect_on(
     recipe: str, settings: Settings, cfg: DictConfig, *, ranks: int = 1
 ) -> list[NoEffect]:
-    """Return the keys that nothing reads, and those of `probe` that do nothing in ``adaptive_probe`` or ``adaptive_estimate``."""
-    probe, estimate = settings.probe, settings.estimate
+    """Return the keys that nothing reads, and those of `probe` that do nothing in
+    ``adaptive_probe`` or ``adaptive_estimate``.
+    """
+    probe = settings.probe
+    estimate = settings.estimate
     unused = {"assumed_maximum": "it is for preview"}
     if recipe == "adaptive_probe" and probe.critical_batch:
         of_search = (*_SEARCH_KEYS, "sequence_length", "sequence_lengths", "device_memory", "tune")
@@ -546,10 +604,8 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
         yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    size, changes = (
-        settings.micro_batch_size,
-        settings.batch_changes or settings.grows or settings.batch_tokens,
-    )
+    size = settings.micro_batch_size
+    changes = settings.batch_changes or settings.grows or settings.batch_tokens
     if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
         yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
     if settings.log_gradient_noise_scale and (why := _hides_noise(settings)):
@@ -558,7 +614,8 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
 
 def _hides_noise(settings: Settings) -> str:
     """Return why the gradient noise scale is never measured; empty where it may be."""
-    size, rule = settings.micro_batch_size, settings.batch_size_schedule
+    size = settings.micro_batch_size
+    rule = settings.batch_size_schedule
     rows: int | None = settings.step_rows
     if rule is not None:  # one that follows the noise stays where it starts until there is some
         rows = getattr(rule, "start", None) if needs_noise_scale(rule) else None
@@ -572,12 +629,18 @@ def _hides_noise(settings: Settings) -> str:
     if settings.uniform_micro_batches in (
         ("rows", "lengths", "both") if by_length else ("lengths", "both")
     ):
-        return "uniform_micro_batches leaves no random part of a step a micro-batch of its own; remove it, or use micro_batch_size"
+        return (
+            "uniform_micro_batches leaves no random part of a step a micro-batch of its own; remove"
+            " it, or use micro_batch_size"
+        )
     if settings.sample_order == "seqlen":
         return "rows come sorted by length, so a micro-batch is no random part of a step"
     one_each = whole_steps or (
         stays and isinstance(size, int) and isinstance(rows, int) and size >= rows
     )
     if one_each and not by_length:
-        return "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has"
+        return (
+            "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a"
+            " step has"
+        )
     return ""

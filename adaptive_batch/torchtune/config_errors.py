@@ -47,7 +47,9 @@ def missing(key: str) -> SettingError:
 
 
 def check_block(key: str, value: Any, *, several: bool = False) -> None:
-    """Refuse what is no block with ``_component_`` and, where there may be several, no list of them."""
+    """Refuse what is no block with ``_component_`` and, where there may be several, no list of
+    them.
+    """
     blocks = value if several and isinstance(value, list) and value else [value]
     for block in blocks:
         if not (isinstance(block, dict) and isinstance(block.get("_component_"), str)):
@@ -60,7 +62,9 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
 def building(
     key: str, value: object, remedy: str = "ADAPTIVE_BATCH_TRACEBACK=1 shows where"
 ) -> Iterator[None]:
-    """Inside, a component of the configuration is built; whatever it raises is an error of its key, on one line."""
+    """Inside, a component of the configuration is built; whatever it raises is an error of its key,
+    on one line.
+    """
     try:
         yield
     except (AdaptiveBatchError, OmegaConfBaseException):
@@ -76,14 +80,17 @@ def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> An
     """Build the component of a block of the configuration.
 
     Raises:
-        SettingError: it cannot be built with what the block gives; what it raises while it runs stays what it is.
+        SettingError: it cannot be built with what the block gives; what it raises while it runs
+            stays what it is.
     """
     with building(key, block.get("_component_")):
         return config.instantiate(block, *arguments, **more)
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
-    """Return an error that is about the configuration, or a full disk, as one of ours; None for any other."""
+    """Return an error that is about the configuration, or a full disk, as one of ours; None for any
+    other.
+    """
     if isinstance(error, AdaptiveBatchError):
         return error
     plain: AdaptiveBatchError | None = None
@@ -108,7 +115,9 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an error's message on one line: of a long one the first line and the last, which often has the cause."""
+    """Return an error's message on one line: of a long one the first line and the last, which often
+    has the cause.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
         type(error).__name__
     ]
@@ -116,7 +125,9 @@ def one_line(error: BaseException) -> str:
 
 
 def check_file(path: str, arguments: Sequence[str] = ()) -> None:
-    """Refuse a file that cannot be read, is no YAML, or no block of keys, and arguments that cannot be put over it."""
+    """Refuse a file that cannot be read, is no YAML, or no block of keys, and arguments that cannot
+    be put over it.
+    """
     with _reading("--config", path):
         cfg = OmegaConf.load(path)
     if not isinstance(cfg, DictConfig):

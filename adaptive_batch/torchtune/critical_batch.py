@@ -1,4 +1,6 @@
-"""The critical batch of one's own run: short branches from a checkpoint at several batches, none of which leaves a trace."""
+"""The critical batch of one's own run: short branches from a checkpoint at several batches, none of
+which leaves a trace.
+"""
 
 from __future__ import annotations
 
@@ -48,18 +50,23 @@ _NOT_USED = ("batch_increase_function", "batch_size_schedule", "lr_scheduler", "
 
 
 def measure_critical_batch(job: Job) -> str:
-    """Branch from a checkpoint at several batches, write ``critical_batch.json``, and return the table of it. A collective.
+    """Branch from a checkpoint at several batches, write ``critical_batch.json``, and return the
+    table of it. A collective.
 
-    Each branch trains on the same rows, the next of the epoch, at a constant rate: that of the step before the checkpoint (of the base,
-    the configured one), scaled by the rule of `lr_scaling`, or by the square root where that is none. In between, model, optimizer and
-    random numbers are put back.
+    Each branch trains on the same rows, the next of the epoch, at a constant rate: that of the step
+    before the checkpoint (of the base, the configured one), scaled by the rule of `lr_scaling`, or
+    by the square root where that is none. In between, model, optimizer and random numbers are put
+    back.
 
     Raises:
-        SettingError: a setting cannot be used; but for a rate of 0 and for packed rows, no weights have been loaded yet.
+        SettingError: a setting cannot be used; but for a rate of 0 and for packed rows, no weights
+            have been loaded yet.
         CheckpointError: what is there to branch from cannot be read.
         NonfiniteLossError: the loss before, or after the first branch, is no number.
     """
-    settings, probe, start = job.settings, job.settings.probe, time.perf_counter()
+    settings = job.settings
+    probe = job.settings.probe
+    start = time.perf_counter()
     if settings.optimizer_in_bwd:
         raise SettingError(
             "optimizer_in_bwd",
@@ -92,7 +99,10 @@ def measure_critical_batch(job: Job) -> str:
         raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
     checkpoints.load_optimizer(trainer)
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):
-        remedy = f"the rate of {checkpoints.found.source} is 0, as in the first step of a warm-up; give a later one, or optimizer.lr"
+        remedy = (
+            f"the rate of {checkpoints.found.source} is 0, as in the first step of a warm-up; give"
+            " a later one, or optimizer.lr"
+        )
         raise SettingError("probe.critical_batch_from", probe.critical_batch_from, remedy)
     reference = settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
     if reference.unit == "tokens":
@@ -108,7 +118,8 @@ def measure_critical_batch(job: Job) -> str:
         scale_with_batch=settings.scale_with_batch,
     )
     before, branches, facts = _branches(job, data, trainer, rate, trained, held_out)
-    tolerance, cost = probe.critical_batch_tolerance, len(trained) * len(branches)
+    tolerance = probe.critical_batch_tolerance
+    cost = len(trained) * len(branches)
     most_rows = (resumed.max_steps_per_epoch or len(data.dataset)) * settings.step_rows * job.ranks
     critical, at_least, most = (
         critical_batch(branches, tolerance, errors=n) for n in (0, _ERRORS, -_ERRORS)
@@ -143,7 +154,9 @@ def measure_critical_batch(job: Job) -> str:
 
 def _checkpoints(job: Job) -> Checkpoints:
     """Find what is branched from: as configured, else the newest, else the base."""
-    cfg, given, only = copy.deepcopy(job.cfg), job.settings.probe.critical_batch_from, None
+    cfg = copy.deepcopy(job.cfg)
+    given = job.settings.probe.critical_batch_from
+    only = None
     if given is not None:
         only = Path(given).absolute()
         cfg.output_dir = cfg.checkpointer.output_dir = str(only.parent)
@@ -152,26 +165,32 @@ def _checkpoints(job: Job) -> Checkpoints:
         one.path for one in (*saved, *skipped, inspect_epoch(cfg.checkpointer)) if one is not None
     ]
     if only is not None and only not in found:
-        remedy = "it is no resume point, nor an epoch with its recipe_state; give a folder such as OUTPUT_DIR/step_100"
+        remedy = (
+            "it is no resume point, nor an epoch with its recipe_state; give a folder such as"
+            " OUTPUT_DIR/step_100"
+        )
         raise SettingError("probe.critical_batch_from", given, remedy)
     cfg.resume_from_checkpoint = bool(found)
     return Checkpoints(cfg, job.settings, keeps_base=job.builder.keeps_base, only=only)
 
 
 def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[Any]]:
-    """Read the rows that training would take next, and those held out: of `dataset_val`, or the next after them; around its end."""
-    given, validation, num_rows = (
-        job.settings.probe.critical_batch_rows,
-        job.settings.validation,
-        len(data.dataset),
-    )
+    """Read the rows that training would take next, and those held out: of `dataset_val`, or the
+    next after them; around its end.
+    """
+    given = job.settings.probe.critical_batch_rows
+    validation = job.settings.validation
+    num_rows = len(data.dataset)
     step_rows = job.settings.step_rows * job.ranks
     most = num_rows - (0 if validation else _FEWEST_HELD_OUT)
     rows = given or min(_STEPS * step_rows, most, num_rows if validation else num_rows * 3 // 4)
     fewest = 2 * FEWEST_STEPS * batches_of_branches(step_rows, 0)[0]
     if not fewest <= rows <= most:
         held = "" if validation else f", and holds out {_FEWEST_HELD_OUT}"
-        remedy = f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has {num_rows}{held}"
+        remedy = (
+            f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has"
+            f" {num_rows}{held}"
+        )
         raise SettingError(
             "probe.critical_batch_rows", given, f"{remedy}; give as many, or a smaller batch_size"
         )
@@ -203,11 +222,9 @@ def _branches(
     held_out: Sequence[Any],
 ) -> tuple[Branch, list[Branch], list[dict[str, Any]]]:
     """Return what is held out before, and after each branch, and facts of each for the record."""
-    runner, ranks, rank = (
-        trainer.runner,
-        distributed.data_parallel_size(),
-        distributed.data_parallel_rank(),
-    )
+    runner = trainer.runner
+    ranks = distributed.data_parallel_size()
+    rank = distributed.data_parallel_rank()
     loss = data.loss_val(runner.loss) if job.settings.validation else runner.loss
     mine = held_out[: len(held_out) // ranks * ranks][rank::ranks]  # as many on each rank
 
@@ -219,7 +236,10 @@ def _branches(
             batch, *zip(*(of_row for of_rank in of_ranks for of_row in of_rank), strict=True)
         )
         if not branches and not math.isfinite(branch.loss):
-            what = f"the held-out loss {f'after steps of {batch}' if batch else 'before any branch'} is {branch.loss}"
+            what = (
+                f"the held-out loss {f'after steps of {batch}' if batch else 'before any branch'}"
+                f" is {branch.loss}"
+            )
             raise NonfiniteLossError(
                 f"{what}; lower optimizer.lr, or check the weights and the labels of these rows"
             )
@@ -227,13 +247,15 @@ def _branches(
 
     trainer.learn_collectives()
     snapshot = TrainingSnapshot(trainer.model, trainer.optimizers, device=job.device)
-    branches, facts = list[Branch](), list[dict[str, Any]]()
+    branches = list[Branch]()
+    facts = list[dict[str, Any]]()
     before = evaluated(0)
     batches = batches_of_branches(job.settings.step_rows * job.ranks, len(trained))
     steps = sum(len(trained) // batch for batch in batches)
     with ProgressBar(steps, "steps", "branches", shown=distributed.is_rank_zero()) as bar:
         for batch in batches:
-            start, lr = time.perf_counter(), 0.0
+            start = time.perf_counter()
+            lr = 0.0
             for begin in range(0, len(trained), batch):
                 lr = rate.set(0.0, batch=batch)
                 runner.run(trained[begin : begin + batch][rank::ranks], job.settings.batch_size)
@@ -255,16 +277,19 @@ def _branches(
 
 def _table(record: dict[str, Any], *, ranks: int) -> str:
     """Return the record for people."""
-    branches, tolerance, noise = (
-        record["branches"],
-        record["tolerance"],
-        record["gradient_noise_scale"],
-    )
-    smallest, largest, found = branches[0]["batch"], branches[-1]["batch"], record["critical_batch"]
+    branches = record["branches"]
+    tolerance = record["tolerance"]
+    noise = record["gradient_noise_scale"]
+    smallest = branches[0]["batch"]
+    largest = branches[-1]["batch"]
+    found = record["critical_batch"]
     best = next(one for one in branches if one["above"] == 0)
     lines = [
-        f"\nbranches of {count(record['rows'], 'row', ',')} from {record['from']} (step {record['steps']}), rates by the rule "
-        f"{record['rule']}; loss of {count(record['held_out_rows'], 'row')} held out, {record['loss_before']:.4f} before",
+        (
+            f"\nbranches of {count(record['rows'], 'row', ',')} from {record['from']} (step"
+            f" {record['steps']}), rates by the rule {record['rule']}; loss of"
+            f" {count(record['held_out_rows'], 'row')} held out, {record['loss_before']:.4f} before"
+        ),
         f"{'batch':>7} {'steps':>6} {'lr':>10} {'loss':>8} {'above the best':>18}",
     ]
     for one in branches:
@@ -274,14 +299,19 @@ def _table(record: dict[str, Any], *, ranks: int) -> str:
             else ""
         )
         lines.append(
-            f"{one['batch']:>7} {one['steps']:>6} {one['lr']:>10.3g} {one['loss']:>8.4f} {above:>18}".rstrip()
+            f"{one['batch']:>7} {one['steps']:>6} {one['lr']:>10.3g} {one['loss']:>8.4f}"
+            f" {above:>18}".rstrip()
         )
     lines.append(
-        f"critical batch: {count(found, 'row')}{' or fewer' if found == smallest else ''} at a tolerance of {tolerance:.2%}; "
-        f"within two standard errors {record['at_least']} to {record['at_most'] or f'more than {largest}, the largest tried'}"
+        f"critical batch: {count(found, 'row')}{' or fewer' if found == smallest else ''} at a"
+        f" tolerance of {tolerance:.2%}; within two standard errors {record['at_least']} to"
+        f" {record['at_most'] or f'more than {largest}, the largest tried'}"
     )
     if (gained := 1 - best["loss"] / record["loss_before"]) < tolerance:
-        why = f"the best branch gained {gained:.2%}, less than the tolerance: one that learns nothing may pass"
+        why = (
+            f"the best branch gained {gained:.2%}, less than the tolerance: one that learns nothing"
+            " may pass"
+        )
         lines.append(
             f"{why}; give more probe.critical_batch_rows, or a lower probe.critical_batch_tolerance"
         )
@@ -289,8 +319,12 @@ def _table(record: dict[str, Any], *, ranks: int) -> str:
     at = f"point {{{record['tokens']}tok: {rows}}}" if record["tokens"] else f"start: {rows}"
     lines.append(f"by_critical_batch takes it, in rows on one device, as {at}")
     lines.append(
-        f"gradient noise scale in the checkpoint: {f'{noise:.1f} rows' if noise else 'not measured'}"
+        "gradient noise scale in the checkpoint:"
+        f" {f'{noise:.1f} rows' if noise else 'not measured'}"
     )
-    cost = f"{count(record['rows_trained'], 'row', ',')} trained, {record['share_of_run']:.0%} of the run's"
+    cost = (
+        f"{count(record['rows_trained'], 'row', ',')} trained, {record['share_of_run']:.0%} of the"
+        " run's"
+    )
     lines.append(f"cost: {cost}; {record['seconds']:.1f} s")
     return "\n".join(lines)

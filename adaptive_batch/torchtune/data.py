@@ -1,4 +1,6 @@
-"""The rows of a run: tokenizer, datasets, collate functions and lengths, and the checks that need rows."""
+"""The rows of a run: tokenizer, datasets, collate functions and lengths, and the checks that need
+rows.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from .job import Job
 from .keys import load_function
 from .rows import Rows
 
-# What a row may have for its tokens to tell what it takes: images, for example, take memory of their own.
+# What a row may have for its tokens to tell what it takes: images, for example, take memory of
+# their own.
 _MEASURED_BY_TOKENS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
 
 Collate = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
@@ -42,7 +45,8 @@ Collate = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 class Data:
     """The rows that a run trains and validates on, and how they become batches.
 
-    :meth:`read` takes the configured rows; others may be given by number, without a tokenizer where they are made up.
+    :meth:`read` takes the configured rows; others may be given by number, without a tokenizer where
+    they are made up.
 
     Attributes:
         shapes: what micro-batches are padded to; packed rows are as long as they may be.
@@ -59,8 +63,11 @@ class Data:
         dataset_val: Any = None,
         packed_val: bool = False,
     ) -> None:
-        self._job, self._settings, self._ignored = job, job.settings, job.loss_fn.ignore_index
-        self.packed, self.tokenizer = packed, tokenizer
+        self._job = job
+        self._settings = job.settings
+        self._ignored = job.loss_fn.ignore_index
+        self.packed = packed
+        self.tokenizer = tokenizer
         self.pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
         first = dataset._datasets[0] if isinstance(dataset, ConcatDataset) else dataset
         self._pack_padding: int = getattr(
@@ -97,8 +104,8 @@ class Data:
         """Read the configured tokenizer and datasets.
 
         Raises:
-            SettingError: not all of the model is trained, the loss is none of next tokens, or the dataset is empty or has fewer
-                rows than there are ranks.
+            SettingError: not all of the model is trained, the loss is none of next tokens, or the
+                dataset is empty or has fewer rows than there are ranks.
         """
         job.check_model()
         remedy = (
@@ -110,9 +117,13 @@ class Data:
         dataset_val, packed_val = (
             _dataset(job, "dataset_val", tokenizer) if job.settings.validation else (None, False)
         )
-        rows, ranks = len(dataset), distributed.data_parallel_size()
+        rows = len(dataset)
+        ranks = distributed.data_parallel_size()
         if rows < ranks:
-            remedy = f"its rows ({rows}) are fewer than the ranks ({ranks}); start at most {rows}, or give it more rows"
+            remedy = (
+                f"its rows ({rows}) are fewer than the ranks ({ranks}); start at most {rows}, or"
+                " give it more rows"
+            )
             raise SettingError("dataset", _names(job.cfg.dataset), remedy)
         return cls(
             job,
@@ -126,13 +137,16 @@ class Data:
     def _layout(self, uniform: str | None, *, packed: bool) -> MicroBatchLayout:
         """Return what micro-batches are padded to.
 
-        Where ranks gather the output layer by itself, they do so for each chunk of the sequence that the loss asks for, and all
-        must have as many: n chunks where there are n (n - 1) + 1 tokens or more, fewer below that.
+        Where ranks gather the output layer by itself, they do so for each chunk of the sequence
+        that the loss asks for, and all must have as many: n chunks where there are n (n - 1) + 1
+        tokens or more, fewer below that.
         """
         kind = self._settings.micro_batch_layout or "padded"
         if packed:
             return MicroBatchLayout(uniform, kind=kind)
-        job, multiple, shortest = self._job, self._settings.pad_to_multiple_of, 1
+        job = self._job
+        multiple = self._settings.pad_to_multiple_of
+        shortest = 1
         if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
             chunks = getattr(job.loss_fn, "num_output_chunks", 1)
             shortest = min(chunks * (chunks - 1) + 1, job.max_seq_len or sys.maxsize)
@@ -153,9 +167,14 @@ class Data:
         return self._of_all(rows, self.collate(self._lengthened(rows, length)))
 
     def _of_all(self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
-        """Refuse a batch that has left out rows, which a step would count as trained; a function may lay all of them in one."""
+        """Refuse a batch that has left out rows, which a step would count as trained; a function
+        may lay all of them in one.
+        """
         if "tokens" in batch and len(batch["tokens"]) not in (1, len(rows)):
-            remedy = f"it made {len(batch['tokens'])} rows of {len(rows)}; return all of them, and filter rows in the dataset"
+            remedy = (
+                f"it made {len(batch['tokens'])} rows of {len(rows)}; return all of them, and"
+                " filter rows in the dataset"
+            )
             raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
         return batch
 
@@ -165,11 +184,15 @@ class Data:
         if any(
             row.get("labels") is None for row in rows
         ):  # a function that makes them would label the padding, too
-            remedy = "rows are padded to one length before it makes their labels; have the dataset give each row its labels"
+            remedy = (
+                "rows are padded to one length before it makes their labels; have the dataset give"
+                " each row its labels"
+            )
             raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
         return lengthened(rows, length, pad_id=self.pad_id, ignore_index=self._ignored)
 
-    # --- rows -------------------------------------------------------------------------------------------------------
+    # --- rows
+    # -------------------------------------------------------------------------------------------------------
 
     def read_row(self, row: int) -> Any:
         """Return one row, leaving no trace in the random numbers that reading it may draw."""
@@ -203,7 +226,8 @@ class Data:
         real = (row["tokens"] != self._pack_padding).nonzero()
         return int(real[-1]) + 1 if len(real) else 0
 
-    # --- batches ----------------------------------------------------------------------------------------------------
+    # --- batches
+    # ----------------------------------------------------------------------------------------------------
 
     def new_sizer(
         self,
@@ -211,13 +235,16 @@ class Data:
         *,
         searches: bool = True,
     ) -> MicroBatchSizer:
-        """Return what decides what a micro-batch may hold, as configured, before anything was found.
+        """Return what decides what a micro-batch may hold, as configured, before anything was
+        found.
 
         Args:
             on_change: function that is called with each change of the limit.
-            searches: whether a search is to find what fits; without one ``auto`` is the configured batch.
+            searches: whether a search is to find what fits; without one ``auto`` is the configured
+                batch.
         """
-        rows, tokens = self._settings.micro_batch_size, self._settings.micro_batch_tokens
+        rows = self._settings.micro_batch_size
+        tokens = self._settings.micro_batch_tokens
         if not searches:
             rows = rows if rows != "auto" else None
             tokens = tokens if tokens != "auto" else None
@@ -239,21 +266,26 @@ class Data:
         }
         same |= {
             "shuffle": bool(self._job.cfg.shuffle),
-            "seed": 0
-            if settings.sample_order == "dataloader"
-            else seed,  # 0 is the seed of torchtune's sampler
+            "seed": (
+                0 if settings.sample_order == "dataloader" else seed
+            ),  # 0 is the seed of torchtune's sampler
             "max_steps_per_epoch": max_steps_per_epoch,
         }
         return Batching(**same)
 
     def check_rows(self) -> None:
-        """Refuse fewer rows than a step takes, rows that tokens do not measure or allow, and validation without a label."""
-        settings, ranks = self._settings, self._job.ranks
-        step_rows, rows = settings.step_rows * ranks, len(self.dataset)
+        """Refuse fewer rows than a step takes, rows that tokens do not measure or allow, and
+        validation without a label.
+        """
+        settings = self._settings
+        ranks = self._job.ranks
+        step_rows = settings.step_rows * ranks
+        rows = len(self.dataset)
         if settings.drop_last and not settings.batch_tokens and rows < step_rows:
             remedy = (
-                f"one optimizer step takes {step_rows} rows and the dataset has {rows}; lower batch_size or "
-                "gradient_accumulation_steps, or set drop_last=False to train the short step"
+                f"one optimizer step takes {step_rows} rows and the dataset has {rows}; lower"
+                " batch_size or gradient_accumulation_steps, or set drop_last=False to train the"
+                " short step"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
@@ -266,7 +298,10 @@ class Data:
         if isinstance(settings.micro_batch_tokens, int):
             needed = self.shapes.padded(int(self.dataset.lengths.max()))
             if settings.micro_batch_tokens < needed:
-                remedy = f"a row is padded to {needed} tokens; give {needed} or more, or shorten the rows (tokenizer.max_seq_len)"
+                remedy = (
+                    f"a row is padded to {needed} tokens; give {needed} or more, or shorten the"
+                    " rows (tokenizer.max_seq_len)"
+                )
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
             divisible = settings.uniform_micro_batches in ("rows", "both")
@@ -274,10 +309,16 @@ class Data:
                 self.dataset.lengths, self.batching(), ranks=ranks, order=None, divisible=divisible
             )
             if len(steps) == 0:
-                remedy = f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or give alone"
+                remedy = (
+                    f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or"
+                    " give alone"
+                )
                 raise SettingError("long_rows", settings.long_rows, remedy)
             if settings.drop_last and len(steps) == 1:
-                remedy = "a step holds all rows of an epoch, and drop_last would drop it; lower batch_tokens"
+                remedy = (
+                    "a step holds all rows of an epoch, and drop_last would drop it; lower"
+                    " batch_tokens"
+                )
                 raise SettingError(
                     "batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False"
                 )
@@ -325,7 +366,10 @@ class Data:
         if not others:
             return
         key = next((key for key in keys if self._job.cfg.get(key) is not None), keys[0])
-        remedy = f"rows have {', '.join(others)}, which no tokens measure; remove it, and use micro_batch_size"
+        remedy = (
+            f"rows have {', '.join(others)}, which no tokens measure; remove it, and use"
+            " micro_batch_size"
+        )
         raise SettingError(key, self._job.cfg.get(key), remedy)
 
 

@@ -1,8 +1,10 @@
-"""Epoch checkpoints through torchtune's checkpointers: complete or absent, and resumed from their own files.
+"""Epoch checkpoints through torchtune's checkpointers: complete or absent, and resumed from their
+own files.
 
-torchtune's checkpointer writes into a temporary folder; when everything is there the folders are renamed into place. The recipe
-state carries an identity that the weights' folder carries too, so weights of one epoch are never taken with the recipe
-state of another. A manifest in that folder has the checksums of both.
+torchtune's checkpointer writes into a temporary folder; when everything is there the folders are
+renamed into place. The recipe state carries an identity that the weights' folder carries too, so
+weights of one epoch are never taken with the recipe state of another. A manifest in that folder has
+the checksums of both.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ ADAPTERS = "adapter_model.pt"  # in the folder of an epoch, as torchtune names i
 _MANIFEST = "adaptive_batch.json"
 _RECIPE_STATE = Path("recipe_state") / "recipe_state.pt"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
-_EPOCH, _REPLACED = "epoch_*", ".replaced-"
+_EPOCH = "epoch_*"
+_REPLACED = ".replaced-"
 _OF_A_RECIPE = (training.EPOCHS_KEY, training.SEED_KEY, training.MAX_STEPS_KEY)
 
 
@@ -72,7 +75,8 @@ class _Manifest:
     def read(cls, folder: Path) -> _Manifest:
         """Raise an OSError or a ValueError where there is none."""
         content, weights = read_manifest((folder / _MANIFEST).read_text(errors="replace"))
-        state, preempted = content.pop("recipe_state"), content.pop("preempted")
+        state = content.pop("recipe_state")
+        preempted = content.pop("preempted")
         return cls(content, weights, state and SavedFile(**state), preempted)
 
     def text(self) -> str:
@@ -82,7 +86,9 @@ class _Manifest:
         )
 
     def files(self, state_file: Path) -> dict[str, SavedFile]:
-        """Return all that resuming reads, by names in the folder of the weights, which may be a link."""
+        """Return all that resuming reads, by names in the folder of the weights, which may be a
+        link.
+        """
         assert self.recipe_state is not None
         return {**self.weights, str(state_file.absolute()): self.recipe_state}
 
@@ -95,7 +101,8 @@ class SavedEpoch:
         path: the folder of the weights.
         order: counted with resume points; 0 for a recipe of torchtune's own.
         weights: their files.
-        state: what :meth:`EpochCheckpoints.save` was given, without the optimizer, and ``weights`` and ``preempted`` of the save.
+        state: what :meth:`EpochCheckpoints.save` was given, without the optimizer, and ``weights``
+            and ``preempted`` of the save.
         state_file: that it was read from.
         files: with checksums, by names in the folder; none for a recipe of torchtune's own.
     """
@@ -119,7 +126,8 @@ def orders_of_epochs(output_dir: Path) -> Iterator[int]:
 
 
 def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
-    """Find the epoch that the recipe state belongs to; files are compared by their sizes, and not read. None where none was saved.
+    """Find the epoch that the recipe state belongs to; files are compared by their sizes, and not
+    read. None where none was saved.
 
     Args:
         cfg: the `checkpointer` block of the configuration.
@@ -153,7 +161,10 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
         typed = output_dir / str(name)
         if typed.exists() and typed.resolve().parent != folder.resolve():
             remedy = "leave checkpoint_files as it was: resuming finds its own files"
-            why = f"checkpoint_files names {typed}, but {state_file} was saved with {folder.name}; {remedy}"
+            why = (
+                f"checkpoint_files names {typed}, but {state_file} was saved with {folder.name};"
+                f" {remedy}"
+            )
             return SkippedCheckpoint(folder, why, False)
     if identity is None:
         return _of_torchtune(state, state_file, folder, dict(with_state).get(folder))
@@ -167,7 +178,10 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
                 return _of_ours(state, state_file, place, manifest)
     try:
         _Manifest.read(folder)
-        why = "its weights are of another save than the recipe state; restore the folder that was saved with it"
+        why = (
+            "its weights are of another save than the recipe state; restore the folder that was"
+            " saved with it"
+        )
     except OSError as error:
         why = f"incomplete: {_MANIFEST} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError):
@@ -176,7 +190,9 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
 
 
 def _read_state(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """Return a recipe state without its optimizer, and the identity of its save; None for a recipe of torchtune's own."""
+    """Return a recipe state without its optimizer, and the identity of its save; None for a recipe
+    of torchtune's own.
+    """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     if missing := [key for key in _OF_A_RECIPE if key not in state]:
         raise ValueError(
@@ -196,7 +212,8 @@ def _read_state(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
 def _of_ours(
     state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest
 ) -> SavedEpoch | SkippedCheckpoint:
-    files, order = manifest.files(state_file), manifest.identity["order"]
+    files = manifest.files(state_file)
+    order = manifest.identity["order"]
     if why := changed_size(folder, files):
         return SkippedCheckpoint(folder, why, True, order)
     return SavedEpoch(
@@ -207,7 +224,9 @@ def _of_ours(
 def _of_torchtune(
     state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest | None
 ) -> SavedEpoch | SkippedCheckpoint:
-    """Return an epoch without checksums, unless it is of ours and the recipe state has lost that to damage."""
+    """Return an epoch without checksums, unless it is of ours and the recipe state has lost that to
+    damage.
+    """
     if manifest and isinstance(ours := _of_ours(state, state_file, folder, manifest), SavedEpoch):
         return ours
     weights = _weights_in(folder)
@@ -225,7 +244,8 @@ def _of_torchtune(
 
 
 class EpochCheckpoints:
-    """Loads the base model or the weights of an epoch; saves an epoch so that a kill leaves the last one complete.
+    """Loads the base model or the weights of an epoch; saves an epoch so that a kill leaves the
+    last one complete.
 
     Args:
         cfg: the `checkpointer` block of the configuration.
@@ -275,7 +295,8 @@ class EpochCheckpoints:
             for path in self._checkpointer._checkpoint_paths:
                 if why := _unreadable(Path(path)):
                     raise CheckpointError(
-                        f"checkpoint file {path} cannot be read ({why}); copy or download it again, or take another checkpoint"
+                        f"checkpoint file {path} cannot be read ({why}); copy or download it again,"
+                        " or take another checkpoint"
                     ) from error
             raise
         return state
@@ -283,7 +304,8 @@ class EpochCheckpoints:
     def check_base(
         self, saved: Mapping[str, Mapping[str, int]] | None
     ) -> dict[str, dict[str, int]]:
-        """Return size and checksum of each file that the weights are read from, by name, unless they differ from those that were saved.
+        """Return size and checksum of each file that the weights are read from, by name, unless
+        they differ from those that were saved.
 
         Raises:
             CheckpointError: they differ; the file is named.
@@ -295,7 +317,8 @@ class EpochCheckpoints:
             remedy = "give the checkpoint_dir and checkpoint_files that it began with"
             where = "is not" if name in found else "is not among checkpoint_files, but was"
             raise CheckpointError(
-                f"{name} of {paths[0].parent} {where} the base that the adapters were trained on; {remedy}"
+                f"{name} of {paths[0].parent} {where} the base that the adapters were trained on;"
+                f" {remedy}"
             )
         return found
 
@@ -326,7 +349,8 @@ class EpochCheckpoints:
         num_bytes = sum(
             leaf.nbytes for leaf in tree_leaves(state) if isinstance(leaf, torch.Tensor)
         )
-        saved, new_state = self._temporary / target.name, self._temporary / _RECIPE_STATE
+        saved = self._temporary / target.name
+        new_state = self._temporary / _RECIPE_STATE
 
         def replace_recipe_state() -> (
             None
@@ -357,8 +381,9 @@ class EpochCheckpoints:
     def _order_rows_for_peft(self, folder: Path) -> None:
         """Give rows of queries and keys the order that the base has in transformers.
 
-        torchtune reorders ``lora_B`` for Qwen2, whose queries and keys it has in transformers' order, and never DoRA's magnitudes.
-        Elsewhere it has the two halves of a head, which rotary embeddings pair, in turns.
+        torchtune reorders ``lora_B`` for Qwen2, whose queries and keys it has in transformers'
+        order, and never DoRA's magnitudes. Elsewhere it has the two halves of a head, which rotary
+        embeddings pair, in turns.
         """
         for path in folder.glob("adapter_model.*"):
             if path.name == ADAPTERS:
@@ -383,7 +408,9 @@ class EpochCheckpoints:
                 torch.save(adapters, path)
 
     def _restore_replaced(self) -> None:
-        """Put back the weights of the recipe state that is there, where a save was killed while it replaced both."""
+        """Put back the weights of the recipe state that is there, where a save was killed while it
+        replaced both.
+        """
         for replaced in self._output_dir.glob(_REPLACED + _EPOCH):
             try:
                 _, identity = _read_state(self._output_dir / _RECIPE_STATE)
@@ -404,7 +431,9 @@ class EpochCheckpoints:
 
 
 def _manifests(output_dir: Path) -> Iterator[tuple[Path, _Manifest]]:
-    """Yield the folders of epochs whose manifests can be read, those too that a killed save has left aside."""
+    """Yield the folders of epochs whose manifests can be read, those too that a killed save has
+    left aside.
+    """
     for pattern in (_EPOCH, _REPLACED + _EPOCH):
         for folder in sorted(output_dir.glob(pattern)):
             with suppress(OSError, ValueError, KeyError, TypeError):

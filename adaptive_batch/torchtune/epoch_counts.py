@@ -52,8 +52,9 @@ class EpochCounts:
         skips = self._job.settings.on_nonfinite_loss == "skip"
         if skips and num_nonfinite == num_steps > 0:
             raise NonfiniteLossError(
-                f"epoch {progress.epoch}: the loss or the gradients of all {num_nonfinite} steps are not finite, "
-                "so nothing was trained; check the weights that it began with, the data and dtype"
+                f"epoch {progress.epoch}: the loss or the gradients of all {num_nonfinite} steps"
+                " are not finite, so nothing was trained; check the weights that it began with,"
+                " the data and dtype"
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,9 @@ _FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")  # those t
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change to estimate: what is typed, what it costs, and the length, the ranks and the allocator's settings if they change."""
+    """A change to estimate: what is typed, what it costs, and the length, the ranks and the
+    allocator's settings if they change.
+    """
 
     overrides: tuple[str, ...]
     cost: str
@@ -32,10 +34,16 @@ class Candidate:
 def candidates(
     cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_size: int
 ) -> Iterator[Candidate]:
-    """Yield the changes that apply to a configuration with rows of so many tokens; the model may be without memory."""
-    optimizer, loss = str(cfg.optimizer._component_), str(cfg.loss._component_)
+    """Yield the changes that apply to a configuration with rows of so many tokens; the model may be
+    without memory.
+    """
+    optimizer = str(cfg.optimizer._component_)
+    loss = str(cfg.loss._component_)
     if str(cfg.device) != "cpu" and not AllocatorSettings.from_environment().expandable_segments:
-        cost = "an environment variable; PyTorch's allocator then leaves less of what it has taken unused"
+        cost = (
+            "an environment variable; PyTorch's allocator then leaves less of what it has taken"
+            " unused"
+        )
         yield Candidate((_EXPANDABLE,), cost, allocator=AllocatorSettings(expandable_segments=True))
     recomputed = _share_of_layers(model) / 3  # of the compute
     if not cfg.get("enable_activation_checkpointing", False) and cfg.get("ac_mode", None) is None:
@@ -115,7 +123,8 @@ def candidates(
 
 def _of_adapters(block: DictConfig) -> Iterator[Candidate]:
     """Yield changes of the adapters, and the base in four bits instead of its dtype."""
-    component, rank = str(block._component_), int(block.get("lora_rank", 8))
+    component = str(block._component_)
+    rank = int(block.get("lora_rank", 8))
     if rank > 1:
         yield Candidate((f"model.lora_rank={rank // 2}",), "adapters of half the rank hold less")
     if block.get("apply_lora_to_mlp", False):
@@ -128,13 +137,19 @@ def _of_adapters(block: DictConfig) -> Iterator[Candidate]:
         yield Candidate(("model.lora_attn_modules=[q_proj,v_proj]",), cost)
     module, _, name = component.rpartition(".")
     if name.startswith("lora_") and hasattr(import_module(module), f"q{name}"):
-        cost = "the base has 4 bits (NF4): it is rounded, and made whole again in each forward and backward"
+        cost = (
+            "the base has 4 bits (NF4): it is rounded, and made whole again in each forward and"
+            " backward"
+        )
         yield Candidate((f"model={module}.q{name}",), cost)
 
 
 def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
-    """Return up to 8 joint settings that spend memory to save time, where settings of a configuration do the reverse; most change first."""
-    every, mode = bool(cfg.get("enable_activation_checkpointing", False)), cfg.get("ac_mode", None)
+    """Return up to 8 joint settings that spend memory to save time, where settings of a
+    configuration do the reverse; most change first.
+    """
+    every = bool(cfg.get("enable_activation_checkpointing", False))
+    mode = cfg.get("ac_mode", None)
     off = ("enable_activation_checkpointing=False",) if every else ("ac_mode=null",)
     recomputing = (
         [off, (*off[:every], "ac_mode=selective", "ac_option=2")] if every or mode == "full" else []
@@ -173,7 +188,9 @@ def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 
 
 def _share_of_layers(model: torch.nn.Module) -> float:
-    """Return the share of a forward's multiplications that is in the layers, by parameters; a backward has twice as many."""
+    """Return the share of a forward's multiplications that is in the layers, by parameters; a
+    backward has twice as many.
+    """
     sizes = {"layers": 0, "others": 0}
     for name, parameter in model.named_parameters():
         if "embeddings" not in name or not hasattr(

@@ -1,4 +1,5 @@
-"""Estimate of the memory on devices that are not here: the configuration's training step on fake tensors, and single changes.
+"""Estimate of the memory on devices that are not here: the configuration's training step on fake
+tensors, and single changes.
 
 tune run adaptive_estimate --config NAME estimate.devices=80GiB [estimate.sequence_lengths=[1024,2048]] [estimate.world_size=8]
 """
@@ -62,12 +63,14 @@ def estimate_devices(
     save: Callable[[MemoryEstimate], object] = lambda estimate: None,
     builder: ModelBuilder | None = None,
 ) -> MemoryEstimate:
-    """Estimate the memory on the devices that ``estimate.devices`` names, without weights, network or accelerator.
+    """Estimate the memory on the devices that ``estimate.devices`` names, without weights, network
+    or accelerator.
 
     Args:
         cfg: the configuration: YAML and key=value.
         show: is called with each table as soon as it is ready.
-        save: is called with the estimate as soon as it is ready, and again when it has the single changes.
+        save: is called with the estimate as soon as it is ready, and again when it has the single
+            changes.
         builder: builds the model; None for full fine-tuning.
 
     Raises:
@@ -123,7 +126,9 @@ class Estimator:
         devices: Sequence[EstimatedDevice],
         builder: ModelBuilder | None = None,
     ) -> None:
-        self._cfg, self._settings, self._builder = cfg, settings, builder
+        self._cfg = cfg
+        self._settings = settings
+        self._builder = builder
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
@@ -138,7 +143,9 @@ class Estimator:
         self._skeleton: torch.nn.Module | None = None
 
     def lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], list[str]]:
-        """Estimate each length; return what it holds, the devices with what fits there, and what is not counted."""
+        """Estimate each length; return what it holds, the devices with what fits there, and what is
+        not counted.
+        """
         asked = self._settings.estimate
         wanted = [self._resolved(length) for length in asked.lengths_of(self._settings.probe)[1]]
         self._first_length = wanted[0]
@@ -147,7 +154,8 @@ class Estimator:
         not_counted = list(run.left_out)
         if self._settings.fits_itself:
             not_counted.append(
-                "a step that fits as one micro-batch needs less: gradients of earlier ones are counted"
+                "a step that fits as one micro-batch needs less: gradients of earlier ones are"
+                " counted"
             )
         if self._on_accelerator:
             not_counted += left_out(
@@ -173,12 +181,15 @@ class Estimator:
         is_change: bool = False,
         allocator: AllocatorSettings | None = None,
     ) -> tuple[tuple[LengthEstimate, ...], list[list[Fit]], FakeRun]:
-        """Return what each length holds (on the first kind of device), what fits on each device, and that kind's run."""
+        """Return what each length holds (on the first kind of device), what fits on each device,
+        and that kind's run.
+        """
         fits: list[list[Fit]] = [[] for _ in self._targets]
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
         for members in reversed(self._alike):  # so that the first kind's stay
-            targets, lengths = [self._targets[number] for number in members], []
+            targets = [self._targets[number] for number in members]
+            lengths = []
             with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
                 for one in wanted:
                     explains = not is_change and 0 in members and one == wanted[-1]
@@ -230,13 +241,13 @@ class Estimator:
     def tried(
         self, changes: Iterable[Candidate], length: int | str
     ) -> Iterator[tuple[Candidate, tuple[Fit, ...] | str]]:
-        """Yield for each change what fits on each device at a length, or why it cannot be estimated."""
+        """Yield for each change what fits on each device at a length, or why it cannot be
+        estimated.
+        """
         for one in changes:
             try:
-                cfg, ranks = (
-                    with_overrides(self._cfg, one.overrides),
-                    self._settings.estimate.world_size,
-                )
+                cfg = with_overrides(self._cfg, one.overrides)
+                ranks = self._settings.estimate.world_size
                 wanted = [one.sequence_length or length]
                 _, fits, _ = self._estimate(
                     cfg, wanted, one.world_size or ranks, is_change=True, allocator=one.allocator
@@ -327,7 +338,9 @@ class _Step:
         explains: bool,
         allocator: AllocatorSettings | None,
     ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
-        """Estimate one length and what fits of it; see :func:`adaptive_batch.estimate.estimate_length`."""
+        """Estimate one length and what fits of it; see
+        :func:`adaptive_batch.estimate.estimate_length`.
+        """
         rows, tokens = self._rows[length]
         run = self.run.forward_backward(rows)
         return estimate_length(
@@ -345,7 +358,9 @@ class _Step:
     def _of_steps(
         self, longest: Run, tokens: int
     ) -> Callable[[int], Sequence[Run | Between]] | None:
-        """A step of the longest rows, and training's first steps; None where all rows are of about one length."""
+        """A step of the longest rows, and training's first steps; None where all rows are of about
+        one length.
+        """
         lengths = self.run.data.dataset.lengths
         shorter = sorted(map(int, lengths))[len(lengths) // 2]
         if tokens - shorter < _LEAST_SHORTER:

@@ -1,4 +1,6 @@
-"""A run on fake tensors: the model, data and optimizer of a configuration, without weights, files or a device."""
+"""A run on fake tensors: the model, data and optimizer of a configuration, without weights, files
+or a device.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class FakeRun:
         cfg: the recipe's configuration, for the device that it names.
         settings: the same, checked.
         device: where everything is put.
-        reads_data: take rows from the configured dataset; False makes rows of any length, and reads no file.
+        reads_data: take rows from the configured dataset; False makes rows of any length, and reads
+            no file.
         builder: builds the model; None for full fine-tuning.
 
     Attributes:
@@ -56,7 +59,8 @@ class FakeRun:
         reads_data: bool,
         builder: ModelBuilder | None = None,
     ) -> None:
-        self._device, self.reads_data = device, reads_data
+        self._device = device
+        self.reads_data = reads_data
         self.left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
@@ -64,14 +68,16 @@ class FakeRun:
             settings.micro_batch_layout == "packed" and not one_kernel
         ):  # each number of rows would run other operations
             self._leave_out(
-                "micro_batch_layout=packed: rows are counted beside each other, of which all have the longest's length"
+                "micro_batch_layout=packed: rows are counted beside each other, of which all have"
+                " the longest's length"
             )
             settings = replace(settings, micro_batch_layout=None)
         self.job = Job(self._eager_on_cpu(cfg), settings, builder, needs=TO_PLAN)
         self.data = self._read_what_is_at_hand() if reads_data else self._make_up_data()
         if self.data.packed and self._on_accelerator:
             self._leave_out(
-                "flex attention: packed rows are counted with a mask of tokens x tokens, and it needs less"
+                "flex attention: packed rows are counted with a mask of tokens x tokens, and it"
+                " needs less"
             )
         real = self.data.collate
 
@@ -82,22 +88,29 @@ class FakeRun:
         self.data.collate = collate
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
-        """Return the configuration with what fake tensors on a CPU can run; note what that leaves out."""
+        """Return the configuration with what fake tensors on a CPU can run; note what that leaves
+        out.
+        """
         on_cpu = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
         assert isinstance(on_cpu, DictConfig)
         on_cpu.device = "cpu"
         if on_cpu.get("fsdp_cpu_offload", False):
-            remedy = "an estimate does not know what is on the host and what on the device; estimate with False, which needs more"
+            remedy = (
+                "an estimate does not know what is on the host and what on the device; estimate"
+                " with False, which needs more"
+            )
             raise SettingError("fsdp_cpu_offload", True, remedy)
         if on_cpu.get("enable_activation_offloading", False):
             on_cpu.enable_activation_offloading = False
             self._leave_out(
-                "enable_activation_offloading: what each layer keeps is counted on the device, so more fits than is said"
+                "enable_activation_offloading: what each layer keeps is counted on the device, so"
+                " more fits than is said"
             )
         if on_cpu.get("compile", False):
             on_cpu.compile = False
             self._leave_out(
-                "compile: the eager program is counted, which holds more than a compiled one as a rule"
+                "compile: the eager program is counted, which holds more than a compiled one as a"
+                " rule"
             )
         return on_cpu
 
@@ -105,7 +118,8 @@ class FakeRun:
         if sentence not in self.left_out:
             self.left_out.append(sentence)
 
-    # --- data -------------------------------------------------------------------------------------------------------
+    # --- data
+    # -------------------------------------------------------------------------------------------------------
 
     def _make_up_data(self) -> Data:
         self.job.check_model()
@@ -128,7 +142,8 @@ class FakeRun:
             if not any(
                 isinstance(length, str) for length in lengths
             ):  # then rows are read for it alone
-                key, value = "collate_fn", self.job.cfg.collate_fn
+                key = "collate_fn"
+                value = self.job.cfg.collate_fn
             remedy = f"the rows of the dataset that it takes are not at hand ({error})"
             numbers = (
                 "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
@@ -136,7 +151,9 @@ class FakeRun:
             raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from error
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake from the start."""
+        """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake
+        from the start.
+        """
         batch = {
             key: torch.stack([row[key] for row in rows])
             for key in ("tokens", "labels", "input_pos")
@@ -146,10 +163,13 @@ class FakeRun:
             batch["mask"] = torch.empty(count, tokens, tokens, dtype=torch.bool)
         return batch
 
-    # --- model and optimizer ----------------------------------------------------------------------------------------
+    # --- model and optimizer
+    # ----------------------------------------------------------------------------------------
 
     def step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
-        """Build model and optimizer, and return the step that training would run; for the arguments see :class:`FakeStep`."""
+        """Build model and optimizer, and return the step that training would run; for the arguments
+        see :class:`FakeStep`.
+        """
         trainer = self.trainer = Trainer(
             self.job,
             self.data,
@@ -168,9 +188,9 @@ class FakeRun:
             accumulates=accumulates,
             device=self._device,
             sharding=trainer.runner.sharding,
-            keep_gradients=(lambda: trainer.runner.keep_gradients(rows(1)))
-            if keeps_gradients
-            else None,
+            keep_gradients=(
+                (lambda: trainer.runner.keep_gradients(rows(1))) if keeps_gradients else None
+            ),
         )
 
     def forward_backward(self, rows: Rows) -> Callable[[int], object]:
@@ -191,7 +211,8 @@ class FakeRun:
             apply_checkpointing(model, job.cfg)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             self._leave_out(
-                "recurrent layers: their fused kernels keep what fake tensors do not show, so a step needs more"
+                "recurrent layers: their fused kernels keep what fake tensors do not show, so a"
+                " step needs more"
             )
         return model
 
@@ -199,7 +220,8 @@ class FakeRun:
         component = str(self.job.cfg.optimizer._component_)
         if component.startswith(_BITSANDBYTES):
             self._leave_out(
-                "bitsandbytes: its states by their documented sizes, paged ones as if they stayed on the device"
+                "bitsandbytes: its states by their documented sizes, paged ones as if they stayed"
+                " on the device"
             )
             with self._device.mode:
                 return StatesOfBitsandbytes(parameters, component)
@@ -222,7 +244,8 @@ class FakeRun:
                 group["foreach"] = True
         if component.startswith(_COMPILED_OPTIMIZERS):
             self._leave_out(
-                "torchao: its step is compiled on a device, so only the states that it keeps are counted"
+                "torchao: its step is compiled on a device, so only the states that it keeps are"
+                " counted"
             )
             step = optimizer.step
 
@@ -293,11 +316,12 @@ def _offline() -> Iterator[None]:
 
 
 class StatesOfBitsandbytes(torch.optim.Optimizer):
-    """The states that an optimizer of bitsandbytes makes, and no step: it cannot be run on fake tensors.
+    """The states that an optimizer of bitsandbytes makes, and no step: it cannot be run on fake
+    tensors.
 
-    8-bit ones hold a byte for each element and a float32 for each block of 256 of them, parameters of fewer than 4096 elements
-    float32; others hold float32 (bitsandbytes 0.50.2, optim/optimizer.py: ``init_state``). There are two states where there are
-    two moments, else one.
+    8-bit ones hold a byte for each element and a float32 for each block of 256 of them, parameters
+    of fewer than 4096 elements float32; others hold float32 (bitsandbytes 0.50.2,
+    optim/optimizer.py: ``init_state``). There are two states where there are two moments, else one.
 
     Raises:
         SettingError: an optimizer whose states are not known.
@@ -316,7 +340,10 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
         name = component.rpartition(".")[2].removeprefix("Paged")
         kind = name.removesuffix("8bit").removesuffix("32bit")
         if kind not in self._MOMENTS:
-            remedy = f"the size of its states is not known; estimate with one of {', '.join(self._MOMENTS)} of bitsandbytes"
+            remedy = (
+                "the size of its states is not known; estimate with one of"
+                f" {', '.join(self._MOMENTS)} of bitsandbytes"
+            )
             raise SettingError("optimizer._component_", component, remedy)
         self._moments = self._MOMENTS[kind]
         self._is_8bit = name.endswith("8bit")
@@ -327,7 +354,8 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
         for parameter in (
             p for group in self.param_groups for p in group["params"] if p.grad is not None
         ):
-            state, is_8bit = self.state[parameter], self._is_8bit and parameter.numel() >= 4096
+            state = self.state[parameter]
+            is_8bit = self._is_8bit and parameter.numel() >= 4096
             for number in range(self._moments if not state else 0):
                 dtype = torch.uint8 if is_8bit else torch.float32
                 state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)

@@ -1,4 +1,6 @@
-"""What every part of a run is built from: the checked configuration, the device, the dtype and the model without memory."""
+"""What every part of a run is built from: the checked configuration, the device, the dtype and the
+model without memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ T = TypeVar("T")
 
 
 class Job:
-    """The configuration of a run, in which torchtune's defaults are filled in, and the model builder (None: full fine-tuning).
+    """The configuration of a run, in which torchtune's defaults are filled in, and the model
+    builder (None: full fine-tuning).
 
     Attributes:
         ranks: that a batch is counted on, as many as saw different rows when the run began.
@@ -58,7 +61,9 @@ class Job:
         self.loss_fn = instantiate("loss", cfg.loss)
 
     def check_model(self) -> None:
-        """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is checked once it is built."""
+        """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is
+        checked once it is built.
+        """
         check_loss(self.loss_fn, self.cfg)
         if self._outline is not None:
             self.builder.check(self._outline, self.cfg)

@@ -1,8 +1,9 @@
 """What a configuration key is, and how its value is read.
 
-A key is one field of a frozen dataclass (:mod:`.settings`): the field has its name, type and default, and the :class:`Key` that
-it carries has the rest. What needs to know about keys derives it from these fields: names that are refused, settings that have no
-effect (:mod:`.checks`), changes on resuming (:mod:`.resumed_run`), the tables of docs/configuration.md.
+A key is one field of a frozen dataclass (:mod:`.settings`): the field has its name, type and
+default, and the :class:`Key` that it carries has the rest. What needs to know about keys derives it
+from these fields: names that are refused, settings that have no effect (:mod:`.checks`), changes on
+resuming (:mod:`.resumed_run`), the tables of docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -19,16 +20,23 @@ from adaptive_batch.schedules import EXAMPLES
 Resume = Literal["free", "report", "epoch", "refuse"]
 T = TypeVar("T")
 
-# Keys of torchtune's full fine-tune configs by what a change of them does on resuming. One that looks like ours is still torchtune's.
+# Keys of torchtune's full fine-tune configs by what a change of them does on resuming. One that
+# looks like ours is still torchtune's.
 _THEIRS: Mapping[Resume, str] = {
     "refuse": "dataset model lr_scheduler",
     "epoch": "shuffle",
-    "report": "gradient_accumulation_steps dtype loss clip_grad_norm enable_activation_checkpointing "
-    "enable_activation_offloading compile",
-    "free": "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode custom_sharded_layers device "
-    "enable_async_checkpointing epochs fsdp_cpu_offload fsdp_reshard_after_forward log_every_n_steps log_peak_memory_stats "
-    "low_cpu_ram max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler resume_from_checkpoint "
-    "save_adapter_weights_only seed tensor_parallel_dim tensor_parallel_plan tokenizer",
+    "report": (
+        "gradient_accumulation_steps dtype loss clip_grad_norm enable_activation_checkpointing "
+        "enable_activation_offloading compile"
+    ),
+    "free": (
+        "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode"
+        " custom_sharded_layers device enable_async_checkpointing epochs fsdp_cpu_offload"
+        " fsdp_reshard_after_forward log_every_n_steps log_peak_memory_stats low_cpu_ram"
+        " max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler"
+        " resume_from_checkpoint save_adapter_weights_only seed tensor_parallel_dim"
+        " tensor_parallel_plan tokenizer"
+    ),
 }
 TORCHTUNE_KEYS: Mapping[str, Resume] = {
     name: policy for policy, names in _THEIRS.items() for name in names.split()
@@ -47,13 +55,18 @@ class Key:
     """What a configuration key is besides its name, type and default.
 
     Attributes:
-        read: called with the key's name and the value it was given; returns what the setting is, or raises SettingError.
-        doc: its meaning, for the table in docs/configuration.md; empty for a key of torchtune's that the table leaves out.
+        read: called with the key's name and the value it was given; returns what the setting is, or
+            raises SettingError.
+        doc: its meaning, for the table in docs/configuration.md; empty for a key of torchtune's
+            that the table leaves out.
         shown: the default as the table shows it, where that is not the field's.
-        needs: keys of which one must be set for this one to have an effect; ``key=value`` asks for that value.
-        resume: what a value other than the checkpoint's does: ``refuse`` is an error unless `resume_allow_changes` lists the key;
-            ``epoch`` is one within an epoch, since it changes which rows come when, and is logged between epochs; ``report`` is logged.
-        fills_steps: with `batch_tokens` it decides which rows a step holds, so that a change is also treated as ``epoch``.
+        needs: keys of which one must be set for this one to have an effect; ``key=value`` asks for
+            that value.
+        resume: what a value other than the checkpoint's does: ``refuse`` is an error unless
+            `resume_allow_changes` lists the key; ``epoch`` is one within an epoch, since it changes
+            which rows come when, and is logged between epochs; ``report`` is logged.
+        fills_steps: with `batch_tokens` it decides which rows a step holds, so that a change is
+            also treated as ``epoch``.
     """
 
     read: Callable[[str, Any], Any]
@@ -67,7 +80,9 @@ class Key:
 def key(
     read: Callable[[str, Any], Any], doc: str = "", *, default: Any = MISSING, **more: Any
 ) -> Any:
-    """Return the dataclass field of a key, which must be given where it has no default; for the arguments see :class:`Key`."""
+    """Return the dataclass field of a key, which must be given where it has no default; for the
+    arguments see :class:`Key`.
+    """
     return field(default=default, metadata={"key": Key(read, doc, **more)})
 
 
@@ -119,7 +134,8 @@ def _default(each: Field[Any]) -> str:
     return shown or ("null" if each.default is None else f"`{each.default}`")
 
 
-# --- how a value is read ------------------------------------------------------------------------------------------------
+# --- how a value is read
+# ------------------------------------------------------------------------------------------------
 
 
 def one_of(*options: str) -> Callable[[str, Any], str]:
@@ -159,7 +175,9 @@ def checked(check: Callable[[str, Any], object]) -> Callable[[str, Any], Any]:
 
 
 def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
-    """Return the reader of a key that names a function, by a dotted path or by a block whose `_component_` builds one."""
+    """Return the reader of a key that names a function, by a dotted path or by a block whose
+    `_component_` builds one.
+    """
 
     def read(name: str, value: Any) -> Any:
         found = _load(value, key=name)

@@ -1,4 +1,6 @@
-"""How a recipe's process begins and ends: its terminal, its configuration file, the ranks that were launched with it."""
+"""How a recipe's process begins and ends: its terminal, its configuration file, the ranks that were
+launched with it.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ _INTERRUPTED = "interrupted"
 
 
 def use_shipped_config(arguments: list[str]) -> None:
-    """Replace the name of a shipped config after ``--config`` by its path, in place; refuse what is neither file nor shipped.
+    """Replace the name of a shipped config after ``--config`` by its path, in place; refuse what is
+    neither file nor shipped.
 
     Every other argument is ``key=value``, or ``~key``, which removes one.
     """
@@ -61,7 +64,9 @@ def use_shipped_config(arguments: list[str]) -> None:
 
 
 def set_up_terminal() -> None:
-    """Show decisions as they are made, and the errors of this package as one line without a traceback."""
+    """Show decisions as they are made, and the errors of this package as one line without a
+    traceback.
+    """
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
@@ -82,7 +87,9 @@ def set_up_terminal() -> None:
 
 @contextmanager
 def no_component_exits() -> Iterator[None]:
-    """Inside, a component that ends the program, a dataset that calls ``sys.exit``, raises an error that says where."""
+    """Inside, a component that ends the program, a dataset that calls ``sys.exit``, raises an error
+    that says where.
+    """
     try:
         yield
     except SystemExit as ended:
@@ -98,13 +105,15 @@ def no_component_exits() -> Iterator[None]:
 
 @contextmanager
 def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
-    """Inside, Ctrl-C, and SIGTERM where it is not waited for, end the process with a line that says what comes next.
+    """Inside, Ctrl-C, and SIGTERM where it is not waited for, end the process with a line that says
+    what comes next.
 
     Args:
         after_end: returns that.
 
     Raises:
-        KeyboardInterrupt: with that line; of a single process that was asked to end by SIGTERM, SystemExit with status 75.
+        KeyboardInterrupt: with that line; of a single process that was asked to end by SIGTERM,
+            SystemExit with status 75.
     """
     try:
         yield
@@ -119,7 +128,8 @@ def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
-    """Inside, the ranks that were launched are one process group, and an error of one rank ends all of them, with one message.
+    """Inside, the ranks that were launched are one process group, and an error of one rank ends all
+    of them, with one message.
 
     Yields the watchdog of this rank, or None where only this process was launched.
     """
@@ -160,7 +170,10 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
         machine = (
             f"rank {os.environ['RANK']} is number {os.environ.get('LOCAL_RANK', 0)} of its machine"
         )
-        remedy = f"{machine}: {error}; start as many ranks on each machine as it has devices (--nproc_per_node)"
+        remedy = (
+            f"{machine}: {error}; start as many ranks on each machine as it has devices"
+            " (--nproc_per_node)"
+        )
         raise SettingError("device", cfg.device, remedy) from error
     on_host = bool(cfg.get("fsdp_cpu_offload", False)) or bool(
         cfg.get("enable_async_checkpointing", False)
@@ -178,8 +191,8 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
 def _check_same(cfg: DictConfig) -> None:
     """Refuse ranks that were started with different configurations or versions.
 
-    They are compared in the store: the process group itself depends on the configuration, and one that ranks begin
-    differently is waited for.
+    They are compared in the store: the process group itself depends on the configuration, and one
+    that ranks begin differently is waited for.
     """
     mine = {
         key: json.dumps(value, sort_keys=True, default=str) for key, value in as_dict(cfg).items()

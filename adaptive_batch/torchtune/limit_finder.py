@@ -1,4 +1,6 @@
-"""What fits at once in a run: configured, found before training, found again for longer rows; each finding is logged."""
+"""What fits at once in a run: configured, found before training, found again for longer rows; each
+finding is logged.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ class LimitFinder:
         self._lost = lost
 
     def find(self, *, keeps_batch: bool, saved: Mapping[str, Any] | None) -> None:
-        """Find how many rows fit at once, where any setting needs it; the planner takes the batch size to train with.
+        """Find how many rows fit at once, where any setting needs it; the planner takes the batch
+        size to train with.
 
         Args:
             keeps_batch: whether the batch size is the checkpoint's, and is kept whatever fits.
@@ -66,16 +69,25 @@ class LimitFinder:
             SettingError: what is configured does not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
-        data, settings, sizer, planner = self._data, self._settings, self._sizer, self._planner
+        data = self._data
+        settings = self._settings
+        sizer = self._sizer
+        planner = self._planner
         if has_batch_norm(self._trainer.model) and (
             settings.adaptive or settings.on_out_of_memory == "shrink"
         ):
-            message = "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones change results"
+            message = (
+                "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones"
+                " change results"
+            )
             self._log.event("batch_norm", message)
         for key, which in TRIALS.items():
             if rows := self._lost.trial_rows(key):
                 trial = f"a trial {which}of {count(rows, 'row')}"
-                message = f"{trial} ended all ranks, so whether they fit is not known; up to half are tried"
+                message = (
+                    f"{trial} ended all ranks, so whether they fit is not known; up to half are"
+                    " tried"
+                )
                 self._log.event("indeterminate", message, rows=rows)
         choices = self._bounds.choices(self._trainer)
         if saved is not None and choices is not None:
@@ -133,7 +145,8 @@ class LimitFinder:
         return results
 
     def _log_throughput(self, fastest: Throughput) -> None:
-        limit, rate = fastest.limit, fastest.tokens_per_second
+        limit = fastest.limit
+        rate = fastest.tokens_per_second
         size = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}"
         self._log.event(
             "throughput",
@@ -147,16 +160,23 @@ class LimitFinder:
         )
 
     def _batch_size_within(self, result: ProbeResult, batch_size: int, *, keeps_batch: bool) -> int:
-        """Return the batch to train with, within what was found; refuse a configured one that is above it."""
-        settings, bound = self._settings, result.max_batch_size
+        """Return the batch to train with, within what was found; refuse a configured one that is
+        above it.
+        """
+        settings = self._settings
+        bound = result.max_batch_size
         is_scheduled = settings.batch_size_schedule is not None
         if keeps_batch:
             if batch_size > bound:
-                message = f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more micro-batches"
+                message = (
+                    f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more"
+                    " micro-batches"
+                )
                 self._log.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
             return batch_size
         if settings.use_maximum_batch_size and not is_scheduled:
-            before, batch_size = batch_size, result.batch_size
+            before = batch_size
+            batch_size = result.batch_size
             message = f"batch_size {before} -> {batch_size} (use_maximum_batch_size; bound {bound})"
             message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
             self._log.event("batch_size", message, before=before, after=batch_size, bound=bound)
@@ -169,13 +189,16 @@ class LimitFinder:
         return batch_size
 
     def try_longer(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Before a row that is longer than any that was tried is trained on, find how many of its length fit.
+        """Before a row that is longer than any that was tried is trained on, find how many of its
+        length fit.
 
         Raises:
             DoesNotFitError: not even this one.
             SettingError: fewer, and with the optimizer in backward a step cannot be split.
         """
-        sizer, settings, batch_size = self._sizer, self._settings, self._planner.batch_size
+        sizer = self._sizer
+        settings = self._settings
+        batch_size = self._planner.batch_size
         row = max(rows, key=lambda row: len(row["tokens"]))
         length = len(row["tokens"])
         tried_length = sizer.tried_length
@@ -233,11 +256,14 @@ class LimitFinder:
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
             self._log.event(
                 "uniform_micro_batches",
-                f"the {rows} rows of a step divide into equal micro-batches of up to {fitting_rows} only one by one, "
-                "which is slow; a batch_size with divisors, such as a power of two, would do",
+                f"the {rows} rows of a step divide into equal micro-batches of up to {fitting_rows}"
+                " only one by one, which is slow; a batch_size with divisors, such as a power of"
+                " two, would do",
             )
 
 
 def _trials_out_of_memory(result: ProbeResult) -> int:
-    """Return the trials of this run that ran out of memory; a search of an earlier run has counted its own."""
+    """Return the trials of this run that ran out of memory; a search of an earlier run has counted
+    its own.
+    """
     return 0 if result.from_cache else result.num_out_of_memory

@@ -35,9 +35,14 @@ _MUCH_PADDING = 0.3
 
 
 def keys_against_padding(settings: Settings, *, splits: bool) -> str:
-    """Return which key would remove padding, where steps are split into micro-batches or not; empty where none would."""
+    """Return which key would remove padding, where steps are split into micro-batches or not; empty
+    where none would.
+    """
     if settings.uniform_micro_batches in ("lengths", "both"):
-        return f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one length"
+        return (
+            f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one"
+            " length"
+        )
     if splits and settings.micro_batch_tokens is None and settings.uniform_micro_batches is None:
         return (
             "micro_batch_tokens=auto, without micro_batch_size, groups the rows of a step by length"
@@ -55,7 +60,10 @@ class TrainingLog:
 
     def __init__(self, job: Job, data: Data) -> None:
         cfg = job.cfg
-        self._job, self._data, self._settings, self._cfg = job, data, job.settings, cfg
+        self._job = job
+        self._data = data
+        self._settings = job.settings
+        self._cfg = cfg
         self._path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
         self._record = RunLog(self._path, enabled=False)
         self._metrics: Any = None
@@ -117,15 +125,19 @@ class TrainingLog:
         ):
             yield bar
 
-    # --- where a run begins -----------------------------------------------------------------------------------------
+    # --- where a run begins
+    # -----------------------------------------------------------------------------------------
 
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
-        event, progress, rows = self.event, run.progress, len(self._data.dataset)
+        event = self.event
+        progress = run.progress
+        rows = len(self._data.dataset)
         self._last_step = progress.steps
         for line in checkpoints.found.passed_over:
             event("passed_over", line)
-        resumed, ranks = checkpoints.found.recipe_state is not None, distributed.world_size()
+        resumed = checkpoints.found.recipe_state is not None
+        ranks = distributed.world_size()
         begins = f"resuming from {checkpoints.found.source}" if resumed else "starting"
         within = (
             f", row {progress.epoch_rows} of it (step {progress.steps})"
@@ -143,7 +155,10 @@ class TrainingLog:
             progress=progress.state_dict(),
         )
         if run.begins_epoch_again:
-            message = f"epoch {progress.epoch} begins again: which of its rows are left is not known with other rows"
+            message = (
+                f"epoch {progress.epoch} begins again: which of its rows are left is not known with"
+                " other rows"
+            )
             event("epoch_restarted", message, epoch=progress.epoch)
         if not resumed and checkpoints.found.holds_earlier_run:
             message = (
@@ -152,16 +167,21 @@ class TrainingLog:
             event("replaces", f"{message}; until its first save, resuming takes the earlier")
 
     def changes(self, run: ResumedRun, *, without_effect: Sequence[NoEffect]) -> None:
-        """Log each setting that differs from the checkpoint's, or that has no effect, with the reason."""
-        settings, event, saved = self._settings, self.event, run.saved
+        """Log each setting that differs from the checkpoint's, or that has no effect, with the
+        reason.
+        """
+        settings = self._settings
+        event = self.event
+        saved = run.saved
         if run.epochs not in (None, settings.epochs):
-            message = f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the new number"
+            message = (
+                f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the"
+                " new number"
+            )
             event("epochs", message, before=run.epochs, after=settings.epochs)
-        configured, ranks, began_on = (
-            settings.batch_size,
-            distributed.data_parallel_size(),
-            self._job.ranks,
-        )
+        configured = settings.batch_size
+        ranks = distributed.data_parallel_size()
+        began_on = self._job.ranks
         before = saved["steps"]["batch_size"] if saved else configured
         if ranks != began_on:
             rows = before * settings.gradient_accumulation_steps * began_on
@@ -170,21 +190,30 @@ class TrainingLog:
             )
             if settings.batch_tokens:
                 share = "the rows of each step are dealt to them by their tokens"
-            message = f"{ranks} ranks, and {began_on} began the run: batches, their order and the learning rate stay; {share}"
+            message = (
+                f"{ranks} ranks, and {began_on} began the run: batches, their order and the"
+                f" learning rate stay; {share}"
+            )
             event("ranks", message, before=began_on, after=ranks)
         scheduled = settings.batch_size_schedule is not None  # which decides what a step holds
         if configured != before and run.keeps_batch:
             message = f"batch_size {before}: configured is {configured}, the checkpoint's is kept"
             event("batch_size", message, before=before, after=before)
         elif configured != before and not (scheduled or settings.use_maximum_batch_size):
-            message = f"batch_size {configured}: configured is {configured}, the checkpoint was trained with {before}"
+            message = (
+                f"batch_size {configured}: configured is {configured}, the checkpoint was trained"
+                f" with {before}"
+            )
             event("batch_size", message, before=before, after=configured)
         for kind, message, facts in run.changes():
             event(kind, message, **facts)
         for keys in without_effect:
             event("no_effect", str(keys), key=keys.key)
         if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
-            message = "with the optimizer in backward a step that runs out of memory has changed some weights already"
+            message = (
+                "with the optimizer in backward a step that runs out of memory has changed some"
+                " weights already"
+            )
             event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again")
 
     def whose_rate(self, saved: float) -> None:
@@ -202,11 +231,10 @@ class TrainingLog:
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
-        settings, event = self._settings, self.event
-        before, now = (
-            saved.get("learning_rate", {}).get("rule", settings.lr_scaling),
-            settings.lr_scaling,
-        )
+        settings = self._settings
+        event = self.event
+        before = saved.get("learning_rate", {}).get("rule", settings.lr_scaling)
+        now = settings.lr_scaling
         if before != now:
             changed = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
             event("lr_scaling", changed, before=before, after=now)
@@ -224,15 +252,19 @@ class TrainingLog:
         if message := rate.describe_unscaled(batch, configured=configured):
             self.event("lr", message, global_batch=batch)
 
-    # --- training ---------------------------------------------------------------------------------------------------
+    # --- training
+    # ---------------------------------------------------------------------------------------------------
 
     def epoch(self, epoch: int, batches: StepPlanner, rate: AdaptiveRate) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
-        plan, settings, holds = batches.plan, self._settings, batches.limit
+        plan = batches.plan
+        settings = self._settings
+        holds = batches.limit
         if not settings.adaptive:
             return
         sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
-        least, most = min(sizes, default=0), max(sizes, default=0)
+        least = min(sizes, default=0)
+        most = max(sizes, default=0)
         rows = f"{least} to {most} rows" if least < most else count(most, "row")
         what = f"{'about ' if plan.is_estimate else ''}{count(plan.steps, 'step')} of {rows}"
         if settings.batch_tokens and settings.batch_size_schedule is None:
@@ -254,19 +286,28 @@ class TrainingLog:
     def epoch_ends(
         self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int
     ) -> None:
-        """Log the rows of an epoch that were trained and left out, and how many steps had no label or no finite loss."""
+        """Log the rows of an epoch that were trained and left out, and how many steps had no label
+        or no finite loss.
+        """
         if unlabelled:
-            message = f"{unlabelled} of {count(progress.epoch_steps, 'step')} had no label at all, and changed nothing"
+            message = (
+                f"{unlabelled} of {count(progress.epoch_steps, 'step')} had no label at all, and"
+                " changed nothing"
+            )
             self.event("no_labels", message, steps=unlabelled)
         if nonfinite:
             end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
-            message = f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that are not finite{end}"
+            message = (
+                f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that"
+                f" are not finite{end}"
+            )
             self.event("nonfinite_steps", message, steps=nonfinite)
         reasons = planner.epochs.left_out(progress)
         left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
         self.event(
             "epoch",
-            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')} trained{left_out}{self._padding_of_epoch()}",
+            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')}"
+            f" trained{left_out}{self._padding_of_epoch()}",
             epoch=progress.epoch,
             used=progress.epoch_rows,
             left_out=sum(reasons.values()),
@@ -274,8 +315,11 @@ class TrainingLog:
         )
 
     def _padding_of_epoch(self) -> str:
-        """Return what part of the tokens that ran were padding, with the key that would remove it, where that is much."""
-        (tokens, padded, micro_batches), self._ran = self._ran, [0.0, 0.0, 0]
+        """Return what part of the tokens that ran were padding, with the key that would remove it,
+        where that is much.
+        """
+        tokens, padded, micro_batches = self._ran
+        self._ran = [0.0, 0.0, 0]
         share = 1 - tokens / padded if padded else 0.0
         key = keys_against_padding(self._settings, splits=micro_batches > 1)
         return (
@@ -295,7 +339,9 @@ class TrainingLog:
         num_out_of_memory: int,
         full_batch_loss: FullBatchLoss,
     ) -> None:
-        """Write down a step of the rows that have these numbers, after which progress is as given, and log its metrics."""
+        """Write down a step of the rows that have these numbers, after which progress is as given,
+        and log its metrics.
+        """
         self._last_step = progress.steps
         label_tokens = float(result.label_tokens)
         tokens, padded, most = self._ran
@@ -304,8 +350,9 @@ class TrainingLog:
         metrics = {
             "loss": result.loss,
             **rates,
-            "tokens_per_second_per_gpu": label_tokens
-            / (seconds * distributed.data_parallel_size()),
+            "tokens_per_second_per_gpu": (
+                label_tokens / (seconds * distributed.data_parallel_size())
+            ),
             "batch_size": result.rows,
             "micro_batches": result.micro_batches,
             "padding_fraction": result.padding_fraction,

@@ -20,15 +20,18 @@ TRIALS = {
 
 
 class LostRun:
-    """Why an earlier attempt of this run ended on all ranks: a limit that was too large, or a trial without an answer.
+    """Why an earlier attempt of this run ended on all ranks: a limit that was too large, or a trial
+    without an answer.
 
     Reading is a collective; what belongs to another run is deleted.
 
     Args:
         job: job of the run.
         name: name of the run.
-        resumes: whether the run resumes from a checkpoint; one that torchrun has started again need not.
-        trials_name: name of what the answer of a trial depends on; with another name it is another question.
+        resumes: whether the run resumes from a checkpoint; one that torchrun has started again need
+            not.
+        trials_name: name of what the answer of a trial depends on; with another name it is another
+            question.
     """
 
     def __init__(self, job: Job, *, name: str, resumes: bool, trials_name: str) -> None:
@@ -40,12 +43,16 @@ class LostRun:
         )
 
     def trial_rows(self, key: str) -> int | None:
-        """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None where none did."""
+        """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None where
+        none did.
+        """
         rows: int | None = self._facts.get(key)
         return rows
 
     def limit(self, conditions: Mapping[str, Any]) -> MicroBatchLimit | None:
-        """Return the limit that would have been less, under the same conditions; None where memory did not run out."""
+        """Return the limit that would have been less, under the same conditions; None where memory
+        did not run out.
+        """
         amount = self._facts.get("limit")
         if not amount or any(self._facts[key] != value for key, value in conditions.items()):
             return None

@@ -1,4 +1,6 @@
-"""What differs between kinds of fine-tuning: how the model is built, on one rank or divided among many, what trains, what is saved."""
+"""What differs between kinds of fine-tuning: how the model is built, on one rank or divided among
+many, what trains, what is saved.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ class Weights(Protocol):
     is_divided: bool
 
     def load_weights(self) -> Mapping[str, Any]:
-        """The state dict of the whole model, or of the base of adapters, on rank zero, and nothing on others; a collective.
+        """The state dict of the whole model, or of the base of adapters, on rank zero, and nothing
+        on others; a collective.
 
         Nothing either where the whole model is divided.
         """
@@ -48,10 +51,12 @@ class Weights(Protocol):
 
 
 class ModelBuilder(Protocol):
-    """Builds the model of one kind of fine-tuning. Data, probe, loop and checkpoints are the same for all kinds.
+    """Builds the model of one kind of fine-tuning. Data, probe, loop and checkpoints are the same
+    for all kinds.
 
     Attributes:
-        keeps_base: what is saved is trained on top of a base that stays as it is, and that resuming reads again.
+        keeps_base: what is saved is trained on top of a base that stays as it is, and that resuming
+            reads again.
     """
 
     keeps_base: bool
@@ -72,10 +77,14 @@ class ModelBuilder(Protocol):
         """Return the model with its weights on its device, divided where there are several ranks."""
 
     def freeze(self, model: torch.nn.Module) -> None:
-        """Freeze the parameters that do not train; :meth:`build` calls it, and what estimates the memory of a step."""
+        """Freeze the parameters that do not train; :meth:`build` calls it, and what estimates the
+        memory of a step.
+        """
 
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters that the optimizer is given, in which it leaves frozen ones as they are."""
+        """Return the parameters that the optimizer is given, in which it leaves frozen ones as they
+        are.
+        """
 
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """Return what a resume point holds of the model by name, as this rank holds it."""
@@ -83,7 +92,9 @@ class ModelBuilder(Protocol):
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
-        """Return what torchtune's checkpointer saves of an epoch, by its keys, on rank zero and its host; a collective."""
+        """Return what torchtune's checkpointer saves of an epoch, by its keys, on rank zero and its
+        host; a collective.
+        """
 
 
 class FullModel:
@@ -190,7 +201,10 @@ def refusing_other_weights(
     remedy = "give the model that the checkpoint is of"
     for name, tensor in named_parameters(model).items():
         if name in weights and (saved := weights[name].shape) != tensor.shape:
-            why = f"its {name} is of shape {tuple(tensor.shape)}, and {tuple(saved)} in the checkpoint"
+            why = (
+                f"its {name} is of shape {tuple(tensor.shape)}, and {tuple(saved)} in the"
+                " checkpoint"
+            )
             raise SettingError("model", str(cfg.model._component_), f"{why}; {remedy}")
     try:
         yield
@@ -203,12 +217,16 @@ def refusing_other_weights(
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters by the names that checkpoints know them by, whatever wraps their modules."""
+    """Return the parameters by the names that checkpoints know them by, whatever wraps their
+    modules.
+    """
     return {parameter_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 class FusedRMSNorm(modules.RMSNorm):  # type: ignore[misc]
-    """The norm as one operation, which keeps its input for backward; torchtune's keeps a float32 copy of input and output too."""
+    """The norm as one operation, which keeps its input for backward; torchtune's keeps a float32
+    copy of input and output too.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, self.normalized_shape, self.scale, self.eps)
@@ -226,11 +244,11 @@ def _fuse_norms(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Recompute activations as configured: those of each layer, or with `ac_mode` of the layers that `ac_option` chooses."""
-    all_layers, mode = (
-        bool(cfg.get("enable_activation_checkpointing", False)),
-        cfg.get("ac_mode", None),
-    )
+    """Recompute activations as configured: those of each layer, or with `ac_mode` of the layers
+    that `ac_option` chooses.
+    """
+    all_layers = bool(cfg.get("enable_activation_checkpointing", False))
+    mode = cfg.get("ac_mode", None)
     if mode is not None and not all_layers:
         apply_selective_activation_checkpointing(model, mode, cfg.get("ac_option", None))
     elif all_layers and mode is None:
@@ -239,13 +257,15 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
         )
 
 
-# --- several ranks ------------------------------------------------------------------------------------------------------
+# --- several ranks
+# ------------------------------------------------------------------------------------------------------
 
 
 def build_sharded(
     cfg: DictConfig, builder: ModelBuilder, *, dtype: torch.dtype, device: torch.device
 ) -> torch.nn.Module:
-    """Return the model on the meta device, divided by tensor parallelism and FSDP2, in this order as torchtune's recipe divides it.
+    """Return the model on the meta device, divided by tensor parallelism and FSDP2, in this order
+    as torchtune's recipe divides it.
 
     Raises:
         SettingError: it cannot be divided as configured.
@@ -256,17 +276,18 @@ def build_sharded(
     builder.freeze(model)
     if cfg.compile:
         training.compile_model(model, verbose=distributed.is_rank_zero())
-    ranks, dim = (
-        distributed.data_parallel_size(),
-        distributed.world_size() // distributed.data_parallel_size(),
-    )
+    ranks = distributed.data_parallel_size()
+    dim = distributed.world_size() // distributed.data_parallel_size()
     mesh = init_device_mesh(device.type, mesh_shape=(ranks, dim), mesh_dim_names=("dp", "tp"))
     tied = _tied_modules(model)
     if dim > 1:
         plan = config.instantiate(cfg.tensor_parallel_plan)
         for pattern in plan if isinstance(plan, Mapping) else ():
             if any(fnmatch(name, pattern) for name in tied):
-                remedy = f"the model's output layer is tied to {pattern}, whose weights the plan divides; give 1"
+                remedy = (
+                    f"the model's output layer is tied to {pattern}, whose weights the plan"
+                    " divides; give 1"
+                )
                 raise SettingError(
                     "tensor_parallel_dim",
                     dim,
@@ -317,7 +338,9 @@ def _tied_modules(model: torch.nn.Module) -> set[str]:
 def load_from_rank_zero(
     model: torch.nn.Module, whole: Mapping[str, Any], cfg: DictConfig, *, strict: bool = True
 ) -> None:
-    """Give each rank its part of whole tensors that rank zero has; a collective. Not strict, the model may have others."""
+    """Give each rank its part of whole tensors that rank zero has; a collective. Not strict, the
+    model may have others.
+    """
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in whole.items()}
     offload = bool(cfg.get("fsdp_cpu_offload", False))

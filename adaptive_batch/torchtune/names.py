@@ -14,17 +14,27 @@ from adaptive_batch.errors import SettingError
 from .keys import RENAMED, TORCHTUNE_KEYS, keys_of
 
 _OF_OTHER_RECIPES = {
-    "quantizer": "weights are trained as they are here, with nothing quantized (QAT is torchtune's qat_distributed)",
+    "quantizer": (
+        "weights are trained as they are here, with nothing quantized (QAT is torchtune's"
+        " qat_distributed)"
+    ),
     "teacher_model": "nothing is distilled here (torchtune's knowledge_distillation recipes do)",
-    "ref_checkpointer": "there are no preferences to train on here (torchtune's full_dpo_distributed does it)",
-    "policy_model": "there is no reinforcement learning here (torchtune's ppo_full_finetune_single_device does it)",
+    "ref_checkpointer": (
+        "there are no preferences to train on here (torchtune's full_dpo_distributed does it)"
+    ),
+    "policy_model": (
+        "there is no reinforcement learning here (torchtune's ppo_full_finetune_single_device"
+        " does it)"
+    ),
 }
-# Similar enough to be a typo: lr_scale is taken for lr_scaling, compile_mode (0.74) not for compile.
+# Similar enough to be a typo: lr_scale is taken for lr_scaling, compile_mode (0.74) not for
+# compile.
 _CLOSE = 0.77
 
 
 def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
-    """Refuse the keys of another recipe, and those that nothing reads and that are close to one that is read.
+    """Refuse the keys of another recipe, and those that nothing reads and that are close to one
+    that is read.
 
     Args:
         settings: Dataclass of the top-level keys that are ours.

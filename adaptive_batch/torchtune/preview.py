@@ -35,13 +35,17 @@ class TrainingPreview:
     """Goes through the rest of training with the rules that training will ask, without training.
 
     Attributes:
-        full_batch_rows: the largest global batch that is planned, over which `loss_per_full_batch` averages.
+        full_batch_rows: the largest global batch that is planned, over which `loss_per_full_batch`
+            averages.
         schedule_steps: where the learning rate's schedule ends.
     """
 
     def __init__(self, job: Job, data: Data, batches: StepPlanner, sizer: MicroBatchSizer) -> None:
         self._sizer = sizer
-        self._job, self._data, self._settings, self._batches = job, data, job.settings, batches
+        self._job = job
+        self._data = data
+        self._settings = job.settings
+        self._batches = batches
         self._batch_sizes: dict[int, int] = {}
         self._unknown = ""
         self._stage_notes: list[str] = []
@@ -54,7 +58,8 @@ class TrainingPreview:
             GrowthFunctionError: a rule raises or gives no number of rows.
             SettingError: a stage of a schedule cannot hold its batch.
         """
-        settings, batches = self._settings, self._batches
+        settings = self._settings
+        batches = self._batches
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         random_state = RandomState(self._job.device)
@@ -89,9 +94,11 @@ class TrainingPreview:
         Raises:
             GrowthFunctionError: an answer for a later epoch cannot be used.
         """
-        settings, batches = self._settings, self._batches
+        settings = self._settings
+        batches = self._batches
         epoch = progress.epoch
-        self._batch_sizes, self._unknown = {}, ""
+        self._batch_sizes = {}
+        self._unknown = ""
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             random_state = RandomState(self._job.device)
@@ -132,8 +139,11 @@ class TrainingPreview:
     def table(
         self, progress: Progress, *, base_rate: float, saved: Mapping[str, Any]
     ) -> tuple[str, list[dict[str, Any]]]:
-        """The stages of what is left of training, for people and as a record; :meth:`look_ahead` comes first."""
-        settings, batches = self._settings, self._batches
+        """The stages of what is left of training, for people and as a record; :meth:`look_ahead`
+        comes first.
+        """
+        settings = self._settings
+        batches = self._batches
         rate = build_rate(
             self._job,
             [stand_in(self._job, base_rate)],
@@ -146,11 +156,13 @@ class TrainingPreview:
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if isinstance(settings.batch_size_schedule, Seesaw):
             notes.append(
-                f"all epochs with the configured batch would be {count(self.schedule_steps, 'step', ',')}"
+                "all epochs with the configured batch would be"
+                f" {count(self.schedule_steps, 'step', ',')}"
             )
         if batches.plan.is_estimate:
             notes.append(
-                "the schedule follows what training measures: this is what comes if nothing new is measured"
+                "the schedule follows what training measures: this is what comes if nothing new is"
+                " measured"
             )
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
@@ -158,12 +170,16 @@ class TrainingPreview:
     def alone(
         self, progress: Progress, *, bounds: BoundFinder, saved: Mapping[str, Any], resumes: bool
     ) -> str:
-        """Return the preview where nothing is tried or trained: with the bound that is known, if any is needed.
+        """Return the preview where nothing is tried or trained: with the bound that is known, if
+        any is needed.
 
-        `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is the checkpoint's.
+        `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is
+        the checkpoint's.
         """
-        settings, batches = self._settings, self._batches
-        batch_size, lines = batches.batch_size, []
+        settings = self._settings
+        batches = self._batches
+        batch_size = batches.batch_size
+        lines = []
         if settings.needs_bound:
             rows, tokens, why = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
@@ -201,7 +217,8 @@ class TrainingPreview:
 
     def _planned(self, progress: Progress, rate: AdaptiveRate) -> Iterator[PlannedStep]:
         lengths = self._data.dataset.real_lengths
-        key, num_micro_batches = None, 0
+        key = None
+        num_micro_batches = 0
         scheduled = (
             self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         )
@@ -230,7 +247,8 @@ class TrainingPreview:
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """Return notes on the stages of a schedule."""
-        settings, batches = self._settings, self._batches
+        settings = self._settings
+        batches = self._batches
         sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
         changes: dict[str, int] = {}
 

@@ -37,12 +37,14 @@ _CHANGE_THE_BATCH = ("batch_increase_function", "batch_size_schedule", "batch_to
 
 
 class SteppedRate(AdaptiveRate):
-    """Steps a scheduler that keeps its own count once for each step of training, and scales the rate that it sets.
+    """Steps a scheduler that keeps its own count once for each step of training, and scales the
+    rate that it sets.
 
     Nothing of it is saved: a resumed run steps it again, from the first step to where training is.
 
     Args:
-        optimizers: optimizers that follow; `scheduler` was built around the first of them for the first step.
+        optimizers: optimizers that follow; `scheduler` was built around the first of them for the
+            first step.
         scheduler: a torch scheduler.
         settings: the rest as of :class:`AdaptiveRate`.
     """
@@ -54,7 +56,9 @@ class SteppedRate(AdaptiveRate):
         self._steps_taken = 0
 
     def apply(self, progress: Progress, *, batch: int) -> dict[str, float]:
-        """Step the scheduler to where training is, and apply its rate as :meth:`AdaptiveRate.apply` does."""
+        """Step the scheduler to where training is, and apply its rate as :meth:`AdaptiveRate.apply`
+        does.
+        """
         self.restore()
         with warnings.catch_warnings():
             # a resumed run and a preview step it before their optimizer
@@ -77,14 +81,16 @@ def build_rate(
     Args:
         job: job of the run.
         optimizers: optimizers that follow; the first is the one that the scheduler is built around.
-        total_steps: end of the scheduler, in steps of the constant batch or, where its clock counts steps, in steps.
+        total_steps: end of the scheduler, in steps of the constant batch or, where its clock counts
+            steps, in steps.
         saved: state of the rate in the checkpoint; None without one.
     """
     settings = job.settings
     block = job.cfg.get("lr_scheduler", None)
     scheduler = None
     if block:
-        # a resumed run builds it for the first step too: it is evaluated at the clock, or stepped to where training is
+        # a resumed run builds it for the first step too: it is evaluated at the clock, or stepped
+        # to where training is
         rewind_rates(optimizers)
         scheduler = instantiate(
             "lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1
@@ -106,7 +112,9 @@ def build_rate(
 
 
 def reference_of_run(job: Job) -> Reference:
-    """Return the global batch that the configured rate belongs to, on the ranks that training began with."""
+    """Return the global batch that the configured rate belongs to, on the ranks that training began
+    with.
+    """
     settings = job.settings
     if isinstance(settings.batch_size_schedule, Seesaw) and settings.batch_tokens:
         return Reference(settings.batch_tokens * job.ranks, "tokens")
@@ -127,9 +135,11 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
     """Couple a batch schedule that follows the rate to the configured scheduler.
 
     Raises:
-        SettingError: a scheduler or a clock that it cannot follow, or an optimizer without what `scale_with_batch` names.
+        SettingError: a scheduler or a clock that it cannot follow, or an optimizer without what
+            `scale_with_batch` names.
     """
-    optimizer, block = stand_in(job, 1.0), job.cfg.get("lr_scheduler", None)
+    optimizer = stand_in(job, 1.0)
+    block = job.cfg.get("lr_scheduler", None)
     if isinstance(job.settings.batch_size_schedule, Seesaw):
         steps = job.settings.epochs * planner.reference.steps
         scheduler = block and instantiate(
@@ -139,7 +149,8 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
 
 
 def check_scheduler(cfg: DictConfig) -> None:
-    """Refuse a scheduler that cannot be built as torchtune's recipes build one, or that cannot follow the clock that is asked for.
+    """Refuse a scheduler that cannot be built as torchtune's recipes build one, or that cannot
+    follow the clock that is asked for.
 
     Raises:
         SettingError: naming the scheduler, or the clock.
@@ -156,14 +167,17 @@ def check_scheduler(cfg: DictConfig) -> None:
         raise SettingError(
             key,
             block._component_,
-            f"it is called with an optimizer, num_training_steps, last_epoch and its other keys: {error}; "
-            "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup would do",
+            "it is called with an optimizer, num_training_steps, last_epoch and its other keys:"
+            f" {error}; torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup would do",
         ) from None
     optimizer = optimizer_of_nothing(1.0)
     steps = 10**6  # more than any warm-up
     built = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
     if isinstance(built, ReduceLROnPlateau):
-        remedy = "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule, can follow"
+        remedy = (
+            "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule,"
+            " can follow"
+        )
         raise SettingError("lr_scheduler", type(built).__name__, remedy)
     if follows_clock(built):
         return
@@ -172,26 +186,28 @@ def check_scheduler(cfg: DictConfig) -> None:
         raise SettingError(
             "lr_clock",
             cfg.lr_clock,
-            f"{block._component_} counts steps and can follow nothing else; give steps, or a LambdaLR such as "
-            "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            f"{block._component_} counts steps and can follow nothing else; give steps, or a"
+            " LambdaLR such as torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
         )
     if any(cfg.get(key, None) is not None for key in _CHANGE_THE_BATCH):
         log.warning(
-            "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late when the batch grows; "
-            "a LambdaLR, such as torchtune's cosine schedule, can",
+            "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late"
+            " when the batch grows; a LambdaLR, such as torchtune's cosine schedule, can",
             type(built).__name__,
         )
 
 
 def stand_in(job: Job, rate: float) -> Optimizer:
-    """Return an optimizer of nothing that has what of the configured one follows the batch; refuse one that has not."""
+    """Return an optimizer of nothing that has what of the configured one follows the batch; refuse
+    one that has not.
+    """
     optimizer = optimizer_of_nothing(rate)
     if scaled := job.settings.scale_with_batch:
         configured = job.new_optimizer(
             [torch.nn.Parameter(torch.zeros(1, 1, dtype=job.dtype, device=job.device))]
         )
         LearningRate(configured, reference=1, scale_with_batch=scaled)
-        (values, *_) = configured.param_groups
+        values, *_ = configured.param_groups
         optimizer.param_groups[0].update(
             {key: values[key] for key in ("betas", "weight_decay") if key in values}
         )

@@ -1,4 +1,6 @@
-"""What a checkpoint brings to the run that resumes from it, and what it is compared with; each key has its policy in :mod:`.settings`."""
+"""What a checkpoint brings to the run that resumes from it, and what it is compared with; each key
+has its policy in :mod:`.settings`.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,22 @@ from .job import Job
 from .settings import FILLS_STEPS, RESUME
 
 _KEPT = "optimizer_settings"  # which the optimizer's state in the checkpoint brings with it
-# What is not: the first two have messages of their own, the others say how this machine computes a step.
+# What is not: the first two have messages of their own, the others say how this machine computes a
+# step.
 _OWN_WORDS = ("_component_", "lr", "fused", "foreach", "capturable")
 _SAMPLED_ROWS = 64
 
 
 class ResumedRun:
-    """The state of the run that a checkpoint belongs to, compared with the configuration of this one.
+    """The state of the run that a checkpoint belongs to, compared with the configuration of this
+    one.
 
-    From now on `job` counts batches on the ranks that the run began with, and its optimizer has the settings that the checkpoint brings.
+    From now on `job` counts batches on the ranks that the run began with, and its optimizer has the
+    settings that the checkpoint brings.
 
     Attributes:
-        saved: the state of each part by name; empty for a new run, or for a checkpoint of torchtune's own recipe.
+        saved: the state of each part by name; empty for a new run, or for a checkpoint of
+            torchtune's own recipe.
         progress: where training begins.
         name, seed, max_steps_per_epoch: of the run, whatever is configured now.
         epochs: of the checkpoint; None without one.
@@ -50,7 +56,8 @@ class ResumedRun:
 
     def __init__(self, job: Job, data: Data, checkpoints: Checkpoints, *, seed: int) -> None:
         state = checkpoints.found.recipe_state
-        self._job, self._settings = job, job.settings
+        self._job = job
+        self._settings = job.settings
         self.saved: dict[str, Any] = {} if state is None else state.get(STATE_KEY, {})
         if self.saved:  # batches are counted as they were, whatever the number of ranks is now
             job.ranks = self.saved["steps"]["ranks"]
@@ -60,7 +67,8 @@ class ResumedRun:
             Progress(),
             distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12]),
         )
-        self.seed, self.max_steps_per_epoch = seed, self._settings.max_steps_per_epoch
+        self.seed = seed
+        self.max_steps_per_epoch = self._settings.max_steps_per_epoch
         self.differs: list[str] = []
         self._ignored: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
@@ -76,10 +84,14 @@ class ResumedRun:
             if (configured := getattr(self, name)) != state[key]:
                 self._ignored[name] = configured, state[key]
                 setattr(self, name, state[key])
-        saved, settings = self.saved, self._settings
+        saved = self.saved
+        settings = self._settings
         for key, value in self._now["optimizer"].items() if saved else ():
             if (before := saved["optimizer"][key]) != value:
-                remedy = f"the optimizer's state in the checkpoint was saved with {before}; resume with that"
+                remedy = (
+                    f"the optimizer's state in the checkpoint was saved with {before}; resume with"
+                    " that"
+                )
                 raise SettingError(key, value, remedy)
         if saved:
             self.name = saved["run"]
@@ -94,7 +106,8 @@ class ResumedRun:
         if self.begins_epoch_again:
             self.progress = self.progress.at_epoch_start()
         if saved and settings.batch_changes:
-            # a batch that was found or grown is kept; one that now is to be found for the first time is found
+            # a batch that was found or grown is kept; one that now is to be found for the first
+            # time is found
             found_before = (
                 saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
             )
@@ -102,7 +115,8 @@ class ResumedRun:
             self.keeps_batch = found_before and knows_bound
 
     def _keep_optimizer_settings(self, saved: Mapping[str, Any], now: dict[str, Any]) -> None:
-        cfg, kept = self._job.cfg, saved.get(_KEPT, now[_KEPT])
+        cfg = self._job.cfg
+        kept = saved.get(_KEPT, now[_KEPT])
         if kept != now[_KEPT]:
             self._job.check_optimizer()  # what has no effect must be known all the same
             self._ignored["optimizer"] = (
@@ -110,7 +124,8 @@ class ResumedRun:
                 _shown(_KEPT, saved, now) or "default",
             )
             own = {key: value for key, value in cfg.optimizer.items() if key in _OWN_WORDS}
-            cfg.optimizer, now[_KEPT] = {**kept, **own}, kept
+            cfg.optimizer = {**kept, **own}
+            now[_KEPT] = kept
 
     def state_dict(self) -> dict[str, Any]:
         """Return what identifies the run, and what its results depend on, as plain values."""
@@ -134,9 +149,11 @@ class ResumedRun:
         return state
 
     def begin_reading(self, reader: RowReader, progress: Progress) -> None:
-        """Begin to read the rows of this run's first epoch, with the random numbers of the checkpoint.
+        """Begin to read the rows of this run's first epoch, with the random numbers of the
+        checkpoint.
 
-        Beginning to read draws a number. At the beginning of an epoch the saved run had not drawn it yet; within one it had.
+        Beginning to read draws a number. At the beginning of an epoch the saved run had not drawn
+        it yet; within one it had.
         """
         if not progress.epoch_steps:
             self._restore_random_state(progress)
@@ -145,7 +162,9 @@ class ResumedRun:
             self._restore_random_state(progress)
 
     def _restore_random_state(self, progress: Progress) -> None:
-        """Restore the random numbers of the checkpoint, after everything that building and searching drew."""
+        """Restore the random numbers of the checkpoint, after everything that building and
+        searching drew.
+        """
         restores = (
             self._settings.restores_random_state
             or self.saved.get("preempted")
@@ -160,10 +179,14 @@ class ResumedRun:
             training.set_seed(seed=self.seed + progress.steps)
 
     def changes(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
-        """Yield a kind, a message and facts for each setting that is not the checkpoint's, or has no effect as the checkpoint's is kept."""
-        now, saved = self._now["conditions"], self.saved.get("conditions", {})
+        """Yield a kind, a message and facts for each setting that is not the checkpoint's, or has
+        no effect as the checkpoint's is kept.
+        """
+        now = self._now["conditions"]
+        saved = self.saved.get("conditions", {})
         for name in self.differs:
-            before, after = _shown(name, saved, now), _shown(name, now, saved)
+            before = _shown(name, saved, now)
+            after = _shown(name, now, saved)
             message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
             yield name, message, {"before": saved[name], "after": now[name]}
         for name, (value, kept) in self._ignored.items():
@@ -178,8 +201,9 @@ def check_fewer_ranks(job: Job) -> None:
         raise SettingError(
             "optimizer_in_bwd",
             True,
-            f"the checkpoint's steps were dealt to {job.ranks} ranks, and {ranks} cannot split the rows of the others; "
-            f"start {job.ranks} or more, or start again with optimizer_in_bwd=False",
+            f"the checkpoint's steps were dealt to {job.ranks} ranks, and {ranks} cannot split the"
+            f" rows of the others; start {job.ranks} or more, or start again with"
+            " optimizer_in_bwd=False",
         )
 
 
@@ -192,7 +216,8 @@ def _kind_of_optimizer(job: Job) -> dict[str, Any]:
 
 def run_conditions(job: Job, data: Data) -> dict[str, Any]:
     """Return what a run's results depend on besides its progress, as plain values."""
-    plain, settings = as_dict(job.cfg), job.settings
+    plain = as_dict(job.cfg)
+    settings = job.settings
     found: dict[str, Any] = {}
     for name, policy in RESUME.items():
         if policy == "refuse" or (policy != "free" and not hasattr(settings, name)):
@@ -214,10 +239,12 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
 def compare(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, allowed: Sequence[str], in_mid_epoch: bool
 ) -> tuple[list[str], bool]:
-    """Return the keys that differ from the checkpoint's, and whether the rows left of the epoch are not known any more.
+    """Return the keys that differ from the checkpoint's, and whether the rows left of the epoch are
+    not known any more.
 
     Raises:
-        SettingError: a key differs that must not, unless it is allowed; or one is allowed that nothing compares.
+        SettingError: a key differs that must not, unless it is allowed; or one is allowed that
+            nothing compares.
     """
     refused = {name for name, policy in RESUME.items() if policy == "refuse"}
     moves_rows = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
@@ -237,15 +264,22 @@ def compare(
         refused |= moves_rows
     for name in differs:
         if name in refused and name not in allowed:
-            after, before = _shown(name, now, saved), _shown(name, saved, now)
-            remedy = f"the checkpoint was trained with {before!r}; resume with that, or set resume_allow_changes=[{name}]"
+            after = _shown(name, now, saved)
+            before = _shown(name, saved, now)
+            remedy = (
+                f"the checkpoint was trained with {before!r}; resume with that, or set"
+                f" resume_allow_changes=[{name}]"
+            )
             raise SettingError(name, after, remedy)
     return differs, in_mid_epoch and any(name in moves_rows for name in differs)
 
 
 def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) -> Any:
-    """Return what differs between two blocks; a dataset is shown as its number of rows and the head of its fingerprint."""
-    value, other = conditions[name], others[name]
+    """Return what differs between two blocks; a dataset is shown as its number of rows and the head
+    of its fingerprint.
+    """
+    value = conditions[name]
+    other = others[name]
     if name == "dataset":
         return f"{count(conditions['rows'], 'row')}, {value[:8]}"
     if isinstance(value, dict) and isinstance(other, dict):
@@ -254,7 +288,9 @@ def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) 
 
 
 def _name_of_rows(job: Job, data: Data) -> str:
-    """Return a fingerprint of the rows of the dataset: how many, and some of them, wherever their files are."""
+    """Return a fingerprint of the rows of the dataset: how many, and some of them, wherever their
+    files are.
+    """
     rows = len(data.dataset)
     before = RandomState(job.device)
     torch.manual_seed(0)  # rows that are augmented when they are read are read alike

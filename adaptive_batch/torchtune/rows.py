@@ -1,4 +1,6 @@
-"""The rows of a configured dataset: each is checked as it is read, and all of them are measured once."""
+"""The rows of a configured dataset: each is checked as it is read, and all of them are measured
+once.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ class Rows(Dataset[Any]):
         real_tokens: counts the tokens of a row that are not padding; None counts all.
 
     Raises:
-        SettingError: a row that is read cannot be, or is none that the model takes; it names the row by its number.
+        SettingError: a row that is read cannot be, or is none that the model takes; it names the
+            row by its number.
     """
 
     def __init__(
@@ -57,7 +60,10 @@ class Rows(Dataset[Any]):
         name: str,
         real_tokens: Callable[[Mapping[str, Any]], int] | None = None,
     ) -> None:
-        self._job, self._key, self._dataset, self._name = job, key, dataset, name
+        self._job = job
+        self._key = key
+        self._dataset = dataset
+        self._name = name
         self._ahead = ReadAhead(
             dataset
         )  # each row is checked where it is used, not where it is read
@@ -93,9 +99,11 @@ class Rows(Dataset[Any]):
         return self._real_tokens(row)
 
     def recount(self) -> str:
-        """Drop lengths that were read from the cache where a row that was read since, on any rank, is not as long; return which row.
+        """Drop lengths that were read from the cache where a row that was read since, on any rank,
+        is not as long; return which row.
 
-        They are counted again when they are asked for. A collective, if the lengths came from the cache.
+        They are counted again when they are asked for. A collective, if the lengths came from the
+        cache.
         """
         if (
             self._measured is None
@@ -107,7 +115,9 @@ class Rows(Dataset[Any]):
         if self._cache_file is not None:
             with suppress(OSError):
                 self._cache_file.unlink(missing_ok=True)
-        self._measured, self._trusts_cache, self._changed = None, False, ""
+        self._measured = None
+        self._trusts_cache = False
+        self._changed = ""
         return changed
 
     def _read(self, number: int) -> Any:
@@ -126,7 +136,10 @@ class Rows(Dataset[Any]):
             int(self._measured.numbers[number, _TOKENS]) if self._measured else numbers[_TOKENS]
         )
         if counted != numbers[_TOKENS] and not self._changed:
-            self._changed = f"row {number} has {count(numbers[_TOKENS], 'token')}, and had {counted} when it was counted"
+            self._changed = (
+                f"row {number} has {count(numbers[_TOKENS], 'token')}, and had {counted} when it"
+                " was counted"
+            )
             if self._measured and not self._measured.is_cached:
                 message = (
                     "rows change as they are read, so that a step may hold other than was planned"
@@ -165,7 +178,9 @@ class Rows(Dataset[Any]):
         )
 
     def _measure(self, number: int, row: Any) -> list[int]:
-        """Return the tokens of a row, those that are not padding, and its token id that is most likely outside of a vocabulary."""
+        """Return the tokens of a row, those that are not padding, and its token id that is most
+        likely outside of a vocabulary.
+        """
         tokens, labels = (
             row.get(key) if isinstance(row, Mapping) else None for key in ("tokens", "labels")
         )
@@ -176,18 +191,21 @@ class Rows(Dataset[Any]):
         if labels is None and self._job.cfg.get("collate_fn") is None:
             raise self._refused(
                 number,
-                f"has no labels; give each token its label, or {self._job.loss_fn.ignore_index} for none",
+                f"has no labels; give each token its label, or {self._job.loss_fn.ignore_index} for"
+                " none",
             )
         if labels is not None:
             targets = self._ids(number, "labels", labels)
             if len(targets) != len(ids):
                 raise self._refused(
                     number,
-                    f"has {count(len(ids), 'token')} and {count(len(targets), 'label')}; give each token its label",
+                    f"has {count(len(ids), 'token')} and {count(len(targets), 'label')}; give each"
+                    " token its label",
                 )
             targets = targets[targets != self._job.loss_fn.ignore_index]
             extremes += [int(targets.min()), int(targets.max())] if len(targets) else []
-        least, most = min(extremes), max(extremes)
+        least = min(extremes)
+        most = max(extremes)
         return [len(ids), self._real_tokens(row), least if least < 0 else most]
 
     def _ids(self, number: int, key: str, ids: Any) -> np.ndarray[Any, Any]:
@@ -209,13 +227,21 @@ class Rows(Dataset[Any]):
 
     def _check(self, number: int, numbers: list[int]) -> None:
         """Refuse a row that the model does not take."""
-        job, length, worst = self._job, numbers[_TOKENS], numbers[_WORST]
+        job = self._job
+        length = numbers[_TOKENS]
+        worst = numbers[_WORST]
         if job.max_seq_len is not None and length > job.max_seq_len:
             most = job.max_seq_len
-            remedy = f"has {count(length, 'token')}, and the model takes {most} at most; set tokenizer.max_seq_len={most} or less"
+            remedy = (
+                f"has {count(length, 'token')}, and the model takes {most} at most; set"
+                f" tokenizer.max_seq_len={most} or less"
+            )
             raise self._refused(number, remedy)
         if job.vocab_size is not None and not 0 <= worst < job.vocab_size:
-            has = f"has the token id {worst}, and the model's vocabulary has 0 to {job.vocab_size - 1}"
+            has = (
+                f"has the token id {worst}, and the model's vocabulary has 0 to"
+                f" {job.vocab_size - 1}"
+            )
             raise self._refused(
                 number, f"{has}; give the tokenizer of this model, and the model its vocab_size"
             )

@@ -73,7 +73,9 @@ class RunSaver:
         self._all_know |= ends
 
     def save_epoch(self, trainer: Trainer, *, epoch: int) -> None:
-        """Save weights and, unless training is done, all that resuming needs; end here if that was asked for."""
+        """Save weights and, unless training is done, all that resuming needs; end here if that was
+        asked for.
+        """
         is_last = epoch + 1 >= self._settings.epochs
         ends = distributed.any_of_ranks(self._preemption.requested)
         state = None if is_last else self._state(preempted=ends)
@@ -119,7 +121,9 @@ class RunSaver:
         raise SystemExit(EXIT_STATUS)
 
     def _state(self, **facts: Any) -> dict[str, Any]:
-        """Return all that resuming needs besides weights and optimizer, as plain values and tensors."""
+        """Return all that resuming needs besides weights and optimizer, as plain values and
+        tensors.
+        """
         progress = self._queue.progress
         return {
             training.SEED_KEY: self._resumed.seed,

@@ -1,6 +1,8 @@
-"""Every configuration key that we read, each in one place: its name, type, default, check, what resuming does, its documentation.
+"""Every configuration key that we read, each in one place: its name, type, default, check, what
+resuming does, its documentation.
 
-The tables in docs/configuration.md are written from here by ``python -m adaptive_batch keys docs/configuration.md``.
+The tables in docs/configuration.md are written from here by ``python -m adaptive_batch keys
+docs/configuration.md``.
 """
 
 from __future__ import annotations
@@ -142,21 +144,21 @@ class ProbeSettings:
 
     search: str = key(
         one_of(*SEARCHES),
-        "`predict`: chooses each next size so that it fits by what the peaks have shown. `binary`: bisection of 1 to `maximum`. "
-        "`halve`: `maximum`, then half of it, until one fits",
+        "`predict`: chooses each next size so that it fits by what the peaks have shown. `binary`:"
+        " bisection of 1 to `maximum`. `halve`: `maximum`, then half of it, until one fits",
         default="predict",
     )
     objective: str = key(
         one_of(*OBJECTIVES),
-        "what `auto` takes within the bound: `throughput`: the micro-batches that train the most real tokens a second, timed in a "
-        "few trials; `largest`: as much at once as fits",
+        "what `auto` takes within the bound: `throughput`: the micro-batches that train the most"
+        " real tokens a second, timed in a few trials; `largest`: as much at once as fits",
         default="throughput",
         needs=("micro_batch_size=auto", "micro_batch_tokens=auto", "batch_tokens"),
     )
     device_memory: int | float | str | None = key(
         checked(check_device_memory),
-        "what training may use: null = what is free now plus what this process holds; a size such as `12GiB`; or a share of the "
-        "device such as `0.9`",
+        "what training may use: null = what is free now plus what this process holds; a size such"
+        " as `12GiB`; or a share of the device such as `0.9`",
         default=None,
     )
     headroom: float = key(
@@ -166,21 +168,24 @@ class ProbeSettings:
     )
     sequence_length: int | str = key(
         _length,
-        "`longest`: the longest real rows of the dataset; `max_seq_len`: rows as long as the tokenizer cuts them; or a number of "
-        "tokens. With less than the longest, longer rows may not fit, which is logged",
+        "`longest`: the longest real rows of the dataset; `max_seq_len`: rows as long as the"
+        " tokenizer cuts them; or a number of tokens. With less than the longest, longer rows may"
+        " not fit, which is logged",
         default="longest",
     )
     sequence_lengths: tuple[int | str, ...] = key(
         _lengths,
-        "for `adaptive_probe`: a list, each length once; one search for each, and none for `probe.sequence_length`",
+        "for `adaptive_probe`: a list, each length once; one search for each, and none for"
+        " `probe.sequence_length`",
         default=(),
         shown="none",
     )
     round_to_power_of_two: bool = key(
         check_bool,
-        "train with the power of two at or below the bound, which is tried too: it stays the same where the bound moves by some rows "
-        "from run to run, and batches that double divide each other. It leaves up to half of what fits unused, which is logged; "
-        "`False`: the bound itself",
+        "train with the power of two at or below the bound, which is tried too: it stays the same"
+        " where the bound moves by some rows from run to run, and batches that double divide each"
+        " other. It leaves up to half of what fits unused, which is logged; `False`: the bound"
+        " itself",
         default=True,
     )
     maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
@@ -197,31 +202,35 @@ class ProbeSettings:
     )
     cache: bool = key(
         check_bool,
-        "a bound in `{output_dir}/adaptive_batch/probe.json` that depends on the same things is tried once, and believed if it "
-        "fits, whatever the learning rate; a search starts from a curve of the same step that was planned or counted before",
+        "a bound in `{output_dir}/adaptive_batch/probe.json` that depends on the same things is"
+        " tried once, and believed if it fits, whatever the learning rate; a search starts from a"
+        " curve of the same step that was planned or counted before",
         default=True,
     )
     tune: bool = key(
         check_bool,
-        "for `adaptive_probe`: also search and time up to three joint settings that spend memory to save time, and print what to copy",
+        "for `adaptive_probe`: also search and time up to three joint settings that spend memory to"
+        " save time, and print what to copy",
         default=False,
     )
     critical_batch: bool = key(
         check_bool,
-        "for `adaptive_probe`: no search; branch from a checkpoint at several batches and print the largest that loses no more than a "
-        "tolerance. See [below](#the-critical-batch)",
+        "for `adaptive_probe`: no search; branch from a checkpoint at several batches and print the"
+        " largest that loses no more than a tolerance. See [below](#the-critical-batch)",
         default=False,
     )
     critical_batch_from: str | None = key(
         lambda name, value: str(value),
-        "the resume point (`step_N`) or epoch to branch from. null: the newest of `output_dir`, or the base where there is none",
+        "the resume point (`step_N`) or epoch to branch from. null: the newest of `output_dir`, or"
+        " the base where there is none",
         default=None,
         shown="newest",
         needs=("probe.critical_batch",),
     )
     critical_batch_rows: int | None = key(
         check_whole,
-        "rows that each branch trains on. null: those of 64 steps as configured, at most three quarters of the dataset",
+        "rows that each branch trains on. null: those of 64 steps as configured, at most three"
+        " quarters of the dataset",
         default=None,
         shown="64 steps",
         needs=("probe.critical_batch",),
@@ -240,8 +249,8 @@ class EstimateSettings:
 
     devices: object = key(
         checked(lambda name, value: parse_devices(value)),
-        "for `adaptive_estimate`, which needs it: devices that are not here: a size such as `80GiB`, a name such as `H100`, or a "
-        "list of them. See [estimate.md](estimate.md)",
+        "for `adaptive_estimate`, which needs it: devices that are not here: a size such as"
+        " `80GiB`, a name such as `H100`, or a list of them. See [estimate.md](estimate.md)",
         default=None,
     )
     sequence_lengths: tuple[int | str, ...] = key(
@@ -258,13 +267,15 @@ class EstimateSettings:
     )
     headroom: int | float | str = key(
         _headroom,
-        "what is left free beside that: a size such as `2GiB`, a number of bytes, or a share such as `0.05`",
+        "what is left free beside that: a size such as `2GiB`, a number of bytes, or a share such"
+        " as `0.05`",
         default=0,
     )
     context: int = key(
         _size,
-        "what the driver's context and its libraries take outside of the allocator, in bytes or as a size such as `600MiB`; of no "
-        "effect if `device` is `cpu`. See [estimate.md](estimate.md#the-context)",
+        "what the driver's context and its libraries take outside of the allocator, in bytes or as"
+        " a size such as `600MiB`; of no effect if `device` is `cpu`. See"
+        " [estimate.md](estimate.md#the-context)",
         default=CONTEXT_BYTES,
         shown="500MiB",
     )
@@ -278,7 +289,9 @@ class EstimateSettings:
 
 @dataclass(frozen=True)
 class ValidationSettings:
-    """Validation during training, as several keys give it together; with `fits_itself` as many rows run at once as fit."""
+    """Validation during training, as several keys give it together; with `fits_itself` as many rows
+    run at once as fit.
+    """
 
     every_n_steps: int
     batch_size: int
@@ -286,7 +299,9 @@ class ValidationSettings:
     max_batches: int | None
 
     def rows_of(self, rows: int, *, ranks: int = 1) -> int:
-        """Return how many of the `rows` of a dataset are validated on: its first; `ranks` run a batch each at a time."""
+        """Return how many of the `rows` of a dataset are validated on: its first; `ranks` run a
+        batch each at a time.
+        """
         return (
             rows
             if self.max_batches is None
@@ -310,89 +325,98 @@ class Settings:
     custom_sharded_layers: tuple[str, ...] = key(_layers, default=())
     use_maximum_batch_size: bool = key(
         check_bool,
-        "`True`: search, then set `batch_size` to the bound (see `probe.round_to_power_of_two`), at most the rows of an epoch; "
-        "`gradient_accumulation_steps` stays",
+        "`True`: search, then set `batch_size` to the bound (see `probe.round_to_power_of_two`), at"
+        " most the rows of an epoch; `gradient_accumulation_steps` stays",
         default=False,
         resume="report",
     )
     batch_increase_function: Callable[[int, int], int] | None = key(
         function(check_increment),
-        "dotted path of `f(epoch, batch_size) -> int`, or a block with `_component_` that builds one: rows to add to `batch_size` "
-        "at the start of each epoch. What goes beyond the bound is cut to it and logged. See [below](#growth-functions)",
+        "dotted path of `f(epoch, batch_size) -> int`, or a block with `_component_` that builds"
+        " one: rows to add to `batch_size` at the start of each epoch. What goes beyond the bound"
+        " is cut to it and logged. See [below](#growth-functions)",
         default=None,
         resume="refuse",
     )
     batch_size_schedule: Callable[[Progress], int] | None = key(
         function(check_schedule),
-        "dotted path of `rule(progress) -> int`, or a block with `_component_` that builds one: rows of a step on one device during "
-        "training; with `batch_tokens`, real tokens. It needs `gradient_accumulation_steps: 1` and no `batch_increase_function`. "
-        "See [below](#schedules-of-the-batch)",
+        "dotted path of `rule(progress) -> int`, or a block with `_component_` that builds one:"
+        " rows of a step on one device during training; with `batch_tokens`, real tokens. It needs"
+        " `gradient_accumulation_steps: 1` and no `batch_increase_function`. See"
+        " [below](#schedules-of-the-batch)",
         default=None,
         resume="refuse",
         fills_steps=True,
     )
     grow_beyond_maximum: bool = key(
         check_bool,
-        "`True`: the batch that either of these asks for may pass the bound; the step then runs as more micro-batches. `False`: it "
-        "is cut to the bound, which is logged",
+        "`True`: the batch that either of these asks for may pass the bound; the step then runs as"
+        " more micro-batches. `False`: it is cut to the bound, which is logged",
         default=False,
         resume="report",
         needs=("batch_increase_function", "batch_size_schedule"),
     )
     preview: bool = key(
         check_bool,
-        "`True`: print what training will do and stop before weights load. The bound is that of an earlier search in `output_dir`, "
-        "or `probe.assumed_maximum`",
+        "`True`: print what training will do and stop before weights load. The bound is that of an"
+        " earlier search in `output_dir`, or `probe.assumed_maximum`",
         default=False,
     )
     micro_batch_size: int | str | None = key(
         auto_or_whole,
-        "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see `probe.objective`); or a number. The rows "
-        "of a step run as as few micro-batches as that allows; a `batch_size` above the bound is then no error",
+        "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see"
+        " `probe.objective`); or a number. The rows of a step run as as few micro-batches as that"
+        " allows; a `batch_size` above the bound is then no error",
         default=None,
         resume="report",
     )
     micro_batch_tokens: int | str | None = key(
         auto_or_whole,
-        "tokens at once, padding included: `auto` = what is fastest within the bound (see `probe.objective`); or a number, at least "
-        "the longest row. The rows of a step are grouped by length, so that there are as few micro-batches as can be and, of these, "
-        "the least padding. Not together with `micro_batch_size`, and not for rows with images, which tokens do not measure",
+        "tokens at once, padding included: `auto` = what is fastest within the bound (see"
+        " `probe.objective`); or a number, at least the longest row. The rows of a step are grouped"
+        " by length, so that there are as few micro-batches as can be and, of these, the least"
+        " padding. Not together with `micro_batch_size`, and not for rows with images, which tokens"
+        " do not measure",
         default=None,
         resume="report",
     )
     micro_batch_layout: str | None = key(
         one_of(*KINDS),
-        "how the rows of a micro-batch lie in it; which rows a step has never changes. `padded`: to the longest; `grouped`: the same, "
-        "sorted by length within the step and cut where that takes least time; `packed`: one after the other without padding, "
-        "positions restart and no row sees another. null: `padded`, or with `auto` the fastest",
+        "how the rows of a micro-batch lie in it; which rows a step has never changes. `padded`: to"
+        " the longest; `grouped`: the same, sorted by length within the step and cut where that"
+        " takes least time; `packed`: one after the other without padding, positions restart and no"
+        " row sees another. null: `padded`, or with `auto` the fastest",
         default=None,
         resume="report",
     )
     batch_tokens: int | None = key(
         check_whole,
-        "a step holds as many rows as fit into so many real tokens, instead of `batch_size` rows. Sets `micro_batch_tokens: auto` "
-        "unless either micro key is set. Not together with a key that changes `batch_size`",
+        "a step holds as many rows as fit into so many real tokens, instead of `batch_size` rows."
+        " Sets `micro_batch_tokens: auto` unless either micro key is set. Not together with a key"
+        " that changes `batch_size`",
         default=None,
         resume="epoch",
     )
     sample_order: str = key(
         one_of(*ORDERS),
-        "`dataloader`: torchtune's order, and beyond 1,048,576 rows another permutation for each epoch; "
-        "`random`: shuffled again each epoch; `seqlen`: short to long",
+        "`dataloader`: torchtune's order, and beyond 1,048,576 rows another permutation for each"
+        " epoch; `random`: shuffled again each epoch; `seqlen`: short to long",
         default="dataloader",
         resume="epoch",
     )
     sample_window: int | None = key(
         check_whole,
-        "with `seqlen`: shuffle first and sort only within each so many rows, so that epochs differ in more than rows of equal length",
+        "with `seqlen`: shuffle first and sort only within each so many rows, so that epochs differ"
+        " in more than rows of equal length",
         default=None,
         resume="epoch",
         needs=("sample_order=seqlen",),
     )
     min_rows_per_batch: int = key(
         check_whole,
-        "least rows of a step by `batch_tokens`. A step that would have too few waits: rows that do not fit come later, and later "
-        "ones that do are taken first. Only rows for which the whole epoch has no partner are in smaller steps",
+        "least rows of a step by `batch_tokens`. A step that would have too few waits: rows that do"
+        " not fit come later, and later ones that do are taken first. Only rows for which the whole"
+        " epoch has no partner are in smaller steps",
         default=1,
         resume="epoch",
         needs=("batch_tokens",),
@@ -406,62 +430,68 @@ class Settings:
     )
     long_rows: str = key(
         one_of(*LONG_ROWS),
-        "a row above `batch_tokens`: `error`; `drop` (listed in `run.jsonl`); `alone`: a step of its own",
+        "a row above `batch_tokens`: `error`; `drop` (listed in `run.jsonl`); `alone`: a step of"
+        " its own",
         default="error",
         resume="epoch",
         needs=("batch_tokens",),
     )
     uniform_micro_batches: str | None = key(
         one_of(*UNIFORM),
-        "all micro-batches of a step alike, for pipelines and compiled graphs: `rows`: as many rows; `lengths`: padded to one "
-        "length; `both`",
+        "all micro-batches of a step alike, for pipelines and compiled graphs: `rows`: as many"
+        " rows; `lengths`: padded to one length; `both`",
         default=None,
         resume="report",
         fills_steps=True,
     )
     pad_to_multiple_of: int = key(
         check_whole,
-        "padded lengths are rounded up, never beyond what the model takes, so that there are fewer shapes to compile",
+        "padded lengths are rounded up, never beyond what the model takes, so that there are fewer"
+        " shapes to compile",
         default=1,
         shown="null",
         resume="report",
     )
     fused_rms_norm: bool = key(
         check_bool,
-        "torchtune's `RMSNorm` as one operation in the model's `dtype`, which keeps its input and no float32 copies of it; results "
-        "differ by rounding",
+        "torchtune's `RMSNorm` as one operation in the model's `dtype`, which keeps its input and"
+        " no float32 copies of it; results differ by rounding",
         default=False,
         resume="report",
     )
     on_out_of_memory: str = key(
         one_of("shrink", "raise"),
-        "`shrink`: the step is run again with less at once, which grows back; `raise`. With the optimizer in backward the default is "
-        "`raise`, and `shrink` is refused: a step that failed has changed weights already",
+        "`shrink`: the step is run again with less at once, which grows back; `raise`. With the"
+        " optimizer in backward the default is `raise`, and `shrink` is refused: a step that failed"
+        " has changed weights already",
         default="shrink",
     )
     on_nonfinite_loss: str = key(
         one_of(*ON_NONFINITE_LOSS),
-        "a step whose loss is NaN or infinite: `warn` logs it, and training continues; `skip` leaves weights and optimizer as they "
-        "are; `stop` ends the run before the step is taken, with status 1. See [below](#a-loss-that-is-not-finite)",
+        "a step whose loss is NaN or infinite: `warn` logs it, and training continues; `skip`"
+        " leaves weights and optimizer as they are; `stop` ends the run before the step is taken,"
+        " with status 1. See [below](#a-loss-that-is-not-finite)",
         default="warn",
         resume="report",
     )
     sync_gradients_every_micro_batch: bool = key(
         check_bool,
-        "several ranks: `True` reduces gradients after each micro-batch; `False` keeps them unsharded until the last of a step: "
-        "less traffic, and as much more memory as all gradients less a rank's part of them. The probe measures the one that is set",
+        "several ranks: `True` reduces gradients after each micro-batch; `False` keeps them"
+        " unsharded until the last of a step: less traffic, and as much more memory as all"
+        " gradients less a rank's part of them. The probe measures the one that is set",
         default=True,
     )
     lr_scaling: str = key(
         one_of(*RULES),
-        "`linear` or `sqrt`: the rate is multiplied by (batch / reference) or its square root, by the global batch that is really "
-        "stepped",
+        "`linear` or `sqrt`: the rate is multiplied by (batch / reference) or its square root, by"
+        " the global batch that is really stepped",
         default="none",
     )
     reference_batch_size: Reference | None = key(
         _reference,
-        "the global batch that the configured `lr` belongs to: a number of rows, or tokens as in `8192tok`. Default: the "
-        "configured `batch_size` x `gradient_accumulation_steps` x ranks, before any probe",
+        "the global batch that the configured `lr` belongs to: a number of rows, or tokens as in"
+        " `8192tok`. Default: the configured `batch_size` x `gradient_accumulation_steps` x ranks,"
+        " before any probe",
         default=None,
         shown="configured",
         resume="report",
@@ -469,9 +499,10 @@ class Settings:
     )
     scale_with_batch: Mapping[str, str] | None = key(
         lambda name, value: check_scaled(name, value) or None,
-        "what of the optimizer follows the batch, by the one that is really stepped over `reference_batch_size`: `{beta2: half_life}` "
-        "keeps the half-life of the second moment in rows, `{weight_decay: per_token}` the decay for each row, or token where the reference is one of tokens; or both. See "
-        "[below](#what-follows-the-batch)",
+        "what of the optimizer follows the batch, by the one that is really stepped over"
+        " `reference_batch_size`: `{beta2: half_life}` keeps the half-life of the second moment in"
+        " rows, `{weight_decay: per_token}` the decay for each row, or token where the reference is"
+        " one of tokens; or both. See [below](#what-follows-the-batch)",
         default=None,
         resume="report",
     )
@@ -486,9 +517,9 @@ class Settings:
     )
     batch_size_val: int | str | None = key(
         auto_or_whole,
-        "rows at once in validation, and what `max_validation_batches` counts; `auto`: as many as fit, found for validation alone, "
-        "counted in `batch_size` rows. Running out of memory in validation lowers this, never training's, whatever "
-        "`on_out_of_memory` is",
+        "rows at once in validation, and what `max_validation_batches` counts; `auto`: as many as"
+        " fit, found for validation alone, counted in `batch_size` rows. Running out of memory in"
+        " validation lowers this, never training's, whatever `on_out_of_memory` is",
         default=None,
         shown="`batch_size`",
         needs=("run_val_every_n_steps",),
@@ -508,8 +539,8 @@ class Settings:
     )
     lr_clock: Clock = key(
         lambda name, value: Clock.from_config(value),
-        "what warm-up and decay of `lr_scheduler` count: `samples`, `tokens` or `steps`; or one for each, as in "
-        "`{warmup: steps, decay: tokens}`. See below",
+        "what warm-up and decay of `lr_scheduler` count: `samples`, `tokens` or `steps`; or one for"
+        " each, as in `{warmup: steps, decay: tokens}`. See below",
         default=Clock(),
         shown="`samples`",
         resume="refuse",
@@ -517,8 +548,9 @@ class Settings:
     )
     log_gradient_noise_scale: bool = key(
         check_bool,
-        "`True`: measure the gradient noise scale from the micro-batches of steps and log it. By rows it takes steps of two "
-        "micro-batches or more; by tokens or `grouped` a step that is sampled has about one more",
+        "`True`: measure the gradient noise scale from the micro-batches of steps and log it. By"
+        " rows it takes steps of two micro-batches or more; by tokens or `grouped` a step that is"
+        " sampled has about one more",
         default=False,
     )
     save_every_n_steps: int | None = key(
@@ -526,7 +558,8 @@ class Settings:
     )
     keep_last_n_checkpoints: int | None = key(
         check_whole,
-        "resume points that are kept; older ones go when a newer one is whole. null: all. Epoch checkpoints stay",
+        "resume points that are kept; older ones go when a newer one is whole. null: all. Epoch"
+        " checkpoints stay",
         default=None,
         needs=("save_every_n_steps",),
     )
@@ -580,7 +613,9 @@ class Settings:
 
     @property
     def restores_random_state(self) -> bool:
-        """Whether a resumed run continues with the random numbers of the saved one; torchtune's recipe seeds again."""
+        """Whether a resumed run continues with the random numbers of the saved one; torchtune's
+        recipe seeds again.
+        """
         return self.adaptive or self.save_every_n_steps is not None
 
     @property
@@ -590,7 +625,9 @@ class Settings:
 
     @property
     def chooses_fastest(self) -> bool:
-        """Whether a micro-batch holds what is fastest, rather than as much as fits; with the optimizer in backward a step is one."""
+        """Whether a micro-batch holds what is fastest, rather than as much as fits; with the
+        optimizer in backward a step is one.
+        """
         return (
             self.fits_itself
             and OBJECTIVES[self.probe.objective].cost is not None
@@ -606,7 +643,9 @@ class Settings:
 
     @property
     def adaptive(self) -> bool:
-        """Whether any key is on that changes batches or how they are run; off means torchtune's own behaviour."""
+        """Whether any key is on that changes batches or how they are run; off means torchtune's own
+        behaviour.
+        """
         return (
             self.needs_bound
             or self.grows
@@ -694,18 +733,29 @@ def reference_tables() -> dict[str, str]:
             [
                 "| another than the checkpoint's | |",
                 "|---|---|",
-                f"| {refused} | refused with both values, unless `resume_allow_changes` lists the key |",
+                (
+                    f"| {refused} | refused with both values, unless `resume_allow_changes` lists"
+                    " the key |"
+                ),
                 f"| within an epoch also {rows}; with `batch_tokens` {by_tokens} | the same |",
                 "| optimizer, `optimizer_in_bwd` | refused |",
-                "| everything else that results depend on, epochs and batch size among it | logged |",
-                "| settings of the optimizer (but `fused`, `foreach`, `capturable`), `seed`, `max_steps_per_epoch` | the checkpoint's are kept, which is logged |",
+                (
+                    "| everything else that results depend on, epochs and batch size among it |"
+                    " logged |"
+                ),
+                (
+                    "| settings of the optimizer (but `fused`, `foreach`, `capturable`), `seed`,"
+                    " `max_steps_per_epoch` | the checkpoint's are kept, which is logged |"
+                ),
             ]
         ),
     }
 
 
 def write_reference(page: Path) -> None:
-    """Rewrite the tables of a page of the documentation; each is between ``<!-- NAME: ... -->`` and ``<!-- end -->``."""
+    """Rewrite the tables of a page of the documentation; each is between ``<!-- NAME: ... -->`` and
+    ``<!-- end -->``.
+    """
     text = page.read_text(encoding="utf-8")
     for name, rows in reference_tables().items():
         begin = text.index("-->", text.index(f"<!-- {name}: ")) + len("-->")

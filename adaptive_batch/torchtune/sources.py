@@ -1,4 +1,6 @@
-"""The code and the files that objects are made of, as a part of a fingerprint: names alone do not tell what they do."""
+"""The code and the files that objects are made of, as a part of a fingerprint: names alone do not
+tell what they do.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,12 @@ _DEEPEST = 8
 
 
 def sources_of(*roots: object) -> list[Any]:
-    """Describe the code and the files of objects, as a part for `fingerprint`: another description means another content.
+    """Describe the code and the files of objects, as a part for `fingerprint`: another description
+    means another content.
 
-    Followed are the attributes of objects, the classes and functions among them, texts that name a file or what a module holds, and
-    what modules that are not installed take from each other. Of a dataset of Hugging Face its own fingerprint counts.
+    Followed are the attributes of objects, the classes and functions among them, texts that name a
+    file or what a module holds, and what modules that are not installed take from each other. Of a
+    dataset of Hugging Face its own fingerprint counts.
     """
     modules: dict[str, ModuleType] = {}
     found: list[Any] = []
@@ -71,7 +75,9 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _add(modules: dict[str, ModuleType], *names: str) -> None:
-    """Add modules that are loaded, and those which these take names from, as far as they are not installed."""
+    """Add modules that are loaded, and those which these take names from, as far as they are not
+    installed.
+    """
     waiting = list(names)
     while waiting:
         name = waiting.pop()

@@ -47,16 +47,21 @@ class Trainer:
         sizer: MicroBatchSizer,
         *,
         to_device: Callable[[dict[str, Any]], None] | None = None,
-        new_optimizer: Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
-        | None = None,
+        new_optimizer: (
+            Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None
+        ) = None,
     ) -> None:
-        cfg, settings, self._loss_fn = job.cfg, job.settings, job.loss_fn
+        cfg = job.cfg
+        settings = job.settings
+        self._loss_fn = job.loss_fn
         if cfg.compile:
             training.compile_loss(self._loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
         if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
             cast(Any, model).set_num_output_chunks(self._loss_fn.num_output_chunks)
-        self.model, self._device, self._job = model, job.device, job
+        self.model = model
+        self._device = job.device
+        self._job = job
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         max_grad_norm = None
@@ -111,7 +116,9 @@ class Trainer:
         utils.batch_to_device(batch, self._device)
 
     def _pack(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Pack rows into one sequence; torchtune's models compare its length with what a row may have, which each row was."""
+        """Pack rows into one sequence; torchtune's models compare its length with what a row may
+        have, which each row was.
+        """
         batch = pack_rows(rows, ignore_index=self._loss_fn.ignore_index)
         if hasattr(self.model, "max_seq_len"):
             self.model.max_seq_len = max(
@@ -120,7 +127,9 @@ class Trainer:
         return batch
 
     def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the mean loss of a batch over its label tokens; position `i` predicts the label at `i + 1`."""
+        """Return the mean loss of a batch over its label tokens; position `i` predicts the label at
+        `i + 1`.
+        """
         labels = batch.pop("labels")
         if (
             self._offloading and self._activations.tracker
@@ -150,7 +159,9 @@ class Trainer:
         return self._job.builder.state(self.model)
 
     def learn_collectives(self) -> None:
-        """Let even the first micro-batch be retried that runs out of memory on one of several ranks."""
+        """Let even the first micro-batch be retried that runs out of memory on one of several
+        ranks.
+        """
         shrinks = self._job.settings.on_out_of_memory == "shrink"
         if (
             distributed.world_size() > 1 and shrinks and not self._job.cfg.compile
@@ -161,7 +172,8 @@ class Trainer:
         """Step and clear the gradients.
 
         Raises:
-            DoesNotFitError: out of memory; some weights are stepped already, so this cannot be tried again.
+            DoesNotFitError: out of memory; some weights are stepped already, so this cannot be
+                tried again.
         """
         if self.in_backward:  # each parameter has been stepped
             return
@@ -176,9 +188,10 @@ class Trainer:
             failure is not None
         ):  # outside the except block, which keeps the tensors of the step alive
             raise DoesNotFitError(
-                f"the optimizer's step ran out of memory on {self._device}: {failure}; some weights are stepped and others are "
-                "not, so it cannot be tried again: what was saved before is whole, resume from it with "
-                f"resume_from_checkpoint=True and use_maximum_batch_size=True (its trials know this phase), or {MEMORY_REMEDIES}"
+                f"the optimizer's step ran out of memory on {self._device}: {failure}; some weights"
+                " are stepped and others are not, so it cannot be tried again: what was saved"
+                " before is whole, resume from it with resume_from_checkpoint=True and"
+                f" use_maximum_batch_size=True (its trials know this phase), or {MEMORY_REMEDIES}"
             )
         self.optimizer.zero_grad(set_to_none=True)
 

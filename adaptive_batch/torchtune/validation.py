@@ -1,4 +1,6 @@
-"""Validation during training: the loss on rows that are not trained on, with a limit apart from training's."""
+"""Validation during training: the loss on rows that are not trained on, with a limit apart from
+training's.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,8 @@ from .trainer import Trainer
 class Validation:
     """The rows of `dataset_val`, and how many of them are run at once.
 
-    Which rows are validated on depends on ``batch_size_val`` (or ``batch_size``, where that is ``auto``) and
-    ``max_validation_batches`` alone, never on what fits.
+    Which rows are validated on depends on ``batch_size_val`` (or ``batch_size``, where that is
+    ``auto``) and ``max_validation_batches`` alone, never on what fits.
 
     Args:
         job, data, trainer: of the run.
@@ -58,7 +60,8 @@ class Validation:
             tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
             log.event(
                 "validation_bound",
-                f"validation: {count(bound.max_batch_size, 'row')} of {count(bound.sequence_length, 'token')} fit at once",
+                f"validation: {count(bound.max_batch_size, 'row')} of"
+                f" {count(bound.sequence_length, 'token')} fit at once",
                 max_batch_size=bound.max_batch_size,
                 sequence_length=bound.sequence_length,
                 trials=len(bound.trials),
@@ -80,7 +83,9 @@ class Validation:
         self._log.limit(change, kind="validation_limit")
 
     def run(self) -> float:
-        """The mean loss over the label tokens of the rows. Training goes on as if this had not been."""
+        """The mean loss over the label tokens of the rows. Training goes on as if this had not
+        been.
+        """
         random_state = RandomState(self._job.device)
         try:
             loss = self._evaluator.run(self._rows())

@@ -1,4 +1,5 @@
-"""A step of any script: the batch that it has made, split into parts that fit, and run again where memory runs out.
+"""A step of any script: the batch that it has made, split into parts that fit, and run again where
+memory runs out.
 
 def forward_backward(part):
     loss = model(**part.batch).loss * part.share
@@ -45,38 +46,45 @@ from .trials import TriedStep, WorstRows
 log = logging.getLogger("adaptive_batch")
 
 REMEDIES = (
-    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less state or a chunked loss, "
-    "or allow more memory"
+    "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less"
+    " state or a chunked loss, or allow more memory"
 )
 
-_LENGTHS_REMEDY = "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or micro_batch_size"
+_LENGTHS_REMEDY = (
+    "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or"
+    " micro_batch_size"
+)
 
 
 class AdaptiveStep:
-    """Calls a function of the script's once for each part of a batch that fits, and again where memory runs out.
+    """Calls a function of the script's once for each part of a batch that fits, and again where
+    memory runs out.
 
-    It knows no data, optimizer, rate or scaler: autocast, ``scaler.scale(loss)``, ``accelerator.backward``, clipping and
-    accumulation stay in the script. Gradients of earlier batches are kept; those of a batch are the same, to rounding, whatever
-    it is split into. With one part they have the script's own bits.
+    It knows no data, optimizer, rate or scaler: autocast, ``scaler.scale(loss)``,
+    ``accelerator.backward``, clipping and accumulation stay in the script. Gradients of earlier
+    batches are kept; those of a batch are the same, to rounding, whatever it is split into. With
+    one part they have the script's own bits.
 
-    A failed attempt is undone: gradients, random numbers and running statistics are as before it. What else
-    `forward_backward` changes, a metric for instance, it changes in each attempt.
+    A failed attempt is undone: gradients, random numbers and running statistics are as before it.
+    What else `forward_backward` changes, a metric for instance, it changes in each attempt.
 
-    On several ranks, which must hold a model that `fully_shard` has divided, all call it alike, and retry together.
+    On several ranks, which must hold a model that `fully_shard` has divided, all call it alike, and
+    retry together.
 
     Args:
         model: model on its device.
-        forward_backward: ``forward_backward(part)`` runs forward and backward of ``part.batch``, its mean loss multiplied by
-            ``part.share``; see :class:`Part`. What it returns is collected.
-        micro_batch_size: the most rows of a part: a number, ``auto`` for what :meth:`find_bound` finds, or None for the whole
-            batch.
-        micro_batch_tokens: the most tokens of a part, padding included; not together with `micro_batch_size`. Needs the
-            length of each row, see :class:`RowsOfBatch`, or `split`.
-        split: function that returns :class:`SplitBatch` of a batch: for pairs, sequences along another dimension, states.
-            None splits each tensor by its first dimension.
-        num_labels: function that returns the number of labels that the loss of a batch is a mean over. None counts
-            ``labels`` that are not -100, after the shift by one or before it, as the loss of the first split shows; of a
-            batch without ``labels`` its rows.
+        forward_backward: ``forward_backward(part)`` runs forward and backward of ``part.batch``,
+            its mean loss multiplied by ``part.share``; see :class:`Part`. What it returns is
+            collected.
+        micro_batch_size: the most rows of a part: a number, ``auto`` for what :meth:`find_bound`
+            finds, or None for the whole batch.
+        micro_batch_tokens: the most tokens of a part, padding included; not together with
+            `micro_batch_size`. Needs the length of each row, see :class:`RowsOfBatch`, or `split`.
+        split: function that returns :class:`SplitBatch` of a batch: for pairs, sequences along
+            another dimension, states. None splits each tensor by its first dimension.
+        num_labels: function that returns the number of labels that the loss of a batch is a mean
+            over. None counts ``labels`` that are not -100, after the shift by one or before it, as
+            the loss of the first split shows; of a batch without ``labels`` its rows.
         options: how a step runs.
 
     Attributes:
@@ -163,7 +171,8 @@ class AdaptiveStep:
         )
         if has_batch_norm(model):
             log.warning(
-                "the model has BatchNorm, whose statistics are those of a micro-batch: a split changes results"
+                "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
+                " changes results"
             )
         if self.sizer.waits_for_search:
             log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
@@ -189,7 +198,8 @@ class AdaptiveStep:
         """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
         return self.sizer.max_batch_size
 
-    # --- a step -----------------------------------------------------------------------------------------------------------
+    # --- a step
+    # -----------------------------------------------------------------------------------------------------------
 
     def __call__(self, batch: Any) -> list[Any]:
         """Run forward and backward of a batch, in parts that fit.
@@ -198,12 +208,15 @@ class AdaptiveStep:
             batch: whatever the script has made, on the host or on the device.
 
         Returns:
-            What `forward_backward` returned, of each part in turn; a part without a label is left out.
+            What `forward_backward` returned, of each part in turn; a part without a label is left
+            out.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            RankLostError: out of memory on this rank where the others cannot be told; end the process.
-            SettingError: the loss of the batch is not the sum of its parts' shares, so that it cannot be split.
+            RankLostError: out of memory on this rank where the others cannot be told; end the
+                process.
+            SettingError: the loss of the batch is not the sum of its parts' shares, so that it
+                cannot be split.
         """
         rows = self._split_batch(batch)
         return self.run(rows, rows_at_once=distributed.maximum(rows.num_rows), question=Question())
@@ -239,13 +252,15 @@ class AdaptiveStep:
         if self.num_pieces > 1 and self._tried_one_part:
             self._tried_one_part = False
             log.warning(
-                "a batch is split, and what fits was tried without the gradients of other parts: give find_bound batch_size="
+                "a batch is split, and what fits was tried without the gradients of other parts:"
+                " give find_bound batch_size="
             )
         parts = self._parts(rows, self.pieces, self.num_pieces)
         results = []
 
         def run(piece: MicroBatch | None, is_last: bool) -> None:
-            # The last reference but the function's own, so that its memory is free when the next one runs.
+            # The last reference but the function's own, so that its memory is free when the next
+            # one runs.
             part = parts.pop(0)
             if part is not None:
                 results.append(self._forward_backward(part))
@@ -260,13 +275,16 @@ class AdaptiveStep:
     def _parts(
         self, rows: Splittable, pieces: Sequence[MicroBatch], num_pieces: int
     ) -> list[Part | None]:
-        """Return the parts with their shares, counted before the first backward; None for one that has no label."""
+        """Return the parts with their shares, counted before the first backward; None for one that
+        has no label.
+        """
 
         def make() -> list[Any]:
             return [rows.part(piece.rows) for piece in pieces]
 
         over_ranks = self._options.count_labels_over == "ranks" and distributed.world_size() > 1
-        # Where this rank has no memory for them, it takes part in what ranks do together as one without rows.
+        # Where this rank has no memory for them, it takes part in what ranks do together as one
+        # without rows.
         batches = self.runner.retry.prepare(make) or []
         if num_pieces == 1 and not over_ranks:
             return [Part(batch, rows.num_rows) for batch in batches] or [None]
@@ -311,14 +329,16 @@ class AdaptiveStep:
         """Run a batch as one part, as a trial, and forget what it returned.
 
         Args:
-            make: function that makes the batch, which is part of what is tried, and returns it with the number of its rows.
+            make: function that makes the batch, which is part of what is tried, and returns it with
+                the number of its rows.
             is_last: whether gradients are reduced.
         """
         with self.runner.trial(is_last=is_last):
             batch, num_rows = make()
             self._forward_backward(Part(batch, num_rows, is_last=is_last, is_trial=True))
 
-    # --- what fits --------------------------------------------------------------------------------------------------------
+    # --- what fits
+    # --------------------------------------------------------------------------------------------------------
 
     def find_bound(
         self,
@@ -331,18 +351,22 @@ class AdaptiveStep:
         batch_size: int | None = None,
         accumulates: bool = False,
     ) -> ProbeResult:
-        """Find the most rows whose whole training step fits, and run no more at once; training is left as it was, bit for bit.
+        """Find the most rows whose whole training step fits, and run no more at once; training is
+        left as it was, bit for bit.
 
         Args:
             optimizer: optimizer of the model's parameters.
-            sample: function that returns the `n` worst rows as a batch: the longest that training may meet, collated.
-            device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9, or None for what is
-                available.
+            sample: function that returns the `n` worst rows as a batch: the longest that training
+                may meet, collated.
+            device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as
+                0.9, or None for what is available.
             headroom: share of that which is left free.
             maximum: the most rows that are tried.
-            batch_size: rows of the script's batches; of more than fit, the bound is sought again beside the gradients that a
-                second part meets. None where they fit, or are not known.
-            accumulates: whether the script adds up the gradients of several batches, so that those of earlier ones are there.
+            batch_size: rows of the script's batches; of more than fit, the bound is sought again
+                beside the gradients that a second part meets. None where they fit, or are not
+                known.
+            accumulates: whether the script adds up the gradients of several batches, so that those
+                of earlier ones are there.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -392,7 +416,8 @@ class AdaptiveStep:
         self.try_part(whole, is_last=is_last)
         gradients.add_up()
 
-    # --- state ------------------------------------------------------------------------------------------------------------
+    # --- state
+    # ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what fits, as plain values; random numbers are the script's to save."""

@@ -20,7 +20,8 @@ class Division:
 
     Attributes:
         parts: micro-batches; where noise is sampled, those of the small batch and the others.
-        counts: micro-batches of each part on the rank that has most; None until ranks agree on them.
+        counts: micro-batches of each part on the rank that has most; None until ranks agree on
+            them.
     """
 
     parts: tuple[list[MicroBatch], ...]
@@ -32,7 +33,9 @@ class Division:
         return tuple(map(len, self.parts))
 
     def agreed(self) -> Division:
-        """Return the division with the counts of the rank that has most; a collective unless they are known."""
+        """Return the division with the counts of the rank that has most; a collective unless they
+        are known.
+        """
         if self.counts is not None:
             return self
         return replace(self, counts=tuple(distributed.all_reduce_max(list(self.own_counts))))
@@ -43,7 +46,8 @@ class Question:
     """What each rank says before a step.
 
     Attributes:
-        batch: batch that was requested for the step, which a rule of the user's may have answered differently elsewhere.
+        batch: batch that was requested for the step, which a rule of the user's may have answered
+            differently elsewhere.
         num_rows: rows of the step on all ranks, as this one counts them.
         ends: whether this rank was asked to end.
     """
@@ -61,7 +65,8 @@ def agree_on_step(
     fullest: MicroBatch,
     rows_at_once: int,
 ) -> tuple[Division, bool]:
-    """Agree with all ranks on a step; make the limit smaller where an allocator only just had room, or larger where all have room.
+    """Agree with all ranks on a step; make the limit smaller where an allocator only just had room,
+    or larger where all have room.
 
     Args:
         sizer: decides what a micro-batch of the step may hold.
@@ -122,8 +127,8 @@ def same_answers(answers: Mapping[str, int]) -> None:
     for rank, mine in enumerate(others, start=1):
         for name, value, of_first in differences(mine, first):
             raise GrowthFunctionError(
-                f"{name} answers {value} on rank {rank} and {of_first} on rank 0; it must be the same function of the same "
-                "arguments on all ranks"
+                f"{name} answers {value} on rank {rank} and {of_first} on rank 0; it must be the"
+                " same function of the same arguments on all ranks"
             )
 
 

@@ -59,7 +59,8 @@ log = logging.getLogger("adaptive_batch")
 
 SEARCHES = ("predict", "binary", "halve")
 
-# Steps of training's own lengths in a trial, after the longest, which fragment the allocator's cache.
+# Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
+# cache.
 _DRAWN_STEPS = 12
 
 
@@ -68,13 +69,13 @@ class ProbeOptions:
     """How a search goes about it.
 
     Attributes:
-        device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9, or None for what is
-            available.
+        device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9,
+            or None for what is available.
         headroom: share of that which is left free, in [0, 1).
         maximum: the most rows that are tried.
         search: ``predict``, ``binary`` or ``halve``.
-        round_to_power_of_two: whether the power of two at or below the bound is tried too; it is then `batch_size` of the
-            result.
+        round_to_power_of_two: whether the power of two at or below the bound is tried too; it is
+            then `batch_size` of the result.
         objective: what ``auto`` takes within the bound: a name of :data:`.OBJECTIVES`.
         memory_key: name that errors give to `device_memory`.
 
@@ -120,17 +121,21 @@ class NoCache:
 
 
 class BoundSearch:
-    """Finds how many rows fit, in training or in evaluation; training is left as it was, bit for bit.
+    """Finds how many rows fit, in training or in evaluation; training is left as it was, bit for
+    bit.
 
     Args:
         tried: step that trials run.
         rows: rows of the trials.
         options: how it goes about it.
-        accumulates: whether some step has two micro-batches or more, so that gradients are there when a forward begins.
+        accumulates: whether some step has two micro-batches or more, so that gradients are there
+            when a forward begins.
         evaluation: evaluation that is tried in place of training; None for training.
         cache: what earlier searches have shown.
-        choices: choices of which the fastest is sought too, within what fits; None for as much at once as fits.
-        time_limit: function that gives a context which ends all ranks where one does not end a trial in time.
+        choices: choices of which the fastest is sought too, within what fits; None for as much at
+            once as fits.
+        time_limit: function that gives a context which ends all ranks where one does not end a
+            trial in time.
         build_search: function that builds another :class:`.Search` than the named one.
     """
 
@@ -216,7 +221,9 @@ class BoundSearch:
 
     @property
     def _fragments(self) -> bool:
-        """Whether trials are whole steps of varying lengths, which fragment the cache of the device's allocator."""
+        """Whether trials are whole steps of varying lengths, which fragment the cache of the
+        device's allocator.
+        """
         has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
         return has_cache and self._rows.in_order is not None
 
@@ -269,7 +276,9 @@ class BoundSearch:
         )
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
-        """Try again what an earlier search found; where that no longer fits, or nothing is known, search."""
+        """Try again what an earlier search found; where that no longer fits, or nothing is known,
+        search.
+        """
         known = distributed.from_rank_zero(lambda: self._cache.known(budget))
         if self._evaluation and not self._tried.runner.sharding.knows(evaluates=True):
             # From it a rank that fails knows what the others wait for.
@@ -311,7 +320,9 @@ class BoundSearch:
     def _fastest(
         self, choices: Choices, result: ProbeResult, seconds_of_search: float
     ) -> Throughput | None:
-        """Return what is fastest within what fits, found in about twice the time of the search by memory."""
+        """Return what is fastest within what fits, found in about twice the time of the search by
+        memory.
+        """
         start = time.perf_counter()
         seconds = distributed.maximum(int(1e6 * seconds_of_search)) * 2e-6
         search = ThroughputSearch(self._tried, self._dry_run, choices, self._rows)
@@ -319,7 +330,9 @@ class BoundSearch:
         return fastest and replace(fastest, seconds=time.perf_counter() - start)
 
     def _varying_steps(self, size: int) -> Iterator[Sequence[Callable[[], None]]]:
-        """Yield the micro-batches of steps: the longest, what comes first in training, and the longest again."""
+        """Yield the micro-batches of steps: the longest, what comes first in training, and the
+        longest again.
+        """
         tried = self._tried
         sizer = tried.runner.sizer
         in_order = self._rows.in_order
@@ -370,7 +383,8 @@ def find_in_step(
     step_rows: int | None,
     before_splitting: Callable[[ProbeResult], object] = lambda first: None,
 ) -> list[ProbeResult]:
-    """Search for one micro-batch; where a step has more rows than fit, search again with gradients there.
+    """Search for one micro-batch; where a step has more rows than fit, search again with gradients
+    there.
 
     Args:
         find: function that searches, given whether gradients are there when a forward begins.
@@ -400,23 +414,27 @@ def find_max_batch_size(
     search: str = "predict",
     accumulates: bool = False,
 ) -> ProbeResult:
-    """Find the largest batch whose whole training step fits; training is left as it was, bit for bit.
+    """Find the largest batch whose whole training step fits; training is left as it was, bit for
+    bit.
 
-    Trials run forward and backward of the worst rows, with the optimizer's state there; every size that is returned was tried.
-    Weights, optimizer, gradients, buffers and random numbers are the same afterwards. On several ranks, which must hold a model
-    that `fully_shard` has divided, all of them call it, and the smallest bound counts.
+    Trials run forward and backward of the worst rows, with the optimizer's state there; every size
+    that is returned was tried. Weights, optimizer, gradients, buffers and random numbers are the
+    same afterwards. On several ranks, which must hold a model that `fully_shard` has divided, all
+    of them call it, and the smallest bound counts.
 
     Args:
         model: model on its device.
         optimizer: optimizer of its parameters.
-        forward_backward: function that runs a batch as training does, ``backward()`` included; autocast and scaling belong
-            into it.
-        sample: function that returns the `n` worst rows as a batch: the longest that training may meet, collated.
+        forward_backward: function that runs a batch as training does, ``backward()`` included;
+            autocast and scaling belong into it.
+        sample: function that returns the `n` worst rows as a batch: the longest that training may
+            meet, collated.
         device_memory: see :class:`ProbeOptions`.
         headroom: share of `device_memory` that is left free.
         maximum: the most rows that are tried.
         search: ``predict``, ``binary`` or ``halve``.
-        accumulates: whether gradients are there when a forward begins, as where the script accumulates them.
+        accumulates: whether gradients are there when a forward begins, as where the script
+            accumulates them.
 
     Returns:
         What was found: `max_batch_size` rows, the trials, and ``table()`` of them.

@@ -1,4 +1,5 @@
-"""The loss of many rows without gradients, in as large micro-batches as fit; it has a limit apart from training's.
+"""The loss of many rows without gradients, in as large micro-batches as fit; it has a limit apart
+from training's.
 
 With several ranks each evaluates its own rows, and all run the same number of micro-batches.
 """
@@ -28,7 +29,8 @@ class Evaluator:
     Args:
         runner: runner that trains the model, which is in evaluation mode while it is evaluated.
         loss: how rows of the evaluation become a batch; what a batch's loss is, the runner knows.
-        sizer: decides what one micro-batch of evaluation may hold, apart from training's; the kind of its layout is training's.
+        sizer: decides what one micro-batch of evaluation may hold, apart from training's; the kind
+            of its layout is training's.
     """
 
     def __init__(self, runner: MicroBatchRunner, loss: RowLoss, sizer: MicroBatchSizer) -> None:
@@ -45,7 +47,8 @@ class Evaluator:
         return self._sizer.limit(1)
 
     def run(self, rows: Iterable[Any]) -> float:
-        """Return the mean loss over the label tokens of all `rows` of all ranks; nan where there are none.
+        """Return the mean loss over the label tokens of all `rows` of all ranks; nan where there
+        are none.
 
         Args:
             rows: of this rank.
@@ -81,7 +84,8 @@ class Evaluator:
         amount = self.limit.amount
         if self.limit.unit == "rows":
             return list(islice(unread, amount * -(-_ROWS_READ // amount)))
-        rows, tokens = [], 0
+        rows = []
+        tokens = 0
         for row in unread:
             rows.append(row)
             tokens += self._loss.row_length(row)

@@ -1,4 +1,6 @@
-"""The loss over each full batch of samples, so that runs whose batch changes can be laid beside each other."""
+"""The loss over each full batch of samples, so that runs whose batch changes can be laid beside
+each other.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,12 @@ from typing import Any
 
 
 class FullBatchLoss:
-    """Averages the loss over label tokens until a full batch of rows has gone by, however many steps that takes.
+    """Averages the loss over label tokens until a full batch of rows has gone by, however many
+    steps that takes.
 
-    Steps are not cut: an average begins with the step after the last average and ends with the first step that makes it
-    full, so where steps do not divide the full batch it covers up to a step more.
+    Steps are not cut: an average begins with the step after the last average and ends with the
+    first step that makes it full, so where steps do not divide the full batch it covers up to a
+    step more.
 
     Args:
         rows: of a full batch, over all ranks.
@@ -30,8 +34,8 @@ class FullBatchLoss:
             rows: of the step, over all ranks.
 
         Returns:
-            The mean over the label tokens of a full batch, where this step makes one full; else None. A step that is a
-            full batch of its own gives its own loss, to the bit.
+            The mean over the label tokens of a full batch, where this step makes one full; else
+            None. A step that is a full batch of its own gives its own loss, to the bit.
         """
         if self._seen == 0 and rows >= self.rows:
             return loss
@@ -41,7 +45,9 @@ class FullBatchLoss:
         if self._seen < self.rows:
             return None
         mean = self._loss_sum / self._label_tokens if self._label_tokens else 0.0
-        self._seen, self._loss_sum, self._label_tokens = 0, 0.0, 0.0
+        self._seen = 0
+        self._loss_sum = 0.0
+        self._label_tokens = 0.0
         return mean
 
     def state_dict(self) -> dict[str, Any]:
@@ -55,5 +61,7 @@ class FullBatchLoss:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a saved state, with its number of rows."""
-        self.rows, self._seen = state["rows"], state["seen"]
-        self._loss_sum, self._label_tokens = state["loss_sum"], state["label_tokens"]
+        self.rows = state["rows"]
+        self._seen = state["seen"]
+        self._loss_sum = state["loss_sum"]
+        self._label_tokens = state["label_tokens"]

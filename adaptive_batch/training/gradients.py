@@ -1,4 +1,6 @@
-"""Gradients that are there before a batch: kept apart while it runs, so that a failed attempt leaves them as they were."""
+"""Gradients that are there before a batch: kept apart while it runs, so that a failed attempt
+leaves them as they were.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from .model_checks import parameters_of
 class GradientsApart:
     """Sets the gradients of earlier batches aside, which a script accumulates, and adds them again.
 
-    Nothing is copied: while a batch runs, its own gradients are new tensors. Those are made in backward, as
-    activations are freed, so that the peak of a batch in one part hardly rises; from its second part on they are
-    there beside the earlier ones.
+    Nothing is copied: while a batch runs, its own gradients are new tensors. Those are made in
+    backward, as activations are freed, so that the peak of a batch in one part hardly rises; from
+    its second part on they are there beside the earlier ones.
 
     Args:
         model: model whose parameters have gradients.

@@ -1,8 +1,8 @@
-"""What a training loop of one's own needs, put together: the bound, steps that grow, micro-batches, the learning rate.
+"""What a training loop of one's own needs, put together: the bound, steps that grow, micro-batches,
+the learning rate.
 
-loop = AdaptiveLoop(model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size=8, batch_increase_function=grow)
-loop.find_bound()
-for epoch in range(loop.progress.epoch, epochs):
+loop = AdaptiveLoop(model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size=8,
+batch_increase_function=grow) loop.find_bound() for epoch in range(loop.progress.epoch, epochs):
     for step_rows in loop:
         result = loop.run(step_rows)
         optimizer.step()
@@ -53,43 +53,54 @@ log = logging.getLogger("adaptive_batch")
 
 
 class AdaptiveLoop:
-    """The rows of each step, and the gradients of their mean loss; the loop around them, and the optimizer's step, are the user's.
+    """The rows of each step, and the gradients of their mean loss; the loop around them, and the
+    optimizer's step, are the user's.
 
-    Iterating hands out what is left of the current epoch, each row once, step by step; :meth:`run` leaves the gradients of a
-    step and sets its learning rate. On several ranks, which must hold a model that `fully_shard` has divided, each is
-    handed its own rows of a step, and on all of them the loop is built and called alike.
+    Iterating hands out what is left of the current epoch, each row once, step by step; :meth:`run`
+    leaves the gradients of a step and sets its learning rate. On several ranks, which must hold a
+    model that `fully_shard` has divided, each is handed its own rows of a step, and on all of them
+    the loop is built and called alike.
 
-    It is :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate` put together, for a script that has rows and
-    a loss. Arguments that are keys of the configuration mean what docs/configuration.md says of them.
+    It is :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate` put together,
+    for a script that has rows and a loss. Arguments that are keys of the configuration mean what
+    docs/configuration.md says of them.
 
     Args:
         model: model on its device.
-        optimizer: optimizer of its parameters; the state of another that steps the rest is in no trial.
+        optimizer: optimizer of its parameters; the state of another that steps the rest is in no
+            trial.
         dataset: map-style.
         collate: function that makes one padded batch of a list of rows, on the host.
-        mean_loss: function that returns the loss of a batch on the device: a tensor of one number, averaged over its labels,
-            each of which counts the same, whatever other rows are there.
-        batch_size: rows of a step on one device, before a rule changes it; ``"max"`` for the most that fit, which are sought
-            as the first epoch begins, unless :meth:`find_bound` was called.
-        num_labels: function that returns how many labels a batch has that `mean_loss` averages over; None for ``labels`` that
-            are not -100, see :class:`AdaptiveStep`.
-        row_length: function that returns the tokens of a row, or a number where all rows are alike; None for those of its
-            ``tokens`` or ``input_ids``.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts, 0 included.
-        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each step.
-        micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows of a step.
-        micro_batch_tokens: padded tokens at once, ``auto`` for those of the bound; not together with `micro_batch_size`.
-        lr_scheduler: a ``LambdaLR``, or a ``SequentialLR`` of such, built for steps of `batch_size` rows; its clock is the part
-            of training that is done, so that growing the batch does not stretch it. None for the rate that the optimizer
-            holds before :meth:`run`, whoever sets it.
+        mean_loss: function that returns the loss of a batch on the device: a tensor of one number,
+            averaged over its labels, each of which counts the same, whatever other rows are there.
+        batch_size: rows of a step on one device, before a rule changes it; ``"max"`` for the most
+            that fit, which are sought as the first epoch begins, unless :meth:`find_bound` was
+            called.
+        num_labels: function that returns how many labels a batch has that `mean_loss` averages
+            over; None for ``labels`` that are not -100, see :class:`AdaptiveStep`.
+        row_length: function that returns the tokens of a row, or a number where all rows are alike;
+            None for those of its ``tokens`` or ``input_ids``.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts,
+            0 included.
+        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each
+            step.
+        micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows
+            of a step.
+        micro_batch_tokens: padded tokens at once, ``auto`` for those of the bound; not together
+            with `micro_batch_size`.
+        lr_scheduler: a ``LambdaLR``, or a ``SequentialLR`` of such, built for steps of `batch_size`
+            rows; its clock is the part of training that is done, so that growing the batch does not
+            stretch it. None for the rate that the optimizer holds before :meth:`run`, whoever sets
+            it.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
-        reference_batch_size: global batch that the optimizer's rates belong to: rows, or ``"8192tok"``; None for `batch_size`
-            on all ranks.
+        reference_batch_size: global batch that the optimizer's rates belong to: rows, or
+            ``"8192tok"``; None for `batch_size` on all ranks.
         sampling: order of rows, steps that hold tokens, and whether rules may pass the bound.
         options: how a step runs.
 
     Attributes:
-        learning_rate: rate that :meth:`run` has set for the last step, of the first group; None before it.
+        learning_rate: rate that :meth:`run` has set for the last step, of the first group; None
+            before it.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -159,7 +170,10 @@ class AdaptiveLoop:
         lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
         self._reference = reference_batch_size
         if self._seeks_maximum and lr_scaling != "none" and reference_batch_size is None:
-            remedy = "with batch_size='max' it is not known before a search; give the global batch that lr was chosen for"
+            remedy = (
+                "with batch_size='max' it is not known before a search; give the global batch that"
+                " lr was chosen for"
+            )
             raise SettingError("reference_batch_size", None, remedy)
         self._rate = AdaptiveRate(
             optimizer,
@@ -198,7 +212,8 @@ class AdaptiveLoop:
             return Reference(batching.batch_tokens * ranks, "tokens")
         return Reference(batching.batch_size * ranks, "rows")
 
-    # --- what fits --------------------------------------------------------------------------------------------------------
+    # --- what fits
+    # --------------------------------------------------------------------------------------------------------
 
     def find_bound(
         self,
@@ -209,20 +224,23 @@ class AdaptiveLoop:
         round_to_power_of_two: bool = False,
         objective: str = "throughput",
     ) -> ProbeResult:
-        """Find the most of the longest rows whose whole training step fits; training is left as it was, bit for bit.
+        """Find the most of the longest rows whose whole training step fits; training is left as it
+        was, bit for bit.
 
-        Steps of more rows run as micro-batches, beside whose gradients fewer rows fit: the bound is of the batch as it is now.
-        Call it after :meth:`load_state_dict` and after `batch_size` was set above what fits.
+        Steps of more rows run as micro-batches, beside whose gradients fewer rows fit: the bound is
+        of the batch as it is now. Call it after :meth:`load_state_dict` and after `batch_size` was
+        set above what fits.
 
         Args:
-            device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9, or None for what is
-                available.
+            device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as
+                0.9, or None for what is available.
             headroom: share of that which is left free.
             maximum: the most rows that are tried.
-            round_to_power_of_two: whether the power of two at or below the bound is tried too; it is then `batch_size` of
-                the result.
-            objective: what ``micro_batch_tokens="auto"`` takes: ``throughput``, the micro-batches that train most tokens a
-                second within the bound, found by a few timed trials; or ``largest``, as much at once as fits.
+            round_to_power_of_two: whether the power of two at or below the bound is tried too; it
+                is then `batch_size` of the result.
+            objective: what ``micro_batch_tokens="auto"`` takes: ``throughput``, the micro-batches
+                that train most tokens a second within the bound, found by a few timed trials; or
+                ``largest``, as much at once as fits.
 
         Raises:
             DoesNotFitError: one row does not fit.
@@ -246,7 +264,8 @@ class AdaptiveLoop:
             self._optimizer,
             replace(options, maximum=min(maximum, rows_of_epoch)),
             step_rows=self._rows_at_most(self.batch_size),
-            # On fewer ranks than training began with, even a rule's batch that is cut to the bound is more rows than that.
+            # On fewer ranks than training began with, even a rule's batch that is cut to the bound
+            # is more rows than that.
             splits=planner.batching.grow_beyond_maximum
             or self._sizer.splits
             or planner.ranks > ranks,
@@ -265,16 +284,18 @@ class AdaptiveLoop:
         context: int | None = None,
         headroom: int | float | str = 0,
     ) -> MemoryEstimate:
-        """Estimate how many of the longest rows a step of this loop can hold on CUDA devices that are not here.
+        """Estimate how many of the longest rows a step of this loop can hold on CUDA devices that
+        are not here.
 
-        The rows are collated as in training, on the host; `to_device` is not called. For arguments and errors see
-        :func:`adaptive_batch.estimate_memory`.
+        The rows are collated as in training, on the host; `to_device` is not called. For arguments
+        and errors see :func:`adaptive_batch.estimate_memory`.
         """
         return self._step.estimate(
             self._optimizer, devices, maximum=maximum, context=context, headroom=headroom
         )
 
-    # --- training ---------------------------------------------------------------------------------------------------------
+    # --- training
+    # ---------------------------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
@@ -307,11 +328,15 @@ class AdaptiveLoop:
 
     @property
     def is_trial(self) -> bool:
-        """Whether what runs now is a trial, and not training: for code in a loss that counts or logs."""
+        """Whether what runs now is a trial, and not training: for code in a loss that counts or
+        logs.
+        """
         return self._step.step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Hand out this rank's rows of each step that is left of the current epoch; they may be taken ahead of :meth:`run`."""
+        """Hand out this rank's rows of each step that is left of the current epoch; they may be
+        taken ahead of :meth:`run`.
+        """
         if self._seeks_maximum and self.max_batch_size is None:
             self.find_bound()
         self._rows_ahead.clear()
@@ -332,21 +357,25 @@ class AdaptiveLoop:
         return self._batches.planner.num_steps(self.progress, epochs)
 
     def run(self, rows: Sequence[Any]) -> StepResult:
-        """Leave in the gradients the mean over the labels of a step, clipped, and set the learning rate of ``optimizer.step()``.
+        """Leave in the gradients the mean over the labels of a step, clipped, and set the learning
+        rate of ``optimizer.step()``.
 
-        A step that runs out of memory is run again with a smaller limit. Gradients must be clear before. The step counts as
-        done: ``optimizer.step()`` and ``optimizer.zero_grad()`` are to follow. Where it raises, the same rows can be run again.
+        A step that runs out of memory is run again with a smaller limit. Gradients must be clear
+        before. The step counts as done: ``optimizer.step()`` and ``optimizer.zero_grad()`` are to
+        follow. Where it raises, the same rows can be run again.
 
         Args:
             rows: rows of the step that was handed out first of those that have not been run.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
-            NonfiniteLossError: the loss or the gradients are NaN or infinite, with ``on_nonfinite_loss="stop"``; no gradient
-                is left.
-            RankLostError: out of memory on this rank where the others cannot be told; end the process, so that they end too.
-            SettingError: the step has more rows than the bound, which was tried for steps of one micro-batch; or the loss or
-                its labels are none, or it is another loss when it is split.
+            NonfiniteLossError: the loss or the gradients are NaN or infinite, with
+                ``on_nonfinite_loss="stop"``; no gradient is left.
+            RankLostError: out of memory on this rank where the others cannot be told; end the
+                process, so that they end too.
+            SettingError: the step has more rows than the bound, which was tried for steps of one
+                micro-batch; or the loss or its labels are none, or it is another loss when it is
+                split.
             ValueError: other rows than were handed out, or gradients are there.
         """
         self._rows_ahead.check_is_first(rows)
@@ -377,7 +406,8 @@ class AdaptiveLoop:
         if not result.micro_batches and not self._warned_unlabelled:
             self._warned_unlabelled = True
             log.warning(
-                "a step of %d rows had no label to learn from; see num_labels, if that should not be",
+                "a step of %d rows had no label to learn from; see num_labels, if that should"
+                " not be",
                 result.rows,
             )
         self._rows_ahead.drop_first()
@@ -385,7 +415,9 @@ class AdaptiveLoop:
         return result
 
     def _rows_at_most(self, batch_size: int) -> int:
-        """Return the rows of a step on the rank that has most: there may be other ranks than training began with."""
+        """Return the rows of a step on the rank that has most: there may be other ranks than
+        training began with.
+        """
         return -(-batch_size * self._batches.planner.ranks // distributed.data_parallel_size())
 
     def _describe_batch(self) -> None:
@@ -401,10 +433,12 @@ class AdaptiveLoop:
         if line and distributed.is_rank_zero():
             log.info("%s", line)
 
-    # --- resuming ---------------------------------------------------------------------------------------------------------
+    # --- resuming
+    # ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training is, as plain values, the same on all ranks; to be taken after ``optimizer.step()``.
+        """Return where training is, as plain values, the same on all ranks; to be taken after
+        ``optimizer.step()``.
 
         Weights, the optimizer's state and that of random numbers are the user's to save.
         """
@@ -416,11 +450,12 @@ class AdaptiveLoop:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, in a loop that was built as the saved one was, before :meth:`find_bound` or without it.
+        """Resume from a saved state, in a loop that was built as the saved one was, before
+        :meth:`find_bound` or without it.
 
-        A bound that was found before is kept; otherwise it is the saved one. Either may have been tried for smaller steps than
-        the state brings: :meth:`run` then refuses, and asks for :meth:`find_bound`. On another number of ranks a step has as
-        many rows as before.
+        A bound that was found before is kept; otherwise it is the saved one. Either may have been
+        tried for smaller steps than the state brings: :meth:`run` then refuses, and asks for
+        :meth:`find_bound`. On another number of ranks a step has as many rows as before.
 
         Raises:
             SettingError: rows would come in another order, or the rate would follow another batch.
@@ -461,9 +496,11 @@ class _RowsAhead:
         if not waiting or len(rows) != len(waiting[0]):
             next_rows = f"{len(waiting[0])} rows come next" if waiting else "none are waiting"
             raise ValueError(
-                f"{len(rows)} rows were given, and {next_rows}: run each step that is handed out once, in order"
+                f"{len(rows)} rows were given, and {next_rows}: run each step that is handed out"
+                " once, in order"
             )
-        # Rows may have been copied on their way, so only those of another step are known to be wrong.
+        # Rows may have been copied on their way, so only those of another step are known to be
+        # wrong.
         if not _are_same(rows, waiting[0]) and any(_are_same(rows, later) for later in waiting):
             raise ValueError(
                 "a step that was handed out before has not been run: run each step once, in order"

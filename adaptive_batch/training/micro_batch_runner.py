@@ -1,7 +1,8 @@
 """Runs a step as micro-batches: gradients are sums of token losses over one count of label tokens.
 
-Several ranks each run their own rows, all in the same number of micro-batches: a rank that has fewer runs dummy batches of
-weight 0, and one that runs out of memory issues dummy collectives until the ranks count their label tokens together.
+Several ranks each run their own rows, all in the same number of micro-batches: a rank that has
+fewer runs dummy batches of weight 0, and one that runs out of memory issues dummy collectives until
+the ranks count their label tokens together.
 """
 
 from __future__ import annotations
@@ -42,11 +43,14 @@ class RowLoss:
         collate: ``collate(rows, length)`` makes one batch on the host, padded to `length` tokens.
         to_device: moves a batch to the device, in place.
         mean_loss: the loss of a batch on the device, averaged over its labels; may empty the batch.
-        count_labels: labels of a batch that `mean_loss` averages over, on the host and on the device: a whole scalar tensor.
+        count_labels: labels of a batch that `mean_loss` averages over, on the host and on the
+            device: a whole scalar tensor.
         row_length: tokens of a row.
         num_real_tokens: those of them that are not padding.
-        dummy_row: a row that has a label, for a rank that has none left; needed where there are several.
-        pack: ``pack(rows)`` makes one batch on the host in which rows lie one after the other; None where they cannot.
+        dummy_row: a row that has a label, for a rank that has none left; needed where there are
+            several.
+        pack: ``pack(rows)`` makes one batch on the host in which rows lie one after the other; None
+            where they cannot.
     """
 
     collate: Callable[[Sequence[Row], int], Batch]
@@ -72,8 +76,10 @@ class MicroBatchRunner(StepRunner):
         model: model whose gradients are summed; they must be clear when :meth:`run` begins.
         loss: loss of its rows.
         sizer: decides what one micro-batch may hold.
-        max_grad_norm: norm that all gradients are clipped to; infinity measures it, None does neither.
-        scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as it comes.
+        max_grad_norm: norm that all gradients are clipped to; infinity measures it, None does
+            neither.
+        scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as
+            it comes.
         measures_noise: whether steps may sample the gradient's noise.
         options: see :class:`StepRunner`.
     """
@@ -114,7 +120,9 @@ class MicroBatchRunner(StepRunner):
         *,
         small_rows: tuple[int, ...] | None = None,
     ) -> tuple[Division, bool]:
-        """Agree with all ranks on a step before it runs, see :func:`agree_on_step`; for the arguments see :meth:`run`."""
+        """Agree with all ranks on a step before it runs, see :func:`agree_on_step`; for the
+        arguments see :meth:`run`.
+        """
         return self.agree_on(
             partial(self._divide, rows, small_rows), question, rows_at_once=rows_at_once
         )
@@ -131,10 +139,13 @@ class MicroBatchRunner(StepRunner):
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            rows_at_once: see :meth:`MicroBatchSizer.limit`; with accumulation those of one of its batches.
-            small_rows: positions of the rows that noise is sampled with, and which run before the others; where
-                micro-batches keep the order of rows, the first micro-batch is these. None samples none.
-            division: division that ranks have agreed upon, see :meth:`agree`; None lets them agree here.
+            rows_at_once: see :meth:`MicroBatchSizer.limit`; with accumulation those of one of its
+                batches.
+            small_rows: positions of the rows that noise is sampled with, and which run before the
+                others; where micro-batches keep the order of rows, the first micro-batch is these.
+                None samples none.
+            division: division that ranks have agreed upon, see :meth:`agree`; None lets them agree
+                here.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -147,7 +158,8 @@ class MicroBatchRunner(StepRunner):
         )
 
     def learn_from_a_row(self) -> None:
-        """Let even the first micro-batch be brought to its end; all of several ranks call it, where no trial has run.
+        """Let even the first micro-batch be brought to its end; all of several ranks call it, where
+        no trial has run.
 
         Raises:
             RankLostError: out of memory.
@@ -163,7 +175,9 @@ class MicroBatchRunner(StepRunner):
         self.learn_collectives(run, MicroBatch([0], self.loss.row_length(row)))
 
     def try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        """Run one micro-batch as :meth:`run` does, whether it has labels or not, and forget what it computed."""
+        """Run one micro-batch as :meth:`run` does, whether it has labels or not, and forget what it
+        computed.
+        """
         # The batch is there until the micro-batch has ended, as in training.
         with self.trial(is_last=is_last), self._collated(rows, self.loss) as batch:
             mean, count = self._loss_and_labels(batch)
@@ -171,7 +185,9 @@ class MicroBatchRunner(StepRunner):
             (token_loss if self._scale_gradients else mean).backward()  # type: ignore[no-untyped-call]
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
-        """Leave what is there in mid-step: unsharded gradients and, where noise is measured, the first micro-batch's reduced ones."""
+        """Leave what is there in mid-step: unsharded gradients and, where noise is measured, the
+        first micro-batch's reduced ones.
+        """
         if self._measures_noise:
             self.try_rows(rows)
         self.try_rows(rows, is_last=False)
@@ -183,7 +199,8 @@ class MicroBatchRunner(StepRunner):
 
         Args:
             optimizer: optimizer of the model's parameters, or the optimizers in backward.
-            keeps_gradients: whether unsharded gradients are there between the micro-batches of a step.
+            keeps_gradients: whether unsharded gradients are there between the micro-batches of a
+                step.
         """
         keep_gradients = self.keep_gradients if keeps_gradients else None
         return TriedStep(
@@ -198,7 +215,8 @@ class MicroBatchRunner(StepRunner):
         length: int = 0,
         is_trial: bool = False,
     ) -> tuple[float, int]:
-        """Return the sum of the token losses of a micro-batch and its label tokens, without gradients.
+        """Return the sum of the token losses of a micro-batch and its label tokens, without
+        gradients.
 
         One without any label is run only in a trial, or where other ranks may have some.
 
@@ -218,7 +236,9 @@ class MicroBatchRunner(StepRunner):
 
     @contextmanager
     def _collated(self, rows: Sequence[Row], loss: RowLoss, length: int = 0) -> Iterator[Batch]:
-        """Give one batch on the host, as the layout asks for, of at least so many tokens a row; packed rows stay apart within."""
+        """Give one batch on the host, as the layout asks for, of at least so many tokens a row;
+        packed rows stay apart within.
+        """
         lengths = list(map(loss.row_length, rows))
         layout = self.sizer.layout
         if layout.kind != "packed" or loss.pack is None:
@@ -228,7 +248,8 @@ class MicroBatchRunner(StepRunner):
             yield loss.pack(rows)
 
     def why_not_packed(self, rows: Sequence[Row]) -> str:
-        """Return why packed rows would not train the model as padded ones do; empty where they would. All ranks call it.
+        """Return why packed rows would not train the model as padded ones do; empty where they
+        would. All ranks call it.
 
         Args:
             rows: the two longest of the dataset.
@@ -277,7 +298,9 @@ class MicroBatchRunner(StepRunner):
         return self._finish(sums, sum(counts))
 
     def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums) -> None:
-        """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is None or has no label."""
+        """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is
+        None or has no label.
+        """
         if piece is not None:
             with self._collated([rows[i] for i in piece.rows], self.loss, piece.length) as batch:
                 sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
@@ -308,8 +331,11 @@ class MicroBatchRunner(StepRunner):
         token_loss.backward()  # type: ignore[no-untyped-call]
 
     def _finish(self, sums: _Sums, count: int) -> StepResult:
-        """Count the label tokens of all ranks and divide the gradients by them; fails where any rank has failed."""
-        together, ranks = distributed.world_size() > 1, distributed.world_size()
+        """Count the label tokens of all ranks and divide the gradients by them; fails where any
+        rank has failed.
+        """
+        together = distributed.world_size() > 1
+        ranks = distributed.world_size()
         if self._scale_gradients:
             sums.failed = int(self.retry.has_failed)
             sums.all_reduce_sum()
@@ -320,7 +346,8 @@ class MicroBatchRunner(StepRunner):
             self._multiply_gradients_by(ranks / sums.label_tokens)
         elif not has_labels and together:
             self.drop_gradients()
-        noise, copies = self._noise(sums), _copies_of_each_row()
+        noise = self._noise(sums)
+        copies = _copies_of_each_row()
         return StepResult(
             loss=float(sums.loss.item() / sums.label_tokens) if has_labels else 0.0,
             label_tokens=sums.label_tokens // copies,
@@ -333,11 +360,14 @@ class MicroBatchRunner(StepRunner):
         )
 
     def _noise(self, sums: _Sums) -> NoiseSample | None:
-        """Return a sample of the noise, over all ranks; None without a small batch that has some of the labels and not all."""
+        """Return a sample of the noise, over all ranks; None without a small batch that has some of
+        the labels and not all.
+        """
         if sums.small is None:
             return None
         rows, labels, squared, micro_batches = sums.small
-        whole, ranks = self._squared_norm(), distributed.world_size()
+        whole = self._squared_norm()
+        ranks = distributed.world_size()
         is_part = 0 < micro_batches < sums.micro_batches  # on one rank, which waits for nothing
         if ranks > 1:
             mine = (rows, labels, squared, whole)
@@ -388,10 +418,12 @@ def _split(
     layout: MicroBatchLayout,
     small_rows: tuple[int, ...] | None,
 ) -> tuple[list[MicroBatch], ...]:
-    """Split the rows of a step into micro-batches: of the small batch that noise is sampled with, and of the others; None for one part.
+    """Split the rows of a step into micro-batches: of the small batch that noise is sampled with,
+    and of the others; None for one part.
 
-    In the order of the rows the first micro-batch is a random part of them. Elsewhere what a micro-batch has depends on lengths, so
-    a part that does not is split by itself, at the cost of one micro-batch more. With uniform micro-batches that is not done.
+    In the order of the rows the first micro-batch is a random part of them. Elsewhere what a
+    micro-batch has depends on lengths, so a part that does not is split by itself, at the cost of
+    one micro-batch more. With uniform micro-batches that is not done.
     """
     in_order = layout.keeps_order(limit)
     if small_rows is None or in_order or layout.uniform:
@@ -416,11 +448,18 @@ class _Small(NamedTuple):
 
 
 class _Sums:
-    """What the micro-batches of a step add up to: on this rank, and on all after :meth:`all_reduce_sum`."""
+    """What the micro-batches of a step add up to: on this rank, and on all after
+    :meth:`all_reduce_sum`.
+    """
 
     def __init__(self, *, rows: int, tokens: int, device: torch.device) -> None:
-        self.rows, self.tokens, self.padded, self.failed, self.micro_batches = rows, tokens, 0, 0, 0
-        # On one rank they add to what lies on the device; several count on the host, where the other counts are.
+        self.rows = rows
+        self.tokens = tokens
+        self.padded = 0
+        self.failed = 0
+        self.micro_batches = 0
+        # On one rank they add to what lies on the device; several count on the host, where the
+        # other counts are.
         self.loss = torch.zeros((), device=device if distributed.world_size() > 1 else None)
         self.label_tokens = torch.zeros((), dtype=torch.int64)
         self.small: _Small | None = None
@@ -430,10 +469,13 @@ class _Sums:
         self.micro_batches += 1
         if distributed.world_size() > 1:
             token_loss = token_loss.to(self.loss.dtype)  # that of a rank without labels
-        self.loss, self.label_tokens = self.loss + token_loss, self.label_tokens + label_tokens
+        self.loss = self.loss + token_loss
+        self.label_tokens = self.label_tokens + label_tokens
 
     def all_reduce_sum(self) -> None:
-        """Add up over the ranks, in two small collectives: counts as whole numbers, and the loss as it is."""
+        """Add up over the ranks, in two small collectives: counts as whole numbers, and the loss as
+        it is.
+        """
         if distributed.world_size() == 1:
             return
         others = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])

@@ -20,7 +20,9 @@ _NAMED = 3  # parameters that a message names, of however many
 
 
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a model, shared ones more than once, in a fifth of the time of ``model.parameters()``."""
+    """Yield the parameters of a model, shared ones more than once, in a fifth of the time of
+    ``model.parameters()``.
+    """
     modules = [model]
     while modules:
         module = modules.pop()
@@ -31,7 +33,9 @@ def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Return whether the model normalizes over the rows of a micro-batch, so that its results depend on their number."""
+    """Return whether the model normalizes over the rows of a micro-batch, so that its results
+    depend on their number.
+    """
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
@@ -55,7 +59,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def check_parameters(model: object, optimizer: object) -> None:
-    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not know; say what it leaves out."""
+    """Refuse an optimizer of parameters that a step's gradients, clipping and undoing would not
+    know; say what it leaves out.
+    """
     if not isinstance(model, nn.Module):
         raise SettingError("model", type(model).__name__, "give an nn.Module")
     if not isinstance(optimizer, Optimizer):
@@ -71,7 +77,10 @@ def check_parameters(model: object, optimizer: object) -> None:
         id(one) not in known for group in optimizer.param_groups for one in group["params"]
     )
     if others:
-        remedy = f"{others} tensors of the optimizer are no parameters of it; put all that is trained into one nn.Module"
+        remedy = (
+            f"{others} tensors of the optimizer are no parameters of it; put all that is trained"
+            " into one nn.Module"
+        )
         raise SettingError("model", type(model).__name__, remedy)
     stepped = _stepped_by(optimizer)
     left = [
@@ -81,8 +90,9 @@ def check_parameters(model: object, optimizer: object) -> None:
     ]
     if left and distributed.is_rank_zero():
         log.warning(
-            "%s need gradients and are not the optimizer's: freeze them with requires_grad_(False), or, where another optimizer steps "
-            "them, clear their gradients after each step too, and note that its state is in no trial of find_bound",
+            "%s need gradients and are not the optimizer's: freeze them with requires_grad_(False),"
+            " or, where another optimizer steps them, clear their gradients after each step too,"
+            " and note that its state is in no trial of find_bound",
             some_names(left),
         )
 
@@ -105,7 +115,10 @@ def check_ranks(model: nn.Module, *, is_sharded: bool) -> None:
     if distributed.world_size() == 1:
         return
     if not (is_sharded and _is_divided_by_rows(model)):
-        needed = "several ranks need one that torch's fully_shard, and nothing else, has divided over all of them"
+        needed = (
+            "several ranks need one that torch's fully_shard, and nothing else, has divided over"
+            " all of them"
+        )
         raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
     if whole := _undivided(model):
         needed = (
@@ -125,7 +138,9 @@ def _is_divided_by_rows(model: nn.Module) -> bool:
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Whether ranks also hold copies of parts, which they keep alike by collectives of another kind."""
+    """Whether ranks also hold copies of parts, which they keep alike by collectives of another
+    kind.
+    """
     return any(one.device_mesh.ndim > 1 for one in _divided(model))
 
 
@@ -171,12 +186,13 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
     others = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
     if len(others) < len(dirty):
         remedy = (
-            "call optimizer.step() and optimizer.zero_grad() after each run. Accumulation belongs to the loop, which runs a step of "
-            "any batch_size in micro-batches that fit: set gradient_accumulation_steps=1 in a trainer around it"
+            "call optimizer.step() and optimizer.zero_grad() after each run. Accumulation belongs"
+            " to the loop, which runs a step of any batch_size in micro-batches that fit: set"
+            " gradient_accumulation_steps=1 in a trainer around it"
         )
     else:
         remedy = (
-            f"{some_names(others)} are not the optimizer's, so its zero_grad() leaves theirs; freeze them with requires_grad_(False), "
-            "or call model.zero_grad() after each step"
+            f"{some_names(others)} are not the optimizer's, so its zero_grad() leaves theirs;"
+            " freeze them with requires_grad_(False), or call model.zero_grad() after each step"
         )
     raise ValueError(f"gradients are there before a step: {remedy}")

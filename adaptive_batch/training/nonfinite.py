@@ -1,4 +1,6 @@
-"""Steps whose loss or gradients are NaN or infinite: what is logged of them, and whether they are taken."""
+"""Steps whose loss or gradients are NaN or infinite: what is logged of them, and whether they are
+taken.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,12 @@ class NonfiniteSteps:
     """Looks at each step before the optimizer takes it.
 
     Args:
-        policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the norm of the gradients too,
-            where the runner measures it, and drop the gradients; ``stop`` raises.
+        policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the
+            norm of the gradients too, where the runner measures it, and drop the gradients;
+            ``stop`` raises.
         drop_gradients: function that leaves no gradient.
-        event: takes each step that is not finite: a kind, a message and facts by name; of several in a row, the first and each
-            hundredth are printed.
+        event: takes each step that is not finite: a kind, a message and facts by name; of several
+            in a row, the first and each hundredth are printed.
         is_taken: the optimizer in backward has taken a step by then.
         remedy: returns what can be done after ``stop``.
     """
@@ -57,7 +60,8 @@ class NonfiniteSteps:
             result: of the step, the same on all ranks.
             step: its number.
             lr: its learning rate.
-            facts: what may have changed before it, such as the batch; the last change of each is named.
+            facts: what may have changed before it, such as the batch; the last change of each is
+                named.
 
         Raises:
             NonfiniteLossError: the policy is ``stop``.
@@ -109,7 +113,8 @@ class NonfiniteSteps:
 
     def count(self) -> int:
         """Return the steps that were not finite since this was asked last."""
-        count, self._num_since_counted = self._num_since_counted, 0
+        count = self._num_since_counted
+        self._num_since_counted = 0
         return count
 
     def state_dict(self) -> dict[str, Any]:

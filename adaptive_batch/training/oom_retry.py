@@ -1,7 +1,9 @@
-"""Runs micro-batches, and runs all of them again, smaller, where one runs out of memory, on all ranks alike.
+"""Runs micro-batches, and runs all of them again, smaller, where one runs out of memory, on all
+ranks alike.
 
-What failed is undone first, so that a retry leaves what a run with that limit from the start would have left. With several
-ranks an attempt fails on all of them or on none: a rank that had room raises :class:`OutOfMemoryElsewhereError`.
+What failed is undone first, so that a retry leaves what a run with that limit from the start would
+have left. With several ranks an attempt fails on all of them or on none: a rank that had room
+raises :class:`OutOfMemoryElsewhereError`.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
 
 
 class OOMRetry:
-    """Runs something in micro-batches; where it runs out of memory, undoes it and runs it again in smaller ones.
+    """Runs something in micro-batches; where it runs out of memory, undoes it and runs it again in
+    smaller ones.
 
     Args:
         sizer: decides what one micro-batch may hold.
@@ -37,7 +40,8 @@ class OOMRetry:
         sharding: FSDP modules of the model.
         retries: whether a step is run again; False lets an out-of-memory error through.
         remedies: end of the sentence that one row does not fit.
-        is_of_training: whether the limit is that of training, with which a restart begins where this rank is lost.
+        is_of_training: whether the limit is that of training, with which a restart begins where
+            this rank is lost.
 
     Attributes:
         current: micro-batch that is being run; after a run the fullest of them.
@@ -87,7 +91,8 @@ class OOMRetry:
         """Call `attempt` with what a micro-batch may hold, until it does not run out of memory.
 
         Args:
-            attempt: function that runs micro-batches within a limit; with several ranks, by :meth:`run_in_turn`.
+            attempt: function that runs micro-batches within a limit; with several ranks, by
+                :meth:`run_in_turn`.
             rows_at_once: see :meth:`MicroBatchSizer.limit`.
             undo: function that takes back what a failed attempt has done.
             doing: end of a sentence, for a rank that is lost.
@@ -119,7 +124,8 @@ class OOMRetry:
                 if self.sizer.must_ease and distributed.world_size() == 1:
                     self.sizer.ease(self.current, rows_at_once=rows_at_once)
                 return result
-            # The except block has been left: until then the error kept the failed forward's tensors alive.
+            # The except block has been left: until then the error kept the failed forward's tensors
+            # alive.
             try:
                 undo()
                 recover(self.memory)
@@ -134,9 +140,11 @@ class OOMRetry:
         self._allocator_retries = self.memory.num_retries()
 
     def prepare(self, make: Callable[[], Result]) -> Result | None:
-        """Return what a function makes before the first micro-batch runs; None where it ran out of memory.
+        """Return what a function makes before the first micro-batch runs; None where it ran out of
+        memory.
 
-        Other ranks learn of that as of a micro-batch: :meth:`run_in_turn` runs only the collectives then.
+        Other ranks learn of that as of a micro-batch: :meth:`run_in_turn` runs only the collectives
+        then.
         """
         try:
             return make()
@@ -158,14 +166,16 @@ class OOMRetry:
         reduced: Sequence[bool] = (),
         evaluates: bool = False,
     ) -> None:
-        """Run micro-batches one after the other; after one that ran out of memory on a rank, only their collectives.
+        """Run micro-batches one after the other; after one that ran out of memory on a rank, only
+        their collectives.
 
         Args:
             pieces: micro-batches, as many on all ranks; None for a dummy of a rank that has fewer.
             run: function that runs the micro-batch of that number.
             drop: function that frees what a micro-batch has made.
             idle: micro-batch that is named in errors where this rank has none.
-            reduced: whether the gradients of each are reduced over ranks; not needed where it `evaluates`.
+            reduced: whether the gradients of each are reduced over ranks; not needed where it
+                `evaluates`.
             evaluates: whether there is no backward.
         """
         own = [piece for piece in pieces if piece is not None]
@@ -192,7 +202,9 @@ class OOMRetry:
         drop: Callable[[], object],
         following: Sequence[dict[str, bool]],
     ) -> None:
-        """Run one micro-batch; where it runs out of memory beside other ranks, bring its collectives to their end."""
+        """Run one micro-batch; where it runs out of memory beside other ranks, bring its
+        collectives to their end.
+        """
         try:
             run()
             return
@@ -210,10 +222,14 @@ class OOMRetry:
         self._sharding.finish()
 
     def lost(self, error: BaseException, doing: str) -> RankLostError:
-        """Build the error of a rank that ran out of memory where the others cannot be told, with the limit to restart with."""
+        """Build the error of a rank that ran out of memory where the others cannot be told, with
+        the limit to restart with.
+        """
         message = _message(error)
         request = self.sizer.after_out_of_memory(self.current, "", rows_at_once=self._rows_at_once)
-        rows, length, after = request.rows, request.length, request.limit
+        rows = request.rows
+        length = request.length
+        after = request.limit
         limit = self.sizer.limit(self._rows_at_once)
         facts: dict[str, Any] = {
             "rows": rows,
@@ -228,8 +244,9 @@ class OOMRetry:
                 facts |= {"limit": after.amount, "unit": after.unit}
         size = f"{count(rows, 'row')} of {count(length, 'token')}"
         return RankLostError(
-            f"{self.memory.device} ran out of memory {doing}, with {size} at once: "
-            f"{message.splitlines()[0]}; the other ranks wait there and cannot be told, so all end; {what_next}",
+            f"{self.memory.device} ran out of memory {doing}, with {size} at once:"
+            f" {message.splitlines()[0]}; the other ranks wait there and cannot be told, so all"
+            f" end; {what_next}",
             facts,
         )
 
@@ -247,7 +264,8 @@ class OOMRetry:
                 where = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
                 size = f"one row of {count(each.length, 'token')}"
                 raise DoesNotFitError(
-                    f"{size} ran out of memory on {where}, alone in its micro-batch: {each.error}; {self.remedies}"
+                    f"{size} ran out of memory on {where}, alone in its micro-batch: {each.error};"
+                    f" {self.remedies}"
                 )
         self.sizer.lower(requests, rows_at_once=self._rows_at_once)
 

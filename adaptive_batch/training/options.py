@@ -31,24 +31,29 @@ class StepOptions:
     """How a step runs.
 
     Attributes:
-        max_grad_norm: norm that all gradients are clipped to; None clips nothing. Of AdaptiveLoop alone, as are `to_device`,
-            `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`: elsewhere they stay in the script.
-        to_device: function that returns a batch on the device; None moves the tensors in mappings and sequences, and what
-            has ``to``.
-        on_out_of_memory: ``shrink`` runs a step again with a smaller limit, ``raise`` lets the error through.
-        oom_policy: how the limit of a micro-batch shrinks and grows back; None for :class:`OOMPolicy` as it is.
-        sync_gradients_every_micro_batch: False keeps unsharded gradients until the last micro-batch.
-        count_labels_over: ``rank`` weights a part by the labels of this rank's batch, so that the mean which FSDP takes
-            over ranks is the script's own; ``ranks`` by those of all ranks.
+        max_grad_norm: norm that all gradients are clipped to; None clips nothing. Of AdaptiveLoop
+            alone, as are `to_device`, `on_nonfinite_loss`, `scale_with_batch` and `lr_clock`:
+            elsewhere they stay in the script.
+        to_device: function that returns a batch on the device; None moves the tensors in mappings
+            and sequences, and what has ``to``.
+        on_out_of_memory: ``shrink`` runs a step again with a smaller limit, ``raise`` lets the
+            error through.
+        oom_policy: how the limit of a micro-batch shrinks and grows back; None for
+            :class:`OOMPolicy` as it is.
+        sync_gradients_every_micro_batch: False keeps unsharded gradients until the last
+            micro-batch.
+        count_labels_over: ``rank`` weights a part by the labels of this rank's batch, so that the
+            mean which FSDP takes over ranks is the script's own; ``ranks`` by those of all ranks.
         memory: memory of the model's device; None asks torch.
-        on_nonfinite_loss: what a step does whose loss is NaN or infinite. ``warn`` logs a line; ``skip`` and ``stop`` look at
-            the norm of its gradients too; ``skip`` leaves no gradients, so that ``optimizer.step()`` changes nothing, and
-            ``stop`` raises.
-        micro_batch_layout: ``padded``, ``grouped`` or ``packed``; None for padded, or with ``micro_batch_tokens="auto"``
-            what :meth:`AdaptiveLoop.find_bound` finds fastest. Packed rows are mappings with ``labels`` and ``tokens`` or
-            ``input_ids``, of which :func:`pack_rows` makes the batch in the place of `collate`.
-        scale_with_batch: what of the optimizer follows the batch beside the rate: ``{"beta2": "half_life",
-            "weight_decay": "per_token"}`` or one of them; None for neither.
+        on_nonfinite_loss: what a step does whose loss is NaN or infinite. ``warn`` logs a line;
+            ``skip`` and ``stop`` look at the norm of its gradients too; ``skip`` leaves no
+            gradients, so that ``optimizer.step()`` changes nothing, and ``stop`` raises.
+        micro_batch_layout: ``padded``, ``grouped`` or ``packed``; None for padded, or with
+            ``micro_batch_tokens="auto"`` what :meth:`AdaptiveLoop.find_bound` finds fastest. Packed
+            rows are mappings with ``labels`` and ``tokens`` or ``input_ids``, of which
+            :func:`pack_rows` makes the batch in the place of `collate`.
+        scale_with_batch: what of the optimizer follows the batch beside the rate: ``{"beta2":
+            "half_life", "weight_decay": "per_token"}`` or one of them; None for neither.
         lr_clock: what the schedule of the rate counts: ``samples``, ``tokens`` or ``steps``.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Packed micro-batches: rows laid end to end in one sequence without padding, whose attention keeps them apart."""
+"""Packed micro-batches: rows laid end to end in one sequence without padding, whose attention keeps
+them apart.
+"""
 
 from __future__ import annotations
 
@@ -22,24 +24,31 @@ Batch = dict[str, Any]
 
 
 class PackedAttention:
-    """Causal attention of each row alone, in place of `scaled_dot_product_attention`; `calls` counts them, `dtype` is the last's."""
+    """Causal attention of each row alone, in place of `scaled_dot_product_attention`; `calls`
+    counts them, `dtype` is the last's.
+    """
 
     def __init__(self, lengths: Sequence[int], attend: Callable[..., Tensor]) -> None:
-        self.calls, self.dtype = 0, torch.float32
+        self.calls = 0
+        self.dtype = torch.float32
         self._lengths, self._longest, self._attend = list(lengths), max(lengths), attend
         self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any
     ) -> Tensor:
-        """Return ``[1, heads, tokens, head_dim]``, as the query is; raise ValueError where a tensor is of another shape."""
-        tensors, tokens = (query, key, value), sum(self._lengths)
+        """Return ``[1, heads, tokens, head_dim]``, as the query is; raise ValueError where a tensor
+        is of another shape.
+        """
+        tensors = (query, key, value)
+        tokens = sum(self._lengths)
         if any(one.dim() != 4 or one.shape[::2] != (1, tokens) for one in tensors):
             raise ValueError(
-                f"attention of {list(query.shape)} to {list(key.shape)} cannot keep packed rows of {tokens} tokens in all apart; "
-                "it can where both are [1, heads, tokens, head_dim]"
+                f"attention of {list(query.shape)} to {list(key.shape)} cannot keep packed rows of"
+                f" {tokens} tokens in all apart; it can where both are [1, heads, tokens, head_dim]"
             )
-        self.calls, self.dtype = self.calls + 1, query.dtype
+        self.calls = self.calls + 1
+        self.dtype = query.dtype
         how.update(zip(("attn_mask", "dropout_p"), given, strict=False))
         how.update(attn_mask=None, is_causal=True)
         is_even = (
@@ -71,7 +80,9 @@ class PackedAttention:
 
 @cache
 def _varlen_attention() -> Callable[..., Tensor]:
-    """PyTorch's kernel for rows of several lengths, as its version is asked for causal attention and grouped heads."""
+    """PyTorch's kernel for rows of several lengths, as its version is asked for causal attention
+    and grouped heads.
+    """
     attend: Any = import_module(
         "torch.nn.attention.varlen"
     ).varlen_attn  # takes two seconds to import
@@ -83,15 +94,18 @@ def _varlen_attention() -> Callable[..., Tensor]:
 
 @contextmanager
 def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
-    """Inside, `torch.nn.functional.scaled_dot_product_attention` is causal attention of each row of a sequence alone.
+    """Inside, `torch.nn.functional.scaled_dot_product_attention` is causal attention of each row of
+    a sequence alone.
 
-    `lengths` are the rows' tokens, in order. Forward and backward both run inside: with activation checkpointing, backward attends
-    again. In half precision on CUDA a call is one of `torch.nn.attention.varlen`, whose backward takes 512 bytes for each row, head and
-    element of a head, beside what it takes for tokens. Elsewhere, and with dropout, it is one call for each row, which on a CPU took
-    seven to nine tenths of the time of rows of like length padded together.
+    `lengths` are the rows' tokens, in order. Forward and backward both run inside: with activation
+    checkpointing, backward attends again. In half precision on CUDA a call is one of
+    `torch.nn.attention.varlen`, whose backward takes 512 bytes for each row, head and element of a
+    head, beside what it takes for tokens. Elsewhere, and with dropout, it is one call for each row,
+    which on a CPU took seven to nine tenths of the time of rows of like length padded together.
 
-    The function is replaced where models look it up, for all threads. A `TorchFunctionMode` would see every other function
-    too, which made small steps 2 to 11% slower, and PyTorch switches it off where backward computes activations again.
+    The function is replaced where models look it up, for all threads. A `TorchFunctionMode` would
+    see every other function too, which made small steps 2 to 11% slower, and PyTorch switches it
+    off where backward computes activations again.
     """
     attend: Any = functional.scaled_dot_product_attention
     assert not isinstance(attend, PackedAttention), "rows are apart already"
@@ -107,12 +121,15 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     """Return one batch of rows laid end to end, on the host.
 
     Args:
-        rows: without padding, of ``labels`` and ``tokens`` (torchtune) or ``input_ids`` (transformers).
-        ignore_index: the label without a loss. A row's first becomes it: shifted by one, no row predicts another's token.
+        rows: without padding, of ``labels`` and ``tokens`` (torchtune) or ``input_ids``
+            (transformers).
+        ignore_index: the label without a loss. A row's first becomes it: shifted by one, no row
+            predicts another's token.
 
     Returns:
-        What rows have, and positions in the rows as ``input_pos`` or ``position_ids``: all ``[1, tokens]``. For transformers
-        also an ``attention_mask`` of four dimensions and one element, in whose place it would make one of tokens by tokens.
+        What rows have, and positions in the rows as ``input_pos`` or ``position_ids``: all ``[1,
+        tokens]``. For transformers also an ``attention_mask`` of four dimensions and one element,
+        in whose place it would make one of tokens by tokens.
     """
     name = "tokens" if "tokens" in rows[0] else "input_ids"
     ids, labels = (
@@ -144,14 +161,18 @@ def why_not_packed(
     collate: Callable[[Sequence[Row], int], Batch],
     pack: Callable[[Sequence[Row]], Batch],
 ) -> str:
-    """Return why packed rows would not train the model as rows alone do, and what to do about it; "" if they would.
+    """Return why packed rows would not train the model as rows alone do, and what to do about it;
+    "" if they would.
 
-    Five forward passes, in evaluation mode, compare the loss of two short rows, packed in both orders, with that of each alone. It may
-    differ by a small share of what it changes that one row sees the other, and by rounding. All else stays as it was.
+    Five forward passes, in evaluation mode, compare the loss of two short rows, packed in both
+    orders, with that of each alone. It may differ by a small share of what it changes that one row
+    sees the other, and by rounding. All else stays as it was.
 
     Args:
-        model: called by `token_loss`, which returns the sum of the token losses of a batch that is on the host.
-        rows: the two longest of the dataset, as for :func:`pack_rows`; their first tokens are used, all of them as labels.
+        model: called by `token_loss`, which returns the sum of the token losses of a batch that is
+            on the host.
+        rows: the two longest of the dataset, as for :func:`pack_rows`; their first tokens are used,
+            all of them as labels.
         collate: makes an ordinary batch of rows, padded to a length.
         pack: makes a packed one.
     """
@@ -164,12 +185,17 @@ def why_not_packed(
         getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
     ]
     if not is_full and (seen := min((one for one in windows if one), default=longest)) < longest:
-        return f"a layer sees {seen} tokens, and packed it would see all {longest} of the longest row: cut rows to {seen}"
+        return (
+            f"a layer sees {seen} tokens, and packed it would see all {longest} of the longest row:"
+            f" cut rows to {seen}"
+        )
     short = [
         {
-            key: one[:tokens]
-            if isinstance(one, list | tuple) or getattr(one, "ndim", False)
-            else one
+            key: (
+                one[:tokens]
+                if isinstance(one, list | tuple) or getattr(one, "ndim", False)
+                else one
+            )
             for key, one in row.items()
         }
         | {"labels": row[name][:tokens]}
@@ -181,10 +207,8 @@ def why_not_packed(
     model.eval()
     try:
         with torch.no_grad():
-            alone, packed = (
-                sum(float(token_loss(collate([row], len(row[name])))) for row in short),
-                [],
-            )
+            alone = sum(float(token_loss(collate([row], len(row[name])))) for row in short)
+            packed = []
             for order, parts in ((1, lengths), (-1, lengths[::-1]), (1, [sum(lengths)])):
                 with rows_apart(parts) as attention:
                     packed.append(float(token_loss(pack(short[::order]))))
@@ -195,7 +219,10 @@ def why_not_packed(
             module.training = True
         random_state.restore()
     if not attention.calls:
-        return "it does not attend by torch's scaled_dot_product_attention: load a model of transformers with attn_implementation='sdpa'"
+        return (
+            "it does not attend by torch's scaled_dot_product_attention: load a model of"
+            " transformers with attn_implementation='sdpa'"
+        )
     eps = torch.finfo(attention.dtype).eps
     is_rounded = (
         torch.tensor(packed, dtype=torch.float64).to(attention.dtype).tolist() == packed
@@ -207,6 +234,8 @@ def why_not_packed(
     if all(abs(one - alone) <= allowed for one in packed):
         return ""
     return (
-        f"the loss of two rows is {packed[0]:.6g} packed, {packed[1]:.6g} in the other order and {alone:.6g} alone: the model must be "
-        f"causal, use {'input_pos' if name == 'tokens' else 'position_ids'}, and mix tokens by torch's scaled_dot_product_attention alone"
+        f"the loss of two rows is {packed[0]:.6g} packed, {packed[1]:.6g} in the other order and"
+        f" {alone:.6g} alone: the model must be causal, use"
+        f" {'input_pos' if name == 'tokens' else 'position_ids'}, and mix tokens by torch's"
+        " scaled_dot_product_attention alone"
     )

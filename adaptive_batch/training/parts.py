@@ -140,17 +140,20 @@ class RowsOfBatch:
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some rows; the script's own tensors of all of them."""
         if len(rows) == self.num_rows:
-            # What a function pops from its batch is there when memory has run out and it is called again.
+            # What a function pops from its batch is there when memory has run out and it is called
+            # again.
             return (
                 copy.copy(self._batch) if isinstance(self._batch, Mapping | list) else self._batch
             )
-        width, used_width = None, None
+        width = None
+        used_width = None
         if self._trims and self.lengths is not None:
             used = self._used_columns()
             assert used is not None
             width = used.shape[1]
             used_width = max(self.lengths[row] for row in rows)
-        first, last = rows[0], rows[-1]
+        first = rows[0]
+        last = rows[-1]
         index: Any = slice(first, last + 1) if last - first + 1 == len(rows) else list(rows)
 
         def cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -199,7 +202,9 @@ def _first_dimension(value: Any) -> int | None:
 
 
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in the type of a mapping where that can be built of them, as of transformers' BatchEncoding."""
+    """Return the items in the type of a mapping where that can be built of them, as of
+    transformers' BatchEncoding.
+    """
     if type(mapping) is dict:
         return items
     try:
@@ -211,7 +216,9 @@ def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 def length_in_sample(
     sample: Callable[[int], Any], split: Callable[[Any], Splittable], device: torch.device
 ) -> int:
-    """Return the tokens of the longest row of a sample of one, and leave random numbers as they were; 0 where nothing shows them."""
+    """Return the tokens of the longest row of a sample of one, and leave random numbers as they
+    were; 0 where nothing shows them.
+    """
     random_state = RandomState(device)
     try:
         lengths = split(sample(1)).lengths

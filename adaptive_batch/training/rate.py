@@ -1,4 +1,6 @@
-"""The learning rate of each step: the schedule at the clock of training, scaled by what the step holds."""
+"""The learning rate of each step: the schedule at the clock of training, scaled by what the step
+holds.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,23 @@ from adaptive_batch.schedules import (
 class AdaptiveRate:
     """Sets the learning rate of each step, and what else follows the batch, for that step alone.
 
-    As soon as ``optimizer.step()`` returns, the optimizer holds the rate that is not scaled, and so does what
-    ``optimizer.state_dict()`` returns.
+    As soon as ``optimizer.step()`` returns, the optimizer holds the rate that is not scaled, and so
+    does what ``optimizer.state_dict()`` returns.
 
     Args:
         optimizer: one, or several; the first is the one that `lr_scheduler` was built around.
-        lr_scheduler: a ``LambdaLR``, or a ``SequentialLR`` of such: a function of the clock, which nobody has to step. None
-            for the rate that the optimizer holds, whoever sets it.
+        lr_scheduler: a ``LambdaLR``, or a ``SequentialLR`` of such: a function of the clock, which
+            nobody has to step. None for the rate that the optimizer holds, whoever sets it.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
-        reference_batch_size: global batch that the optimizer's rates were chosen for: rows, or ``"8192tok"``. None only
-            where nothing is scaled.
-        lr_clock: what the schedule counts: ``steps``, or the part of training that is done by ``samples`` or ``tokens``, in
-            steps of a constant batch, so that a batch that grows does not stretch it.
-        scale_with_batch: what follows the batch too: ``{"beta2": "half_life", "weight_decay": "per_token"}`` or one of them.
-        warmup_steps: steps of the scheduler's warm-up, where `lr_clock` is a :class:`Clock` of two units.
+        reference_batch_size: global batch that the optimizer's rates were chosen for: rows, or
+            ``"8192tok"``. None only where nothing is scaled.
+        lr_clock: what the schedule counts: ``steps``, or the part of training that is done by
+            ``samples`` or ``tokens``, in steps of a constant batch, so that a batch that grows does
+            not stretch it.
+        scale_with_batch: what follows the batch too: ``{"beta2": "half_life", "weight_decay":
+            "per_token"}`` or one of them.
+        warmup_steps: steps of the scheduler's warm-up, where `lr_clock` is a :class:`Clock` of two
+            units.
         total_steps: steps of the scheduler in all, likewise.
 
     Raises:
@@ -64,7 +69,10 @@ class AdaptiveRate:
         self._scales = lr_scaling != "none" or bool(scale_with_batch)
         reference = _reference(reference_batch_size)
         if self._scales and reference is None:
-            remedy = "give the global batch, in rows or as in 8192tok, that the learning rate was chosen for"
+            remedy = (
+                "give the global batch, in rows or as in 8192tok, that the learning rate was"
+                " chosen for"
+            )
             raise SettingError("reference_batch_size", None, remedy)
         self._rate = LearningRate(
             optimizer,
@@ -102,13 +110,14 @@ class AdaptiveRate:
         tokens: int | None = None,
         progress: Progress | None = None,
     ) -> dict[str, float]:
-        """Apply the rate of the next step, before ``optimizer.step()``; on several ranks a collective where it is scaled.
+        """Apply the rate of the next step, before ``optimizer.step()``; on several ranks a
+        collective where it is scaled.
 
         Args:
             rows: rows of this rank's batch; needed where the reference is in rows.
             tokens: real tokens of this rank's batch; needed where the reference is in tokens.
-            progress: what training has consumed before the step, as ``AdaptiveBatches.progress``; needed by the clocks
-                ``samples`` and ``tokens``.
+            progress: what training has consumed before the step, as ``AdaptiveBatches.progress``;
+                needed by the clocks ``samples`` and ``tokens``.
 
         Returns:
             The rate as ``lr``, and what else follows the batch: ``beta2``, ``weight_decay``.
@@ -125,7 +134,10 @@ class AdaptiveRate:
             )
         if progress is None:
             if self._has_scheduler and self._clock != Clock("steps", "steps"):
-                remedy = "its clock is the part of training that is done; give set(progress=batches.progress)"
+                remedy = (
+                    "its clock is the part of training that is done; give"
+                    " set(progress=batches.progress)"
+                )
                 raise SettingError("lr_clock", str(self._clock), remedy)
             progress = Progress(steps=self._steps)
         batch = own_batch or 1
@@ -139,7 +151,8 @@ class AdaptiveRate:
 
         Args:
             progress: what training has consumed before the step.
-            batch: rows that the step holds on all ranks, or real tokens where the rate :attr:`counts_tokens`.
+            batch: rows that the step holds on all ranks, or real tokens where the rate
+                :attr:`counts_tokens`.
         """
         time = self._training_clock.at(progress) if self._has_scheduler else 0.0
         return {"lr": self._rate.set(time, batch=max(1, batch)), **self._rate.scaled}
@@ -149,7 +162,9 @@ class AdaptiveRate:
         self._rate.restore()
 
     def describe(self) -> str | None:
-        """Return a line on what is scaled with the batch, before the first step; None where nothing is."""
+        """Return a line on what is scaled with the batch, before the first step; None where nothing
+        is.
+        """
         scaled = []
         if self._rate.rule != "none":
             scaled.append(("lr", self.base, self._rate.rule))
@@ -160,7 +175,8 @@ class AdaptiveRate:
         return "; ".join(f"{name} {base:g} {belongs} {rule}" for name, base, rule in scaled) or None
 
     def describe_unscaled(self, batch: int, *, configured: int) -> str | None:
-        """Return a line on a rate that does not follow the batch; None where it does, or the batch is as configured.
+        """Return a line on a rate that does not follow the batch; None where it does, or the batch
+        is as configured.
 
         Args:
             batch: global batch now, in rows.

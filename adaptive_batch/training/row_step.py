@@ -57,7 +57,9 @@ class _RowsOfStep:
         return self._step.make_batch([self._step.labelled_row])
 
     def to_check(self) -> Splittable:
-        """Return the collated batch, as collating its parts apart may draw other random numbers, of masks for instance."""
+        """Return the collated batch, as collating its parts apart may draw other random numbers, of
+        masks for instance.
+        """
         if self._step.is_packed or not self._rows:
             return self
         try:
@@ -139,10 +141,13 @@ class RowStep:
     def _move(self, batch: Batch) -> Batch:
         return move_to_device(batch, self.step.memory.device)
 
-    # --- a step -----------------------------------------------------------------------------------------------------------
+    # --- a step
+    # -----------------------------------------------------------------------------------------------------------
 
     def make_batch(self, rows: Sequence[Row]) -> Batch:
-        """Return one batch of rows, on the host. A step may be run again, so rows that collating changes are copies."""
+        """Return one batch of rows, on the host. A step may be run again, so rows that collating
+        changes are copies.
+        """
         if self.is_packed:
             return pack_rows(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
@@ -212,7 +217,8 @@ class RowStep:
                 return row
         raise SettingError("dataset", type(self.dataset).__name__, "no row has a label")
 
-    # --- what fits --------------------------------------------------------------------------------------------------------
+    # --- what fits
+    # --------------------------------------------------------------------------------------------------------
 
     def find_bound(
         self,
@@ -224,7 +230,8 @@ class RowStep:
         order: Callable[[], RowOrder],
         batch_tokens: int | None,
     ) -> ProbeResult:
-        """Find the most of the longest rows whose whole training step fits, and run no more at once.
+        """Find the most of the longest rows whose whole training step fits, and run no more at
+        once.
 
         Args:
             optimizer: optimizer of the model's parameters.
@@ -257,9 +264,9 @@ class RowStep:
             self._try_rows,
             self.clip,
             row_length=dataset.length,
-            keep_gradients=partial(self._try_rows, is_last=False)
-            if self._keeps_gradients
-            else None,
+            keep_gradients=(
+                partial(self._try_rows, is_last=False) if self._keeps_gradients else None
+            ),
         )
 
         def find(accumulates: bool) -> ProbeResult:
@@ -285,7 +292,8 @@ class RowStep:
         return max(1, int(tokens / self.dataset.lengths.double().mean()))
 
     def _choices(self, step_rows: int, objective: str) -> Choices | None:
-        """Return what the fastest micro-batches are chosen from; None where as much at once as fits is wanted.
+        """Return what the fastest micro-batches are chosen from; None where as much at once as fits
+        is wanted.
 
         Args:
             step_rows: rows of a step on one device.
@@ -307,11 +315,16 @@ class RowStep:
         return ("grouped", "packed")
 
     def _why_not_packed(self) -> str:
-        """Return why packed rows would not train the model as padded ones do; empty where they would. Ranks ask together."""
+        """Return why packed rows would not train the model as padded ones do; empty where they
+        would. Ranks ask together.
+        """
         # A row of one token has no label.
         rows = self.dataset.longest(min(2, len(self.dataset)))
         if is_compiled(self._model):
-            return "the model is compiled, and packed micro-batches change shape every step, which recompiles"
+            return (
+                "the model is compiled, and packed micro-batches change shape every step, which"
+                " recompiles"
+            )
         for row in rows:
             if not (
                 isinstance(row, Mapping)
@@ -348,7 +361,10 @@ class RowStep:
             and num_rows > bound
             and not (self.bound_accumulates or self.sizer.splits)
         ):
-            fits = f"{bound} rows fit at once where no gradients are there yet, and from a step's second micro-batch on there are"
+            fits = (
+                f"{bound} rows fit at once where no gradients are there yet, and from a step's"
+                " second micro-batch on there are"
+            )
             remedy = (
                 f"{fits}; call find_bound again, which sees this batch, or give {bound} or less"
             )
@@ -363,7 +379,9 @@ class RowStep:
         context: int | None,
         headroom: int | float | str,
     ) -> MemoryEstimate:
-        """Estimate how many of the longest rows a step can hold; see :func:`adaptive_batch.estimate_memory`."""
+        """Estimate how many of the longest rows a step can hold; see
+        :func:`adaptive_batch.estimate_memory`.
+        """
         from adaptive_batch.estimate import CONTEXT_BYTES, FakeDevice, estimate_step
 
         dataset = self.dataset
@@ -404,7 +422,8 @@ class RowStep:
         with apart:
             check_loss(self._mean_loss(on_device["batch"])).backward()  # type: ignore[no-untyped-call]
 
-    # --- state ------------------------------------------------------------------------------------------------------------
+    # --- state
+    # ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what fits, as plain values."""

@@ -25,7 +25,8 @@ _WAIT_UNSEEN = 8
 _ROOM_GIVEN_BACK = 1.02
 # After so many failures of one step, what is known of its needs is not believed any more.
 _BELIEVED_FAILURES = 2
-# A cache that was just emptied asks for each block that is larger than others: it may retry so often.
+# A cache that was just emptied asks for each block that is larger than others: it may retry so
+# often.
 _RETRIES_AFTER_GROWTH = 3
 
 
@@ -278,7 +279,9 @@ class _ConfiguredSize:
         return MicroBatchLimit(NO_LIMIT, "tokens" if self.micro_batch_tokens else "rows")
 
     def limit(self, rows_at_once: int, max_batch_size: int | None) -> MicroBatchLimit:
-        """Return the limit, where a search has found so many rows; not of ``micro_batch_tokens="auto"``."""
+        """Return the limit, where a search has found so many rows; not of
+        ``micro_batch_tokens="auto"``.
+        """
         if self.micro_batch_tokens is not None:
             return MicroBatchLimit(int(self.micro_batch_tokens), "tokens")
         if self.micro_batch_size == "auto":
@@ -360,7 +363,9 @@ class _Room:
             self._total_when_lowered = room.total_bytes
 
     def suffices(self, limit: MicroBatchLimit, *, good_steps: int, stretch: int) -> bool:
-        """Return whether there is room for a larger limit, after so many good steps in a row of a stretch of them."""
+        """Return whether there is room for a larger limit, after so many good steps in a row of a
+        stretch of them.
+        """
         room = self._now()
         if room is None:
             return good_steps >= _WAIT_UNSEEN * stretch
@@ -370,7 +375,9 @@ class _Room:
         return is_given_back or good_steps >= stretch
 
     def release(self) -> None:
-        """Empty the cache: larger micro-batches need larger blocks, for which a full one has no room."""
+        """Empty the cache: larger micro-batches need larger blocks, for which a full one has no
+        room.
+        """
         if self._memory is not None:
             self._memory.release()
 
@@ -402,7 +409,8 @@ class MicroBatchSizer:
     Attributes:
         layout: layout of micro-batches.
         max_batch_size: the most rows that were tried and fit; None where none were sought.
-        tried_length: tokens of the longest row that was tried, 1 where they are not known; 0 where none was.
+        tried_length: tokens of the longest row that was tried, 1 where they are not known; 0 where
+            none was.
         throughput: what is fastest, which ``auto`` takes; None for as much as fits.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
         must_ease: whether this rank's allocator only just had room, so that the limit is due to
@@ -505,7 +513,9 @@ class MicroBatchSizer:
         self._learn_cost(result)
 
     def assume(self, result: ProbeResult) -> None:
-        """Take what a search found, whatever is configured: for what is only looked at, and not run."""
+        """Take what a search found, whatever is configured: for what is only looked at, and not
+        run.
+        """
         max_batch_size = result.max_batch_size
         if max_batch_size != self.max_batch_size:
             self._lowered.forget()

@@ -1,4 +1,6 @@
-"""What a step changes besides gradients and weights, and how it is put back before the step runs again."""
+"""What a step changes besides gradients and weights, and how it is put back before the step runs
+again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Whether the loss of a batch is the sum of its parts' shares: what does not decompose is refused before it is split."""
+"""Whether the loss of a batch is the sum of its parts' shares: what does not decompose is refused
+before it is split.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,14 @@ _MOST_CHECKS = 3
 
 
 class _BackwardCatcher(TorchFunctionMode):
-    """Catches ``Tensor.backward``, where GradScaler, accelerate and Fabric arrive too, and sums up its losses.
+    """Catches ``Tensor.backward``, where GradScaler, accelerate and Fabric arrive too, and sums up
+    its losses.
 
     Attributes:
         loss: sum of the losses; None where no backward was called.
         epsilon: rounding of the coarsest type that a function returned.
-        loss_epsilon: rounding of the coarsest 16-bit type of a single number that one returned; 0 without one.
+        loss_epsilon: rounding of the coarsest 16-bit type of a single number that one returned; 0
+            without one.
     """
 
     def __init__(self) -> None:
@@ -66,13 +70,15 @@ class _BackwardCatcher(TorchFunctionMode):
 
 
 class SplitCheck:
-    """Compares the loss of a batch with that of its parts, in evaluation mode and without gradients.
+    """Compares the loss of a batch with that of its parts, in evaluation mode and without
+    gradients.
 
     All ranks call it alike, and decide alike.
 
     Args:
         runner: runs the parts of a batch.
-        forward_backward: function that runs a part, see :class:`.AdaptiveStep`; what it returns does not count.
+        forward_backward: function that runs a part, see :class:`.AdaptiveStep`; what it returns
+            does not count.
         labels: counts the labels of a part, perhaps in several ways.
         name: name of the function in errors.
     """
@@ -110,7 +116,8 @@ class SplitCheck:
         return min(ways, key=self._differences.__getitem__, default=0)
 
     def is_due(self, counts: Sequence[Sequence[int]]) -> bool:
-        """Return whether parts have to be checked before they run; a collective until that is settled.
+        """Return whether parts have to be checked before they run; a collective until that is
+        settled.
 
         Args:
             counts: labels of each part, counted in each way; none on a rank without rows.
@@ -122,9 +129,11 @@ class SplitCheck:
         return distributed.any_of_ranks(differs or not self._num_checks)
 
     def check(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
-        """Compare the whole batch with its parts; where it does not fit, the largest half that does with its halves.
+        """Compare the whole batch with its parts; where it does not fit, the largest half that does
+        with its halves.
 
-        Where a device has a cache and what fits is known, the largest part is compared with its halves from the first.
+        Where a device has a cache and what fits is known, the largest part is compared with its
+        halves from the first.
 
         Args:
             rows: rows of the batch.
@@ -148,7 +157,8 @@ class SplitCheck:
         whole = list(range(rows.num_rows))
         has_cache = self._runner.memory.granularity_bytes > 1
         if has_cache and self._runner.sizer.max_batch_size is not None:
-            # The allocator would give back the cache that trials have left for training, where the whole does not fit.
+            # The allocator would give back the cache that trials have left for training, where the
+            # whole does not fit.
             sizes = [len(piece) for piece in pieces]
             largest = list(pieces[sizes.index(max(sizes))]) if sizes else []
             if distributed.any_of_ranks(len(largest) > 1):
@@ -166,7 +176,9 @@ class SplitCheck:
     def _losses(
         self, rows: Splittable, pieces: Sequence[Sequence[int]]
     ) -> list[float | None] | None:
-        """Return the loss that `run` calls backward on, of each piece; None where memory ran out on any rank."""
+        """Return the loss that `run` calls backward on, of each piece; None where memory ran out on
+        any rank.
+        """
         restore = self._snapshot.take()
         losses: list[float | None] = []
 
@@ -236,7 +248,8 @@ class SplitCheck:
             self._way = 0
             if distributed.is_rank_zero():
                 log.warning(
-                    "no loss.backward() is seen in forward_backward: whether a split changes the loss is not known"
+                    "no loss.backward() is seen in forward_backward: whether a split changes the"
+                    " loss is not known"
                 )
             return
         whole_loss = seen[0] if seen else 0.0
@@ -270,16 +283,19 @@ class SplitCheck:
             self._way = self.way
             if self._way > 0 and distributed.is_rank_zero():
                 log.info(
-                    "labels are shifted already where they reach the model, so the first of each row counts too"
+                    "labels are shifted already where they reach the model, so the first of each"
+                    " row counts too"
                 )
 
     def _refusal(self, whole_loss: float, sums: Sequence[float]) -> SettingError:
         parts = " or ".join(f"{total:.6g}" for total in sums)
         remedy = (
-            f"the loss of a batch is {whole_loss:.6g} as a whole and {parts} as the sum of its parts' shares, so a split "
-            "would train something else; give num_labels=, how many labels the mean is taken over, or split=, where rows "
-            "belong together or the model sees padding, of which a part has less; a loss that compares rows, such as a contrastive one, must stay whole: "
-            'on_out_of_memory="raise", without micro_batch_size and micro_batch_tokens'
+            f"the loss of a batch is {whole_loss:.6g} as a whole and {parts} as the sum of its"
+            " parts' shares, so a split would train something else; give num_labels=, how many"
+            " labels the mean is taken over, or split=, where rows belong together or the model"
+            " sees padding, of which a part has less; a loss that compares rows, such as a"
+            ' contrastive one, must stay whole: on_out_of_memory="raise", without micro_batch_size'
+            " and micro_batch_tokens"
         )
         return SettingError("forward_backward", self._name, remedy)
 

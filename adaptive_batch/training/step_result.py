@@ -21,9 +21,10 @@ class StepResult:
         tokens: real tokens of the step, padding not counted.
         micro_batches: forward and backward passes that were run, by each rank.
         padding_fraction: share of the padded tokens that were padding.
-        grad_norm: norm of all gradients before they were clipped, where that is measured; a scalar tensor.
-        noise: sample of the gradient's noise, where that is measured; None of a step whose rows were all in the small batch,
-            or none of whose labels were on one side.
+        grad_norm: norm of all gradients before they were clipped, where that is measured; a scalar
+            tensor.
+        noise: sample of the gradient's noise, where that is measured; None of a step whose rows
+            were all in the small batch, or none of whose labels were on one side.
     """
 
     loss: float
@@ -37,7 +38,9 @@ class StepResult:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the loss and, where it was measured, the norm of the gradients are numbers; waits for the norm."""
+        """Whether the loss and, where it was measured, the norm of the gradients are numbers; waits
+        for the norm.
+        """
         return math.isfinite(self.loss) and (
             self.grad_norm is None or math.isfinite(float(self.grad_norm))
         )

@@ -91,7 +91,8 @@ class StepRunner:
         rows_at_once: int,
         division: Division | None = None,
     ) -> Result:
-        """Call `attempt` until it does not run out of memory; gradients of earlier batches are kept.
+        """Call `attempt` until it does not run out of memory; gradients of earlier batches are
+        kept.
 
         Args:
             attempt: function that runs a division, by :meth:`run_micro_batches`.
@@ -144,8 +145,8 @@ class StepRunner:
 
         Args:
             division: division that ranks have agreed upon.
-            run: function that runs one, None for a dummy of a rank that has fewer; and is told whether
-                its gradients are reduced.
+            run: function that runs one, None for a dummy of a rank that has fewer; and is told
+                whether its gradients are reduced.
             idle: micro-batch that is named in errors where this rank has none.
         """
         pieces: list[MicroBatch | None] = []
@@ -169,7 +170,9 @@ class StepRunner:
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
-        """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its end together."""
+        """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its
+        end together.
+        """
         with self.sharding.micro_batch(is_last=is_last, evaluates=evaluates):
             self.is_trial = True
             try:
@@ -178,7 +181,8 @@ class StepRunner:
                 self.is_trial = False
 
     def learn_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
-        """Run trials and undo them, so that even the first micro-batch of training can be brought to its end.
+        """Run trials and undo them, so that even the first micro-batch of training can be brought
+        to its end.
 
         Args:
             run: function that runs a trial of each kind of micro-batch.

@@ -1,4 +1,6 @@
-"""The search for the fastest micro-batches within what fits: rows of training, timed through the code that training runs."""
+"""The search for the fastest micro-batches within what fits: rows of training, timed through the
+code that training runs.
+"""
 
 from __future__ import annotations
 
@@ -58,18 +60,19 @@ class ThroughputSearch:
         self._layout = tried.runner.sizer.layout
 
     def __call__(self, bound: int, *, seconds: float) -> Throughput | None:
-        """Find it, among what holds no more than `bound` of the longest rows, in about so many seconds; None where nothing else fits."""
-        step_rows, before = self._choices.step_rows or bound, self._layout
+        """Find it, among what holds no more than `bound` of the longest rows, in about so many
+        seconds; None where nothing else fits.
+        """
+        step_rows = self._choices.step_rows or bound
+        before = self._layout
         steps = [
             self._in_order(step * step_rows, step_rows)
             for step in range(max(1, _MODELLED_ROWS // step_rows))
         ]
         lengths = [list(map(self._tried.row_length, rows)) for rows in steps]
         layouts = [replace(before, kind=kind) for kind in self._choices.kinds]
-        longest, capacity = (
-            before.padded(self._worst.length),
-            dict.fromkeys(self._choices.kinds, bound),
-        )
+        longest = before.padded(self._worst.length)
+        capacity = dict.fromkeys(self._choices.kinds, bound)
 
         def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
             by_rows = layout.is_usual and self._choices.unit == "rows"
@@ -118,7 +121,9 @@ class ThroughputSearch:
         return None
 
     def _time(self, sample: Sequence[Any], pieces: Sequence[Pieces]) -> list[list[float] | None]:
-        """Return the seconds of each micro-batch of the sample's rows, in each of some layouts; None where they do not fit."""
+        """Return the seconds of each micro-batch of the sample's rows, in each of some layouts;
+        None where they do not fit.
+        """
         taken: list[list[float] | None] = [[] for _ in pieces]
         for _ in range(_ROUNDS):
             for number, (of_layout, layout) in enumerate(pieces):

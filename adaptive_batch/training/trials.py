@@ -20,11 +20,12 @@ class WorstRows:
     """The rows of trials: the longest that training may meet.
 
     Attributes:
-        first: function that returns that many of them, longest first, in the form that a trial takes.
+        first: function that returns that many of them, longest first, in the form that a trial
+            takes.
         length: tokens of the longest; 0 where they are not known.
         name: name of a single one in errors.
-        in_order: function that returns rows in the order in which training takes them: any number from any position on;
-            None where there is no order.
+        in_order: function that returns rows in the order in which training takes them: any number
+            from any position on; None where there is no order.
     """
 
     first: Callable[[int], Any]
@@ -34,7 +35,8 @@ class WorstRows:
 
     @classmethod
     def of_sample(cls, sample: Callable[[int], Any], length: int) -> WorstRows:
-        """Return the rows of a function that makes a batch of that many, as each trial makes its own.
+        """Return the rows of a function that makes a batch of that many, as each trial makes its
+        own.
 
         Args:
             sample: the function.
@@ -64,12 +66,12 @@ class TriedStep:
     Attributes:
         runner: runs its micro-batches.
         optimizer: optimizer of the model's parameters, or the optimizers in backward.
-        try_rows: function that runs forward and backward of some rows at once, in the form of :class:`WorstRows`;
-            ``is_last=False`` where gradients are not reduced.
+        try_rows: function that runs forward and backward of some rows at once, in the form of
+            :class:`WorstRows`; ``is_last=False`` where gradients are not reduced.
         clip: function that clips the gradients before the optimizer's step.
         row_length: function that returns the tokens of a row.
-        keep_gradients: function that leaves the unsharded gradients which are there between the micro-batches of a step;
-            None where there are none.
+        keep_gradients: function that leaves the unsharded gradients which are there between the
+            micro-batches of a step; None where there are none.
     """
 
     runner: StepRunner

@@ -4,12 +4,13 @@
 
 No file is downloaded. In DIR it makes, once:
 
-    data/   train.jsonl, held_out.jsonl     the standard library's docstrings: signature -> docstring
-    base/   a Qwen2 checkpoint in Hugging Face's format, with random weights, and the byte-level BPE tokenizer
+    data/   train.jsonl, held_out.jsonl     the standard library's docstrings: signature ->
+    docstring base/   a Qwen2 checkpoint in Hugging Face's format, with random weights, and the
+    byte-level BPE tokenizer
             that was trained on the data; torchtune and transformers both load it
 
-Then it trains with ``configs/demo_cpu.yaml`` and compares the tuned model with the base. With ``--lora`` that model is the base,
-and adapters learn the way back: docstring -> signature.
+Then it trains with ``configs/demo_cpu.yaml`` and compares the tuned model with the base. With
+``--lora`` that model is the base, and adapters learn the way back: docstring -> signature.
 """
 
 from __future__ import annotations
@@ -101,12 +102,15 @@ def main() -> None:
 
 
 def _of_adapters(directory: Path) -> list[str]:
-    """Return the settings of adapters on the tuned model, which learn from the same rows the other way round."""
+    """Return the settings of adapters on the tuned model, which learn from the same rows the other
+    way round.
+    """
     base = directory / "tuned" / "epoch_2"
     weights = sorted(path.name for path in base.glob("model*.safetensors"))
     if not weights:
         sys.exit(
-            f"there is no tuned model in {base}: `make demo` makes it, or this command without --lora"
+            f"there is no tuned model in {base}: `make demo` makes it, or this command without"
+            " --lora"
         )
     return [
         "model._component_=torchtune.models.qwen2.lora_qwen2",
@@ -124,13 +128,19 @@ def _of_adapters(directory: Path) -> list[str]:
 
 
 def next_steps(directory: str, output_dir: Path) -> str:
-    """Return the commands that a user may go on with, each as it can be typed where the demo was started."""
+    """Return the commands that a user may go on with, each as it can be typed where the demo was
+    started.
+    """
     tune, python = (shlex.quote(_shortest(path)) for path in (_installed("tune"), sys.executable))
     where = "" if directory == demo.DIRECTORY else f" {shlex.quote(f'demo_dir={directory}')}"
     commands = {
-        "the search alone, for two lengths": f'{tune} run adaptive_probe --config demo_cpu{where} "probe.sequence_lengths=[64,128]"',
+        "the search alone, for two lengths": (
+            f'{tune} run adaptive_probe --config demo_cpu{where} "probe.sequence_lengths=[64,128]"'
+        ),
         "the run as a page": f"{python} -m adaptive_batch report {shlex.quote(str(output_dir))}",
-        'a config of your own (README, "Your own config in five minutes")': f"{tune} cp qwen2/0.5B_full_single_device my_qwen2.yaml",
+        'a config of your own (README, "Your own config in five minutes")': (
+            f"{tune} cp qwen2/0.5B_full_single_device my_qwen2.yaml"
+        ),
     }
     return "\n".join(["Next:", *(f"  # {what}\n  {command}" for what, command in commands.items())])
 
@@ -178,7 +188,9 @@ def print_epochs(record: Path) -> None:
 
 
 def compare(cfg: DictConfig, tuned: Path, prompt: str) -> None:
-    """Print the loss of base and tuned model on the held-out rows, and what each writes for a prompt."""
+    """Print the loss of base and tuned model on the held-out rows, and what each writes for a
+    prompt.
+    """
     import torch
     from torchtune import config
 

@@ -1,4 +1,6 @@
-"""The demo's data: docstrings of the standard library, as rows of a signature and its docstring. Nothing is downloaded."""
+"""The demo's data: docstrings of the standard library, as rows of a signature and its docstring.
+Nothing is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SKIPPED_MODULES = {"ensurepip", "idlelib", "lib2to3", "test", "tests", "tkinter"
 
 
 def stdlib_sources() -> Iterator[tuple[str, str]]:
-    """Yield (dotted name, source) of every public standard library module, sorted; nothing is imported."""
+    """Yield (dotted name, source) of every public standard library module, sorted; nothing is
+    imported.
+    """
 
     def walk(names: Iterable[str], path: list[str], prefix: str) -> Iterator[tuple[str, str]]:
         for name in sorted(names):
@@ -49,7 +53,9 @@ def stdlib_sources() -> Iterator[tuple[str, str]]:
 
 
 def docstring_rows(name: str, source: str) -> Iterator[dict[str, str]]:
-    """Yield one row for each public class and function of a module that has a docstring, and for the module itself."""
+    """Yield one row for each public class and function of a module that has a docstring, and for
+    the module itself.
+    """
     try:
         tree = ast.parse(source)
     except SyntaxError:
@@ -80,7 +86,8 @@ def docstring_rows(name: str, source: str) -> Iterator[dict[str, str]]:
 def instruction_rows(num_rows: int | None = None) -> list[dict[str, str]]:
     """Return the docstrings of the standard library as rows, in a fixed random order.
 
-    A docstring that several signatures share is kept once, so that no held-out row is a training row too.
+    A docstring that several signatures share is kept once, so that no held-out row is a training
+    row too.
 
     Args:
         num_rows: how many to return; ``None`` is all.
@@ -88,7 +95,8 @@ def instruction_rows(num_rows: int | None = None) -> list[dict[str, str]]:
     rows: dict[str, dict[str, str]] = {}
     for name, source in stdlib_sources():
         for row in docstring_rows(name, source):
-            # A prompt of a few hundred characters could fill the model's sequence and leave no label.
+            # A prompt of a few hundred characters could fill the model's sequence and leave no
+            # label.
             if len(row["signature"]) <= 200 and len(row["docstring"]) >= 16:
                 rows.setdefault(row["docstring"], row)
     shuffled = list(rows.values())
@@ -101,8 +109,9 @@ def write_data(folder: Path, *, num_rows: int | None = None) -> None:
     rows = instruction_rows(num_rows)
     if len(rows) < 2 * NUM_HELD_OUT_ROWS:
         raise RuntimeError(
-            f"{sysconfig.get_path('stdlib')} holds {len(rows)} docstrings in readable source files; the demo needs "
-            f"at least {2 * NUM_HELD_OUT_ROWS}: run it with a Python that has its standard library's sources"
+            f"{sysconfig.get_path('stdlib')} holds {len(rows)} docstrings in readable source files;"
+            f" the demo needs at least {2 * NUM_HELD_OUT_ROWS}: run it with a Python that has its"
+            " standard library's sources"
         )
     held_out, train = rows[:NUM_HELD_OUT_ROWS], rows[NUM_HELD_OUT_ROWS:][:NUM_TRAIN_ROWS]
     for name, part in zip(DATA_FILES, (train, held_out), strict=True):

@@ -1,4 +1,6 @@
-"""The demo's base model: a small Qwen2 with random weights and a tokenizer trained on the demo's data."""
+"""The demo's base model: a small Qwen2 with random weights and a tokenizer trained on the demo's
+data.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ if TYPE_CHECKING:
     from torchtune.models.qwen2 import Qwen2Tokenizer
     from torchtune.modules import TransformerDecoder
 
-# The sizes of the base model; configs/demo_cpu.yaml gives the same ones to torchtune.models.qwen2.qwen2.
+# The sizes of the base model; configs/demo_cpu.yaml gives the same ones to
+# torchtune.models.qwen2.qwen2.
 MODEL = {
     "vocab_size": 2048,
     "num_layers": 3,
@@ -29,16 +32,21 @@ MODEL = {
     "rope_base": 1_000_000.0,
     "tie_word_embeddings": True,
 }
-# Qwen2's own standard deviation for a fresh model; torch's default of 1 for embeddings would start at a loss of 60.
+# Qwen2's own standard deviation for a fresh model; torch's default of 1 for embeddings would start
+# at a loss of 60.
 INITIALIZER_RANGE = 0.02
 
 END_OF_TEXT, IM_START, IM_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen2's pre-tokenizer, which torchtune has built in: a tokenizer for it must be trained on the same pieces.
-PIECES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# Qwen2's pre-tokenizer, which torchtune has built in: a tokenizer for it must be trained on the
+# same pieces.
+PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # What torchtune's Qwen2 tokenizer makes of a dialogue, for transformers.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content"
+    " }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BASE_FILES = (
     "model.safetensors",
@@ -53,15 +61,16 @@ BASE_FILES = (
 def prepare(directory: str | Path, *, num_rows: int | None = None) -> None:
     """Make the demo's data and base checkpoint in ``directory``; keep what exists.
 
-    Each of the two folders is written under a temporary name and renamed, so an interrupted call leaves no incomplete
-    folder, and two processes may call at once.
+    Each of the two folders is written under a temporary name and renamed, so an interrupted call
+    leaves no incomplete folder, and two processes may call at once.
 
     Args:
         directory: made if it does not exist.
         num_rows: how many docstrings to use; ``None`` is all that the split needs.
 
     Raises:
-        RuntimeError: the standard library has no readable sources, or a folder that exists is incomplete.
+        RuntimeError: the standard library has no readable sources, or a folder that exists is
+            incomplete.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -76,7 +85,8 @@ def prepare(directory: str | Path, *, num_rows: int | None = None) -> None:
     make_once(directory / "base", BASE_FILES, lambda folder: write_base(folder, texts()))
     if json.loads((directory / "base" / "config.json").read_text(encoding="utf-8")) != _hf_config():
         raise RuntimeError(
-            f"{directory / 'base'} was made for another version of the demo: remove it, and run again"
+            f"{directory / 'base'} was made for another version of the demo: remove it, and run"
+            " again"
         )
 
 
@@ -111,9 +121,11 @@ def make_once(folder: Path, names: tuple[str, ...], write: Callable[[Path], None
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str]) -> None:
-    """Train a byte-level BPE tokenizer and write it in the files that torchtune and transformers read.
+    """Train a byte-level BPE tokenizer and write it in the files that torchtune and transformers
+    read.
 
-    The last ids of the vocabulary are the special tokens; they are in tokenizer.json alone, as with Qwen2.
+    The last ids of the vocabulary are the special tokens; they are in tokenizer.json alone, as with
+    Qwen2.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -152,7 +164,9 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> None:
 
 
 def write_base(folder: Path, texts: Iterable[str]) -> None:
-    """Write the base checkpoint with its tokenizer into an empty folder; the same bytes for the same texts."""
+    """Write the base checkpoint with its tokenizer into an empty folder; the same bytes for the
+    same texts.
+    """
     import torch
     from safetensors.torch import save_file
     from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf

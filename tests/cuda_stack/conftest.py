@@ -1,4 +1,6 @@
-"""Tests on PyTorch's CUDA build, on a CUDA without a device: see tests/support/cuda_stack/README.md."""
+"""Tests on PyTorch's CUDA build, on a CUDA without a device: see
+tests/support/cuda_stack/README.md.
+"""
 
 import gc
 

@@ -1,6 +1,8 @@
-"""NCCL between processes: PyTorch's own process group, on a library that carries small messages through shared memory.
+"""NCCL between processes: PyTorch's own process group, on a library that carries small messages
+through shared memory.
 
-Proves that ranks call the same collectives, with the same sizes, in the same order, and what the small ones give; nothing of a network.
+Proves that ranks call the same collectives, with the same sizes, in the same order, and what the
+small ones give; nothing of a network.
 """
 
 from __future__ import annotations

@@ -66,7 +66,10 @@ def test_expandable_segments_are_accounted_for():
 
 
 def test_the_device_is_the_one_that_was_asked_for():
-    program = "print(torch.cuda.get_device_name(1), torch.cuda.get_device_capability(1), torch.cuda.mem_get_info(1))"
+    program = (
+        "print(torch.cuda.get_device_name(1), torch.cuda.get_device_capability(1),"
+        " torch.cuda.mem_get_info(1))"
+    )
     said = on_the_stack(
         program, STUB_CUDA_DEVICE="l4", STUB_CUDA_COUNT="2", STUB_CUDA_RESERVED="1000"
     )

@@ -1,6 +1,8 @@
-"""Packed rows on PyTorch's CUDA build: the kernel they take, and a peak that depends on their tokens and their number alone.
+"""Packed rows on PyTorch's CUDA build: the kernel they take, and a peak that depends on their
+tokens and their number alone.
 
-Proved here: which operators run and what they allocate, on autograd's own threads too. Not proved: values, and times.
+Proved here: which operators run and what they allocate, on autograd's own threads too. Not proved:
+values, and times.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ CUDA, VOCABULARY, WIDTH, HEADS = torch.device("cuda", 0), 1000, 512, 8
 
 
 class Layer(nn.Module):
-    """Of a decoder, with four heads of queries for one of keys; no biases, as sums for their gradients take other memory."""
+    """Of a decoder, with four heads of queries for one of keys; no biases, as sums for their
+    gradients take other memory.
+    """
 
     def __init__(self):
         super().__init__()
@@ -68,7 +72,9 @@ def step(model, lengths, device=CUDA):
 
 
 def peak(model, lengths):
-    """Bytes that a step asks for at once, beside parameters; what blocks the allocator finds for them depends on the steps before."""
+    """Bytes that a step asks for at once, beside parameters; what blocks the allocator finds for
+    them depends on the steps before.
+    """
     step(model, lengths)
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,8 @@
 """The recipes, from probe to resumption, where PyTorch's own allocator says what fits.
 
-Proves what is run, in which order, in how many micro-batches, and what follows when the allocator refuses; losses and weights
-mean nothing here, so that the same runs are compared by their values on a CPU (tests/recipes) and on a GPU.
+Proves what is run, in which order, in how many micro-batches, and what follows when the allocator
+refuses; losses and weights mean nothing here, so that the same runs are compared by their values on
+a CPU (tests/recipes) and on a GPU.
 """
 
 from __future__ import annotations

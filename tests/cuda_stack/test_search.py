@@ -1,6 +1,8 @@
-"""The search and the OOM policy on PyTorch's own caching allocator: what a bound promises, and how rows at once come back.
+"""The search and the OOM policy on PyTorch's own caching allocator: what a bound promises, and how
+rows at once come back.
 
-Proved here: sizes, fragmentation, retries and errors of the real allocator. Not proved: times, and what other processes do.
+Proved here: sizes, fragmentation, retries and errors of the real allocator. Not proved: times, and
+what other processes do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Ranks that share a model run a batch in parts together, and again together where one runs out of memory."""
+"""Ranks that share a model run a batch in parts together, and again together where one runs out of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def rows_of(lengths: tuple[tuple[int, ...], ...], *, seed: int = 1) -> list[list
 
 
 def mean_over_ranks(model: Decoder, rows: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
-    """The mean of the gradients that each rank has of its own rows, as FSDP takes it, by hand on one device."""
+    """The mean of the gradients that each rank has of its own rows, as FSDP takes it, by hand on
+    one device.
+    """
     of_ranks = [by_hand(model, each)[0] for each in rows]
     return {name: torch.stack([each[name] for each in of_ranks]).mean(0) for name in of_ranks[0]}
 
@@ -196,7 +200,9 @@ def test_a_batch_that_does_not_fit_as_it_is_cut_on_one_rank_is_run_again_on_both
 
 
 def refused() -> tuple[list[str], bool]:
-    """A loss that is the mean over rows, told to be one over labels; and rows of which none fits on rank 1."""
+    """A loss that is the mean over rows, told to be one over labels; and rows of which none fits on
+    rank 1.
+    """
     model = divided(Decoder())
     messages = []
 

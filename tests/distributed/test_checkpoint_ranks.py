@@ -1,4 +1,6 @@
-"""What fails on one rank fails on all, and the message names the rank; what succeeds is known to all."""
+"""What fails on one rank fails on all, and the message names the rank; what succeeds is known to
+all.
+"""
 
 from __future__ import annotations
 
@@ -104,9 +106,11 @@ def test_without_the_rank_an_error_is_raised_as_itself_where_it_can_be_sent(fact
     for rank, one in enumerate(facts):
         assert one["as itself"] == [
             ("OSError", "[Errno 28] full"),
-            ("HoldsALambda", "held")
-            if rank == 1
-            else ("RuntimeError", "rank 1 failed with HoldsALambda: held"),
+            (
+                ("HoldsALambda", "held")
+                if rank == 1
+                else ("RuntimeError", "rank 1 failed with HoldsALambda: held")
+            ),
             ("CheckpointError", "truncated"),
             ("TypeError", "a set"),
         ]

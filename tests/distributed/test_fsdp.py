@@ -1,4 +1,6 @@
-"""What FSDP2 does in a micro-batch, and that a rank which fails in one neither leaves the others waiting nor leaves a trace."""
+"""What FSDP2 does in a micro-batch, and that a rank which fails in one neither leaves the others
+waiting nor leaves a trace.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def local_gradients(model: Decoder) -> Any:
     return bits({name: parameter.grad for name, parameter in model.named_parameters()})
 
 
-# --- on two ranks -----------------------------------------------------------------------------------------------------
+# --- on two ranks
+# -----------------------------------------------------------------------------------------------------
 
 
 def when_it_can_finish() -> dict[str, Any]:
@@ -206,7 +209,9 @@ class OldRoot:
 
 
 def after_resets(phase: str, *, reshard: bool, old: bool, is_last: bool) -> bool:
-    """Both ranks fail, reset and run a step: whether its gradients are those of ranks that never failed, bit by bit."""
+    """Both ranks fail, reset and run a step: whether its gradients are those of ranks that never
+    failed, bit by bit.
+    """
     model = divided(Decoder(), reshard_after_forward=reshard)
     run = run_of(model, syncs_every_micro_batch=False)
     rows = [*my_rows(), *my_rows(), *my_rows()]
@@ -298,7 +303,8 @@ def test_after_a_reset_a_step_is_the_same_to_the_bit_with_either_way_to_reset(ra
         assert len(facts["resets"]) == 16
 
 
-# --- on one ------------------------------------------------------------------------------------------------------------
+# --- on one
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_on_one_rank_it_does_nothing():

@@ -1,4 +1,6 @@
-"""What FSDP keeps between two passes, and that a micro-batch has the same collectives whatever was run before it."""
+"""What FSDP keeps between two passes, and that a micro-batch has the same collectives whatever was
+run before it.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ class Apart(nn.Module):
     """A model that has no parameters of its own: its parts are divided apart.
 
     Args:
-        whole: the model is divided too; otherwise each part is by itself, and one of them never runs.
+        whole: the model is divided too; otherwise each part is by itself, and one of them never
+            runs.
     """
 
     def __init__(self, *, whole: bool = True) -> None:
@@ -83,7 +86,9 @@ def collectives_around(model: Any, between: str) -> tuple[int, int]:
 
 
 def replayed_after_own_forward() -> tuple[float, float]:
-    """The losses of a step of an untouched model, and of one whose rank 1 runs out of memory once, after a forward of its own."""
+    """The losses of a step of an untouched model, and of one whose rank 1 runs out of memory once,
+    after a forward of its own.
+    """
     losses = []
     for fails in (False, True):
         model = divided(Decoder())
@@ -104,7 +109,9 @@ def replayed_after_own_forward() -> tuple[float, float]:
 
 
 def moved_without_labels() -> tuple[list[float], list[int]]:
-    """How far the parameters go in steps with the optimizer in backward: with labels, on one rank alone, with none, with labels."""
+    """How far the parameters go in steps with the optimizer in backward: with labels, on one rank
+    alone, with none, with labels.
+    """
     model = divided(Decoder())
     OptimizerInBackward(
         {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad}

@@ -1,4 +1,6 @@
-"""AdaptiveLoop on several ranks: trained as on one, retried on all, resumed on another number of them."""
+"""AdaptiveLoop on several ranks: trained as on one, retried on all, resumed on another number of
+them.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ from adaptive_batch.training import AdaptiveLoop
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
+# --- several ranks
+# ----------------------------------------------------------------------------------------------------
 
 UNLABELLED = make_rows(
     [3 + (5 * number) % 13 for number in range(33)], unlabelled=[n for n in range(33) if n % 3]
@@ -49,7 +52,9 @@ UNLABELLED = make_rows(
 
 
 def masked_mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A mean whose gradient is not a number where there is no label; that of torch's cross-entropy is zero."""
+    """A mean whose gradient is not a number where there is no label; that of torch's cross-entropy
+    is zero.
+    """
     labels = batch["labels"][:, 1:]
     picked = (
         model(batch["tokens"])[:, :-1]
@@ -157,7 +162,9 @@ def on_two_ranks() -> dict[str, dict[str, Any]]:
 
 
 def after_a_validation() -> dict[str, Any]:
-    """Of a model whose root a forward without a backward has left with whole parameters, as FSDP2 does by default."""
+    """Of a model whose root a forward without a backward has left with whole parameters, as FSDP2
+    does by default.
+    """
     mesh = init_device_mesh("cpu", (distributed.world_size(),))
     model = Decoder()
     for module in (*model.layers, model):

@@ -1,4 +1,6 @@
-"""However the rows of a step lie in micro-batches, padded, grouped or packed, and on how many ranks: the gradients are the same."""
+"""However the rows of a step lie in micro-batches, padded, grouped or packed, and on how many
+ranks: the gradients are the same.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def deals(world_size: int) -> dict[str, list[list[Row]]]:
 
 
 def errors() -> dict[tuple[str, str, str, bool], tuple[float, bool, bool]]:
-    """For each deal, kind and limit: how far gradients and loss are from those by hand, and whether counts are wrong."""
+    """For each deal, kind and limit: how far gradients and loss are from those by hand, and whether
+    counts are wrong.
+    """
     before, threads = torch.get_default_dtype(), torch.get_num_threads()
     torch.set_default_dtype(torch.float64)  # of what gradients are multiplied by
     torch.set_num_threads(1)
@@ -182,7 +186,9 @@ def test_packed_rows_have_no_padding(ranks):
 
 
 def everything_fails() -> list[tuple[float, int]]:
-    """Packed micro-batches of more than 20 tokens run out of memory on the last rank: how far off, and the limit that is left."""
+    """Packed micro-batches of more than 20 tokens run out of memory on the last rank: how far off,
+    and the limit that is left.
+    """
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
     world_size, rank = distributed.world_size(), distributed.rank()
@@ -222,7 +228,9 @@ def test_a_packed_micro_batch_that_runs_out_of_memory_on_one_rank_is_run_again_i
 
 
 def test_rows_that_see_each_other_would_be_off_by_far_more():
-    """The bound of 1e-12 is one that a mistake passes: a row that sees another one is off by far more."""
+    """The bound of 1e-12 is one that a mistake passes: a row that sees another one is off by far
+    more.
+    """
     torch.manual_seed(0)
     model = Positioned()
     rows = make_rows([9, 7])

@@ -1,4 +1,6 @@
-"""A step over several ranks leaves the gradients that one device has of all rows, whichever rank has which rows."""
+"""A step over several ranks leaves the gradients that one device has of all rows, whichever rank
+has which rows.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ ALL_WAYS = [
 
 
 def ways(number: int) -> list[Way]:
-    """Four of them, the same for every fourth number: each pair of values, and all ways for four numbers in a row."""
+    """Four of them, the same for every fourth number: each pair of values, and all ways for four
+    numbers in a row.
+    """
     reshards, checkpoints = divmod(number % 4, 2)
     return [
         Way(
@@ -97,7 +101,9 @@ def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list
 
 
 def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
-    """How far a step, clipped and stepped, is from the same by hand, in relative terms; what must be equal is 0 or 1."""
+    """How far a step, clipped and stepped, is from the same by hand, in relative terms; what must
+    be equal is 0 or 1.
+    """
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, rows = _dealt(deal, world_size)
     model = Decoder(checkpointing=way.checkpointing)
@@ -158,7 +164,9 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
 
 
 def steps_in_a_row(way: Way) -> float:
-    """Three deals after each other with one runner, as training has them: how far the weights are from those by hand."""
+    """Three deals after each other with one runner, as training has them: how far the weights are
+    from those by hand.
+    """
     world_size, rank = distributed.world_size(), distributed.rank()
     model = Decoder(checkpointing=way.checkpointing)
     reference = twin(model)
@@ -192,7 +200,9 @@ def steps_in_a_row(way: Way) -> float:
 
 
 def noise_of(way: Way, deal: str) -> dict[str, Any]:
-    """What a step says of its noise, and the same by hand: of the first micro-batches, or by tokens of the first rows of each rank."""
+    """What a step says of its noise, and the same by hand: of the first micro-batches, or by tokens
+    of the first rows of each rank.
+    """
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, rows = _dealt(deal, world_size)
     model = Decoder()
@@ -226,7 +236,9 @@ def out_of_memory() -> None:
 
 
 def fillers_that_do_not_fit() -> list[str]:
-    """What all ranks raise where the last, which has no rows, runs out of memory in training and in evaluation."""
+    """What all ranks raise where the last, which has no rows, runs out of memory in training and in
+    evaluation.
+    """
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, _ = _dealt("the last rank has no rows", world_size)
     model = divided(Decoder())

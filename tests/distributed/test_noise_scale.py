@@ -1,4 +1,6 @@
-"""The gradient noise scale over ranks: their samples are those of one device, whichever rank has which rows."""
+"""The gradient noise scale over ranks: their samples are those of one device, whichever rank has
+which rows.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Resume points of several ranks: one writes with the others, and any number of ranks reads what any number has written."""
+"""Resume points of several ranks: one writes with the others, and any number of ranks reads what
+any number has written.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from adaptive_batch.errors import CheckpointError
 
 
 class Small(nn.Module):
-    """Two layers that are sharded alone and a root; sizes that no number of ranks divides, one bias shorter than four ranks."""
+    """Two layers that are sharded alone and a root; sizes that no number of ranks divides, one bias
+    shorter than four ranks.
+    """
 
     def __init__(self, width=7):
         super().__init__()
@@ -46,14 +50,18 @@ class Small(nn.Module):
 
 
 class Wide(nn.Sequential):
-    """On two ranks torchao's 8-bit states are made of the second part of the first weight, and of both parts of the second."""
+    """On two ranks torchao's 8-bit states are made of the second part of the first weight, and of
+    both parts of the second.
+    """
 
     def __init__(self):
         super().__init__(nn.Linear(64, 129), nn.Linear(129, 64), nn.Linear(64, 128))
 
 
 class ByColumn(torch.optim.Optimizer):
-    """Keeps a number for each column, so that its state has another shape than the parameter that it is combined with."""
+    """Keeps a number for each column, so that its state has another shape than the parameter that
+    it is combined with.
+    """
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -170,7 +178,9 @@ def assert_equal(found, expected, path="state"):
 
 
 def loaded(folder, group, kind=Small, **options):
-    """A model whose tensors are empty and new optimizers, with what the newest point of a folder holds."""
+    """A model whose tensors are empty and new optimizers, with what the newest point of a folder
+    holds.
+    """
     model, optimizers, names = made(kind, group, empty=True, **options)
     point, _ = newest_complete(*checkpoints_in(folder))
     point.load_into({"model": model.state_dict()}, process_group=group)
@@ -202,7 +212,8 @@ def message_of(call):
     return None
 
 
-# --- what the ranks do: run once, read below ---------------------------------------------------------------------------
+# --- what the ranks do: run once, read below
+# ---------------------------------------------------------------------------
 
 
 def two_ranks(folder):
@@ -233,7 +244,9 @@ def two_ranks(folder):
 
 
 def goes_on(folder, group):
-    """Two steps and two more, at once and with a point between; and whether any rank read more than its part."""
+    """Two steps and two more, at once and with a point between; and whether any rank read more than
+    its part.
+    """
     model, optimizers, names = made(Small, group)
     train(model, optimizers)
     train(model, optimizers)
@@ -251,7 +264,9 @@ def goes_on(folder, group):
 
 
 def failures(folder, group):
-    """A disk that is full on one rank, a state that cannot be saved on rank zero, and a save that works after both."""
+    """A disk that is full on one rank, a state that cannot be saved on rank zero, and a save that
+    works after both.
+    """
     tree = {"w": sharded_tensor(200_000)}
     points = CheckpointManager(folder, process_group=group, keep_last=1)
     points.save(1, {"w": sharded_tensor(10)}, {"step": 1})
@@ -337,7 +352,9 @@ class Parallel(Small):
 
 
 def two_by_two(folder, group):
-    """Two ways of data parallelism by two of tensor parallelism; loads what one process saved, and what it has saved itself."""
+    """Two ways of data parallelism by two of tensor parallelism; loads what one process saved, and
+    what it has saved itself.
+    """
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 
     def make(seed):
@@ -423,7 +440,8 @@ def four(folder, two):
     return run_on_ranks(four_ranks, 4, folder)
 
 
-# --- another number of ranks -------------------------------------------------------------------------------------------
+# --- another number of ranks
+# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["one, loaded", "one numbered, loaded"])
@@ -485,7 +503,7 @@ def test_with_replicas_of_the_shards_too(folder, four):
 def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, four):
     for facts in four:
         assert_equal(facts["tied, loaded"], facts["tied"])
-    (model, _) = newest_complete(*checkpoints_in(folder / "tied"))[0].load()
+    model, _ = newest_complete(*checkpoints_in(folder / "tied"))[0].load()
     assert model["model"]["embedding.weight"] is model["model"]["output.weight"]
     metadata = dist.checkpoint.FileSystemReader(folder / "tied" / "step_1").read_metadata()
     assert list(metadata.state_dict_metadata) == ["model.embedding.weight"]
@@ -519,7 +537,8 @@ def test_a_point_can_be_told_to_other_ranks(folder, two):
     assert pickle.loads(pickle.dumps(point)) == point
 
 
-# --- what is not whole -------------------------------------------------------------------------------------------------
+# --- what is not whole
+# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -577,8 +596,8 @@ def test_a_disk_that_is_full_on_one_rank_fails_the_save_on_all_and_leaves_the_la
 
 def test_a_state_that_cannot_be_saved_is_named_on_all_ranks(two):
     for facts in two:
-        assert facts["failures"]["unfit"] == (
-            "rank 0: unfit is a set, which a checkpoint cannot hold"
+        assert (
+            facts["failures"]["unfit"] == "rank 0: unfit is a set, which a checkpoint cannot hold"
         )
 
 
@@ -601,7 +620,8 @@ def test_a_point_of_another_model_is_refused_on_all_ranks(two):
         assert "model.0.weight was not saved; it belongs to another model" in facts["another model"]
 
 
-# --- low-bit states ----------------------------------------------------------------------------------------------------
+# --- low-bit states
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_low_bit_states_come_back_on_as_many_ranks_as_saved_them(two):
@@ -621,7 +641,10 @@ def test_low_bit_states_come_back_in_one_process(folder, one):
 
 def test_low_bit_states_are_not_divided_among_another_number_of_ranks(folder, two, four):
     def refused(*, saved, here):
-        return rf"is a low-bit state that {saved} ranks saved in parts \(.*\), which {here} \(.*\) cannot divide again: resume with {saved},"
+        return (
+            rf"is a low-bit state that {saved} ranks saved in parts \(.*\), which {here} \(.*\)"
+            rf" cannot divide again: resume with {saved},"
+        )
 
     for facts in four:
         assert re.search(refused(saved=2, here=4), facts["eight bits"])

@@ -1,4 +1,6 @@
-"""Memory that runs out on one rank, or on both, at places all over a step and a trial. All places: benchmarks/faults_on_ranks.py."""
+"""Memory that runs out on one rank, or on both, at places all over a step and a trial. All places:
+benchmarks/faults_on_ranks.py.
+"""
 
 from __future__ import annotations
 

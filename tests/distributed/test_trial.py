@@ -1,4 +1,6 @@
-"""The probe's trials on two ranks: the rank with least room decides, none hangs, none leaves a trace, and peaks are right."""
+"""The probe's trials on two ranks: the rank with least room decides, none hangs, none leaves a
+trace, and peaks are right.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def rows(number: int, length: int = 12) -> list[Row]:
 
 
 def peak(trial: DryRun, size: int) -> int | None:
-    """Of some rows, to the byte: a thread of gloo's may hold a buffer a little longer than the collective takes."""
+    """Of some rows, to the byte: a thread of gloo's may hold a buffer a little longer than the
+    collective takes.
+    """
     peaks = [trial(size).peak_bytes for _ in range(TIMES)]
     return None if None in peaks else min(one for one in peaks if one is not None)
 
@@ -67,9 +71,9 @@ class Trained:
             memory=CountedMemory(CPU),
             budget_bytes=budget_bytes,
             sharding=self.runner.sharding,
-            keep_gradients=None
-            if self.sync
-            else lambda: self.runner.try_rows(rows(1), is_last=False),
+            keep_gradients=(
+                None if self.sync else lambda: self.runner.try_rows(rows(1), is_last=False)
+            ),
         )
 
     def state(self) -> dict[str, Any]:
@@ -208,7 +212,8 @@ def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]
 
 def everything() -> dict[str, Any]:
     gc.collect()
-    gc.freeze()  # a release collects garbage, and what is imported need not be looked through every time
+    # a release collects garbage, and what is imported need not be looked through every time
+    gc.freeze()
     flags = (True, False)
     return {
         "searched": {sync: searched(sync) for sync in flags},
@@ -244,7 +249,8 @@ def test_the_rank_that_may_use_least_decides(ranks, sync):
         assert {size for size, fits, _ in tried[0] if fits} | {4} <= {size for size, *_ in tried[0]}
         for size, fits, largest in tried[0]:
             assert fits == (size <= 3)
-            # A thread of gloo's may hold a buffer of some kilobytes a little longer than its collective takes.
+            # A thread of gloo's may hold a buffer of some kilobytes a little longer than its
+            # collective takes.
             alone = max(mine[size] for mine in peaks)
             assert not fits or alone <= largest <= 1.1 * alone
 

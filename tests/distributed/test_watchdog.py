@@ -1,4 +1,6 @@
-"""Ranks as processes that fail, hang, are killed or end well: how each ends, what is said, what rank zero writes down."""
+"""Ranks as processes that fail, hang, are killed or end well: how each ends, what is said, what
+rank zero writes down.
+"""
 
 import json
 import os
@@ -56,7 +58,9 @@ def reduce_until_it_fails(watch: Watchdog) -> None:
 
 
 def how(ended: list) -> list:
-    """The exit status of each rank, and what it raised, which an end by the watch leaves no time for."""
+    """The exit status of each rank, and what it raised, which an end by the watch leaves no time
+    for.
+    """
     return [(one.exit_status, one.error) for one in ended]
 
 
@@ -303,8 +307,7 @@ def torchrun(
 ) -> subprocess.Popen:
     script = folder / "script.py"
     script.write_text(
-        textwrap.dedent(
-            """
+        textwrap.dedent("""
             import os, signal, sys, time
             from pathlib import Path
 
@@ -313,8 +316,7 @@ def torchrun(
 
             folder, rank = Path(__file__).parent, int(os.environ["RANK"])
             watch = started(folder)
-            """
-        )
+            """)
         + textwrap.dedent(program)
     )
     command = [sys.executable, "-m", "torch.distributed.run", *nodes]

@@ -1,7 +1,8 @@
-"""With everything adaptive off, adapters are trained as torchtune's recipes train them, to the bit. The long form: benchmarks/parity_adapters.py.
+"""With everything adaptive off, adapters are trained as torchtune's recipes train them, to the bit.
+The long form: benchmarks/parity_adapters.py.
 
-On a CPU torchtune's recipe merges the adapters into the model that goes on training wherever it saves an epoch, so runs of two
-epochs save the adapters alone.
+On a CPU torchtune's recipe merges the adapters into the model that goes on training wherever it
+saves an epoch, so runs of two epochs save the adapters alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from support.cli import FEATURES, LOG, SmallSetup
 from support.stock import Task, run_tasks
 
 ALONE = "save_adapter_weights_only=True"
-SHORT = "max_steps_per_epoch=3"  # without which torchtune's recipe begins its schedule again where it resumes
+SHORT = (  # without which torchtune's recipe begins its schedule again where it resumes
+    "max_steps_per_epoch=3"
+)
 
 
 @pytest.fixture(scope="module")

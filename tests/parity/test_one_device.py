@@ -1,4 +1,5 @@
-"""With everything adaptive off the recipe is torchtune's stock recipe to the bit, but for the stock recipe's defects.
+"""With everything adaptive off the recipe is torchtune's stock recipe to the bit, but for the stock
+recipe's defects.
 
 The full sweep is benchmarks/parity.py; this is one run or two for each feature.
 """
@@ -73,7 +74,8 @@ def gradients(small, recipe, *overrides):
     return {name: before[name] - after[name] for name in before}
 
 
-# --- the same, to the bit ----------------------------------------------------------------------------------------------
+# --- the same, to the bit
+# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,8 @@ def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoi
         assert expected.losses == stock.losses[len(expected.losses) :]
 
 
-# --- where the stock recipe has a defect -------------------------------------------------------------------------------
+# --- where the stock recipe has a defect
+# -------------------------------------------------------------------------------
 
 
 def test_splitting_a_step_leaves_gradients_as_they_are_even_where_the_first_label_counts(small):
@@ -172,7 +175,8 @@ def test_in_backward_the_optimizer_sees_the_mean_and_not_its_multiple(small):
     assert floats(stock)[1:] != pytest.approx(floats(apart)[1:], rel=1e-2, nan_ok=True)
 
 
-# --- every stock configuration, by its name ----------------------------------------------------------------------------
+# --- every stock configuration, by its name
+# ----------------------------------------------------------------------------
 
 FOLDER = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 STOCK_CONFIGS = [

@@ -1,4 +1,5 @@
-"""On two ranks, with everything adaptive off, the recipe is torchtune's distributed one to the bit, but for its defects.
+"""On two ranks, with everything adaptive off, the recipe is torchtune's distributed one to the bit,
+but for its defects.
 
 The full sweep is benchmarks/parity_on_ranks.py; here all runs share one start of the processes.
 """

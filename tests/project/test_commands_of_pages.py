@@ -1,7 +1,8 @@
-"""Every command and every Python block of the README and the other pages works as it is written, from a folder of the user's own.
+"""Every command and every Python block of the README and the other pages works as it is written,
+from a folder of the user's own.
 
-The pages are gone through in their order in one folder, the README first, as a reader would. What is not run here, and why, is in
-tests/project/test_pages.py.
+The pages are gone through in their order in one folder, the README first, as a reader would. What
+is not run here, and why, is in tests/project/test_pages.py.
 """
 
 import os
@@ -27,7 +28,9 @@ pytestmark = pytest.mark.readme
 
 
 def parts():
-    """Of each page in its order: its commands, with what they print where the page says so; and its Python as one program."""
+    """Of each page in its order: its commands, with what they print where the page says so; and its
+    Python as one program.
+    """
     found = []
     for page in PAGES:
         here = [block for block in BLOCKS if block.page == page]
@@ -58,8 +61,9 @@ def program_of(page):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with what `make demo` leaves there, and the Python that the pages show: under the name that a block carries, and
-    as one program for each page."""
+    """A folder with what `make demo` leaves there, and the Python that the pages show: under the
+    name that a block carries, and as one program for each page.
+    """
     folder = tmp_path_factory.mktemp("user")
     demo.prepare(folder / demo.DIRECTORY)
     for block in BLOCKS:
@@ -85,7 +89,9 @@ def test_a_command_works_and_prints_what_its_page_says(folder, command, says):
 
 
 def run(folder, command):
-    """Run a command in a folder, as on a machine that has searched nothing yet; return what it prints."""
+    """Run a command in a folder, as on a machine that has searched nothing yet; return what it
+    prints.
+    """
     program, *arguments = shlex.split(command.replace("OUTPUT_DIR", "adaptive_batch_demo/tuned"))
     found = {"tune": [str(Path(sys.executable).parent / "tune")], "python": [sys.executable]}[
         program
@@ -105,7 +111,9 @@ def run(folder, command):
 
 
 def train_the_demo_instead(config):
-    """In a config for a GPU and weights of the hub, put the demo's model and data on a CPU; all else stays."""
+    """In a config for a GPU and weights of the hub, put the demo's model and data on a CPU; all
+    else stays.
+    """
     shipped = OmegaConf.load(config_path("demo_cpu"))
     demo_parts = OmegaConf.masked_copy(
         shipped, ["demo_dir", "model", "tokenizer", "checkpointer", "dataset"]

@@ -78,9 +78,10 @@ def test_source_that_does_not_parse_gives_no_row():
 
 def test_the_standard_library_gives_thousands_of_rows_of_very_uneven_length_and_nothing_of_it_is_imported():
     program = (
-        f"import sys; sys.path.insert(0, {str(DEMO.parent)!r}); import demo; before = set(sys.modules); rows = demo.instruction_rows()\n"
-        "lengths = sorted(len(row['docstring']) for row in rows)\n"
-        "print(len(rows), lengths[len(lengths) // 2], lengths[-1], *set(sys.modules) - before)"
+        f"import sys; sys.path.insert(0, {str(DEMO.parent)!r}); import demo; before ="
+        " set(sys.modules); rows = demo.instruction_rows()\nlengths = sorted(len(row['docstring'])"
+        " for row in rows)\nprint(len(rows), lengths[len(lengths) // 2], lengths[-1],"
+        " *set(sys.modules) - before)"
     )
     finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60

@@ -1,4 +1,6 @@
-"""The examples train as they would without adaptive_batch, with a few lines more; and the page about them runs."""
+"""The examples train as they would without adaptive_batch, with a few lines more; and the page
+about them runs.
+"""
 
 from __future__ import annotations
 

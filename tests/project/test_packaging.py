@@ -1,4 +1,6 @@
-"""What is published: a wheel with what `tune run` finds, the configs by name and nothing that torchtune owns; and a source archive that makes it."""
+"""What is published: a wheel with what `tune run` finds, the configs by name and nothing that
+torchtune owns; and a source archive that makes it.
+"""
 
 import base64
 import hashlib
@@ -75,7 +77,9 @@ def with_torch_alone(wheel, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def with_everything(wheel, tmp_path_factory):
-    """Python of a new environment with the wheel, beside all that is installed here but this project itself."""
+    """Python of a new environment with the wheel, beside all that is installed here but this
+    project itself.
+    """
     return installed(wheel, tmp_path_factory.mktemp("everything"), None)
 
 
@@ -96,9 +100,11 @@ def needs_of(name):
 
 
 def installed(wheel, folder, distributions):
-    """Install the wheel by pip into a new environment that also sees some distributions, or all, of this one.
+    """Install the wheel by pip into a new environment that also sees some distributions, or all, of
+    this one.
 
-    A .pth file that lies on a path which another one adds is not read, so this project's own editable install stays unseen.
+    A .pth file that lies on a path which another one adds is not read, so this project's own
+    editable install stays unseen.
     """
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
@@ -181,14 +187,12 @@ def test_the_core_depends_on_torch_alone(wheel):
 @pytest.mark.slow
 def test_the_core_imports_with_torch_alone(with_torch_alone, tmp_path):
     program = (
-        "import importlib, importlib.util, pkgutil, sys, adaptive_batch\n"
-        "for module in pkgutil.walk_packages(adaptive_batch.__path__, 'adaptive_batch.', onerror=lambda name: None):\n"
-        "    if not module.name.startswith('adaptive_batch.torchtune'):\n"
-        "        importlib.import_module(module.name)\n"
-        "print(adaptive_batch.__file__)\n"
-        "for name in ('torchtune', 'omegaconf', 'recipes', 'tests', 'configs', 'demo', 'examples'):\n"
-        "    assert importlib.util.find_spec(name) is None, name\n"
-        "import adaptive_full_finetune\n"
+        "import importlib, importlib.util, pkgutil, sys, adaptive_batch\nfor module in"
+        " pkgutil.walk_packages(adaptive_batch.__path__, 'adaptive_batch.', onerror=lambda name:"
+        " None):\n    if not module.name.startswith('adaptive_batch.torchtune'):\n       "
+        " importlib.import_module(module.name)\nprint(adaptive_batch.__file__)\nfor name in"
+        " ('torchtune', 'omegaconf', 'recipes', 'tests', 'configs', 'demo', 'examples'):\n   "
+        " assert importlib.util.find_spec(name) is None, name\nimport adaptive_full_finetune\n"
     )
     done = run(with_torch_alone, "-c", program, cwd=tmp_path, status=1)
     assert done.stdout.startswith(str(with_torch_alone.parents[1]))
@@ -220,7 +224,10 @@ def test_check_says_with_torch_alone_that_the_recipes_need_more(with_torch_alone
 def test_installed_from_the_wheel_the_recipe_is_found_from_any_directory(
     with_everything, tmp_path, small
 ):
-    where = "import adaptive_full_finetune, adaptive_batch; print(adaptive_full_finetune.__file__, adaptive_batch.__file__)"
+    where = (
+        "import adaptive_full_finetune, adaptive_batch; print(adaptive_full_finetune.__file__,"
+        " adaptive_batch.__file__)"
+    )
     found = run(with_everything, "-c", where, cwd=tmp_path).stdout.split()[-2:]
     assert all(path.startswith(str(with_everything.parents[1])) for path in found)
     tune = Path(sys.executable).parent / "tune"

@@ -2,11 +2,13 @@
 
 What is in a block, and what holds it:
 
-    bash     each command is run by tests/project/test_commands_of_pages.py (`pytest -m readme`), but for
+    bash     each command is run by tests/project/test_commands_of_pages.py (`pytest -m readme`),
+    but for
                make         run by CI, and the site by tests/project/test_docs_site.py: that there is such a target is checked here
                pip          run by CI through make; that there are such extras and such a file is checked here
                tune run     for more than two ranks, or of a model that is not here: needs GPUs and weights of many GB. Its words are
-                            checked here, by the parsers that read them: torchrun's, torchtune's and ours; and so are those of
+                            checked here, by the parsers that read them: torchrun's, torchtune's and
+                            ours; and so are those of
                tune download, which fetches weights
     python   run by tests/project/test_commands_of_pages.py, the blocks of a page one after another
     yaml     keys and values are checked here, by what reads a configuration; lines for a file are added to it before it is run
@@ -73,7 +75,10 @@ def test_what_a_shell_would_take_for_names_of_files_is_quoted(block, command):
 
 
 def test_a_block_that_nothing_runs_is_found():
-    page = "A\n```rust\nfn\n```\n```\nx\n```\nB\n\n    tune run it\n\n```bash\n# why\ntune cat x \\\n  y\ncurl z\n```\n\n```text\nz\n```\nC\n```text\nc\n```\n"
+    page = (
+        "A\n```rust\nfn\n```\n```\nx\n```\nB\n\n    tune run it\n\n```bash\n# why\ntune cat x \\\n "
+        " y\ncurl z\n```\n\n```text\nz\n```\nC\n```text\nc\n```\n"
+    )
     found, indented = blocks_of("page.md", page)
     assert found[2] == Block("page.md", 12, "bash", "# why\ntune cat x \\\n  y\ncurl z\n")
     assert [block.is_output for block in found] == [False, False, False, True, False]
@@ -108,8 +113,13 @@ READ_ONLY = [
 
 @pytest.mark.parametrize("block", READ_ONLY, ids=lambda block: block.name)
 def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
-    """The shell puts the words together, with a cluster of two nodes played, and the parsers read them."""
-    played = 'tune() { printf "%q " "$@"; echo; }; srun() { "$@"; }; scontrol() { printf "first\nsecond\n"; }\n'
+    """The shell puts the words together, with a cluster of two nodes played, and the parsers read
+    them.
+    """
+    played = (
+        'tune() { printf "%q " "$@"; echo; }; srun() { "$@"; }; scontrol() { printf'
+        ' "first\nsecond\n"; }\n'
+    )
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "two"}
     done = subprocess.run(
         ["bash", "-euc", played + block.text],

@@ -1,4 +1,6 @@
-"""A short form of benchmarks/pays.py: the ways that it compares train, on the same tokens, in the steps that their formulas give."""
+"""A short form of benchmarks/pays.py: the ways that it compares train, on the same tokens, in the
+steps that their formulas give.
+"""
 
 import pytest
 from support.paths import ROOT

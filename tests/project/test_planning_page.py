@@ -1,4 +1,6 @@
-"""The page on planning says what the code says: its table of devices, its table of changes, and what its commands print."""
+"""The page on planning says what the code says: its table of devices, its table of changes, and
+what its commands print.
+"""
 
 import os
 import re
@@ -21,7 +23,8 @@ from adaptive_batch.torchtune.model import FullModel
 
 PAGE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in blocks() if block.page == "docs/estimate.md"]
-# Those that a plan can run here, although tests/project/test_commands_of_pages.py does not: no weights are needed.
+# Those that a plan can run here, although tests/project/test_commands_of_pages.py does not: no
+# weights are needed.
 SHOWN = [
     pytest.param(block.commands[0], following.text, id=f"{block.name}-{block.commands[0][:70]}")
     for block, following in pairwise(BLOCKS)
@@ -42,7 +45,8 @@ def table_of_devices():
         flops, moved = device.speed.flops_per_second[1], device.speed.bytes_per_second / 1e9
         speeds = f"{flops / 1e12:g} | {moved:g}" if flops else f"- | {moved:g}"
         lines.append(
-            f"| {device.name} | {device.architecture} | {device.total_bytes / GIB:.2f} | {speeds} | {source} |"
+            f"| {device.name} | {device.architecture} | {device.total_bytes / GIB:.2f} | {speeds} |"
+            f" {source} |"
         )
     return "\n".join(lines)
 

@@ -1,4 +1,6 @@
-"""Published figures of memory have their sources, and each is estimated or has a reason; all of them: benchmarks/published.py."""
+"""Published figures of memory have their sources, and each is estimated or has a reason; all of
+them: benchmarks/published.py.
+"""
 
 import re
 from collections import Counter

@@ -1,4 +1,6 @@
-"""What grows with ranks is measured by the functions that training calls (long form: benchmarks/scale.py), and docs/many_gpus.md says so."""
+"""What grows with ranks is measured by the functions that training calls (long form:
+benchmarks/scale.py), and docs/many_gpus.md says so.
+"""
 
 import json
 import re
@@ -109,8 +111,8 @@ def test_the_figures_of_the_docs_follow_from_their_formulas():
     assert f"S = {s['8B']:.1f} GiB; with 70B, {s['70B']:.1f} GiB" in SENTENCES
     n = 8
     assert (
-        f"{3 * n * s['8B']:.0f} GiB become {(2 * n + 1) * s['8B']:.0f} ({1 - (2 * n + 1) / (3 * n):.0%} less)"
-        in SENTENCES
+        f"{3 * n * s['8B']:.0f} GiB become {(2 * n + 1) * s['8B']:.0f}"
+        f" ({1 - (2 * n + 1) / (3 * n):.0%} less)" in SENTENCES
     )
     assert (
         f"{2 * n * s['8B']:.0f} become {(n + 1) * s['8B']:.0f} ({1 - (n + 1) / (2 * n):.0%} less)"
@@ -118,8 +120,8 @@ def test_the_figures_of_the_docs_follow_from_their_formulas():
     )
     saved = (n - 1) * s["8B"]
     assert (
-        f"the {saved:.0f} GiB are {saved / 200:.1f} s a step; at 25 GiB/s, as between nodes, {saved / 25:.1f} s"
-        in SENTENCES
+        f"the {saved:.0f} GiB are {saved / 200:.1f} s a step; at 25 GiB/s, as between nodes,"
+        f" {saved / 25:.1f} s" in SENTENCES
     )
     for size, ranks in ((8, 8), (6, 8), (4, 8), (8, 16)):
         assert f"| {size} | {NUM_PARAMETERS['70B'] * size / ranks / GIB:.1f} GiB |" in SENTENCES

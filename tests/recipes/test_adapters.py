@@ -1,4 +1,6 @@
-"""Fine-tuning of adapters: what a resume point holds, the base that it stands on, the bound, and what is refused."""
+"""Fine-tuning of adapters: what a resume point holds, the base that it stands on, the bound, and
+what is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Adapters on two ranks, on a base that FSDP2 divides: a retry after an OOM, and runs that go on with other numbers of ranks."""
+"""Adapters on two ranks, on a base that FSDP2 divides: a retry after an OOM, and runs that go on
+with other numbers of ranks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What a search advises where it leaves memory unused, and what adaptive_probe times with probe.tune."""
+"""What a search advises where it leaves memory unused, and what adaptive_probe times with
+probe.tune.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The batch as a function of progress, through the real command line: what was planned, what was said, what was trained."""
+"""The batch as a function of progress, through the real command line: what was planned, what was
+said, what was trained.
+"""
 
 import math
 import shutil
@@ -64,12 +66,15 @@ def cosine(step, *, warmup, total):
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / (total - warmup)))
 
 
-# --- by hand ------------------------------------------------------------------------------------------------------------
+# --- by hand
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def doubled(small):
-    """bert24's ramp at small scale: 16 -> 32 -> 64 rows over two of three epochs of 128 rows, 16 of them at once."""
+    """bert24's ramp at small scale: 16 -> 32 -> 64 rows over two of three epochs of 128 rows, 16 of
+    them at once.
+    """
     return small.run_in_process(
         OURS, *of_lengths([12] * 128), *COSINE, *SGD, "epochs=3", "batch_size=16", "micro_batch_size=16",
         "grow_beyond_maximum=True", f"{RULE}ramp_by_doubling", *ramp(start=16, end=64, over="2ep"),
@@ -83,7 +88,8 @@ def test_bert24s_ramp_has_the_steps_samples_micro_batches_and_rates_that_come_ou
     samples = list(accumulate(batches))
     assert figures(doubled, "samples_seen") == samples
     assert figures(doubled, "tokens_seen") == [12 * rows for rows in samples]
-    # the schedule spans 3 epochs of 8 steps of the configured 16 rows, and its clock is samples / 16
+    # the schedule spans 3 epochs of 8 steps of the configured 16 rows, and its clock is samples /
+    # 16
     expected = [0.05 * cosine(done / 16, warmup=3, total=24) for done in [0, *samples[:-1]]]
     assert figures(doubled, "lr") == pytest.approx(expected, rel=1e-12)
     for epoch, rows in groupby(records(doubled, "step"), key=lambda step: step["epoch"]):
@@ -140,7 +146,8 @@ def test_the_same_places_in_any_unit_give_the_same_steps(small):
         assert changes == [(0, 4, 4), (4, 4, 8), (8, 8, 16)]
 
 
-# --- the plan is what happens -------------------------------------------------------------------------------------------
+# --- the plan is what happens
+# -------------------------------------------------------------------------------------------
 
 RULES = {
     "steps by epochs": steps_rule([4, 6, 12], ["0.5ep", "1.25ep"]),
@@ -243,7 +250,8 @@ def test_every_step_of_a_schedule_has_what_its_rule_says_there(small):
     assert figures(finished, "batch_size") == expected
 
 
-# --- the bound ----------------------------------------------------------------------------------------------------------
+# --- the bound
+# ----------------------------------------------------------------------------------------------------------
 
 CAPPED = ("epochs=2", "probe.maximum=12", *steps_rule([4, 8, 16], ["0.5ep", "1ep"]))
 
@@ -310,7 +318,8 @@ def test_growth_past_the_bound_is_one_large_batch_to_1e_12_in_float64(small):
         assert torch.linalg.norm(ours[name] - weight) <= 1e-12 * moved > 0, name
 
 
-# --- rules that follow the gradient noise scale -------------------------------------------------------------------------
+# --- rules that follow the gradient noise scale
+# -------------------------------------------------------------------------
 
 LED = (
     *of_lengths([6 + row % 5 for row in range(96)]), "epochs=3", "micro_batch_size=1", "optimizer.lr=1e-3",
@@ -399,7 +408,8 @@ def test_the_noise_scale_is_measured_in_micro_batches_by_tokens_and_resumed_exac
     assert noise_at_step_58(rest) == state
 
 
-# --- what goes wrong in mid-run -----------------------------------------------------------------------------------------
+# --- what goes wrong in mid-run
+# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -473,7 +483,8 @@ def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
         assert same_weights(rest.weights(1), whole.weights(1))
 
 
-# --- rules that follow the batch of the step before ---------------------------------------------------------------------
+# --- rules that follow the batch of the step before
+# ---------------------------------------------------------------------
 
 
 def go_on(small, finished, step, *settings):
@@ -548,7 +559,9 @@ def test_budgets_that_follow_the_last_one_go_on_in_the_middle_of_an_epoch(small,
 
 
 def test_rows_by_another_rule_of_tokens_begin_their_epoch_anew(small):
-    """Which rows are left is not known where steps hold others; so each is trained once all the same."""
+    """Which rows are left is not known where steps hold others; so each is trained once all the
+    same.
+    """
     first = small.run_in_process(
         OURS, *BY_TOKENS, f"{KEY}=support.batch_rules.hundred_fifty", "epochs=1"
     )
@@ -575,7 +588,8 @@ def test_an_audit_lists_the_budgets_of_a_schedule_of_tokens(doubling):
     assert said == ["step 1: 128 tokens", "step 4: 256 tokens", "step 7: 512 tokens"]
 
 
-# --- what is not refused and not said -----------------------------------------------------------------------------------
+# --- what is not refused and not said
+# -----------------------------------------------------------------------------------
 
 
 def test_validation_between_small_steps_of_a_schedule_is_not_said_to_have_no_effect(small):

@@ -1,4 +1,6 @@
-"""Through the real command line: the critical batch by branches from a checkpoint, which leave no trace."""
+"""Through the real command line: the critical batch by branches from a checkpoint, which leave no
+trace.
+"""
 
 import hashlib
 import json
@@ -100,7 +102,9 @@ def test_it_prints_the_branches_and_leaves_one_record_and_no_trace(small, traine
 
 
 def test_the_branch_of_the_configured_batch_is_the_training_that_would_follow(small):
-    """Without a schedule the four steps of the branch are those that a run takes, and so is the loss after them."""
+    """Without a schedule the four steps of the branch are those that a run takes, and so is the
+    loss after them.
+    """
     run = small.run_in_process(OURS, "save_every_n_steps=3", *VALIDATED)
     folder = copied(small, run, until="step_3")
     small.run_in_process(PROBE, *MEASURES, *VALIDATED, f"output_dir={folder}")
@@ -270,7 +274,9 @@ def test_what_cannot_be_measured_is_refused_before_weights_load(small, keys, mes
 
 
 def test_a_branch_neither_grows_nor_decays_whatever_rules_the_run_has(small, trained, capsys):
-    """Resuming would refuse another growth function, schedule or clock than the checkpoint's; the base has the configured rate."""
+    """Resuming would refuse another growth function, schedule or clock than the checkpoint's; the
+    base has the configured rate.
+    """
     others = (
         "batch_increase_function=support.components.four_more",
         "lr_scheduler=null",
@@ -309,8 +315,8 @@ def test_what_the_checkpoint_keeps_is_said_and_its_share_is_of_the_rows_that_the
     )
     shown = capsys.readouterr().out
     assert (
-        "optimizer={'weight_decay': 0.5, 'betas': [0.5, 0.6]} has no effect: the checkpoint's default is kept\n"
-        in shown
+        "optimizer={'weight_decay': 0.5, 'betas': [0.5, 0.6]} has no effect: the checkpoint's"
+        " default is kept\n" in shown
     )
     assert "clip_grad_norm None -> 0.5: not what the checkpoint was trained with\n" in shown
     assert "batch_increase_function" not in shown
@@ -369,12 +375,12 @@ def test_a_tolerance_above_what_the_first_branch_gained_is_pointed_out(small, ca
     small.run_in_process(PROBE, *MEASURES, "optimizer.lr=1e-7")
     shown = capsys.readouterr().out
     assert (
-        "critical batch: 4 rows at a tolerance of 1.00%; within two standard errors 4 to more than 4, the largest tried"
-        in shown
+        "critical batch: 4 rows at a tolerance of 1.00%; within two standard errors 4 to more than"
+        " 4, the largest tried" in shown
     )
     assert (
-        "less than the tolerance: one that learns nothing may pass; give more probe.critical_batch_rows"
-        in shown
+        "less than the tolerance: one that learns nothing may pass; give more"
+        " probe.critical_batch_rows" in shown
     )
     small.run_in_process(PROBE, *MEASURES)
     assert "may pass" not in capsys.readouterr().out

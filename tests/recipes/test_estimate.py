@@ -1,6 +1,8 @@
-"""adaptive_estimate: what a plan on fake tensors says is what trials count, and it needs neither weights, files nor a network.
+"""adaptive_estimate: what a plan on fake tensors says is what trials count, and it needs neither
+weights, files nor a network.
 
-All combinations, every shipped and stock configuration, and what planning takes: benchmarks/estimate.py.
+All combinations, every shipped and stock configuration, and what planning takes:
+benchmarks/estimate.py.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def small(**keys):
     return planned(SMALL.to_estimate(), **keys)
 
 
-# --- what is said is what is counted ------------------------------------------------------------------------------------
+# --- what is said is what is counted
+# ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +187,8 @@ def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
     assert plan.optimizer_peak_bytes == result.trials[0].optimizer_peak_bytes
     for rows, peak in peaks.items():
         estimate = plan.one_row_bytes if rows == 1 else plan.curve.peak_bytes(rows)
-        # gloo may hold what it has sent until its next collective; NCCL's log is that of the estimate (test_step_log_on_cuda_stack)
+        # gloo may hold what it has sent until its next collective; NCCL's log is that of the
+        # estimate (test_step_log_on_cuda_stack)
         assert estimate <= peak <= (1.15 if combination.reshards else 1) * estimate
 
 
@@ -195,7 +199,10 @@ def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
             "llama3",
             4,
             TENSOR_PARALLEL | {"tensor_parallel_dim": 4},
-            "tensor_parallel_dim=4: Number of KV heads (2) must be divisible by tensor parallel size (4).",
+            (
+                "tensor_parallel_dim=4: Number of KV heads (2) must be divisible by tensor parallel"
+                " size (4)."
+            ),
         ),
         (
             "qwen2, tied",
@@ -232,13 +239,15 @@ def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
     divided = planned(cfg, **TENSOR_PARALLEL)[0].lengths[0]
     assert divided.check.counted_bytes == divided.check.expected_bytes
     assert 0.5 <= divided.resident.parameters / alone.resident.parameters < 0.7
-    # Clipping and stepping hold what stays, the gradients and little more: nothing of the size of the whole model.
+    # Clipping and stepping hold what stays, the gradients and little more: nothing of the size of
+    # the whole model.
     assert divided.optimizer_peak_bytes < 1.5 * (
         divided.resident.total + divided.resident.parameters
     )
 
 
-# --- what it needs ------------------------------------------------------------------------------------------------------
+# --- what it needs
+# ------------------------------------------------------------------------------------------------------
 
 _reached: list[str] = []
 _is_watching = False
@@ -285,7 +294,9 @@ def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
 
 
 def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(small):
-    """Rows of several lengths leave blocks behind that others do not fit into: at most as many fit as of one length."""
+    """Rows of several lengths leave blocks behind that others do not fit into: at most as many fit
+    as of one length.
+    """
     of_cuda = ("estimate.devices=64MiB", "estimate.context=0", "device=cuda")
     of_data = json.loads(_plan_file(small, *of_cuda).read_text())["devices"][0]["lengths"][0]
     number = of_data["sequence_length"]
@@ -330,7 +341,8 @@ def test_where_a_collate_function_wants_rows_that_are_not_at_hand_it_is_named_wi
         )
     said = str(refused.value)
     assert said.startswith(
-        "collate_fn='torchtune.data.padded_collate_sft': the rows of the dataset that it takes are not at hand "
+        "collate_fn='torchtune.data.padded_collate_sft': the rows of the dataset that it takes are"
+        " not at hand "
     )
     assert "No module named 'nowhere'" in said
     assert "Are you sure that module 'nowhere' is installed?; give the tokenizer's files" in said
@@ -338,7 +350,10 @@ def test_where_a_collate_function_wants_rows_that_are_not_at_hand_it_is_named_wi
 
 
 def test_max_seq_len_that_the_tokenizer_does_not_have_is_named():
-    says = r"probe\.sequence_length='max_seq_len': tokenizer\.max_seq_len is not set; set it, or give a number"
+    says = (
+        r"probe\.sequence_length='max_seq_len': tokenizer\.max_seq_len is not set; set it, or give"
+        r" a number"
+    )
     with pytest.raises(SettingError, match=says):
         planned(SMALL.config(sequence_length="max_seq_len"))
     with pytest.raises(
@@ -403,7 +418,8 @@ def _resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -464,7 +480,8 @@ def test_no_process_group_is_left_behind():
     assert not torch.distributed.is_initialized()
 
 
-# --- what is left out is said -------------------------------------------------------------------------------------------
+# --- what is left out is said
+# -------------------------------------------------------------------------------------------
 
 
 def test_compiling_and_offloading_are_said_to_be_counted_otherwise():
@@ -555,7 +572,8 @@ def test_what_a_plan_does_not_heed_is_said():
     )
 
 
-# --- single changes -----------------------------------------------------------------------------------------------------
+# --- single changes
+# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -572,7 +590,8 @@ def test_a_change_brings_what_a_plan_of_it_says():
     assert min(gains) > before
 
 
-# --- what is measured on a device ---------------------------------------------------------------------------------------
+# --- what is measured on a device
+# ---------------------------------------------------------------------------------------
 
 
 def test_the_search_by_brute_force_of_the_benchmark_finds_the_largest(benchmark):
@@ -596,7 +615,8 @@ def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
     assert len({str(c) for c in benchmark.on_cuda(False)}) == 24
 
 
-# --- a plan is not lost ---------------------------------------------------------------------------------------------------
+# --- a plan is not lost
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -611,7 +631,10 @@ def test_a_change_that_components_refuse_is_said_and_the_plan_stands(tmp_path):
     )
     said, saved = [], []
     plan = estimate_devices(cfg, show=said.append, save=saved.append)
-    refused = "not estimated: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: loss='.*': it cannot be built: TypeError"
+    refused = (
+        "not estimated: loss=torchtune.modules.loss.CEWithChunkedOutputLoss: loss='.*': it cannot"
+        " be built: TypeError"
+    )
     assert any(re.match(refused, line) for line in said)
     assert [bool(one.changes) for one in saved] == [False, True]
     assert any("TypeError" in change.refused for change in plan.refused)
@@ -698,7 +721,9 @@ def test_what_recurrent_layers_keep_besides_is_said_to_be_left_out():
 
 
 class InParts(torch.nn.Module):
-    """A loss that is summed in parts of 256 tokens, so that its peak is no straight line in the rows."""
+    """A loss that is summed in parts of 256 tokens, so that its peak is no straight line in the
+    rows.
+    """
 
     ignore_index = -100
 

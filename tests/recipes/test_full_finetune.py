@@ -63,7 +63,10 @@ def test_the_batch_is_the_power_of_two_below_a_bound_that_was_tried(grown):
 
 
 def test_what_the_power_of_two_leaves_is_said_with_the_key_that_uses_it(small, capsys):
-    unused = "the power of two leaves 12 of the 28 rows that fit unused (43%); probe.round_to_power_of_two=False trains with all"
+    unused = (
+        "the power of two leaves 12 of the 28 rows that fit unused (43%);"
+        " probe.round_to_power_of_two=False trains with all"
+    )
     most = ("use_maximum_batch_size=True", "probe.maximum=28", "epochs=1", "max_steps_per_epoch=1")
     (said,) = records(small.run_in_process(OURS, *most), "batch_size")
     assert said["message"].startswith(
@@ -100,7 +103,10 @@ def test_each_row_is_trained_once_an_epoch_the_last_short_step_included(grown):
 
 def test_a_step_record_has_every_metric(grown):
     step = records(grown, "step")[-1]
-    names = "loss lr tokens_per_second_per_gpu batch_size micro_batches padding_fraction samples_seen tokens_seen oom_count"
+    names = (
+        "loss lr tokens_per_second_per_gpu batch_size micro_batches padding_fraction samples_seen"
+        " tokens_seen oom_count"
+    )
     assert set(names.split()) <= set(step)
     assert 0 <= step["padding_fraction"] < 1
     assert step["tokens_seen"] > step["samples_seen"]
@@ -109,7 +115,9 @@ def test_a_step_record_has_every_metric(grown):
 
 
 def test_a_run_that_was_probed_steps_as_one_that_was_not(small):
-    """The probe leaves no trace in training: same batch, dropout on, with and without a search before it."""
+    """The probe leaves no trace in training: same batch, dropout on, with and without a search
+    before it.
+    """
     same = ("batch_size=8", "model.attn_dropout=0.2", "drop_last=True", BUDGET)
     probed = small.run_in_process(OURS, "batch_increase_function=support.components.no_more", *same)
     plain = small.run_in_process(OURS, *same)
@@ -301,7 +309,9 @@ def test_a_sweep_of_learning_rates_searches_once(small, capsys):
 
 @pytest.mark.slow
 def test_a_cached_bound_is_not_believed_under_another_budget_search_or_packing(small):
-    """More memory, a better search and packed rows each give another bound, found anew in the same folder."""
+    """More memory, a better search and packed rows each give another bound, found anew in the same
+    folder.
+    """
     output = small.fresh_folder()
 
     def bound(*overrides):
@@ -397,7 +407,8 @@ def test_a_dataset_without_any_label_is_refused_after_one_epoch_and_nothing_is_s
     assert not list(output.glob("epoch_*"))
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The recipe on two ranks: what one device does, dealt to both; and how all end when one cannot go on."""
+"""The recipe on two ranks: what one device does, dealt to both; and how all end when one cannot go
+on.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Killed at random moments and resumed each time, a run is the one that was never killed. The long form: benchmarks/kills.py."""
+"""Killed at random moments and resumed each time, a run is the one that was never killed. The long
+form: benchmarks/kills.py.
+"""
 
 import json
 import subprocess

@@ -1,4 +1,6 @@
-"""Ranks that are killed or asked to end: the run goes on by itself, to the same bits. The long form: benchmarks/kills_on_ranks.py."""
+"""Ranks that are killed or asked to end: the run goes on by itself, to the same bits. The long
+form: benchmarks/kills_on_ranks.py.
+"""
 
 import random
 import signal

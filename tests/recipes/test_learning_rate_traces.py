@@ -1,4 +1,6 @@
-"""The rate of each step, through the real command line: torch's own trace for a constant batch, and what a ramp makes of it."""
+"""The rate of each step, through the real command line: torch's own trace for a constant batch, and
+what a ramp makes of it.
+"""
 
 import math
 import shutil
@@ -133,7 +135,8 @@ def test_a_constant_batch_has_torchs_own_trace_to_the_last_bit_and_so_it_goes_on
     assert rates(rest) == {step + 1: rate for step, rate in enumerate(expected) if step >= 5}
 
 
-# --- a batch that grows -------------------------------------------------------------------------------------------------
+# --- a batch that grows
+# -------------------------------------------------------------------------------------------------
 
 
 def cosine(step, *, warmup, total):
@@ -258,7 +261,8 @@ def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_
     }
 
 
-# --- a run that goes on -------------------------------------------------------------------------------------------------
+# --- a run that goes on
+# -------------------------------------------------------------------------------------------------
 
 
 def go_on(small, finished, step, *settings):

@@ -1,4 +1,6 @@
-"""Rows that are padded, grouped or packed, and what `auto` chooses, through the real command line: what is trained stays the same."""
+"""Rows that are padded, grouped or packed, and what `auto` chooses, through the real command line:
+what is trained stays the same.
+"""
 
 import json
 import re
@@ -48,7 +50,8 @@ def whole(small):
     return small.run_in_process(OURS, *BASE, "drop_last=False").output_dir
 
 
-# --- what is trained ------------------------------------------------------------------------------------------------------
+# --- what is trained
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -129,7 +132,8 @@ def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_
     assert figures(folder, "padding_fraction") == [0, 0]
 
 
-# --- the fastest ----------------------------------------------------------------------------------------------------------
+# --- the fastest
+# ----------------------------------------------------------------------------------------------------------
 
 
 def chosen(folder):
@@ -346,7 +350,8 @@ def test_a_dataset_of_one_row_can_be_packed(small):
         assert len(records(folder, "step")) == 1
 
 
-# --- refused ---------------------------------------------------------------------------------------------------------------
+# --- refused
+# ---------------------------------------------------------------------------------------------------------------
 
 PACKED = "micro_batch_layout=packed"
 REFUSED = {
@@ -430,7 +435,8 @@ def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(s
     assert chosen(folder)[0][0] == "grouped"
 
 
-# --- planned ---------------------------------------------------------------------------------------------------------------
+# --- planned
+# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -448,7 +454,8 @@ def test_layouts_can_be_planned(small, layout):
     assert found["lengths"][0]["max_batch_size"] <= padded["lengths"][0]["max_batch_size"]
 
 
-# --- two ranks -------------------------------------------------------------------------------------------------------------
+# --- two ranks
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

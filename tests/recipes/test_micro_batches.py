@@ -1,5 +1,6 @@
-"""What is run at once never decides what is trained: micro-batches by rows and by tokens, and what running out of memory
-leaves, through the real command line."""
+"""What is run at once never decides what is trained: micro-batches by rows and by tokens, and what
+running out of memory leaves, through the real command line.
+"""
 
 from itertools import chain
 
@@ -50,7 +51,9 @@ def audit(finished):
 
 
 def fewest(lengths, capacity, unit):
-    """How few micro-batches hold these rows: from the longest on, each is filled until the next row is too much."""
+    """How few micro-batches hold these rows: from the longest on, each is filled until the next row
+    is too much.
+    """
     if unit == "rows":
         return -(-len(lengths) // capacity)
     count = rows = longest = 0
@@ -180,7 +183,8 @@ def test_lengths_are_padded_to_a_multiple_but_never_beyond_the_model(small, whol
     assert figures(finished, "loss") == pytest.approx(figures(whole[0], "loss"), rel=1e-5)
 
 
-# --- rows longer than any that was tried --------------------------------------------------------------------------------
+# --- rows longer than any that was tried
+# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
@@ -267,7 +271,8 @@ def test_a_row_that_grows_in_mid_run_lowers_what_is_run_at_once(small):
     assert figures(tried, "loss") == pytest.approx(figures(knew, "loss"), rel=1e-5)
 
 
-# --- out of memory in a step --------------------------------------------------------------------------------------------
+# --- out of memory in a step
+# --------------------------------------------------------------------------------------------
 
 FAILURES = {
     "forward": ("model.rows_fit=5", "micro_batch_size=16"),
@@ -312,7 +317,7 @@ def test_in_mid_run_no_row_is_lost_or_repeated_and_nothing_is_logged_twice(small
     assert [change["after"] for change in records(finished, "limit")] == [8, 4, 2]
     assert figures(finished, "oom_count") == [0, 3, 3, 3]
     assert figures(finished, "micro_batches") == [1, 8, 8, 8]
-    (said, *_) = records(finished, "limit")
+    said, *_ = records(finished, "limit")
     assert said["message"].startswith("out of memory with 16 rows of ")
     assert (
         "a micro-batch holds 8 rows from now on, not 16 rows (CUDA out of memory."
@@ -400,7 +405,8 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
     assert len(survived.weights(0))
 
 
-# --- out of memory elsewhere --------------------------------------------------------------------------------------------
+# --- out of memory elsewhere
+# --------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_last_checkpoint_whole(
@@ -436,7 +442,10 @@ def test_a_save_that_runs_out_of_memory_leaves_the_last_checkpoint_whole(small):
     output = small.fresh_folder()
     with pytest.raises(
         CheckpointError,
-        match=r"saving .*epoch_1 failed .*untouched: free memory; resume_from_checkpoint=True resumes from",
+        match=(
+            r"saving .*epoch_1 failed .*untouched: free memory; resume_from_checkpoint=True resumes"
+            r" from"
+        ),
     ):
         small.run_in_process(
             OURS, *ROWS, *checkpointer, "checkpointer.fails_at_epoch=1", f"output_dir={output}"
@@ -449,7 +458,8 @@ def test_a_save_that_runs_out_of_memory_leaves_the_last_checkpoint_whole(small):
     assert same_weights(rest.weights(1), undisturbed.weights(1))
 
 
-# --- what is said -------------------------------------------------------------------------------------------------------
+# --- what is said
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_retried(small):

@@ -1,4 +1,6 @@
-"""Another recipe file passes another model builder; probe, loop, retry after an OOM and resuming are as they are."""
+"""Another recipe file passes another model builder; probe, loop, retry after an OOM and resuming
+are as they are.
+"""
 
 import pytest
 import torch

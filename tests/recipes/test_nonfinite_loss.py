@@ -1,4 +1,6 @@
-"""A loss that is NaN, through the real command line: it is said, skipped, or ends the run before anything is damaged."""
+"""A loss that is NaN, through the real command line: it is said, skipped, or ends the run before
+anything is damaged.
+"""
 
 import math
 
@@ -42,7 +44,9 @@ def test_by_default_each_is_recorded_and_training_continues(small):
 
 @pytest.mark.parametrize("gradients_alone", [False, True])
 def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gradients_alone):
-    """Its rows are consumed: what comes after is the training of an optimizer that has not seen the step."""
+    """Its rows are consumed: what comes after is the training of an optimizer that has not seen the
+    step.
+    """
     settings = (
         *SPOILED,
         f"loss.gradients_alone={gradients_alone}",

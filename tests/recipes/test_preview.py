@@ -290,7 +290,9 @@ def test_a_step_of_more_rows_than_an_epoch_is_refused_where_it_would_be_dropped(
 
 
 def test_a_scheduler_that_counts_is_stepped_along_and_its_rates_are_scaled(plan):
-    """Eight steps of 4 rows, four of 8 and two of 16 in an epoch each; the rate is divided by ten every second step."""
+    """Eight steps of 4 rows, four of 8 and two of 16 in an epoch each; the rate is divided by ten
+    every second step.
+    """
     settings = (
         *RAMP[:2],
         f"{KEY}.thresholds=[1ep,2ep]",

@@ -83,7 +83,10 @@ REFUSED = {
     "a builder in place of the schedule that it builds": (
         [f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale"],
         SCHEDULE,
-        f"give a block: {SCHEDULE}={{_component_: adaptive_batch.schedules.by_noise_scale, start: 16}}",
+        (
+            f"give a block: {SCHEDULE}={{_component_: adaptive_batch.schedules.by_noise_scale,"
+            " start: 16}"
+        ),
     ),
     "raises in a later epoch": (
         [f"{FUNCTION}=support.components.raises_in_second_epoch", PROBE],
@@ -193,7 +196,10 @@ REFUSED = {
     "a batch above the rows of an epoch": (
         [f"{FUNCTION}=support.components.four_more", "batch_size=64"],
         "batch_size=64",
-        "32 rows are tried at most, as probe.maximum and the rows of an epoch allow; give 32 or less",
+        (
+            "32 rows are tried at most, as probe.maximum and the rows of an epoch allow; give 32 or"
+            " less"
+        ),
     ),
     "a batch above the probe's maximum": (
         [f"{FUNCTION}=support.components.four_more", "batch_size=16", "probe.maximum=8"],
@@ -424,7 +430,10 @@ REFUSED = {
         f"{clock} for a scheduler that counts, {scheduler}": (
             [f"lr_scheduler._component_={scheduler}", f"lr_clock={clock}"],
             "lr_clock=",
-            f"{scheduler} counts steps and can follow nothing else; give steps, or a LambdaLR such as",
+            (
+                f"{scheduler} counts steps and can follow nothing else; give steps, or a LambdaLR"
+                " such as"
+            ),
         )
         for clock in ("samples", "tokens")
         for scheduler in ("support.schedulers.step_lr", "support.batch_rules.one_cycle")
@@ -484,8 +493,10 @@ REFUSED = {
     "a stage that no epoch has the rows for": (
         [*STEPS, f"{SCHEDULE}.batch_sizes=[4,8,64]", "drop_last=True"],
         f"{SCHEDULE}=64",
-        "64 rows on each of 1 devices are more than an epoch's 32, and drop_last drops such a step; ask for 32 or fewer, "
-        "or set drop_last=False",
+        (
+            "64 rows on each of 1 devices are more than an epoch's 32, and drop_last drops such a"
+            " step; ask for 32 or fewer, or set drop_last=False"
+        ),
     ),
     "a stage that is over within a step": (
         [*STEPS, f"{SCHEDULE}.batch_sizes=[16,2,4]", f"{SCHEDULE}.thresholds=[1sp,2sp]"],
@@ -830,7 +841,8 @@ def test_on_the_terminal_a_mistake_is_one_line(small):
     last = finished.output.strip().splitlines()[-1]
     assert (
         last
-        == "SettingError: use_max_batch_size=True: there is no such key; use_maximum_batch_size is probably meant"
+        == "SettingError: use_max_batch_size=True: there is no such key; use_maximum_batch_size is"
+        " probably meant"
     )
     assert "Traceback" not in finished.output
 

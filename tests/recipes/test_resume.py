@@ -1,4 +1,6 @@
-"""A run that is ended anywhere and goes on, through the real command line: to the same bits, or with a reason why not."""
+"""A run that is ended anywhere and goes on, through the real command line: to the same bits, or
+with a reason why not.
+"""
 
 import json
 import math
@@ -56,7 +58,8 @@ def whole(small):
     return small.run_in_process(OURS, SAVES, *DROPOUT)
 
 
-# --- the same bits ----------------------------------------------------------------------------------------------------
+# --- the same bits
+# ----------------------------------------------------------------------------------------------------
 
 WAYS = {
     "AdamW, cosine with warm-up, clipping": (*FEATURES["cosine"], *FEATURES["clipping"]),
@@ -124,7 +127,8 @@ def test_more_epochs_go_on_from_the_last_step_of_a_run_that_is_done(small):
     assert_the_same(done.output_dir, longer)
 
 
-# --- asked to end -----------------------------------------------------------------------------------------------------
+# --- asked to end
+# -----------------------------------------------------------------------------------------------------
 
 
 def asking_to_end(at_step):
@@ -251,7 +255,8 @@ def test_asked_in_validation_it_ends_after_it(small):
     assert_the_same(folder, whole)
 
 
-# --- the newest that is whole -----------------------------------------------------------------------------------------
+# --- the newest that is whole
+# -----------------------------------------------------------------------------------------
 
 
 def test_an_epoch_that_was_saved_after_the_last_resume_point_is_gone_on_from(small, whole):
@@ -288,7 +293,10 @@ def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_
     other = ("seed=8", *DROPOUT)
     at = ends_early(small, folder, *other, *asking_to_end(4))
     spoil(folder / f"step_{at}" / "state.pt")
-    told = r"step_4 is skipped: state.pt has another checksum .*; \S+/step_15 is of an earlier run: restore what was saved, remove it"
+    told = (
+        r"step_4 is skipped: state.pt has another checksum .*; \S+/step_15 is of an earlier run:"
+        r" restore what was saved, remove it"
+    )
     with pytest.raises(CheckpointError, match=told):
         go_on(small, folder, *other)
     shutil.rmtree(folder / f"step_{at}")
@@ -414,7 +422,8 @@ def test_the_last_few_resume_points_are_kept(small, whole):
     assert_the_same(kept.output_dir, whole)
 
 
-# --- a full disk ------------------------------------------------------------------------------------------------------
+# --- a full disk
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -483,7 +492,8 @@ def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_who
     assert_the_same(folder, whole)
 
 
-# --- with other settings ----------------------------------------------------------------------------------------------
+# --- with other settings
+# ----------------------------------------------------------------------------------------------
 
 RAMP = (
     "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
@@ -564,7 +574,8 @@ def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
     assert audit(folder).holds
 
 
-# --- what is left to look at ------------------------------------------------------------------------------------------
+# --- what is left to look at
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -583,7 +594,8 @@ def test_a_run_with_restarts_is_audited_and_drawn_by_the_command_line(small, who
     assert (folder / "adaptive_batch" / "report.png").stat().st_size > 10_000
 
 
-# --- on another device, or with another batch -------------------------------------------------------------------------
+# --- on another device, or with another batch
+# -------------------------------------------------------------------------
 
 
 def resumed_steps(folder):
@@ -697,7 +709,9 @@ def test_a_batch_that_was_found_and_is_not_gone_on_with_is_said(small):
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after", "at"), [(4, 8, 3), (3, 7, 4)])
 def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, before, after, at):
-    """Warm-up of 3 and a cosine over two epochs of the new batch; a last, short step is dropped, as torchtune does."""
+    """Warm-up of 3 and a cosine over two epochs of the new batch; a last, short step is dropped, as
+    torchtune does.
+    """
     overrides = (f"save_every_n_steps={at}", *FEATURES["cosine"])
     whole = small.run_in_process(OURS, *overrides, f"batch_size={before}")
     folder = stopped_after(whole, small, at)
@@ -713,7 +727,8 @@ def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, be
     assert [step["lr"] for step in resumed_steps(folder)] == pytest.approx(rates, rel=1e-9)
 
 
-# --- where things lie, and how they are written -----------------------------------------------------------------------
+# --- where things lie, and how they are written
+# -----------------------------------------------------------------------
 
 
 def test_a_model_whose_keys_are_in_another_order_is_the_same_model(small, whole):

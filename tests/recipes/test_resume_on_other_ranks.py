@@ -1,4 +1,6 @@
-"""A run that goes on with more ranks, or with fewer, is the one that one device would have trained. The long form: benchmarks/resume_across_ranks.py."""
+"""A run that goes on with more ranks, or with fewer, is the one that one device would have trained.
+The long form: benchmarks/resume_across_ranks.py.
+"""
 
 import shutil
 from dataclasses import replace
@@ -15,7 +17,9 @@ ROUNDING = 2e-6  # of a loss in float32, relative: measured up to 3e-7
 
 
 def assert_goes_on_as_alone(folder, whole, *, weights):
-    """Every step's rows, batch and learning rate, the audit, losses within rounding, weights within `weights` of their norm."""
+    """Every step's rows, batch and learning rate, the audit, losses within rounding, weights within
+    `weights` of their norm.
+    """
     found = compare(folder, whole)
     assert found["differing"] == []
     assert found["verdict"].endswith("holds: each of 32 rows exactly once in epochs 0 to 1")
@@ -37,8 +41,8 @@ def test_in_mid_epoch_and_over_growth_it_goes_on_as_on_one_device(small, name, p
     assert_goes_on_as_alone(done[-1].output_dir, train_alone(small, way), weights=weights)
     if name == "3 ranks":
         assert (
-            "3 ranks, and 1 began the run: batches, their order and the learning rate stay; each holds 2 to 3 of the 8 rows of a step"
-            in done[1].output
+            "3 ranks, and 1 began the run: batches, their order and the learning rate stay; each"
+            " holds 2 to 3 of the 8 rows of a step" in done[1].output
         )
 
 
@@ -69,6 +73,7 @@ def test_fewer_ranks_than_began_it_are_refused_with_the_optimizer_in_backward_an
     assert refused.exit_statuses == [1]
     assert "Traceback" not in refused.output
     assert (
-        "optimizer_in_bwd=True: the checkpoint's steps were dealt to 2 ranks, and 1 cannot split the rows of the others; "
-        "start 2 or more, or start again with optimizer_in_bwd=False" in refused.output
+        "optimizer_in_bwd=True: the checkpoint's steps were dealt to 2 ranks, and 1 cannot split"
+        " the rows of the others; start 2 or more, or start again with optimizer_in_bwd=False"
+        in refused.output
     )

@@ -1,4 +1,6 @@
-"""Rows that cannot be used, and rows that are not what they were when they were counted, through the real command line."""
+"""Rows that cannot be used, and rows that are not what they were when they were counted, through
+the real command line.
+"""
 
 import re
 from itertools import accumulate
@@ -21,7 +23,10 @@ PLAIN = (
 WHY = {
     "raises": r"cannot be read \(ValueError: no text\)",
     "long": "has 65 tokens, and the model takes 64 at most",
-    "foreign": f"has the token id {MODEL['vocab_size']}, and the model's vocabulary has 0 to {MODEL['vocab_size'] - 1}",
+    "foreign": (
+        f"has the token id {MODEL['vocab_size']}, and the model's vocabulary has 0 to"
+        f" {MODEL['vocab_size'] - 1}"
+    ),
     "empty": "has no tokens",
     "unlabelled": "has no labels; give each token its label, or -100 for none",
 }
@@ -106,7 +111,8 @@ def test_a_collate_function_may_make_the_labels_unless_rows_are_padded_before(sm
         small.run_in_process(OURS, *made, "pad_to_multiple_of=16")
 
 
-# --- rows that are not as long as the cache says ------------------------------------------------------------------------
+# --- rows that are not as long as the cache says
+# ------------------------------------------------------------------------
 
 COUNTED = [8 + row % 9 for row in range(32)]
 CHANGED = [

@@ -1,4 +1,6 @@
-"""Through the real command line: a batch that grows where the rate decays, with beta2 and weight decay that follow it."""
+"""Through the real command line: a batch that grows where the rate decays, with beta2 and weight
+decay that follow it.
+"""
 
 import math
 import shutil
@@ -37,7 +39,9 @@ def cosine(step, *, warmup=2, total=32):
 
 
 def check_by_hand(steps, *, most=10**9, batch=4, clock="samples_seen"):
-    """Each step of 2 epochs of 64 rows: batch, rate, beta2 and weight decay of a half cosine over 32 steps of 4 rows."""
+    """Each step of 2 epochs of 64 rows: batch, rate, beta2 and weight decay of a half cosine over
+    32 steps of 4 rows.
+    """
     done = 0
     for step in steps:
         now = done / batch
@@ -86,9 +90,11 @@ def test_each_step_is_what_comes_out_by_hand_in_fewer_steps_than_a_constant_batc
         step["weight_decay"] for step in steps
     ]
     (said,) = records(grown.output_dir, "lr")
-    assert said["message"] == (
-        "lr 0.01 belongs to 4 rows a step, and is scaled by the rule sqrt; beta2 0.999 belongs to 4 rows a step, and is scaled "
-        "by the rule half_life; weight_decay 0.01 belongs to 4 rows a step, and is scaled by the rule per_token"
+    assert (
+        said["message"]
+        == "lr 0.01 belongs to 4 rows a step, and is scaled by the rule sqrt; beta2 0.999 belongs"
+        " to 4 rows a step, and is scaled by the rule half_life; weight_decay 0.01 belongs to 4"
+        " rows a step, and is scaled by the rule per_token"
     )
 
 
@@ -199,7 +205,10 @@ def test_what_it_cannot_follow_is_refused_with_key_value_and_fix(small):
     for overrides, message in (
         (
             ("lr_clock=steps",),
-            r"lr_clock='steps': seesaw\(factor=None, maximum=None\) takes fewer steps for the same data",
+            (
+                r"lr_clock='steps': seesaw\(factor=None, maximum=None\) takes fewer steps for the"
+                r" same data"
+            ),
         ),
         (("lr_clock={warmup: steps, decay: tokens}",), r"lr_clock=.*give samples or tokens"),
         (("lr_scaling=linear",), r"lr_scaling='linear': seesaw.*leave lr_scaling out"),
@@ -256,8 +265,8 @@ def test_a_change_of_what_follows_the_batch_is_logged_on_resuming(small):
     )
     (said,) = records(output, "scale_with_batch")
     assert (
-        "None -> {'beta2': 'half_life', 'weight_decay': 'per_token'}: not what the checkpoint was trained with"
-        in said["message"]
+        "None -> {'beta2': 'half_life', 'weight_decay': 'per_token'}: not what the checkpoint was"
+        " trained with" in said["message"]
     )
 
 

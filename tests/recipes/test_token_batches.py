@@ -1,5 +1,6 @@
-"""What a step means: batches by tokens, the order of rows, and the learning rate that goes with them, through the real
-command line."""
+"""What a step means: batches by tokens, the order of rows, and the learning rate that goes with
+them, through the real command line.
+"""
 
 import math
 from itertools import chain, pairwise
@@ -58,7 +59,8 @@ def tokens_of_steps(finished):
     return [after - before for before, after in pairwise([0, *figures(finished, "tokens_seen")])]
 
 
-# --- which rows a step holds --------------------------------------------------------------------------------------------
+# --- which rows a step holds
+# --------------------------------------------------------------------------------------------
 
 WAYS = {
     "as they come": (),
@@ -176,7 +178,8 @@ def test_all_micro_batches_of_a_step_are_alike(small, uniform):
             assert len({micro_batch.length for micro_batch in step}) == 1
 
 
-# --- the order of rows --------------------------------------------------------------------------------------------------
+# --- the order of rows
+# --------------------------------------------------------------------------------------------------
 
 ONE_AT_ONCE = (
     "micro_batch_tokens=null",
@@ -246,7 +249,8 @@ def test_a_resumed_run_goes_on_exactly_its_learning_rate_included(small, overrid
     assert same_weights(rest.weights(1), whole.weights(1))
 
 
-# --- the learning rate --------------------------------------------------------------------------------------------------
+# --- the learning rate
+# --------------------------------------------------------------------------------------------------
 
 RATE = 0.01
 SHORT_END = (
@@ -338,6 +342,7 @@ def test_a_reference_without_effect_is_said(small):
     (said,) = records(finished, "no_effect")
     assert (
         said["message"]
-        == "reference_batch_size has no effect: it is for lr_scaling=linear or lr_scaling=sqrt or scale_with_batch"
+        == "reference_batch_size has no effect: it is for lr_scaling=linear or lr_scaling=sqrt or"
+        " scale_with_batch"
     )
     assert set(figures(finished, "lr")) == {RATE}

@@ -1,6 +1,8 @@
-"""What calls of attention and norms allocate and free, in which order: on a CUDA device, and on fake tensors inside CudaKernels.
+"""What calls of attention and norms allocate and free, in which order: on a CUDA device, and on
+fake tensors inside CudaKernels.
 
-Run as a program it reads calls from its input and writes what they allocate on CUDA: the stack without a device is another device in another process.
+Run as a program it reads calls from its input and writes what they allocate on CUDA: the stack
+without a device is another device in another process.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ Log = list[int]  # n > 0: n bytes are allocated; n < 0: the allocation numbered 
 
 @dataclass(frozen=True)
 class Attention:
-    """A call of scaled_dot_product_attention; `layout` is of a tensor [batch, heads, tokens, head_dim], the slowest dimension first."""
+    """A call of scaled_dot_product_attention; `layout` is of a tensor [batch, heads, tokens,
+    head_dim], the slowest dimension first.
+    """
 
     head_dim: int = 64
     dtype: str = "bfloat16"
-    mask: str = "causal"  # or "none", "bool", "float", "tokens" (of two dimensions), "heads" (another for each head)
+    # or "none", "bool", "float", "tokens" (of two dimensions), "heads" (another for each head)
+    mask: str = "causal"
     layout: str = "bshd"  # or "bhsd", "sbhd", "fused" (a part of a larger tensor)
     key_heads: int = 8
     grouped: bool = False  # enable_gqa; else keys and values are repeated

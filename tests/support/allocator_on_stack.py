@@ -1,11 +1,13 @@
-"""The real caching allocator beside the simulated one, in a process of its own on PyTorch's CUDA stack without a device.
+"""The real caching allocator beside the simulated one, in a process of its own on PyTorch's CUDA
+stack without a device.
 
     python tests/support/allocator_on_stack.py random SEED...
     python tests/support/allocator_on_stack.py training TOKENS...
 
-`PYTORCH_CUDA_ALLOC_CONF` and STUB_CUDA_CAPACITY are the caller's. Prints a line of JSON for each case: what was counted, and what
-differs. `random` makes the same calls of both. `training` trains Llama 3.2 1B, a step for each number of tokens; what its trace
-says was allocated and freed is replayed.
+`PYTORCH_CUDA_ALLOC_CONF` and STUB_CUDA_CAPACITY are the caller's. Prints a line of JSON for each
+case: what was counted, and what differs. `random` makes the same calls of both. `training` trains
+Llama 3.2 1B, a step for each number of tokens; what its trace says was allocated and freed is
+replayed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What tests of schedules name by dotted paths: rules for the batch, good and bad, and schedulers of the learning rate."""
+"""What tests of schedules name by dotted paths: rules for the batch, good and bad, and schedulers
+of the learning rate.
+"""
 
 import itertools
 
@@ -11,7 +13,8 @@ CALLS = itertools.count()
 TRAINED = {}  # the step that training is at, as far as a logger has told
 
 
-# --- batch_size_schedule: rule(progress) --------------------------------------------------------------------------------
+# --- batch_size_schedule: rule(progress)
+# --------------------------------------------------------------------------------
 
 
 def four_more_each_epoch(progress):
@@ -99,7 +102,8 @@ class Telling(DiskLogger):
         TRAINED["step"] = step
 
 
-# --- batch_increase_function: f(epoch, batch_size) ----------------------------------------------------------------------
+# --- batch_increase_function: f(epoch, batch_size)
+# ----------------------------------------------------------------------
 
 
 def another_increment_each_time(epoch, batch_size):
@@ -113,7 +117,8 @@ def lost_in_training(epoch, batch_size):
     return 0
 
 
-# --- lr_scheduler -------------------------------------------------------------------------------------------------------
+# --- lr_scheduler
+# -------------------------------------------------------------------------------------------------------
 
 
 def linear(optimizer, num_training_steps, last_epoch=-1):
@@ -158,11 +163,14 @@ def refuses_a_long_warm_up(optimizer, num_warmup_steps, num_training_steps, last
     return linear(optimizer, num_training_steps, last_epoch)
 
 
-# --- model --------------------------------------------------------------------------------------------------------------
+# --- model
+# --------------------------------------------------------------------------------------------------------------
 
 
 class InItsOwnType(nn.Module):
-    """Each token sees the mean of those before it; unlike torchtune's own layers, it never goes through float32."""
+    """Each token sees the mean of those before it; unlike torchtune's own layers, it never goes
+    through float32.
+    """
 
     def __init__(self, *, vocab_size, embed_dim, **_):
         super().__init__()

@@ -1,11 +1,14 @@
-"""A real setup that is small, and real runs on it: for tests, and for the benchmarks that compare recipes.
+"""A real setup that is small, and real runs on it: for tests, and for the benchmarks that compare
+recipes.
 
-    setup = make_setup(folder)
-    finished = setup.run("adaptive_full_finetune", "batch_size=2")        # the command line, in a process of its own
-    finished = setup.run_in_process("full_finetune_single_device")        # the same command line, seconds faster
-    finished.losses                                                       # as they stand in the log: exact
+    setup = make_setup(folder) finished = setup.run("adaptive_full_finetune", "batch_size=2")
+    # the command line, in a process of its own finished =
+    setup.run_in_process("full_finetune_single_device")        # the same command line, seconds
+    faster finished.losses                                                       # as they stand in
+    the log: exact
 
-The rows are docstrings of the standard library, the tokenizer is trained on them, the model is a Qwen2 of two layers.
+The rows are docstrings of the standard library, the tokenizer is trained on them, the model is a
+Qwen2 of two layers.
 """
 
 from __future__ import annotations
@@ -116,14 +119,16 @@ log_every_n_steps: 1
 log_peak_memory_stats: False
 """
 
-# Over a block with a component the command line takes a dotted path alone, so a list of datasets goes into the YAML.
+# Over a block with a component the command line takes a dotted path alone, so a list of datasets
+# goes into the YAML.
 _HALF = (
-    "{_component_: torchtune.datasets.instruct_dataset, source: json, data_files: '${data_dir}/%s.jsonl', split: train, "
-    "cache_dir: '${data_dir}/cache', column_map: {input: signature, output: docstring}, train_on_input: False}"
+    "{_component_: torchtune.datasets.instruct_dataset, source: json, data_files:"
+    " '${data_dir}/%s.jsonl', split: train, cache_dir: '${data_dir}/cache', column_map: {input:"
+    " signature, output: docstring}, train_on_input: False}"
 )
 
-# What a run may have besides the defaults, each as the command line gives it. The rows divide into whole accumulations: an
-# unfinished one is where the stock recipe leaks.
+# What a run may have besides the defaults, each as the command line gives it. The rows divide into
+# whole accumulations: an unfinished one is where the stock recipe leaks.
 FEATURES: dict[str, tuple[str, ...]] = {
     "accumulation": ("gradient_accumulation_steps=2",),
     "activation checkpointing": ("enable_activation_checkpointing=True",),
@@ -218,7 +223,9 @@ class SmallSetup:
         return Finished(done.returncode, done.stdout, output_dir)
 
     def run_in_process(self, recipe: str, *overrides: str, config: str | None = None) -> Finished:
-        """The same command line within this process, which saves the import of torch; an error is raised as it is."""
+        """The same command line within this process, which saves the import of torch; an error is
+        raised as it is.
+        """
         arguments, output_dir = self._arguments(recipe, overrides, config)
         with _as_a_process(["tune", *arguments], self._environment()):
             try:
@@ -262,7 +269,8 @@ class SmallSetup:
 
 
 def make_setup(folder: Path, **dimensions: int) -> SmallSetup:
-    """Make dataset, tokenizer, base checkpoint and configuration in a folder; the same bytes each time.
+    """Make dataset, tokenizer, base checkpoint and configuration in a folder; the same bytes each
+    time.
 
     Args:
         folder: that exists, and is empty.
@@ -349,7 +357,9 @@ def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 def interrupted_after_first_epoch(finished: Finished, setup: SmallSetup) -> Path:
-    """A copy of a run of two epochs as a kill in the second one would have left it, with an empty log."""
+    """A copy of a run of two epochs as a kill in the second one would have left it, with an empty
+    log.
+    """
     folder = setup.fresh_folder()
     shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
     shutil.rmtree(folder / "epoch_1")
@@ -358,7 +368,9 @@ def interrupted_after_first_epoch(finished: Finished, setup: SmallSetup) -> Path
 
 
 def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Finished:
-    """Go on in a folder, each recipe in its own way: the stock one needs its checkpoint files typed."""
+    """Go on in a folder, each recipe in its own way: the stock one needs its checkpoint files
+    typed.
+    """
     typed = [
         path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))
     ]
@@ -371,7 +383,9 @@ def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Fin
 
 @contextmanager
 def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator[None]:
-    """Arguments, environment and threads of a process of its own; what a recipe changes for good is put back."""
+    """Arguments, environment and threads of a process of its own; what a recipe changes for good is
+    put back.
+    """
     log = logging.getLogger("adaptive_batch")
     before = sys.argv, list(sys.path), sys.excepthook, dict(os.environ), torch.get_num_threads()
     logging_before = list(log.handlers), log.level, log.propagate
@@ -389,9 +403,11 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
         log.handlers[:], log.level, log.propagate = logging_before
 
 
-# --- a small vision model, named by dotted paths on the command line ---------------------------------------------------
+# --- a small vision model, named by dotted paths on the command line
+# ---------------------------------------------------
 
-# Of torchtune's own parts but for the encoder, as torchtune.models.llama3_2_vision needs torchvision to be imported.
+# Of torchtune's own parts but for the encoder, as torchtune.models.llama3_2_vision needs
+# torchvision to be imported.
 _TILE, _PATCH = 16, 8
 _TOKENS_PER_TILE = (_TILE // _PATCH) ** 2
 
@@ -412,7 +428,9 @@ class PatchEncoder(nn.Module):
 def vision_model(
     *, decoder_trainable: bool, encoder_trainable: bool, fusion_trainable: bool, image_size: int
 ) -> DeepFusionModel:
-    """A small decoder whose last layer also attends to pictures; takes what the stock configuration gives to 11B's."""
+    """A small decoder whose last layer also attends to pictures; takes what the stock configuration
+    gives to 11B's.
+    """
     decoder = qwen2(**MODEL)
     dim, heads = MODEL["embed_dim"], MODEL["num_heads"]
     attention = MultiHeadAttention(
@@ -460,7 +478,9 @@ def vision_tokenizer(*, path: str, image_size: int, max_seq_len: int) -> Qwen2To
 
 
 def pictures(tokenizer: Qwen2Tokenizer, *, packed: bool, subset: str) -> list[dict[str, Any]]:
-    """Rows of text, each with a random picture of one or two tiles, as torchtune's vision datasets give them."""
+    """Rows of text, each with a random picture of one or two tiles, as torchtune's vision datasets
+    give them.
+    """
     generator = torch.Generator().manual_seed(0)
     rows = []
     for index in range(8):

@@ -1,5 +1,6 @@
-"""What tests name by dotted paths: growth functions that a user might write, good and bad, odd datasets, and parts of a
-run that watch it or run out of memory."""
+"""What tests name by dotted paths: growth functions that a user might write, good and bad, odd
+datasets, and parts of a run that watch it or run out of memory.
+"""
 
 import ctypes
 import json
@@ -177,9 +178,11 @@ class Augmented:
 
 
 class OfLengths:
-    """Rows of given lengths; the first token of each is its number plus 1, so that it is known wherever it turns up.
+    """Rows of given lengths; the first token of each is its number plus 1, so that it is known
+    wherever it turns up.
 
-    A row is cut or goes on to :data:`NOW`'s ``row_length`` where that is set, as rows do that are augmented when they are read.
+    A row is cut or goes on to :data:`NOW`'s ``row_length`` where that is set, as rows do that are
+    augmented when they are read.
     """
 
     def __init__(self, tokenizer, lengths, **_):
@@ -232,7 +235,9 @@ class OfKind(OfLengths):
 
 
 class OfLengthsNow(OfLengths):
-    """Rows of the lengths that :data:`NOW` or the environment has, as of a file that nobody knows of."""
+    """Rows of the lengths that :data:`NOW` or the environment has, as of a file that nobody knows
+    of.
+    """
 
     def __init__(self, tokenizer, **_):
         self.num_rows = len(self.lengths)
@@ -249,7 +254,8 @@ def with_pictures(tokenizer, **_):
     return pictures(tokenizer, packed=False, subset="")
 
 
-# --- watching a run -----------------------------------------------------------------------------------------------------
+# --- watching a run
+# -----------------------------------------------------------------------------------------------------
 
 NOW = {}  # what the device allows and how long rows are, at this moment
 
@@ -269,7 +275,9 @@ STEPS = []  # for each step the micro-batches that were run for it in the end
 def watched(
     *, rows_fit=None, tokens_fit=None, rows_fit_evaluated=None, fails_in_backward=False, **model
 ):
-    """A Qwen2 that writes down what goes through it, and runs out of memory beyond so many rows or padded tokens."""
+    """A Qwen2 that writes down what goes through it, and runs out of memory beyond so many rows or
+    padded tokens.
+    """
     NOW.update(rows_fit=rows_fit, tokens_fit=tokens_fit, rows_fit_evaluated=rows_fit_evaluated)
     built = qwen2(**model)
 
@@ -311,7 +319,9 @@ def with_batch_norm(**model):
 
 
 class Watching(DiskLogger):
-    """A log that keeps the micro-batches of each step, and changes what holds :data:`NOW` after one of them."""
+    """A log that keeps the micro-batches of each step, and changes what holds :data:`NOW` after one
+    of them.
+    """
 
     def __init__(self, log_dir, filename, after_step=None, **now):
         super().__init__(log_dir, filename)
@@ -329,9 +339,11 @@ class Watching(DiskLogger):
 
 
 class Confining(DiskLogger):
-    """A log that leaves the process, after a step, only so many bytes of address space more than it has.
+    """A log that leaves the process, after a step, only so many bytes of address space more than it
+    has.
 
-    What is freed goes back to the system at once: what the C library would keep could be enough for the steps to come.
+    What is freed goes back to the system at once: what the C library would keep could be enough for
+    the steps to come.
     """
 
     def __init__(self, log_dir, filename, after_step, bytes_left):
@@ -377,7 +389,9 @@ class FailingCheckpointer(FullModelHFCheckpointer):
 
 
 def refusing(*, refused, rows_fit, **model):
-    """A Qwen2 that runs out of memory wherever one of some rows of :class:`OfLengths` is run with too many beside it."""
+    """A Qwen2 that runs out of memory wherever one of some rows of :class:`OfLengths` is run with
+    too many beside it.
+    """
     built = qwen2(**model)
 
     def before(module, args, kwargs):
@@ -424,7 +438,8 @@ class SpoiledLoss(torch.nn.CrossEntropyLoss):
 
 
 class LossThatEnds(torch.nn.CrossEntropyLoss):
-    """A loss in which the process is ended: by ``sys.exit`` with a status, or as by Ctrl-C where that is None.
+    """A loss in which the process is ended: by ``sys.exit`` with a status, or as by Ctrl-C where
+    that is None.
 
     Args:
         status: of the exit.

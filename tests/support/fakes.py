@@ -10,7 +10,9 @@ from adaptive_batch.probe import Trial
 
 
 class IdealDevice:
-    """A size fits exactly when its peak, a known function of the rows, is within the budget. Remembers what was tried."""
+    """A size fits exactly when its peak, a known function of the rows, is within the budget.
+    Remembers what was tried.
+    """
 
     def __init__(
         self,
@@ -44,7 +46,9 @@ class FakeBackend:
         self.fraction, self.fractions = 1.0, [1.0]
 
     def hold(self, allocated: int) -> None:
-        """Allocate up to so many bytes; refuse what passes the fraction, as the caching allocator does."""
+        """Allocate up to so many bytes; refuse what passes the fraction, as the caching allocator
+        does.
+        """
         if allocated > self.fraction * self.total:
             self.retries += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

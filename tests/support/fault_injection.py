@@ -1,6 +1,7 @@
 """A small training that runs out of memory at a chosen operation, for facts about replays.
 
-Shared by tests/unit/training/test_oom_retry.py (a short form) and benchmarks/faults.py (every operation).
+Shared by tests/unit/training/test_oom_retry.py (a short form) and benchmarks/faults.py (every
+operation).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def mean_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
 
 
 class Decoder(nn.Module):
-    """A causal transformer that draws from every generator and keeps running statistics, in place and anew."""
+    """A causal transformer that draws from every generator and keeps running statistics, in place
+    and anew.
+    """
 
     seen: torch.Tensor
     mean: torch.Tensor
@@ -109,7 +112,9 @@ class RunsOutAt(TorchDispatchMode):
 
 
 class AttemptedMemory(CountedMemory):
-    """A CPU's, which hears of every attempt: before each, and after one that went well, it is asked for its retries."""
+    """A CPU's, which hears of every attempt: before each, and after one that went well, it is asked
+    for its retries.
+    """
 
     def __init__(self, begin: Callable[[], object]) -> None:
         super().__init__(CPU)
@@ -142,7 +147,8 @@ class Way:
         return f"by {self.unit}{checkpointing}{', twice' if self.nested else ''}{adapters}"
 
 
-# Of the rows of a step: two micro-batches of four either way, pairs after a failure in one, single rows after one more.
+# Of the rows of a step: two micro-batches of four either way, pairs after a failure in one, single
+# rows after one more.
 LENGTHS = (9, 7, 9, 9, 6, 9, 8, 9)
 CAPACITIES = {"rows": MicroBatchLimit(4), "tokens": MicroBatchLimit(36, "tokens")}
 
@@ -166,7 +172,8 @@ class Trained:
 
     Attributes:
         state: model, optimizer and random numbers, bit by bit.
-        steps: loss, label tokens, rows, tokens, micro-batches, padding and gradient norm of each step.
+        steps: loss, label tokens, rows, tokens, micro-batches, padding and gradient norm of each
+            step.
         capacities: that each step ran with.
         run_rows: the rows whose gradients each step kept, sorted.
         changes: of the capacity.
@@ -193,7 +200,8 @@ def train(
 
     Args:
         way: of training.
-        operations: of step `at_step`: where its first attempt runs out, where its second, and so on.
+        operations: of step `at_step`: where its first attempt runs out, where its second, and so
+            on.
         at_step: counted from 0.
         capacities: forced on each step.
         steps: of the optimizer.
@@ -278,7 +286,8 @@ def differences(faulted: Trained, undisturbed: Trained) -> list[str]:
 def sweep(
     way: Way, *, every: int = 1, at_steps: Sequence[int] = (0, 1)
 ) -> Iterator[tuple[str, list[str]]]:
-    """Run out at every operation of a step, or at every so many-th, each time in a training of its own.
+    """Run out at every operation of a step, or at every so many-th, each time in a training of its
+    own.
 
     Yields:
         The phase in which it first ran out, and the names of what differs from one that never did.

@@ -1,6 +1,8 @@
-"""Two ranks in training, one of which, or both, run out of memory at a chosen operation: how each place ends.
+"""Two ranks in training, one of which, or both, run out of memory at a chosen operation: how each
+place ends.
 
-Shared by tests/distributed/test_running_out_of_memory.py (a short form) and benchmarks/faults_on_ranks.py.
+Shared by tests/distributed/test_running_out_of_memory.py (a short form) and
+benchmarks/faults_on_ranks.py.
 """
 
 from __future__ import annotations
@@ -86,7 +88,10 @@ class Way:
         what = (
             "trials" if self.trials else "steps, noise measured" if self.measures_noise else "steps"
         )
-        return f"{what}, gradients reduced {'each time' if self.syncs_every_micro_batch else 'at the end'}"
+        return (
+            f"{what}, gradients reduced"
+            f" {'each time' if self.syncs_every_micro_batch else 'at the end'}"
+        )
 
 
 @dataclass
@@ -96,9 +101,9 @@ class Outcome:
     Attributes:
         place: where memory ran out.
         phases: what each rank that ran out was doing.
-        ended: ``replayed`` (or not fitting, of a trial), ``unharmed`` where no rank reached the operation, ``lost`` where a
-            rank raised `RankLostError` and all ended, ``one row too large`` where a replay by single rows ran out again, or
-            ``hung or broken``.
+        ended: ``replayed`` (or not fitting, of a trial), ``unharmed`` where no rank reached the
+            operation, ``lost`` where a rank raised `RankLostError` and all ended, ``one row too
+            large`` where a replay by single rows ran out again, or ``hung or broken``.
         differing: names of what differs from ranks that never ran out.
         error: what the rank that was lost said.
         seconds: until all processes had ended, of a place that was lost.
@@ -113,7 +118,8 @@ class Outcome:
 
 
 class RunsOut(TorchDispatchMode):
-    """Out of memory at an operation, and perhaps once more so many later; operations of a DTensor's parts are counted.
+    """Out of memory at an operation, and perhaps once more so many later; operations of a DTensor's
+    parts are counted.
 
     Attributes:
         seen: the phase of each operation, and whether the others could be told.
@@ -168,7 +174,9 @@ class _Runner(SmallRunner):
 
 
 class Training:
-    """One rank: a model that draws random numbers, its optimizer, and the step that it begins with, which can be begun again."""
+    """One rank: a model that draws random numbers, its optimizer, and the step that it begins with,
+    which can be begun again.
+    """
 
     def __init__(self, way: Way, *, warm: bool = True) -> None:
         torch.manual_seed(distributed.rank())
@@ -267,9 +275,11 @@ class Training:
             memory=CountedMemory(torch.device("cpu")),
             budget_bytes=2**40,
             sharding=self.sharding,
-            keep_gradients=None
-            if self.way.syncs_every_micro_batch
-            else lambda: self.runner.try_rows(make_rows(LENGTHS[0][:1]), is_last=False),
+            keep_gradients=(
+                None
+                if self.way.syncs_every_micro_batch
+                else lambda: self.runner.try_rows(make_rows(LENGTHS[0][:1]), is_last=False)
+            ),
         )
 
     def _mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -304,7 +314,8 @@ def run_places(way: Way, places: Sequence[Place], folder: str) -> None:
     watch.start()
     notes = _Notes(Path(folder), watch)
     gc.collect()
-    gc.freeze()  # a release collects garbage, and what is imported need not be looked through every time
+    # a release collects garbage, and what is imported need not be looked through every time
+    gc.freeze()
     try:
         if way.trials:
             _run_trials(way, places, notes)
@@ -374,7 +385,8 @@ def _peak(trial: DryRun, rows: int) -> int:
 
 
 def sweep(way: Way, places: Sequence[Place]) -> Iterator[Outcome]:
-    """Run places on two ranks, on two new ones whenever a place has ended them; the watch ends ranks that hang.
+    """Run places on two ranks, on two new ones whenever a place has ended them; the watch ends
+    ranks that hang.
 
     Args:
         way: of running.
@@ -396,14 +408,17 @@ def sweep(way: Way, places: Sequence[Place]) -> Iterator[Outcome]:
             )
         elif any(one.exit_status != 0 for one in ended):
             raise RuntimeError(
-                f"ranks ended with {[one.exit_status for one in ended]} after the last place: {logs}"
+                f"ranks ended with {[one.exit_status for one in ended]} after the last place:"
+                f" {logs}"
             )
         yield from outcomes
         left = left[len(outcomes) :]
 
 
 def survey(way: Way, *, first_step: bool = False) -> list[tuple[str, bool]]:
-    """The phase of each operation of a step or trial of rank zero, and whether a failure there can be told."""
+    """The phase of each operation of a step or trial of rank zero, and whether a failure there can
+    be told.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ended = end_of_ranks(run_places, RANKS, way, [Place((0, 0), first_step=first_step)], folder)
         log = _read(Path(folder) / "rank0")
@@ -475,7 +490,8 @@ def _last(place: Place, logs: Sequence[Sequence[dict[str, Any]]], ends: Sequence
 def chosen(
     seen: Sequence[tuple[str, bool]], *, every: int, lost_of_each_phase: int
 ) -> tuple[list[Place], list[Place]]:
-    """Places of a survey: those expected to be replayed, every so many-th, and some of the others from each phase.
+    """Places of a survey: those expected to be replayed, every so many-th, and some of the others
+    from each phase.
 
     Ranks take turns: the first, the second, both at once, both at places of their own.
     """
@@ -495,7 +511,9 @@ def chosen(
 
 
 def once_more(replayed: Sequence[Place], *, after: Sequence[int]) -> list[Place]:
-    """Places whose rank runs out again, so many operations later, most of them while it recovers or stands in."""
+    """Places whose rank runs out again, so many operations later, most of them while it recovers or
+    stands in.
+    """
     middle = next(place for place in replayed[len(replayed) // 2 :] if 0 in place.operations)
     return [replace(middle, again=again) for again in after]
 

@@ -1,10 +1,13 @@
-"""Runs that are killed at random moments and resumed each time, held against one that was never killed.
+"""Runs that are killed at random moments and resumed each time, held against one that was never
+killed.
 
-    PYTHONPATH=tests python -m support.killed_runs --kills 30 --seed 0 --folder DIR plain growth       prints one JSON object for each way
+    PYTHONPATH=tests python -m support.killed_runs --kills 30 --seed 0 --folder DIR plain growth
+    prints one JSON object for each way
 
-A process of its own imports everything once and forks for each start, so that a start takes two seconds; it must not have
-run a backward itself, as autograd's threads do not survive a fork. The kills are genuine: SIGKILL, from outside, aimed at
-where the run's files show that it is, a random moment later. What was hit is told by what the kill has left.
+A process of its own imports everything once and forks for each start, so that a start takes two
+seconds; it must not have run a backward itself, as autograd's threads do not survive a fork. The
+kills are genuine: SIGKILL, from outside, aimed at where the run's files show that it is, a random
+moment later. What was hit is told by what the kill has left.
 """
 
 from __future__ import annotations
@@ -140,7 +143,8 @@ WAYS: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Where a kill may hit a run, and how long after the run's files show it the kill comes at most, in seconds.
+# Where a kill may hit a run, and how long after the run's files show it the kill comes at most, in
+# seconds.
 MOMENTS = {
     "in the probe": 0.5,
     "among steps": 0.05,
@@ -150,7 +154,8 @@ MOMENTS = {
     "where the batch grows": 0.006,
     "elsewhere": 2.5,  # and wherever else the kill finds it, from the start of the process
 }
-JUST_AFTER = 0.01  # seconds within which a kill comes just after a rename; file systems know the time to 4 ms
+# seconds within which a kill comes just after a rename; file systems know the time to 4 ms
+JUST_AFTER = 0.01
 MOST_PER_RUN = 10
 FIGURES_OF_TIME = ("time", "seconds", "tokens_per_second_per_gpu")
 
@@ -187,7 +192,9 @@ def ended(child: int, folder: Path) -> bool:
 
 
 def went_well(status: int, folder: Path) -> bool:
-    """True for the status of a process that went well; AssertionError with what it printed for another."""
+    """True for the status of a process that went well; AssertionError with what it printed for
+    another.
+    """
     if code := os.waitstatus_to_exitcode(status):
         raise AssertionError(f"exit status {code}:\n{(folder / 'printed.txt').read_text()[-5000:]}")
     return True
@@ -332,7 +339,9 @@ def kill_once(
     whole: Whole,
     chance: random.Random,
 ) -> str | None:
-    """Start a run, or go on with it, and kill it; returns the moment that was hit, None where it came to its end before."""
+    """Start a run, or go on with it, and kill it; returns the moment that was hit, None where it
+    came to its end before.
+    """
     watch, count, delay = Watchdog(folder), chance.randint(1, 6), chance.uniform(0, MOMENTS[aim])
     child = start(setup, folder, *overrides)
     while not watch.is_at(aim, count):
@@ -388,7 +397,9 @@ def experiment(
     seed: int,
     say: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Kill and resume runs of a way until there were so many kills, and let each run come to its end."""
+    """Kill and resume runs of a way until there were so many kills, and let each run come to its
+    end.
+    """
     begin = time.perf_counter()
     chance, overrides = random.Random(f"{way} {seed}"), WAYS[way]
     whole = Whole.run(setup, way)

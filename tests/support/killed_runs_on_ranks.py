@@ -1,6 +1,8 @@
-"""Runs on several ranks of which some or all are killed at random moments and that are started again as torchrun does.
+"""Runs on several ranks of which some or all are killed at random moments and that are started
+again as torchrun does.
 
-Each is held against one on as many ranks that nothing happened to. The kills are genuine, aimed as those of `killed_runs`.
+Each is held against one on as many ranks that nothing happened to. The kills are genuine, aimed as
+those of `killed_runs`.
 """
 
 from __future__ import annotations
@@ -158,7 +160,9 @@ def undisturbed(setup: SmallSetup, overrides: tuple[str, ...]) -> killed_runs.Wh
 
 
 def run_killed(setup: SmallSetup, overrides: tuple[str, ...], killer: Killer) -> list[str]:
-    """Train a way while it is killed and started again; returns how it differs from the undisturbed run."""
+    """Train a way while it is killed and started again; returns how it differs from the undisturbed
+    run.
+    """
     before = len(killer.done)
     attempts = launch(
         setup,
@@ -231,7 +235,8 @@ def _lives(process: int) -> bool:
         return False
 
 
-# --- under torchrun itself -----------------------------------------------------------------------------------------------
+# --- under torchrun itself
+# -----------------------------------------------------------------------------------------------
 
 
 def ranks_of(folder: Path) -> dict[int, int]:
@@ -298,7 +303,8 @@ def tune_run(
         folder: where it writes.
         overrides: key=value.
         restarts: that torchrun may make.
-        act: called once with the ranks of each attempt as soon as they are there; returns what it has killed.
+        act: called once with the ranks of each attempt as soon as they are there; returns what it
+            has killed.
         timeout: seconds after which the command is ended.
     """
     command = [
@@ -348,7 +354,8 @@ def facts(kill: Kill) -> dict[str, Any]:
     }
 
 
-# --- what is done to a run -----------------------------------------------------------------------------------------------
+# --- what is done to a run
+# -----------------------------------------------------------------------------------------------
 
 
 def experiment(setup: SmallSetup, way: str, *, seed: int) -> dict[str, Any]:
@@ -370,7 +377,9 @@ def experiment(setup: SmallSetup, way: str, *, seed: int) -> dict[str, Any]:
 def killed_after_it_was_resumed(
     setup: SmallSetup, whole: killed_runs.Whole, *, seed: int
 ) -> dict[str, Any]:
-    """Have a run end at a step, go on with it, and kill that start before it has saved anything, and again among its steps."""
+    """Have a run end at a step, go on with it, and kill that start before it has saved anything,
+    and again among its steps.
+    """
     begin, chance, folder = (
         time.perf_counter(),
         random.Random(f"resumed {seed}"),
@@ -390,7 +399,9 @@ def killed_after_it_was_resumed(
 
 
 def killed_before_its_first_save(setup: SmallSetup, whole: killed_runs.Whole) -> dict[str, Any]:
-    """Begin a run in a folder that holds an earlier one's points, and kill it as it starts, and again just before it saves."""
+    """Begin a run in a folder that holds an earlier one's points, and kill it as it starts, and
+    again just before it saves.
+    """
     begin, folder = time.perf_counter(), setup.fresh_folder()
     (earlier,) = launch(setup, RANKS, *WAYS["plain"], "epochs=1", "seed=8", f"output_dir={folder}")
     job = folder / "adaptive_batch" / "job.json"

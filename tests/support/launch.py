@@ -1,7 +1,8 @@
-"""The recipe on several ranks of this machine, started and started again as torchrun does, seconds faster.
+"""The recipe on several ranks of this machine, started and started again as torchrun does, seconds
+faster.
 
-    attempts = launch(setup, 2, "batch_size=2", restarts=1)     # how every rank ended and what it printed
-    attempts[-1].output, attempts[-1].exit_statuses
+    attempts = launch(setup, 2, "batch_size=2", restarts=1)     # how every rank ended and what it
+    printed attempts[-1].output, attempts[-1].exit_statuses
 
 A server process imports everything once and forks each rank from there.
 """
@@ -82,11 +83,12 @@ def launch(
         recipe: its module.
         restarts: how often all are started again after one has failed, as ``--max-restarts``.
         timeout: seconds for one attempt, after which what still runs is killed.
-        environment: of a rank, beside torchrun's; a value of ``key=value`` pairs given as ``OVERRIDES`` goes to that rank alone.
+        environment: of a rank, beside torchrun's; a value of ``key=value`` pairs given as
+            ``OVERRIDES`` goes to that rank alone.
         during: called in each attempt with the process numbers of the ranks, as soon as they run.
         before: the dotted path of a function without arguments that each rank calls first.
-        ends_others_after: seconds after a rank has failed at which the others are told to end, as torchrun tells them at once;
-            None for never, as they are to end by themselves.
+        ends_others_after: seconds after a rank has failed at which the others are told to end, as
+            torchrun tells them at once; None for never, as they are to end by themselves.
     """
     arguments, output_dir = setup._arguments(recipe, overrides, None)
     attempts: list[Attempt] = []

@@ -62,7 +62,9 @@ def training(
 
 
 def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[SimpleNamespace]:
-    """Train to the end of so many epochs, or until so many steps are done: what each step held and came to."""
+    """Train to the end of so many epochs, or until so many steps are done: what each step held and
+    came to.
+    """
     seen: list[SimpleNamespace] = []
     while one.loop.progress.epoch < epochs and one.loop.progress.steps < until:
         epoch = one.loop.progress.epoch

@@ -1,4 +1,5 @@
-"""Estimating a mean from tokens whose noise scale is known in closed form, on one device or divided over ranks.
+"""Estimating a mean from tokens whose noise scale is known in closed form, on one device or divided
+over ranks.
 
 Shared by the tests of the noise scale and by benchmarks/noise_scale.py.
 """
@@ -41,10 +42,12 @@ class Mean(nn.Module):
 
 
 class TokenMeans:
-    """Rows of 2 to 14 label tokens, each length as likely; tokens of a row have noise in common, and longer rows another mean.
+    """Rows of 2 to 14 label tokens, each length as likely; tokens of a row have noise in common,
+    and longer rows another mean.
 
-    A row of l label tokens has l * (mean of its length + normal noise of variances v_k / 4) and the noise of its tokens, of variances
-    v_k from 1/4 to 7/4. So |G|^2 and S = E|d|^2 (:mod:`adaptive_batch.schedules.noise_scale`) are sums over the lengths.
+    A row of l label tokens has l * (mean of its length + normal noise of variances v_k / 4) and the
+    noise of its tokens, of variances v_k from 1/4 to 7/4. So |G|^2 and S = E|d|^2
+    (:mod:`adaptive_batch.schedules.noise_scale`) are sums over the lengths.
 
     Args:
         noise_scale: the true one, S / |G|^2, in rows; above 1.
@@ -123,7 +126,9 @@ class _Sampler:
         return loss
 
     def __call__(self, rows: Sequence[Row]) -> NoiseSample:
-        """Return what a step of these rows, divided over the ranks as in training, says of its noise."""
+        """Return what a step of these rows, divided over the ranks as in training, says of its
+        noise.
+        """
         ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         in_turn = self._limit.unit == "rows" and self._layout.kind == "padded"
         mine = (

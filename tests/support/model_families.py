@@ -1,6 +1,8 @@
-"""Small models of several families, planned on fake tensors and tried on real ones by the code of the recipes; no file is read.
+"""Small models of several families, planned on fake tensors and tried on real ones by the code of
+the recipes; no file is read.
 
-Shared by tests/recipes/test_estimate.py (a short form) and benchmarks/estimate.py (all combinations).
+Shared by tests/recipes/test_estimate.py (a short form) and benchmarks/estimate.py (all
+combinations).
 """
 
 from __future__ import annotations
@@ -185,7 +187,9 @@ class Combination:
 
 
 class RealRun:
-    """What the recipes build, with random weights and as many rows of one length as anybody asks for."""
+    """What the recipes build, with random weights and as many rows of one length as anybody asks
+    for.
+    """
 
     def __init__(self, combination: Combination, **probe: Any) -> None:
         cfg = combination.config(**probe)
@@ -288,11 +292,12 @@ def peaks_on_ranks(
 ) -> list[tuple[dict[int, int], ProbeResult]]:
     """What trials count, on the rank that counts most; called on each of several ranks.
 
-    A thread of gloo's may hold a buffer a little longer than the collective takes, so each size is tried several times, and the
-    least counts.
+    A thread of gloo's may hold a buffer a little longer than the collective takes, so each size is
+    tried several times, and the least counts.
     """
     gc.collect()
-    gc.freeze()  # trials collect garbage, and what is imported need not be looked through every time
+    # trials collect garbage, and what is imported need not be looked through every time
+    gc.freeze()
     counted = []
     for combination in combinations:
         run = RealRun(combination)

@@ -1,4 +1,6 @@
-"""Another kind of fine-tuning, as a recipe file of its own: only the norms train. All that differs is the model builder."""
+"""Another kind of fine-tuning, as a recipe file of its own: only the norms train. All that differs
+is the model builder.
+"""
 
 import sys
 from collections.abc import Iterable

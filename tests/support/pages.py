@@ -50,7 +50,9 @@ class Block:
 
 
 def blocks_of(page, text):
-    """The fenced blocks of a page, and the numbers of the lines outside them that Markdown takes for code as well."""
+    """The fenced blocks of a page, and the numbers of the lines outside them that Markdown takes
+    for code as well.
+    """
     blocks, indented = [], []
     begin, before, after_blank = None, "prose", True
     for number, line in enumerate(text.splitlines(), 1):
@@ -82,7 +84,9 @@ def blocks():
 
 
 def is_read_only(command):
-    """Whether a command is for a cluster, for more ranks than two, or for a model that is not here: its words are checked, and it is not run."""
+    """Whether a command is for a cluster, for more ranks than two, or for a model that is not here:
+    its words are checked, and it is not run.
+    """
     if re.match(r"\w+=|srun ", command):
         return True
     words = shlex.split(command)

@@ -1,4 +1,6 @@
-"""What a rank of tests/support/launch.py calls first, named by dotted paths: it makes something go wrong on that rank."""
+"""What a rank of tests/support/launch.py calls first, named by dotted paths: it makes something go
+wrong on that rank.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from adaptive_batch.training import BoundSearch, MicroBatchRunner
 
 
 def more_than_two_rows_on_rank_one() -> None:
-    """Rank one runs out of memory in the forward of its third micro-batch of training and later ones, where they have more than two rows."""
+    """Rank one runs out of memory in the forward of its third micro-batch of training and later
+    ones, where they have more than two rows.
+    """
     if os.environ["RANK"] == "1":
         _fail(
             Trainer,
@@ -26,7 +30,9 @@ def more_than_two_rows_on_rank_one() -> None:
 
 
 def second_validation_on_rank_one() -> None:
-    """Rank one runs out of memory in the second validation, where more than two rows are evaluated at once."""
+    """Rank one runs out of memory in the second validation, where more than two rows are evaluated
+    at once.
+    """
     if os.environ["RANK"] == "1":
 
         def where(batch: dict[str, Any]) -> bool:
@@ -42,7 +48,9 @@ def clipping_on_rank_one() -> None:
 
 
 def first_forward_on_rank_one() -> None:
-    """Rank one runs out of memory in the first micro-batch of training and later ones, where they have more than two rows."""
+    """Rank one runs out of memory in the first micro-batch of training and later ones, where they
+    have more than two rows.
+    """
     if os.environ["RANK"] == "1":
         _fail(
             Trainer,
@@ -59,7 +67,9 @@ def clipping_in_the_first_step_on_rank_one() -> None:
 
 
 def a_trial_of_more_than_two_rows_and_clipping_on_rank_one() -> None:
-    """Rank one runs out of memory within a collective of a trial of more than two rows, in every attempt, and in clipping in the second."""
+    """Rank one runs out of memory within a collective of a trial of more than two rows, in every
+    attempt, and in clipping in the second.
+    """
     if os.environ["RANK"] == "1":
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "1":
             _fail(

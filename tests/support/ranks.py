@@ -1,4 +1,6 @@
-"""Runs a function on several ranks, each a process of its own on gloo, as torchrun would start them."""
+"""Runs a function on several ranks, each a process of its own on gloo, as torchrun would start
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks that end well are forked off a server that has imported what takes long; a process has one, so it has the recipe too.
+# Ranks that end well are forked off a server that has imported what takes long; a process has one,
+# so it has the recipe too.
 _spawn = multiprocessing.get_context("spawn")
 _forkserver = multiprocessing.get_context("forkserver")
 _forkserver.set_forkserver_preload(
@@ -48,7 +51,9 @@ class Ended:
 def run_on_ranks(
     function: Callable[..., Any], world_size: int, *arguments: Any, timeout: float = 120.0
 ) -> list[Any]:
-    """Call `function(*arguments)`, a module's own function, on each rank with a process group of gloo; their results by rank."""
+    """Call `function(*arguments)`, a module's own function, on each rank with a process group of
+    gloo; their results by rank.
+    """
     ended = end_of_ranks(function, world_size, *arguments, timeout=timeout, context=_forkserver)
     for rank, one in enumerate(ended):
         assert one.error is None, f"rank {rank}:\n{one.error}"
@@ -110,9 +115,12 @@ def end_of_ranks(
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port on which a process of ours can listen, and that the system gives to nobody else until the end."""
+    """A port on which a process of ours can listen, and that the system gives to nobody else until
+    the end.
+    """
     with socket.socket() as held:
-        # Bound and not listening: with this option on both, as torch's store sets it, another may listen there by its number.
+        # Bound and not listening: with this option on both, as torch's store sets it, another may
+        # listen there by its number.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         yield int(held.getsockname()[1])
@@ -152,5 +160,6 @@ def _run(
         dist.destroy_process_group()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    # As the ranks of launch end: a thread of gloo's that lets go of a tensor while Python ends would abort the process.
+    # As the ranks of launch end: a thread of gloo's that lets go of a tensor while Python ends
+    # would abort the process.
     os._exit(0 if error is None else 1)

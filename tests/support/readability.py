@@ -1,7 +1,7 @@
 """How code meets the eye, in figures: ``python tests/support/readability.py [PATH ...]``.
 
-Figures describe. They are no target to meet by renaming or by tearing lines apart: a reader who knows PyTorch and not this
-project should say what a function does after reading it once.
+Figures describe. They are no target to meet by renaming or by tearing lines apart: a reader who
+knows PyTorch and not this project should say what a function does after reading it once.
 """
 
 import ast

@@ -1,4 +1,6 @@
-"""Runs that go on with another number of ranks again and again, held against one device that was never interrupted."""
+"""Runs that go on with another number of ranks again and again, held against one device that was
+never interrupted.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class Way:
     Attributes:
         overrides: key=value.
         parts: in their order.
-        alone: what one device from beginning to end is given besides, as its batch where several ranks begin.
+        alone: what one device from beginning to end is given besides, as its batch where several
+            ranks begin.
     """
 
     overrides: tuple[str, ...]
@@ -139,7 +142,9 @@ WAYS: dict[str, Way] = {
 
 
 def train_in_parts(setup: SmallSetup, way: Way) -> list[Attempt]:
-    """Train the parts of a way, each going on from the one before; AssertionError where one ends otherwise than it was asked to."""
+    """Train the parts of a way, each going on from the one before; AssertionError where one ends
+    otherwise than it was asked to.
+    """
     folder, done = setup.fresh_folder(), []
     for number, part in enumerate(way.parts):
         goes_on = ("resume_from_checkpoint=True",) if number else ()
@@ -181,8 +186,9 @@ def compare(folder: Path, whole: Path, *, exact: Sequence[str] = EXACT) -> dict[
     """How a run in parts differs from the whole one.
 
     Returns:
-        `differing`: sentences on what must be the same and is not. `loss`, `validation`: the largest relative difference
-        of any step. `weights`: the norm of the difference of all weights over their norm; `largest`: that of one weight.
+        `differing`: sentences on what must be the same and is not. `loss`, `validation`: the
+        largest relative difference of any step. `weights`: the norm of the difference of all
+        weights over their norm; `largest`: that of one weight.
     """
     ours, theirs = steps(folder), steps(whole)
     found = [f"step {step} is not in both" for step in sorted(ours.keys() ^ theirs.keys())]
@@ -190,7 +196,8 @@ def compare(folder: Path, whole: Path, *, exact: Sequence[str] = EXACT) -> dict[
         for name in exact:
             if ours[step].get(name) != theirs[step].get(name):
                 found.append(
-                    f"step {step}: {name} {ours[step].get(name)}, and {theirs[step].get(name)} alone"
+                    f"step {step}: {name} {ours[step].get(name)}, and {theirs[step].get(name)}"
+                    " alone"
                 )
     checked = audit(folder)
     found += [f"audit: {problem}" for problem in checked.problems]
@@ -221,7 +228,9 @@ def compare(folder: Path, whole: Path, *, exact: Sequence[str] = EXACT) -> dict[
 
 
 def weights_apart(one: Path, other: Path) -> tuple[float, float]:
-    """The norm of the difference of two checkpoints over the norm of the second, and the largest difference of a weight."""
+    """The norm of the difference of two checkpoints over the norm of the second, and the largest
+    difference of a weight.
+    """
     ours, theirs = weights(one), weights(other)
     if ours.keys() != theirs.keys() or not ours:
         raise AssertionError(

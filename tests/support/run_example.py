@@ -1,4 +1,5 @@
-"""Runs an example twice in one process, as its two commands do: with adaptive_batch, and without at the same batch sizes.
+"""Runs an example twice in one process, as its two commands do: with adaptive_batch, and without at
+the same batch sizes.
 
 python tests/support/run_example.py examples/plain_pytorch.py
 """

@@ -1,4 +1,6 @@
-"""A run's records, made up: everything that a report can show, and text that would break a page that does not escape it."""
+"""A run's records, made up: everything that a report can show, and text that would break a page
+that does not escape it.
+"""
 
 import json
 import math
@@ -62,7 +64,9 @@ class Records:
 
 
 def full_records(num_steps: int = 600) -> Records:
-    """Growth, an out-of-memory error, validation, saving, pre-emption and a restart that takes a tenth of the run back."""
+    """Growth, an out-of-memory error, validation, saving, pre-emption and a restart that takes a
+    tenth of the run back.
+    """
     records, grow, fail, stop = Records(), num_steps // 3, num_steps // 2, 4 * num_steps // 5
     again = stop - num_steps // 10
     records.start()

@@ -1,4 +1,6 @@
-"""A runner of micro-batches around a small model whose rows are mappings with `tokens` and `labels`."""
+"""A runner of micro-batches around a small model whose rows are mappings with `tokens` and
+`labels`.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ class SmallRunner(MicroBatchRunner):
     sizer: HeldSizer
 
     def run(self, rows: Sequence[Any], rows_at_once: int = 0, **options: Any) -> StepResult:
-        """Run the rows of a step; where noise can be measured, its small batch is the first row unless one is given."""
+        """Run the rows of a step; where noise can be measured, its small batch is the first row
+        unless one is given.
+        """
         if self._measures_noise:
             options.setdefault("small_rows", (0,))
         return super().run(rows, rows_at_once, **options)

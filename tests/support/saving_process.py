@@ -1,9 +1,11 @@
-"""Children that save resume points until they are killed or may not write any more: what unit/checkpoint/test_manager.py starts.
+"""Children that save resume points until they are killed or may not write any more: what
+unit/checkpoint/test_manager.py starts.
 
     python tests/support/saving_process.py kills OUTPUT_DIR sync|async NUMBER
     python tests/support/saving_process.py limits OUTPUT_DIR
 
-Importing torch takes seconds, so each child is forked off a process that has imported it and runs one thread.
+Importing torch takes seconds, so each child is forked off a process that has imported it and runs
+one thread.
 """
 
 import json
@@ -42,7 +44,9 @@ def save_for_ever(output_dir: Path, mode: str, step: int, vouched: int) -> None:
 
 
 def kills(output_dir: Path, mode: str, number: int) -> None:
-    """Kill so many savers, each at a random moment; after each a line, and on from the step that is answered."""
+    """Kill so many savers, each at a random moment; after each a line, and on from the step that is
+    answered.
+    """
     moments, first = random.Random(mode), 1
     for _ in range(number):
         reading, writing = os.pipe()
@@ -63,7 +67,9 @@ def kills(output_dir: Path, mode: str, number: int) -> None:
 
 
 def limited(output_dir: Path, mode: str, limit_bytes: int | None) -> dict:
-    """Save a small point, fail to save a larger one, say what is there, and save again when there is room."""
+    """Save a small point, fail to save a larger one, say what is there, and save again when there
+    is room.
+    """
     points = CheckpointManager(output_dir, keep_last=1, asynchronous=mode == "async")
     points.save(1, {"weight": torch.ones(10)}, {"step": 1})
     points.wait()
@@ -89,7 +95,9 @@ def limited(output_dir: Path, mode: str, limit_bytes: int | None) -> dict:
 
 
 def limits(output_dir: Path) -> None:
-    """Each line of the input is a case: folder, mode, limit in bytes or null; each is answered with a line."""
+    """Each line of the input is a case: folder, mode, limit in bytes or null; each is answered with
+    a line.
+    """
     for line in sys.stdin:
         name, mode, limit_bytes = json.loads(line)
         child = os.fork()

@@ -1,4 +1,5 @@
-"""A small causal transformer that is divided over ranks, its rows, and what comes out for them without this project's code.
+"""A small causal transformer that is divided over ranks, its rows, and what comes out for them
+without this project's code.
 
 Shared by the tests of several ranks and by benchmarks/faults_on_ranks.py.
 """
@@ -31,7 +32,9 @@ Row = dict[str, Any]
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network; without the biases whose gradient is zero but for rounding."""
+    """Attention and a feed-forward network; without the biases whose gradient is zero but for
+    rounding.
+    """
 
     def __init__(self, *, width: int, dropout: float) -> None:
         super().__init__()
@@ -50,12 +53,15 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tied embeddings and one frozen layer; `draws` has it draw from every generator and keep running statistics.
+    """Tied embeddings and one frozen layer; `draws` has it draw from every generator and keep
+    running statistics.
 
     Args:
-        draws: dropout, random scales, a counter that a forward changes in place and a mean that it replaces.
+        draws: dropout, random scales, a counter that a forward changes in place and a mean that it
+            replaces.
         checkpointing: recompute each layer's activations.
-        width: of the residual stream; the sharded sizes are uneven on purpose (53 words, 2 or 4 ranks).
+        width: of the residual stream; the sharded sizes are uneven on purpose (53 words, 2 or 4
+            ranks).
         dtype: of the parameters.
     """
 
@@ -107,7 +113,9 @@ class Decoder(nn.Module):
 def divided(
     model: Decoder, *, reshard_after_forward: bool = True, mesh: DeviceMesh | None = None
 ) -> Decoder:
-    """The model with `fully_shard` applied to each layer and to itself, as torchtune does it; on one rank, as it is."""
+    """The model with `fully_shard` applied to each layer and to itself, as torchtune does it; on
+    one rank, as it is.
+    """
     if dist.is_initialized() and dist.get_world_size() > 1:
         mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
         for layer in [*model.layers, model]:
@@ -149,7 +157,9 @@ def runner_of(
 def make_rows(
     lengths: Sequence[int], *, unlabelled: Sequence[int] = (), seed: int = 1
 ) -> list[Row]:
-    """Rows of these lengths whose first tokens, one to three, have no label; `unlabelled` have none at all."""
+    """Rows of these lengths whose first tokens, one to three, have no label; `unlabelled` have none
+    at all.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for number, length in enumerate(lengths):
@@ -162,10 +172,12 @@ def make_rows(
 
 
 def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor], float, int]:
-    """Gradients, loss and label tokens of rows on one device: row by row, in plain torch, without this project's code.
+    """Gradients, loss and label tokens of rows on one device: row by row, in plain torch, without
+    this project's code.
 
     Returns:
-        The mean over label tokens by the name of each parameter, and of the loss; zeros where there is no label token.
+        The mean over label tokens by the name of each parameter, and of the loss; zeros where there
+        is no label token.
     """
     model.zero_grad(set_to_none=True)
     loss_sum, label_tokens = 0.0, 0
@@ -177,9 +189,11 @@ def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor
             loss.backward()
             loss_sum, label_tokens = loss_sum + loss.item(), label_tokens + count
     gradients = {
-        name: torch.zeros_like(parameter)
-        if parameter.grad is None
-        else parameter.grad / max(1, label_tokens)
+        name: (
+            torch.zeros_like(parameter)
+            if parameter.grad is None
+            else parameter.grad / max(1, label_tokens)
+        )
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -189,9 +203,9 @@ def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor
 def whole_gradients(model: Decoder) -> dict[str, torch.Tensor]:
     """The gradients, put together on each rank; zeros where there is none."""
     return {
-        name: whole(
-            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        ).clone()
+        name: (
+            whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).clone()
+        )
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
@@ -211,9 +225,11 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     """The largest of all entries, relative to the largest entry of its tensor."""
     assert found.keys() == expected.keys()
     return max(
-        float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-300))
-        if tensor.abs().max() > 0
-        else float(found[name].abs().max())
+        (
+            float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-300))
+            if tensor.abs().max() > 0
+            else float(found[name].abs().max())
+        )
         for name, tensor in expected.items()
     )
 
@@ -246,7 +262,9 @@ def plain(result: StepResult) -> tuple[Any, ...]:
 
 
 def bits(value: Any) -> Any:
-    """With the bytes of each tensor and array, of this rank's part where it is divided, in its place."""
+    """With the bytes of each tensor and array, of this rank's part where it is divided, in its
+    place.
+    """
     if hasattr(value, "to_local"):
         value = value.to_local()
     if isinstance(value, torch.Tensor):

@@ -1,7 +1,8 @@
-"""Steps of training as the recipes run them, on PyTorch's CUDA stack without a device: no file is read, weights are what memory held.
+"""Steps of training as the recipes run them, on PyTorch's CUDA stack without a device: no file is
+read, weights are what memory held.
 
-:class:`StackRuns` keeps a process for each device and allocator settings, which has imported everything; each run is a fork of it, so
-that its CUDA context and its allocator are new.
+:class:`StackRuns` keeps a process for each device and allocator settings, which has imported
+everything; each run is a fork of it, so that its CUDA context and its allocator are new.
 
     python tests/support/stack_runs.py < RUNS     (a JSON object on each line, as of StackRun; one on each line comes back)
 """
@@ -71,7 +72,8 @@ class Outcome:
     Attributes:
         error: of a step that was out of memory, the last one.
         segments: what is reserved at the end, as `described` puts it.
-        trace: of the allocator, from the start of the process: bytes that are allocated, and ``~number`` of what is freed.
+        trace: of the allocator, from the start of the process: bytes that are allocated, and
+            ``~number`` of what is freed.
     """
 
     steps: int
@@ -200,7 +202,9 @@ def search(finder: BoundFinder, trainer: Trainer) -> ProbeResult:
 
 
 class StackRuns:
-    """Runs on devices of the stack, by the name that ``STUB_CUDA_DEVICE`` has, and allocator settings."""
+    """Runs on devices of the stack, by the name that ``STUB_CUDA_DEVICE`` has, and allocator
+    settings.
+    """
 
     def __init__(self) -> None:
         self._servers: dict[tuple[str, ...], subprocess.Popen[str]] = {}

@@ -1,4 +1,5 @@
-"""What the recipe's steps ask of the allocator: as estimated on fake tensors, and on CUDA, be it the stack without a device.
+"""What the recipe's steps ask of the allocator: as estimated on fake tensors, and on CUDA, be it
+the stack without a device.
 
 python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS    (rank zero writes its log)
 """
@@ -77,7 +78,9 @@ def estimated(
     micro_batches: int = 1,
     traced: Sequence[int] = (),
 ) -> array[int]:
-    """Return the log of a run on fake tensors of the device that PyTorch uses; rows that are not `traced` follow from those that are."""
+    """Return the log of a run on fake tensors of the device that PyTorch uses; rows that are not
+    `traced` follow from those that are.
+    """
     run = FakeRun(
         cfg,
         Settings.from_config(cfg),
@@ -134,7 +137,9 @@ def on_cuda(
 
 
 def differences(one: Sequence[int], other: Sequence[int], *, smallest: int = 0) -> list[str]:
-    """Return where two logs differ, tensors of fewer bytes left out; each free stands for the size that it frees."""
+    """Return where two logs differ, tensors of fewer bytes left out; each free stands for the size
+    that it frees.
+    """
     first, second = (_readable(log, smallest) for log in (one, other))
     matcher = difflib.SequenceMatcher(None, first, second, autojunk=False)
     return [

@@ -1,8 +1,9 @@
-"""torchtune's distributed recipe and ours, in turns on the same gloo ranks: processes start once for many runs.
+"""torchtune's distributed recipe and ours, in turns on the same gloo ranks: processes start once
+for many runs.
 
-tasks = [Task(recipe, setup.fresh_folder(), ("clip_grad_norm=0.5",)) for recipe in (STOCK_ON_RANKS, OURS)]
-stock, ours = run_tasks(setup, tasks, ranks=2)
-same_weights(ours.weights(1), stock.weights(1))
+tasks = [Task(recipe, setup.fresh_folder(), ("clip_grad_norm=0.5",)) for recipe in (STOCK_ON_RANKS,
+OURS)] stock, ours = run_tasks(setup, tasks, ranks=2) same_weights(ours.weights(1),
+stock.weights(1))
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class RunsFailedError(AssertionError):
 def run_tasks(
     setup: SmallSetup, tasks: Sequence[Task], *, ranks: int, timeout: float = 600.0
 ) -> list[Finished]:
-    """Do runs one after another in the same processes, each with a process group and a store of its own.
+    """Do runs one after another in the same processes, each with a process group and a store of its
+    own.
 
     Args:
         setup: what they run on.
@@ -87,7 +89,9 @@ def run_tasks(
 
 
 def interrupted(finished: Finished, setup: SmallSetup) -> Path:
-    """A copy of a run of two epochs as a kill in the second one would have left it, with an empty log."""
+    """A copy of a run of two epochs as a kill in the second one would have left it, with an empty
+    log.
+    """
     folder = setup.fresh_folder()
     shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
     shutil.rmtree(folder / "epoch_1")
@@ -96,7 +100,9 @@ def interrupted(finished: Finished, setup: SmallSetup) -> Path:
 
 
 def resuming(recipe: str, folder: Path, overrides: Sequence[str]) -> Task:
-    """The run that goes on in a folder, each recipe in its own way: the stock one needs its checkpoint files typed."""
+    """The run that goes on in a folder, each recipe in its own way: the stock one needs its
+    checkpoint files typed.
+    """
     typed = [
         path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))
     ]
@@ -152,7 +158,9 @@ def on_a_cpu() -> Iterator[None]:
 def partly_labelled(
     tokenizer: ModelTokenizer, *, without_labels: Sequence[int], **options: Any
 ) -> SFTDataset:
-    """torchtune's dataset of instructions, some of whose rows have no label, as rows that are cut within the prompt have."""
+    """torchtune's dataset of instructions, some of whose rows have no label, as rows that are cut
+    within the prompt have.
+    """
     dataset = instruct_dataset(tokenizer, **options)
     prepare = dataset._prepare_sample
     unlabelled = [dataset._data[row] for row in without_labels]

@@ -1,4 +1,6 @@
-"""What ends a run, or takes its disk away, at a chosen step; and a run as a kill would have left it. Named by dotted paths."""
+"""What ends a run, or takes its disk away, at a chosen step; and a run as a kill would have left
+it. Named by dotted paths.
+"""
 
 import json
 import os
@@ -54,7 +56,9 @@ class AskingCheckpointer(FullModelHFCheckpointer):
 
 
 class AskingRows(OfLengths):
-    """Rows of which the first that is read after a step was logged by :class:`AskingToEnd` asks the process to end."""
+    """Rows of which the first that is read after a step was logged by :class:`AskingToEnd` asks the
+    process to end.
+    """
 
     def __init__(self, tokenizer, lengths, *, asks_after_step=None, **rest):
         super().__init__(tokenizer, lengths, **rest)
@@ -68,7 +72,9 @@ class AskingRows(OfLengths):
 
 
 class Limiting(DiskLogger):
-    """A log after one step of which no file may grow beyond so many bytes, until after another step: a disk that is full."""
+    """A log after one step of which no file may grow beyond so many bytes, until after another
+    step: a disk that is full.
+    """
 
     def __init__(self, log_dir, filename, from_step, num_bytes, until_step):
         super().__init__(log_dir, filename)
@@ -82,7 +88,9 @@ class Limiting(DiskLogger):
 
 
 def stopped_after(finished, setup, step, *, taken_back=0):
-    """A copy of a run as a kill would have left it `taken_back` steps after a step; returns its folder."""
+    """A copy of a run as a kill would have left it `taken_back` steps after a step; returns its
+    folder.
+    """
     folder = setup.fresh_folder()
     shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
     lines, saved = [], set()

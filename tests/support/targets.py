@@ -7,7 +7,9 @@ from adaptive_batch.estimate import LengthEstimate, Target
 
 
 def counted(target: Target, lengths: Iterable[LengthEstimate], *, maximum: int) -> Target:
-    """Return the device with what fits where each byte that is allocated is one that is taken, as on a CPU."""
+    """Return the device with what fits where each byte that is allocated is one that is taken, as
+    on a CPU.
+    """
     return replace(
         target,
         lengths=tuple(one.counted_fit(target.budget_bytes, maximum=maximum) for one in lengths),

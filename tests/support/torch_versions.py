@@ -1,7 +1,9 @@
-"""Runs the core's tests on each pair of torch and Python below, and prints a table: torch_versions.py [TORCH ...]
+"""Runs the core's tests on each pair of torch and Python below, and prints a table:
+torch_versions.py [TORCH ...]
 
-Each pair has a venv in .venv-versions, made once: 2 GB and a minute. What pip brings of torch is a CUDA build; it is installed without the
-libraries of NVIDIA, with the CUDA of tests/support/cuda_stack in their place, which has no device here.
+Each pair has a venv in .venv-versions, made once: 2 GB and a minute. What pip brings of torch is a
+CUDA build; it is installed without the libraries of NVIDIA, with the CUDA of
+tests/support/cuda_stack in their place, which has no device here.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Each Python and each torch that is declared at least once. `make test` runs the version that constraints.txt pins.
+# Each Python and each torch that is declared at least once. `make test` runs the version that
+# constraints.txt pins.
 PAIRS = [
     ("2.11.0", "3.11"),
     ("2.13.0", "3.12"),

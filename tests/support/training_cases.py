@@ -1,6 +1,8 @@
-"""A small model in training, for facts about trials: every optimizer, dtype and way of running that they are held for.
+"""A small model in training, for facts about trials: every optimizer, dtype and way of running that
+they are held for.
 
-Shared by tests/unit/probe/test_trial.py (a short form) and benchmarks/traceless.py (all combinations).
+Shared by tests/unit/probe/test_trial.py (a short form) and benchmarks/traceless.py (all
+combinations).
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ ADAPTERS = ("LoRA", "DoRA", "QLoRA")
 
 
 class Counting(Optimizer):
-    """Keeps what others keep in odd places: plain numbers and lists in its state, in its groups and on itself."""
+    """Keeps what others keep in odd places: plain numbers and lists in its state, in its groups and
+    on itself.
+    """
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "k": 0})
@@ -118,7 +122,9 @@ def cases_with_adapters(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
 
 
 def put_adapters(model: nn.Module, kind: str) -> None:
-    """Put torchtune's adapters into each linear layer, the base of QLoRA in four bits and without bias, and freeze all else."""
+    """Put torchtune's adapters into each linear layer, the base of QLoRA in four bits and without
+    bias, and freeze all else.
+    """
     from torchtune.modules import (
         peft,
     )  # which takes seconds that a process without adapters need not wait
@@ -166,7 +172,9 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A causal transformer with tied embeddings, dropout, and buffers that a forward changes in place and replaces."""
+    """A causal transformer with tied embeddings, dropout, and buffers that a forward changes in
+    place and replaces.
+    """
 
     seen: torch.Tensor
     mean: torch.Tensor
@@ -202,7 +210,9 @@ class Decoder(nn.Module):
 
 
 class Training:
-    """A model and its optimizer after a step or none, gradients of a first micro-batch there unless stepped in backward."""
+    """A model and its optimizer after a step or none, gradients of a first micro-batch there unless
+    stepped in backward.
+    """
 
     def __init__(
         self, case: Case, *, device: torch.device = CPU, optimizers: dict[str, Any] = OPTIMIZERS
@@ -328,7 +338,9 @@ class Training:
         return found
 
     def objects(self) -> dict[str, int]:
-        """Which tensors they are: gradients, buffers and optimizer states must be the same objects again."""
+        """Which tensors they are: gradients, buffers and optimizer states must be the same objects
+        again.
+        """
         found = {f"gradient {name}": id(p.grad) for name, p in self.model.named_parameters()}
         found |= {f"parameter {name}": id(p) for name, p in self.model.named_parameters()}
         found |= {f"buffer {name}": id(buffer) for name, buffer in self.model.named_buffers()}
@@ -384,7 +396,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     ]
 
 
-# --- what may happen in a probe ----------------------------------------------------------------------------------------
+# --- what may happen in a probe
+# ----------------------------------------------------------------------------------------
 
 
 class Mishap(Exception):
@@ -439,7 +452,9 @@ def one_row_does_not_fit(training: Training) -> None:
 
 
 def optimizer_does_not_fit(training: Training) -> None:
-    """Each point of the first step at which memory may run out: budgets from too small for anything to just enough."""
+    """Each point of the first step at which memory may run out: budgets from too small for anything
+    to just enough.
+    """
     peaks: list[int] = []
     with training.rehearsal() as trial:
         peaks += [trial.resident_bytes, trial(1).peak_bytes or 0, trial.optimizer_peak_bytes or 0]
@@ -453,7 +468,8 @@ def _cannot_enter(training: Training, *, budget_bytes: int) -> None:
         pass
     text = str(caught.value)
     assert re.search(
-        rf"needs [\d.]+ ([GMK]iB|bytes), {training.device} allows [\d.]+ ([GMK]iB|bytes); .*tokenizer\.max_seq_len",
+        rf"needs [\d.]+ ([GMK]iB|bytes), {training.device} allows [\d.]+ ([GMK]iB|bytes);"
+        r" .*tokenizer\.max_seq_len",
         text,
     ), text
     assert differences(before, training.everything()) == []
@@ -476,7 +492,8 @@ def traces(
     """Run every outcome one after another in the midst of training.
 
     Yields:
-        The outcome, and the names of what differs after it; last, what differs from training that was never probed.
+        The outcome, and the names of what differs after it; last, what differs from training that
+        was never probed.
     """
     with (
         torch.compiler.set_stance("force_eager"),

@@ -1,8 +1,10 @@
-"""Builds the CUDA without a device beside this file into the PyTorch of the Python that runs it: python build.py
+"""Builds the CUDA without a device beside this file into the PyTorch of the Python that runs it:
+python build.py
 
-What PyTorch's libraries import of CUDA is listed; each function that no file here has gets a default, which returns 0 and counts its
-calls. All are one library, libcudastub.so, in torch/lib, where PyTorch looks for CUDA's libraries once no nvidia wheel brings them; each
-of these is an empty library that leads to it.
+What PyTorch's libraries import of CUDA is listed; each function that no file here has gets a
+default, which returns 0 and counts its calls. All are one library, libcudastub.so, in torch/lib,
+where PyTorch looks for CUDA's libraries once no nvidia wheel brings them; each of these is an empty
+library that leads to it.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ LIBRARIES = Path(sysconfig.get_path("purelib"), "torch/lib")
 NAMES = "cuda|__cuda|cu[A-Z]|cublas|cudnn|cusolver|cusparse|curand|cufft|nccl|nvml|nvrtc|nvtx|cupti|nvshmem|nvJitLink"
 FUNCTION = re.compile(rf"(?:{NAMES})\w*")
 SONAME = re.compile(r"lib(?:cu(?!dastub)|nv|nccl)\w*\.so[.\d]*")
-# Looked for at run time by their names. CUDA's runtime leads to both, so that they are there by then.
+# Looked for at run time by their names. CUDA's runtime leads to both, so that they are there by
+# then.
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 
 
@@ -92,7 +95,8 @@ def main() -> None:
             "-Wl,-rpath,$ORIGIN",
         )
     print(
-        f"{LIBRARIES}/libcudastub.so: {len(imported & defined)} functions of CUDA, {len(defaults)} that do nothing, for {len(sonames)} libraries"
+        f"{LIBRARIES}/libcudastub.so: {len(imported & defined)} functions of CUDA, {len(defaults)}"
+        f" that do nothing, for {len(sonames)} libraries"
     )
 
 

@@ -1,4 +1,6 @@
-"""What ranks do on NCCL that carries small messages, started by torchrun; each prints what went wrong."""
+"""What ranks do on NCCL that carries small messages, started by torchrun; each prints what went
+wrong.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What takes memory of the device away from a program on the CUDA without a device. Named by a dotted path."""
+"""What takes memory of the device away from a program on the CUDA without a device. Named by a
+dotted path.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def leave(nbytes: int) -> None:
-    """Let this process have so many bytes of each device from now on, context included: those that it has are not taken."""
+    """Let this process have so many bytes of each device from now on, context included: those that
+    it has are not taken.
+    """
     cuda = library()
     assert cuda is not None
     cuda.cudastub_set_reserved(
@@ -28,7 +32,8 @@ def leave(nbytes: int) -> None:
 
 
 class Squeezing(DiskLogger):
-    """A log after one of whose steps another program takes memory of the device. Of several ranks, the first has a log.
+    """A log after one of whose steps another program takes memory of the device. Of several ranks,
+    the first has a log.
 
     Args:
         after_step: which.
@@ -48,7 +53,8 @@ class Squeezing(DiskLogger):
 
 
 class TakingAway(DiskLogger):
-    """A log that has what the allocator counted, and between two of whose steps another program has memory of the device.
+    """A log that has what the allocator counted, and between two of whose steps another program has
+    memory of the device.
 
     Args:
         first, last: steps after which it is taken, and given back; 0 for neither.

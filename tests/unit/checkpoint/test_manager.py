@@ -321,7 +321,9 @@ def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_p
     save(tmp_path, 1)
     with pytest.raises(
         CheckpointError,
-        match=r"could not be read again: it names [\w.]*\.TwoTensor, which torch.load\(weights_only",
+        match=(
+            r"could not be read again: it names [\w.]*\.TwoTensor, which torch.load\(weights_only"
+        ),
     ):
         CheckpointManager(tmp_path).save(2, {"w": TwoTensor(torch.ones(2), torch.ones(2))}, None)
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
@@ -540,8 +542,9 @@ def test_a_newer_format_is_passed_over_by_name_and_stays(tmp_path):
     manifest.write_text(json.dumps({**content, "format_version": 7, "package_version": "9.9"}))
     point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
     assert point.step == 1
-    assert passed_over.reason == (
-        "newer format 7, written by adaptive_batch 9.9; this version reads up to 1: update it"
+    assert (
+        passed_over.reason
+        == "newer format 7, written by adaptive_batch 9.9; this version reads up to 1: update it"
     )
     save(tmp_path, 3, keep_last=1)
     assert steps_there(tmp_path) == [2, 3]
@@ -652,8 +655,8 @@ def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(
     assert (found["whole"], found["names"], found["later"]) == (1, ["step_1"], 3)
     (message,) = found["told"]
     assert (
-        "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and a little more, and "
-        in message
+        "step_2 failed ([Errno 27] File too large): it needs 8,000,000 bytes and a little more,"
+        " and " in message
     )
     assert "what was saved before is untouched" in message
 
@@ -673,7 +676,10 @@ def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
         subprocess.run(["umount", disk], check=True)
     assert (found["whole"], found["names"], found["later"]) == (1, ["step_1"], 3)
     (message,) = found["told"]
-    told = r"failed \((\[Errno 28\] )?No space left on device\): it needs 8,000,000 bytes and a little more, and 4,\d{3},\d{3} bytes"
+    told = (
+        r"failed \((\[Errno 28\] )?No space left on device\): it needs 8,000,000 bytes and a little"
+        r" more, and 4,\d{3},\d{3} bytes"
+    )
     assert re.search(told, message)
 
 
@@ -772,8 +778,9 @@ def test_the_save_after_one_that_failed_is_complete(tmp_path, asynchronous):
 @pytest.mark.slow
 def test_the_process_ends_when_the_save_is_whole(tmp_path):
     program = (
-        "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import CheckpointManager;"
-        "CheckpointManager(Path(sys.argv[1]), asynchronous=True).save(1, {'w': torch.ones(3_000_000)}, None)"
+        "import sys, torch; from pathlib import Path; from adaptive_batch.checkpoint.manager import"
+        " CheckpointManager;CheckpointManager(Path(sys.argv[1]), asynchronous=True).save(1, {'w':"
+        " torch.ones(3_000_000)}, None)"
     )
     subprocess.run(
         [sys.executable, "-W", "error::UserWarning", "-c", program, str(tmp_path)],

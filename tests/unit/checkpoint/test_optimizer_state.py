@@ -1,4 +1,6 @@
-"""The state of optimizers has the names of the parameters, and comes back from whatever form it was saved in."""
+"""The state of optimizers has the names of the parameters, and comes back from whatever form it was
+saved in.
+"""
 
 from __future__ import annotations
 
@@ -166,9 +168,11 @@ def test_names_are_the_same_with_checkpointing_and_compile(wrap):
 
 FORMS = {
     "torch's": lambda model, optimizers: optimizers[0].state_dict(),
-    "torchtune's on one device, in backward": lambda model, optimizers: create_optim_in_bwd_wrapper(
-        model, {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
-    ).state_dict(),
+    "torchtune's on one device, in backward": (
+        lambda model, optimizers: create_optim_in_bwd_wrapper(
+            model, {optimizer.param_groups[0]["params"][0]: optimizer for optimizer in optimizers}
+        ).state_dict()
+    ),
     "torchtune's on many": lambda model, optimizers: get_optimizer_state_dict(
         model, optimizers[0], options=StateDictOptions(full_state_dict=True)
     ),
@@ -236,7 +240,10 @@ def without_last(state):
     [
         (
             renamed,
-            "the saved optimizer state has the parameter head.weight, which is not trained here; it belongs to another",
+            (
+                "the saved optimizer state has the parameter head.weight, which is not trained"
+                " here; it belongs to another"
+            ),
         ),
         (
             without_last,

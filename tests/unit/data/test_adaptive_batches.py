@@ -1,4 +1,6 @@
-"""Batches for a script's own loader: each row once an epoch, whatever grows, is read ahead, or is resumed."""
+"""Batches for a script's own loader: each row once an epoch, whatever grows, is read ahead, or is
+resumed.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def loader_of(batches: AdaptiveBatches, **options: Any) -> DataLoader[Any]:
 def train(
     batches: AdaptiveBatches, *, epochs: int = EPOCHS, until: int = 10**9, **options: Any
 ) -> list[tuple[int, list[int]]]:
-    """Train to the end of so many epochs, or until so many steps are done: the epoch and the rows of each step."""
+    """Train to the end of so many epochs, or until so many steps are done: the epoch and the rows
+    of each step.
+    """
     seen = []
     loader = loader_of(batches, **options)
     while batches.progress.epoch < epochs and batches.progress.steps < until:
@@ -85,7 +89,8 @@ def rows_of_epoch(seen: list[tuple[int, list[int]]], epoch: int) -> list[int]:
     return [row for of_epoch, rows in seen if of_epoch == epoch for row in rows]
 
 
-# --- each row once ----------------------------------------------------------------------------------------------------
+# --- each row once
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -180,7 +185,8 @@ def test_an_epoch_of_many_rows_begins_at_once():
     assert min(taken) < 10_000_000
 
 
-# --- what fits --------------------------------------------------------------------------------------------------------
+# --- what fits
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_rules_do_not_pass_a_maximum():
@@ -265,7 +271,8 @@ def test_a_length_is_known_without_reading_rows(rule):
     assert images.num_reads == 0
 
 
-# --- what is read ahead -----------------------------------------------------------------------------------------------
+# --- what is read ahead
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 8}])
@@ -299,7 +306,8 @@ def test_the_next_epoch_begins_with_the_last_step_of_this_one():
     assert (batches.progress.epoch, batches.progress.epoch_rows) == (1, 0)
 
 
-# --- resuming ---------------------------------------------------------------------------------------------------------
+# --- resuming
+# ---------------------------------------------------------------------------------------------------------
 
 
 class ByEpoch:
@@ -396,7 +404,8 @@ def test_a_run_by_tokens_resumes_within_an_epoch():
     assert train(resumed, epochs=2) == train(batches, epochs=2)
 
 
-# --- several ranks ----------------------------------------------------------------------------------------------------
+# --- several ranks
+# ----------------------------------------------------------------------------------------------------
 
 
 def batches_of_rank(done: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -440,7 +449,8 @@ def test_a_sampler_is_of_one_rank():
     )
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 class Unending:

@@ -1,4 +1,6 @@
-"""Every row of a step on one rank, in as few micro-batches as can be, and ranks that wait little for each other."""
+"""Every row of a step on one rank, in as few micro-batches as can be, and ranks that wait little
+for each other.
+"""
 
 from itertools import count, product, zip_longest
 

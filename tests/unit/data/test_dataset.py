@@ -84,7 +84,10 @@ def test_a_loss_that_cannot_be_used_is_said_by_the_search_and_by_training() -> N
 def test_labels_of_more_dimensions_are_refused_by_their_shape() -> None:
     with pytest.raises(
         SettingError,
-        match=r"`labels` of a batch are torch.int64 of \[2, 3, 4\].*lambda batch: \(batch\[\"labels\"\] != -100\)",
+        match=(
+            r"`labels` of a batch are torch.int64 of \[2, 3, 4\].*lambda batch:"
+            r" \(batch\[\"labels\"\] != -100\)"
+        ),
     ):
         label_tokens({"labels": torch.zeros(2, 3, 4, dtype=torch.int64)})
     with pytest.raises(SettingError, match="`labels` of a batch are NoneType"):
@@ -92,7 +95,9 @@ def test_labels_of_more_dimensions_are_refused_by_their_shape() -> None:
 
 
 def test_the_labels_of_an_encoder_decoder_are_counted_as_they_are_not_shifted() -> None:
-    """With the count of a causal model, the parts of a split step would have other weights than their labels."""
+    """With the count of a causal model, the parts of a split step would have other weights than
+    their labels.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Embedding(53, 8), nn.Linear(8, 53)).double()
     rows = make_rows([2 + 3 * (number % 4) for number in range(12)])

@@ -194,7 +194,8 @@ def test_a_row_that_fails_in_workers_alone_is_counted_here_and_said(caplog):
         *dataset.lengths[31:],
     ]
     assert warnings_of(caplog) == [
-        "worker processes failed at row 30 (RuntimeError: no such handle); counting the other rows in this process"
+        "worker processes failed at row 30 (RuntimeError: no such handle); counting the other rows"
+        " in this process"
     ]
 
 
@@ -307,7 +308,8 @@ def test_a_first_last_or_longest_row_of_another_length_is_noticed(changed, tmp_p
     dataset = Rows(lengths)
     assert measure(dataset, tmp_path).tolist() == lengths
     assert warnings_of(caplog) == [
-        f"{tmp_path / 'lengths-f.bin'}: row {changed} no longer has that length; counting all rows again"
+        f"{tmp_path / 'lengths-f.bin'}: row {changed} no longer has that length; counting all rows"
+        " again"
     ]
 
 

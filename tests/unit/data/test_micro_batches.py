@@ -61,7 +61,9 @@ def partitions(rows):
 
 
 def best_of_all(lengths, max_tokens):
-    """Fewest groups, and the least padded tokens with so few; a row above `max_tokens` may be alone."""
+    """Fewest groups, and the least padded tokens with so few; a row above `max_tokens` may be
+    alone.
+    """
     return min(
         (len(groups), padded_tokens(groups, lengths))
         for groups in partitions(list(range(len(lengths))))

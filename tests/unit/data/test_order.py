@@ -95,7 +95,10 @@ def test_drawing_an_order_leaves_the_random_state_alone():
 
 
 def test_another_process_draws_the_same_order():
-    program = "from adaptive_batch.data import row_order; print(row_order(100, order='random', seed=7, epoch=3).tolist())"
+    program = (
+        "from adaptive_batch.data import row_order; print(row_order(100, order='random', seed=7,"
+        " epoch=3).tolist())"
+    )
     other = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=120
     )
@@ -204,14 +207,17 @@ def test_every_epoch_has_a_computed_order_of_its_own(order):
 
 
 def test_computed_orders_are_the_same_on_every_machine():
-    """A run that is resumed elsewhere, with another torch, must go on in the order in which it began."""
+    """A run that is resumed elsewhere, with another torch, must go on in the order in which it
+    began.
+    """
     rows = row_order(5 * 10**7, shuffle=True, seed=1, epoch=2)
     assert rows[49_999_995:].tolist() == [14494069, 25060103, 20211266, 47530259, 4225116]
     rows = row_order(5 * 10**7, order="random", seed=1, epoch=2)
     assert rows[:5].tolist() == [34648684, 35242564, 13557001, 26089293, 13123361]
 
 
-# --- whether a computed order is as good as one that is drawn ---------------------------------------------------------
+# --- whether a computed order is as good as one that is drawn
+# ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +233,9 @@ def million():
 
 
 def in_standard_errors(numbers):
-    """Return by how many standard errors chi-square of the counts of numbers is off what chance makes it."""
+    """Return by how many standard errors chi-square of the counts of numbers is off what chance
+    makes it.
+    """
     counts = numbers.unique(return_counts=True)[1].double()
     chi_square = counts.var() / counts.mean() * (len(counts) - 1)
     return abs(float(chi_square - (len(counts) - 1))) / (2 * (len(counts) - 1)) ** 0.5
@@ -241,7 +249,9 @@ def test_each_row_is_as_likely_at_each_place(orders, place):
 
 @pytest.mark.parametrize("distance", [1, 2, 31, 32, 33, 64])
 def test_rows_at_a_distance_are_as_likely_at_each_other_one(orders, distance):
-    """At risk are distances of about the root of the rows, the base in which their numbers are taken apart."""
+    """At risk are distances of about the root of the rows, the base in which their numbers are
+    taken apart.
+    """
     apart = (orders[:, distance:] - orders[:, :-distance]) % 1000
     assert len(apart.unique()) == 999
     assert in_standard_errors(apart.flatten()) < 4

@@ -1,4 +1,6 @@
-"""Rows that a thread reads before they are asked for: the same rows, errors and draws as without it."""
+"""Rows that a thread reads before they are asked for: the same rows, errors and draws as without
+it.
+"""
 
 import os
 import random
@@ -73,7 +75,9 @@ class Epoch:
 
 
 def started(dataset):
-    """An epoch in the dataset's own order, whose first rows have been taken and watched; one more has been read ahead."""
+    """An epoch in the dataset's own order, whose first rows have been taken and watched; one more
+    has been read ahead.
+    """
     epoch = Epoch(ReadAhead(dataset))
     assert epoch.take(WATCHED - 1) + epoch.take(1) == [number * number for number in range(WATCHED)]
     wait_until(lambda: not threads())

@@ -1,4 +1,6 @@
-"""The part of a step that its noise is sampled with: rows drawn at random, whatever order and length rows have."""
+"""The part of a step that its noise is sampled with: rows drawn at random, whatever order and
+length rows have.
+"""
 
 import random
 from statistics import mean
@@ -9,7 +11,9 @@ from adaptive_batch.training import MicroBatchSizer
 
 
 def steps_of(lengths, **batching):
-    """Yield the lengths of the rows of each step of an epoch, and which of them are in its small batch."""
+    """Yield the lengths of the rows of each step of an epoch, and which of them are in its small
+    batch.
+    """
     rows = DatasetAdapter(
         [{"tokens": [1] * length, "labels": [1] * length} for length in lengths], None
     )

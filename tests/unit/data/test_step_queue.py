@@ -119,8 +119,7 @@ def test_rows_are_handed_on_as_they_are(begins):
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_its_order(shuffle):
-    program = textwrap.dedent(
-        f"""
+    program = textwrap.dedent(f"""
         import json, time
         from pathlib import Path
         from adaptive_batch.data import Batching, DatasetAdapter, RowReader, StepPlanner
@@ -147,8 +146,7 @@ def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_it
         begun(100, Progress())
         resumed = Progress(epoch=1, epoch_rows=8192 * 6103, epoch_steps=6103)
         print(json.dumps([begun(5 * 10**7, Progress()), begun(5 * 10**7, resumed)]))
-        """
-    )
+        """)
     ran = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
     )

@@ -17,7 +17,8 @@ from adaptive_batch.data.bin_packing import COUNTS
 from adaptive_batch.errors import SettingError
 
 NOT_FITTING = "shortest rows need"
-SECONDS = 60.0  # for what takes well under a second alone; a quadratic plan of these rows takes many minutes
+# for what takes well under a second alone; a quadratic plan of these rows takes many minutes
+SECONDS = 60.0
 
 
 def lognormal(num_rows, *, seed=0, mu=5.53, sigma=0.97):
@@ -36,7 +37,9 @@ def padding(batches, lengths):
 
 @st.composite
 def plans(draw, **fixed):
-    """Lengths, arguments and what they are planned to; cases where min_rows does not fit at all are left out."""
+    """Lengths, arguments and what they are planned to; cases where min_rows does not fit at all are
+    left out.
+    """
     most = draw(st.sampled_from([5, 20, 100]))
     lengths = draw(st.lists(st.integers(1, most), max_size=120))
     min_rows = draw(st.integers(1, 6))
@@ -185,7 +188,8 @@ def test_the_last_batch_takes_rows_from_the_one_before_where_it_has_too_few():
 
 
 def test_one_group_that_cannot_be_filled_costs_no_other_rows():
-    # With these DeepSpeed 0.19.8's batch_by_seqlens keeps 4 of 106 rows: it stops at the first batch below the minimum.
+    # With these DeepSpeed 0.19.8's batch_by_seqlens keeps 4 of 106 rows: it stops at the first
+    # batch below the minimum.
     lengths = [25] * 4 + [90, 90] + [10] * 100
     for count in COUNTS:
         plan = plan_batches(lengths, 100, min_rows=2, count=count)
@@ -242,15 +246,24 @@ def test_epochs_differ_and_come_again_with_their_seed(order):
         ),
         (
             {"max_tokens": 5},
-            "max_tokens=5: row 1 alone has 6 tokens; give 7 or more, or set long_rows to drop or alone",
+            (
+                "max_tokens=5: row 1 alone has 6 tokens; give 7 or more, or set long_rows to drop"
+                " or alone"
+            ),
         ),
         (
             {"min_rows": 2},
-            "min_rows=2: the 2 shortest rows need 12 padded tokens, and 10 are allowed; lower one, or raise the other",
+            (
+                "min_rows=2: the 2 shortest rows need 12 padded tokens, and 10 are allowed; lower"
+                " one, or raise the other"
+            ),
         ),
         (
             {"min_rows": 2, "count": "real"},
-            "min_rows=2: the 2 shortest rows need 11 real tokens, and 10 are allowed; lower one, or raise the other",
+            (
+                "min_rows=2: the 2 shortest rows need 11 real tokens, and 10 are allowed; lower"
+                " one, or raise the other"
+            ),
         ),
     ],
 )
@@ -297,8 +310,7 @@ def test_rows_that_wait_cost_no_more_than_time_in_proportion(lengths, divisible)
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import time, torch
         from pathlib import Path
         from adaptive_batch.data import plan_batches, row_order
@@ -315,13 +327,13 @@ def test_planning_takes_time_and_memory_in_proportion_to_the_rows():
         planned(1000)
         (few, _), (many, kibibytes) = planned(200_000), planned(2_000_000)
         print(few, many, kibibytes * 1024 / 2_000_000)
-        """
-    )
+        """)
     ran = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
     )
     few, many, bytes_per_row = map(float, ran.stdout.split())
-    # Ten times the rows: twenty leaves room for a busy machine, and a quadratic plan takes a hundred times.
+    # Ten times the rows: twenty leaves room for a busy machine, and a quadratic plan takes a
+    # hundred times.
     assert many < 20 * max(few, 0.05)
     assert 8 <= bytes_per_row <= 100
 

@@ -1,4 +1,6 @@
-"""Batches filled to a budget that changes from step to step: each row once, and as it would be with a budget that stays."""
+"""Batches filled to a budget that changes from step to step: each row once, and as it would be with
+a budget that stays.
+"""
 
 import time
 from dataclasses import replace

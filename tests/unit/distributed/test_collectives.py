@@ -76,7 +76,9 @@ class Dying:
 
 
 def names_of(attempt, store, size):
-    """What the ranks of an attempt call it; those that are given a method end when they call it on the store."""
+    """What the ranks of an attempt call it; those that are given a method end when they call it on
+    the store.
+    """
 
     def named(rank):
         ends_at = attempt.get(rank)
@@ -96,7 +98,8 @@ def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypat
     store = dist.HashStore()
     first, second = names_of({}, store, 4), names_of({}, store, 4)
     assert len({*first}) == len({*second}) == 1
-    # ranks that had asked when rank zero ended, one that ended before it asked, and one that has heard nothing
+    # ranks that had asked when rank zero ended, one that ended before it asked, and one that has
+    # heard nothing
     assert names_of({0: "set"}, store, 4) == [None, *["waited in vain"] * 3]
     assert names_of({2: "add"}, store, 4)[2] is None
     names_of({1: "get"}, store, 4)

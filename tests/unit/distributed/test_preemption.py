@@ -19,8 +19,7 @@ def test_a_request_is_noted_and_the_way_of_before_is_put_back():
 
 
 def test_a_second_request_ends_the_process():
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import os, signal
         from adaptive_batch.distributed import Preemption
         with Preemption() as preemption:
@@ -28,8 +27,7 @@ def test_a_second_request_ends_the_process():
             print("noted", preemption.requested, flush=True)
             os.kill(os.getpid(), signal.SIGTERM)
             print("still here", flush=True)
-        """
-    )
+        """)
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
@@ -37,8 +35,7 @@ def test_a_second_request_ends_the_process():
 
 
 def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on():
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import os, signal, time
         from adaptive_batch.distributed import Preemption
         with Preemption(same_within=0.5) as preemption:
@@ -48,8 +45,7 @@ def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on
             time.sleep(0.6)
             os.kill(os.getpid(), signal.SIGTERM)
             print("still here", flush=True)
-        """
-    )
+        """)
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )

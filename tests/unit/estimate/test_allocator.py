@@ -17,7 +17,9 @@ def allocator(capacity=GIB, **settings):
 
 
 def sizes(allocator):
-    """Segments as tuples of their blocks, in MiB, those given out negative; the first segment first."""
+    """Segments as tuples of their blocks, in MiB, those given out negative; the first segment
+    first.
+    """
     return [
         tuple(
             block["size"] / MIB * (1 if block["state"] == "inactive" else -1)
@@ -27,7 +29,8 @@ def sizes(allocator):
     ]
 
 
-# --- streams ----------------------------------------------------------------------------------------------------------
+# --- streams
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("expandable_segments", [False, True])
@@ -43,7 +46,8 @@ def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(
     assert [segment["stream"] for segment in device.segments()] == [0]
 
 
-# --- sizes ------------------------------------------------------------------------------------------------------------
+# --- sizes
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,7 +73,8 @@ def test_requests_are_rounded_and_segments_more_so(request_bytes, block, segment
     )
 
 
-# --- which block ------------------------------------------------------------------------------------------------------
+# --- which block
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_smallest_that_is_large_enough_is_taken_and_split():
@@ -134,7 +139,8 @@ def test_segments_never_merge():
     assert (sizes(device), device.num_retries) == ([(-100,)], 1)
 
 
-# --- the device has no more -------------------------------------------------------------------------------------------
+# --- the device has no more
+# -------------------------------------------------------------------------------------------
 
 
 def test_what_is_cached_goes_back_before_an_allocation_fails():
@@ -165,7 +171,8 @@ def test_a_segment_in_part_in_use_stays():
     assert sizes(device) == [(-5, 15)]
 
 
-# --- expandable segments ----------------------------------------------------------------------------------------------
+# --- expandable segments
+# ----------------------------------------------------------------------------------------------
 
 
 def test_an_expandable_segment_grows_by_granules():
@@ -216,7 +223,8 @@ def test_an_expandable_segment_that_is_empty_goes():
     assert (device.segments(), device.reserved_bytes) == ([], 0)
 
 
-# --- replay -----------------------------------------------------------------------------------------------------------
+# --- replay
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_log_is_replayed_and_its_numbers_go_on():
@@ -247,7 +255,8 @@ def test_a_hundred_thousand_events_take_less_than_a_second(expandable):
     assert time.process_time() - start < 1.5  # 0.3 s on a quiet machine
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
+# --- settings
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_environment_is_read(monkeypatch):
@@ -285,8 +294,10 @@ def test_what_is_not_simulated_is_refused(monkeypatch, setting):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", text)
     with pytest.raises(SettingError) as caught:
         AllocatorSettings.from_environment()
-    assert str(caught.value) == (
-        f"PYTORCH_ALLOC_CONF={text!r}: {setting}: reserved memory is simulated without it; unset it"
+    assert (
+        str(caught.value)
+        == f"PYTORCH_ALLOC_CONF={text!r}: {setting}: reserved memory is simulated without it;"
+        " unset it"
     )
 
 

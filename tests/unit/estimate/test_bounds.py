@@ -23,7 +23,9 @@ def length_of(per_row, fixed=64 * MIB):
 
 
 def step_log(rows, each, *, steps=3):
-    """Weights, then in each step two buffers that grow with the rows, of which the second does not fit into the first's place."""
+    """Weights, then in each step two buffers that grow with the rows, of which the second does not
+    fit into the first's place.
+    """
     log, number = array("q", [64 * MIB]), 1
     for _ in range(steps):
         log.extend([rows * each, ~number, rows * each + 3 * MIB, ~(number + 1)])

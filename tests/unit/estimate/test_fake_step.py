@@ -1,4 +1,6 @@
-"""A step on fake tensors holds what the same step on real ones holds, to the byte, and takes no memory itself."""
+"""A step on fake tensors holds what the same step on real ones holds, to the byte, and takes no
+memory itself.
+"""
 
 from __future__ import annotations
 

@@ -161,8 +161,10 @@ def test_the_table_has_a_line_for_each_device_and_length():
     assert rows[2] == ["small", "512", "4", "2048", "11.00", "GiB", "1.00", "GiB", "0", "bytes"]
     assert [row[-9] for row in rows] == ["512", "1024", "512", "1024"]
     assert len({len(line) for line in lines[:5]}) == 1  # aligned
-    assert lines[5] == (
-        "80 GiB: 75.00 GiB may be used of 80.00 GiB, 1.00 GiB for the CUDA context, 4.00 GiB for headroom (5%)"
+    assert (
+        lines[5]
+        == "80 GiB: 75.00 GiB may be used of 80.00 GiB, 1.00 GiB for the CUDA context, 4.00 GiB for"
+        " headroom (5%)"
     )
     assert lines[6] == "small: 11.00 GiB may be used of 12.00 GiB"
     assert (
@@ -207,13 +209,15 @@ def test_ranks_are_said_where_there_are_several():
 
 def test_where_the_peak_is_and_what_it_is_made_of_is_said():
     text = LENGTH.explain(68)
-    assert text.splitlines()[0] == (
-        "peak of 68 x 512 tokens: 75.00 GiB: activations 51.50 GiB, backward temporaries 17.25 GiB, "
-        "optimizer state 4.00 GiB, parameters 2.00 GiB"
+    assert (
+        text.splitlines()[0]
+        == "peak of 68 x 512 tokens: 75.00 GiB: activations 51.50 GiB, backward temporaries 17.25"
+        " GiB, optimizer state 4.00 GiB, parameters 2.00 GiB"
     )
     # like layers are one; 6 + 4 of 20 GiB
-    assert text.splitlines()[1] == (
-        "  reached in backward of layers.1.mlp (mm); largest transient allocations: "
+    assert (
+        text.splitlines()[1]
+        == "  reached in backward of layers.1.mlp (mm); largest transient allocations: "
         "layers.*.mlp (mm) 50%, the loss (_log_softmax) 40%, layers.*.mlp (mm, backward) 10%"
     )
     assert len(LENGTH.explain(2).splitlines()) == 1  # nothing was attributed at that line

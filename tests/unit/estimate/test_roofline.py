@@ -1,4 +1,6 @@
-"""The modelled time of a step: FLOPs and bytes of each operation by hand, and what checkpointing and more tokens cost."""
+"""The modelled time of a step: FLOPs and bytes of each operation by hand, and what checkpointing
+and more tokens cost.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The log of a fake run: its phases follow each other, and sizes at other rows lie on a straight line."""
+"""The log of a fake run: its phases follow each other, and sizes at other rows lie on a straight
+line.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The log of a fake run is what PyTorch's CUDA allocator is asked for, from loading to the third step.
+"""The log of a fake run is what PyTorch's CUDA allocator is asked for, from loading to the third
+step.
 
-It runs on PyTorch's CUDA stack without a device. What only a GPU could show: cuDNN's own workspace, and what streams delay.
+It runs on PyTorch's CUDA stack without a device. What only a GPU could show: cuDNN's own workspace,
+and what streams delay.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ SCALAR = (
     8  # bytes; the counts of label tokens and the sum of the losses of a step are not in the log
 )
 TABLE = 2**20  # bytes; FSDP's kernels put pointers into tables of fewer
-ROTARY = 16777216  # bytes of the rotary embedding, which loading on ranks computes beside the one that it replaces
+# bytes of the rotary embedding, which loading on ranks computes beside the one that it replaces
+ROTARY = 16777216
 PLAIN = "loss._component_=torch.nn.CrossEntropyLoss"
 
 PACKED = ("micro_batch_layout=packed",)

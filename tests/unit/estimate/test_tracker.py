@@ -1,4 +1,6 @@
-"""What is alive at an operation is attributed to the module and the operation that made it, in forward and in backward."""
+"""What is alive at an operation is attributed to the module and the operation that made it, in
+forward and in backward.
+"""
 
 from __future__ import annotations
 

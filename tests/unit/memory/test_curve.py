@@ -63,7 +63,8 @@ def test_every_line_that_is_kept_is_the_highest_somewhere_and_they_grow_steeper(
     for line in lines:
         fixed, each = program[line.operation]
         assert (fixed, each) == (line.fixed_bytes, line.bytes_per_row)
-    # Where it is the highest may lie between two whole numbers of rows, so the places are fractions.
+    # Where it is the highest may lie between two whole numbers of rows, so the places are
+    # fractions.
     crossings = [
         (one.fixed_bytes - other.fixed_bytes) / (other.bytes_per_row - one.bytes_per_row)
         for one, other in pairwise(lines)

@@ -1,4 +1,6 @@
-"""Out of memory or not; sizes; and that counting live tensors agrees with what the allocator is asked for."""
+"""Out of memory or not; sizes; and that counting live tensors agrees with what the allocator is
+asked for.
+"""
 
 from __future__ import annotations
 
@@ -34,20 +36,21 @@ from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
 MIB = 2**20
 
 CUDA_HELP = (
-    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the stacktrace below might be incorrect."
-    "\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1"
-    "\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the"
+    " stacktrace below might be incorrect.\nFor debugging consider passing"
+    " CUDA_LAUNCH_BLOCKING=1\nCompile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
 )
 
 OUT_OF_MEMORY = {
     "CUDA caching allocator": torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of which 1.12 GiB is free. "
-        "Including non-PyTorch memory, this process has 22.52 GiB memory in use. Of the allocated memory 21.91 GiB is allocated "
-        "by PyTorch, and 163.42 MiB is reserved by PyTorch but unallocated."
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 23.65 GiB of"
+        " which 1.12 GiB is free. Including non-PyTorch memory, this process has 22.52 GiB memory"
+        " in use. Of the allocated memory 21.91 GiB is allocated by PyTorch, and 163.42 MiB is"
+        " reserved by PyTorch but unallocated."
     ),
     "CUDA caching allocator before it had a type": RuntimeError(
-        "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.80 GiB total capacity; 6.90 GiB already allocated; 17.31 MiB "
-        "free; 6.95 GiB reserved in total by PyTorch)"
+        "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 7.80 GiB total capacity; 6.90 GiB"
+        " already allocated; 17.31 MiB free; 6.95 GiB reserved in total by PyTorch)"
     ),
     "CUDA driver": RuntimeError("CUDA error: out of memory" + CUDA_HELP),
     "CUDA virtual memory": RuntimeError("CUDA driver error: out of memory"),
@@ -59,26 +62,29 @@ OUT_OF_MEMORY = {
         "XPU out of memory. Tried to allocate 1.56 GiB. GPU 0 has a total capacity of 15.56 GiB."
     ),
     "MPS": RuntimeError(
-        "MPS backend out of memory (MPS allocated: 17.30 GB, other allocations: 576.00 KB, max allowed: 18.13 GB). Tried to "
-        "allocate 1024.00 MB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory "
-        "allocations (may cause system failure)."
+        "MPS backend out of memory (MPS allocated: 17.30 GB, other allocations: 576.00 KB, max"
+        " allowed: 18.13 GB). Tried to allocate 1024.00 MB on private pool. Use"
+        " PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations (may"
+        " cause system failure)."
     ),
     "NPU": RuntimeError(
         "NPU out of memory. Tried to allocate 2.00 GiB (NPU 0; 29.50 GiB total capacity)"
     ),
     "CPU on Linux": RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
-        "1099511627776 bytes. Error code 12 (Cannot allocate memory)"
+        "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate memory:"
+        " you tried to allocate 1099511627776 bytes. Error code 12 (Cannot allocate memory)"
     ),
     "CPU on Windows": RuntimeError(
-        "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried to allocate 1099511627776 bytes."
+        "[enforce fail at alloc_cpu.cpp:80] data. DefaultCPUAllocator: not enough memory: you tried"
+        " to allocate 1099511627776 bytes."
     ),
     "cuBLAS": RuntimeError(
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     ),
     "cuDNN": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
     "cuDNN, not supported": RuntimeError(
-        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a non-contiguous input."
+        "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. This error may appear if you passed in a"
+        " non-contiguous input."
     ),
     "cuDNN, no engine": RuntimeError(
         "GET was unable to find an engine to execute this computation"
@@ -92,9 +98,10 @@ OUT_OF_MEMORY = {
     "cuFFT": RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
     "Triton at launch": RuntimeError("Triton Error [CUDA]: out of memory"),
     "NCCL": torch.distributed.DistBackendError(
-        "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1970, unhandled cuda error (run with NCCL_DEBUG=INFO "
-        "for details), NCCL version 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
-        "Cuda failure 2 'out of memory'"
+        "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:1970, unhandled cuda"
+        " error (run with NCCL_DEBUG=INFO for details), NCCL version"
+        " 2.21.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure"
+        " 2 'out of memory'"
     ),
     "Python": MemoryError(),
     "NumPy": type("_ArrayMemoryError", (MemoryError,), {})(
@@ -105,7 +112,8 @@ OUT_OF_MEMORY = {
 
 SOMETHING_ELSE = {
     "Triton's shared memory": RuntimeError(
-        "out of resource: shared memory, Required: 147456, Hardware limit: 101376. Reducing block sizes or `num_stages` may help."
+        "out of resource: shared memory, Required: 147456, Hardware limit: 101376. Reducing block"
+        " sizes or `num_stages` may help."
     ),
     "illegal memory access": RuntimeError(
         "CUDA error: an illegal memory access was encountered" + CUDA_HELP
@@ -117,8 +125,9 @@ SOMETHING_ELSE = {
         "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm( handle, opa, opb)`"
     ),
     "a worker's shared memory": RuntimeError(
-        "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared "
-        "memory. Please try to raise your shared memory limit."
+        "DataLoader worker (pid 4242) is killed by signal: Bus error. It is possible that"
+        " dataloader's workers are out of shared memory. Please try to raise your shared memory"
+        " limit."
     ),
     "a user's words": ValueError("CUDA out of memory is what you get with batch_size=4096"),
     "a user's KeyError": KeyError("out of memory"),
@@ -438,9 +447,10 @@ def test_the_room_of_an_accelerator_is_what_its_allocator_may_still_make():
 
 def test_what_was_wanted_is_read_from_the_allocators_message():
     said = (
-        "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 39.39 GiB of which 2.55 GiB is free. "
-        "Including non-PyTorch memory, this process has 36.84 GiB memory in use. 20.00 GiB allowed; Of the allocated memory "
-        "512.00 MiB is allocated by PyTorch, and 1.29 GiB is reserved by PyTorch but unallocated. If reserved but"
+        "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 39.39 GiB of"
+        " which 2.55 GiB is free. Including non-PyTorch memory, this process has 36.84 GiB memory"
+        " in use. 20.00 GiB allowed; Of the allocated memory 512.00 MiB is allocated by PyTorch,"
+        " and 1.29 GiB is reserved by PyTorch but unallocated. If reserved but"
     )
     assert wanted_bytes(said) == 2 * GIB
     assert wanted_bytes("CUDA out of memory. Tried to allocate 2.00 GiB.") is None

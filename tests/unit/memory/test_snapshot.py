@@ -98,7 +98,9 @@ def test_random_state_goes_on_after_a_file(tmp_path):
 
 
 def test_a_fresh_paged_state_is_set_back_in_place_since_its_buffers_are_never_given_back():
-    """bitsandbytes registers each paged buffer for good; it starts with zeros, step 0 and constant maps."""
+    """bitsandbytes registers each paged buffer for good; it starts with zeros, step 0 and constant
+    maps.
+    """
     parameter = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     snapshot = OptimizerSnapshot(optimizer)

@@ -1,4 +1,6 @@
-"""The critical batch of branches: from losses that are planted, so that the batch and its range are known by hand."""
+"""The critical batch of branches: from losses that are planted, so that the batch and its range are
+known by hand.
+"""
 
 import math
 from itertools import pairwise
@@ -42,7 +44,8 @@ def test_the_largest_batch_within_the_tolerance_is_the_one_planted():
 
 
 def test_the_standard_error_is_that_of_a_ratio_by_hand():
-    # differences of a label: 0.1, 0.3 over 1 and 3 labels: mean (0.1 + 0.9) / 4 = 0.25, residuals 0.1 - 0.25 and 0.9 - 0.75
+    # differences of a label: 0.1, 0.3 over 1 and 3 labels: mean (0.1 + 0.9) / 4 = 0.25, residuals
+    # 0.1 - 0.25 and 0.9 - 0.75
     smallest, other = Branch(1, [1.0, 3.0], [1, 3]), Branch(2, [1.1, 3.9], [1, 3])
     above, error = other.excess(smallest)
     assert above == pytest.approx(0.25)

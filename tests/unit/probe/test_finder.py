@@ -257,7 +257,8 @@ def test_saving_is_whole_or_not_at_all(result, tmp_path):
     assert load_result(path, fingerprint="g") == result
 
 
-# two ranks: the smaller device decides; each rank writes what it found, and the facts below read that
+# two ranks: the smaller device decides; each rank writes what it found, and the facts below read
+# that
 
 
 def run_rank(rank: int, folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""Which size to try next: facts that hold for any answers, and the trials spent on the curves that memory follows."""
+"""Which size to try next: facts that hold for any answers, and the trials spent on the curves that
+memory follows.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def run(search: Search, answer: Callable[[int], Trial], *, at_most: int = 400) -
 def ideal(
     peak: Peak, *, budget: float = BUDGET, noise: float = 0.0, seed: int = 0
 ) -> Callable[[int], Trial]:
-    """A device on which a size fits when its true peak is within the budget; reported peaks may be off by `noise`."""
+    """A device on which a size fits when its true peak is within the budget; reported peaks may be
+    off by `noise`.
+    """
     source = random.Random(seed)
 
     def answer(rows: int) -> Trial:
@@ -50,13 +54,17 @@ def ideal(
 
 
 def power(true_maximum: int, fixed: float, exponent: float, budget: float = BUDGET) -> Peak:
-    """``fixed + c * rows ** exponent``, which leaves the budget half-way between the true maximum and the next row."""
+    """``fixed + c * rows ** exponent``, which leaves the budget half-way between the true maximum
+    and the next row.
+    """
     slope = (1 - fixed) * budget / (true_maximum + 0.5) ** exponent
     return lambda rows: fixed * budget + slope * rows**exponent
 
 
 def kinked(true_maximum: int, fixed: float, knee: float, intercept: float) -> Peak:
-    """Gentle from `fixed` to `knee`, then a line from `intercept` to the budget; all in shares of the budget."""
+    """Gentle from `fixed` to `knee`, then a line from `intercept` to the budget; all in shares of
+    the budget.
+    """
     steep = (1 - intercept) / (true_maximum + 0.5)
     gentle = (knee - fixed) * steep / (knee - intercept)
     return lambda rows: BUDGET * max(fixed + gentle * rows, intercept + steep * rows)
@@ -280,7 +288,9 @@ def test_the_measured_shape_with_tied_embeddings_never_runs_out(budget_mib: int)
 
 @st.composite
 def maxima_of_lines(draw: st.DrawFn) -> tuple[int, Peak, int]:
-    """A resident part, and a peak that is the highest of some lines, each from the resident part or above it."""
+    """A resident part, and a peak that is the highest of some lines, each from the resident part or
+    above it.
+    """
     resident = draw(st.integers(0, BUDGET // 2))
     free = BUDGET - resident
     lines = [
@@ -319,7 +329,9 @@ def test_known_residents_leave_linear_memory_two_trials(resident_share: float) -
 
 @pytest.mark.parametrize("budget", [60_000_000, 70 * 2**20, 90 * 2**20, 400 * 2**20])
 def test_a_line_that_hardly_grows_is_not_followed_once_residents_are_known(budget: int) -> None:
-    """Measured with a small transformer: 24 KB a row up to 4 rows, which three trials confirm, then two megabytes a row."""
+    """Measured with a small transformer: 24 KB a row up to 4 rows, which three trials confirm, then
+    two megabytes a row.
+    """
 
     def peak(rows: int) -> int:
         return max(49_543_476 + 24_576 * rows, 37_289_780 + 2_185_464 * rows)
@@ -350,7 +362,8 @@ def test_a_size_that_the_optimizer_alone_made_too_large_counts_as_too_large() ->
     assert search.best == 5
 
 
-# --- traces: the bytes alive at each operation, where a device counts them ---------------------------------------------
+# --- traces: the bytes alive at each operation, where a device counts them
+# ---------------------------------------------
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=12)
 
@@ -409,7 +422,8 @@ def test_a_prediction_that_a_trial_contradicts_is_dropped():
     assert search.best in (49, 50)
 
 
-# --- an expected curve ---------------------------------------------------------------------------------------------------
+# --- an expected curve
+# ---------------------------------------------------------------------------------------------------
 
 BLOCK = 20 * 1024**2  # what an accelerator's allocator reserves at once
 

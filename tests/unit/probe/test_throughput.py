@@ -1,4 +1,6 @@
-"""The fastest micro-batches: the choice against every choice there is, on machines that are made up."""
+"""The fastest micro-batches: the choice against every choice there is, on machines that are made
+up.
+"""
 
 import random
 from dataclasses import asdict, dataclass, field
@@ -22,7 +24,9 @@ LAYOUTS = [MicroBatchLayout(kind=kind) for kind in ("grouped", "packed")]
 
 @dataclass
 class Machine:
-    """Takes the modelled time of each layout, and more the larger a micro-batch is, up to what fits; counts its trials."""
+    """Takes the modelled time of each layout, and more the larger a micro-batch is, up to what
+    fits; counts its trials.
+    """
 
     times: dict[str, MicroBatchTime]
     slowdown: float = 0.0  # for each 1000 tokens

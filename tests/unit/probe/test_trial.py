@@ -1,4 +1,6 @@
-"""A trial measures what a training step takes, and leaves no trace. All combinations: benchmarks/traceless.py."""
+"""A trial measures what a training step takes, and leaves no trace. All combinations:
+benchmarks/traceless.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Each row once an epoch across all restarts is proved from the run log; whatever contradicts it is found."""
+"""Each row once an epoch across all restarts is proved from the run log; whatever contradicts it is
+found.
+"""
 
 import json
 import random
@@ -19,7 +21,9 @@ from adaptive_batch.schedules import Progress
 
 @dataclass(frozen=True)
 class Run:
-    """A run that never was: it records what a training run records, and can be killed after any record."""
+    """A run that never was: it records what a training run records, and can be killed after any
+    record.
+    """
 
     rows: int = 20
     batches: tuple[int, ...] = (4, 8, 8)  # of each epoch
@@ -88,8 +92,9 @@ class Run:
         return list(self.process([]))
 
     def lines(self, kills, *, goes_on=True):
-        """The lines of a record; each kill is (records written before it, share of the last line that is left,
-        newest saves that are lost with it)."""
+        """The lines of a record; each kill is (records written before it, share of the last line
+        that is left, newest saves that are lost with it).
+        """
         lines, saves = [], []
         for after, share, lost in kills:
             written = []
@@ -219,8 +224,9 @@ def test_an_end_of_an_epoch_that_says_other_numbers_never_holds(data, run):
 
 def test_the_record_of_a_left_out_row_is_needed():
     records = Run(rows=10, batches=(4, 4), drop_last=True).records()
-    assert audit_records(records).lines[-1] == (
-        "verdict     holds: 8 of 10 rows exactly once in epochs 0 to 1, 2 left out as recorded"
+    assert (
+        audit_records(records).lines[-1]
+        == "verdict     holds: 8 of 10 rows exactly once in epochs 0 to 1, 2 left out as recorded"
     )
     found = audit_records([record for record in records if record["kind"] != "epoch"])
     assert [problem.split(": ")[0] for problem in found.problems] == ["epoch 0", "epoch 1"]
@@ -545,7 +551,10 @@ def test_a_folder_that_is_not_there_or_holds_no_record_exits_with_2(tmp_path, ca
 
 def test_the_command_needs_no_torch(tmp_path):
     written(tmp_path, Run().lines([]))
-    program = f"import sys; sys.modules['torch'] = None; from adaptive_batch.__main__ import main; sys.exit(main(['audit', {str(tmp_path)!r}]))"
+    program = (
+        "import sys; sys.modules['torch'] = None; from adaptive_batch.__main__ import main;"
+        f" sys.exit(main(['audit', {str(tmp_path)!r}]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
     )
@@ -560,8 +569,10 @@ def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
     with RunLog(tmp_path / "adaptive_batch" / "run.jsonl") as record:
         for one in Run().records():
             values = {key: value for key, value in one.items() if key != "kind"}
-            record.step(**values) if one["kind"] == "step" else record.event(
-                one["kind"], "", **values
+            (
+                record.step(**values)
+                if one["kind"] == "step"
+                else record.event(one["kind"], "", **values)
             )
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     first, _, rest = path.read_bytes().partition(b"\n")
@@ -572,7 +583,9 @@ def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
 
 
 def test_an_epoch_may_end_in_a_start_that_does_no_step():
-    """It went on from the last step, recorded the end of the epoch, and was killed: the next start goes on from its checkpoint."""
+    """It went on from the last step, recorded the end of the epoch, and was killed: the next start
+    goes on from its checkpoint.
+    """
     run = Run(rows=7, batches=(4,), save_every=1, drop_last=True, long_rows=(0,), name="a", seed=0)
     found = audit_records([json.loads(line) for line in run.lines([(4, 1.0, 0), (3, 1.0, 0)])])
     assert found.holds

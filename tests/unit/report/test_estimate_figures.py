@@ -111,7 +111,8 @@ def dots(axes):
     return {tuple(line.get_xydata()[0]) for line in axes.get_lines() if line.get_marker() == "o"}
 
 
-# --- what is shown ------------------------------------------------------------------------------------------------------
+# --- what is shown
+# ------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -216,7 +217,8 @@ def test_a_figure_names_everything_once_in_its_svg():
         assert svg.count(f">{text}<") == 1, text
 
 
-# --- the file -----------------------------------------------------------------------------------------------------------
+# --- the file
+# -----------------------------------------------------------------------------------------------------------
 
 
 def full_plan():
@@ -335,8 +337,7 @@ def test_a_report_of_a_folder_with_a_plan_alone_shows_its_figures_and_tables(tmp
 @pytest.mark.slow
 def test_without_matplotlib_the_error_names_the_extra(tmp_path):
     full_plan().save(tmp_path / "estimate.json")
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import sys
         from pathlib import Path
         sys.modules["matplotlib"] = None
@@ -346,8 +347,7 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path):
             write_estimate_picture(read_estimate(Path(sys.argv[1], "estimate.json")), Path(sys.argv[1], "estimate.png"))
         except Exception as error:
             print(error)
-        """
-    )
+        """)
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120
     )

@@ -71,7 +71,8 @@ def figures_in(page: str) -> list[str]:
     return re.findall(r'<figure id="([^"]+)"', page)
 
 
-# --- what is on the page ------------------------------------------------------------------------------------------------
+# --- what is on the page
+# ------------------------------------------------------------------------------------------------
 
 
 def test_every_figure_is_there_when_its_numbers_are(page):
@@ -184,7 +185,8 @@ def test_a_kind_that_is_recorded_very_often_is_cut_in_the_middle_and_says_so():
     assert "batch_size 1 -&gt; 2" in page
 
 
-# --- the page alone ---------------------------------------------------------------------------------------------------
+# --- the page alone
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_page_refers_to_nothing_outside(page):
@@ -253,7 +255,8 @@ def test_the_picture_has_the_same_figures_and_is_not_blank(written):
     assert (255, 255, 255) in found
 
 
-# --- restarts -------------------------------------------------------------------------------------------------------
+# --- restarts
+# -------------------------------------------------------------------------------------------------------
 
 
 def test_steps_that_a_restart_rolled_back_are_apart():
@@ -319,7 +322,8 @@ def test_steps_whose_loss_is_not_finite_are_named_and_marked_once_each():
     assert colour == "red"
 
 
-# --- what is not as it should be ----------------------------------------------------------------------------------------
+# --- what is not as it should be
+# ----------------------------------------------------------------------------------------
 
 
 def test_a_record_that_was_cut_at_any_byte_still_makes_a_timeline(tmp_path):
@@ -417,8 +421,8 @@ def test_a_folder_without_a_run_is_refused_with_what_would_do(tmp_path, capsys):
         main(["report", str(tmp_path)])
     assert exit_.value.code == 2
     assert (
-        "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's output_dir"
-        in capsys.readouterr().err
+        "holds neither adaptive_batch/run.jsonl nor a probe.json or estimate.json; give a run's"
+        " output_dir" in capsys.readouterr().err
     )
     assert not list(tmp_path.iterdir())
 
@@ -444,14 +448,12 @@ def test_the_command_says_where_page_and_picture_are(tmp_path, capsys):
 
 def test_without_matplotlib_one_line_names_the_extra(tmp_path):
     folder = full_records(12).write(tmp_path)
-    program = textwrap.dedent(
-        """
+    program = textwrap.dedent("""
         import sys
         sys.modules["matplotlib"] = None
         from adaptive_batch.__main__ import main
         sys.exit(main(["report", sys.argv[1]]))
-        """
-    )
+        """)
     done = subprocess.run(
         [sys.executable, "-c", program, str(folder)], capture_output=True, text=True, timeout=120
     )
@@ -460,7 +462,8 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path):
     assert "pip install 'adaptive-batch[report]'" in line
 
 
-# --- long runs --------------------------------------------------------------------------------------------------------
+# --- long runs
+# --------------------------------------------------------------------------------------------------------
 
 
 @given(y=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), window=st.integers(1, 70))

@@ -351,8 +351,8 @@ def test_an_answer_that_is_no_batch_is_named_with_rule_and_progress(answer, show
     assert message.startswith("batch_size_schedule ")
     assert "<lambda>(Progress(epoch=0, epoch_rows=0, steps=7" in message
     assert (
-        f" returned {shown}: it must return what a step on one device holds: a whole number, 1 to 1000000000"
-        in message
+        f" returned {shown}: it must return what a step on one device holds: a whole number, 1 to"
+        " 1000000000" in message
     )
 
 

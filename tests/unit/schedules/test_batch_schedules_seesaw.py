@@ -1,4 +1,6 @@
-"""Seesaw: where the rate's schedule decays by a, the rate decays by sqrt(a) and the batch grows by a, at equal data."""
+"""Seesaw: where the rate's schedule decays by a, the rate decays by sqrt(a) and the batch grows by
+a, at equal data.
+"""
 
 import math
 
@@ -52,16 +54,19 @@ def loop_of(schedule, *, factor=None, maximum=None, rows=None, model=None, **set
         optimizer = scheduler.optimizer
     settings.setdefault("lr_scheduler", LambdaLR(optimizer, schedule))
     settings.setdefault("batch_size_schedule", seesaw(factor, maximum))
-    return AdaptiveLoop(
-        model,
+    return (
+        AdaptiveLoop(
+            model,
+            optimizer,
+            rows or Rows(),
+            collate=lambda some: torch.ones(len(some), 1),
+            mean_loss=lambda batch: model(batch).mean(),
+            num_labels=len,
+            batch_size=BATCH,
+            **settings,
+        ),
         optimizer,
-        rows or Rows(),
-        collate=lambda some: torch.ones(len(some), 1),
-        mean_loss=lambda batch: model(batch).mean(),
-        num_labels=len,
-        batch_size=BATCH,
-        **settings,
-    ), optimizer
+    )
 
 
 def steps_of(loop, optimizer, epochs=1):
@@ -164,7 +169,8 @@ def test_from_the_cap_on_the_rate_decays_as_the_schedule_does_from_where_it_was(
     at_cap = BATCH / most
     for clock, rate in capped:
         assert rate == pytest.approx(0.1 * math.sqrt(at_cap) * schedule(clock) / at_cap, rel=1e-12)
-    # half a cosine is below a quarter in its last third: 2/3 of the rows by their mean batch, 1/3 by the largest one
+    # half a cosine is below a quarter in its last third: 2/3 of the rows by their mean batch, 1/3
+    # by the largest one
     before = math.pi * 2 / 3
     expected = TOTAL * ((before + math.sin(before)) / (2 * math.pi) + 1 / 3 * BATCH / most)
     assert len(steps) == pytest.approx(expected, rel=0.01)
@@ -181,7 +187,9 @@ def test_a_bound_caps_as_a_maximum_does_and_beyond_it_a_step_runs_as_micro_batch
 
 
 def test_several_epochs_are_one_decay():
-    """The same rows twice are twice the rows, but for the step that the end of the first epoch cuts."""
+    """The same rows twice are twice the rows, but for the step that the end of the first epoch
+    cuts.
+    """
     loop, optimizer = loop_of(half_cosine(), rows=Rows(ROWS // 2))
     steps = steps_of(loop, optimizer, epochs=2)
     assert sum(rows for _, rows, _ in steps) == ROWS
@@ -281,7 +289,10 @@ def test_what_cannot_be_used_is_refused_with_key_value_and_fix():
         ),
         (r"lr_scaling='linear': seesaw\(.*leave lr_scaling out", {"lr_scaling": "linear"}),
         (
-            r"lr_clock='steps': seesaw\(.*takes fewer steps for the same data; give samples or tokens",
+            (
+                r"lr_clock='steps': seesaw\(.*takes fewer steps for the same data; give samples or"
+                r" tokens"
+            ),
             {"options": StepOptions(lr_clock="steps")},
         ),
         (r"lr_scheduler=None: .*needs a LambdaLR", {"lr_scheduler": None}),

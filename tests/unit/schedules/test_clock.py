@@ -1,4 +1,6 @@
-"""The clock of a constant batch is torchtune's step count to the last bit, in samples, tokens or steps."""
+"""The clock of a constant batch is torchtune's step count to the last bit, in samples, tokens or
+steps.
+"""
 
 from dataclasses import replace
 

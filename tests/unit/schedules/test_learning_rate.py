@@ -1,4 +1,6 @@
-"""The rate is recomputed from base, schedule, clock and batch; nothing is multiplied into the optimizer."""
+"""The rate is recomputed from base, schedule, clock and batch; nothing is multiplied into the
+optimizer.
+"""
 
 import copy
 import io
@@ -127,7 +129,8 @@ class Wrapped:
 batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
 
 
-# --- what a batch makes of a rate ---------------------------------------------------------------------------------------
+# --- what a batch makes of a rate
+# ---------------------------------------------------------------------------------------
 
 
 def test_scaling_follows_the_batch():
@@ -188,7 +191,8 @@ def test_another_reference_is_refused(value):
         parse_reference(value)
 
 
-# --- without a scheduler ------------------------------------------------------------------------------------------------
+# --- without a scheduler
+# ------------------------------------------------------------------------------------------------
 
 
 def test_a_constant_rate_stays_and_its_groups_are_not_touched():
@@ -223,7 +227,8 @@ def test_a_scaled_rate_that_was_saved_does_not_become_the_base(loaded_first):
     assert rates(after) == [0.1, 0.3]
 
 
-# --- a schedule ---------------------------------------------------------------------------------------------------------
+# --- a schedule
+# ---------------------------------------------------------------------------------------------------------
 
 
 @every_scheduler
@@ -235,9 +240,11 @@ def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
     for step in range(12):
         rate.set(float(step), batch=batch)
         assert [{**group, "params": 0} for group in ours.param_groups] == [
-            {**group, "params": 0, "initial_lr": own["initial_lr"]}
-            if "initial_lr" in own
-            else {**group, "params": 0}
+            (
+                {**group, "params": 0, "initial_lr": own["initial_lr"]}
+                if "initial_lr" in own
+                else {**group, "params": 0}
+            )
             for group, own in zip(theirs.param_groups, ours.param_groups, strict=True)
         ]
         theirs.step()
@@ -296,7 +303,9 @@ def test_a_schedule_without_an_optimizer_is_what_multiplies_the_first_base_rate(
 @every_scheduler
 @given(batches=batches, rule=st.sampled_from(["linear", "sqrt"]))
 def test_nothing_accumulates(build, batches, rule):
-    """Whatever batches came before, the rate of a batch is that of a run that had no other; at a clock that stands still too."""
+    """Whatever batches came before, the rate of a batch is that of a run that had no other; at a
+    clock that stands still too.
+    """
     one, other = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
     ours = LearningRate(one, build(one), rule=rule, reference=16)
     constant = LearningRate(other, build(other), rule=rule, reference=16)
@@ -322,7 +331,8 @@ def test_get_last_lr_is_what_was_applied(build):
         assert scheduler.get_last_lr() == rates(one)
 
 
-# --- several groups, several optimizers, tensors ------------------------------------------------------------------------
+# --- several groups, several optimizers, tensors
+# ------------------------------------------------------------------------
 
 
 def test_every_optimizer_in_backward_follows_the_first_ones_schedule():
@@ -372,13 +382,16 @@ def test_groups_that_share_a_tensor_are_scaled_once():
         assert rates(one) == [0.5, 0.5]
 
 
-# --- between two steps --------------------------------------------------------------------------------------------------
+# --- between two steps
+# --------------------------------------------------------------------------------------------------
 
 
 @every_counting_scheduler
 @pytest.mark.parametrize("make", ["numbers", "tensors"])
 def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled(build, make):
-    """It is stepped by the script, after each step of its optimizer, which sees its rate x batch / reference."""
+    """It is stepped by the script, after each step of its optimizer, which sees its rate x batch /
+    reference.
+    """
     ours, theirs = (
         optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3) for _ in range(2)
     )
@@ -423,7 +436,9 @@ def test_what_is_saved_or_copied_is_not_scaled_whenever_that_is():
 
 
 def test_a_rate_that_is_written_between_the_step_and_what_it_is_set_by_is_refused():
-    """It would be stepped without the rule, and what a scheduler multiplies there would be scaled again and again."""
+    """It would be stepped without the rule, and what a scheduler multiplies there would be scaled
+    again and again.
+    """
     one = optimizer(0.1)
     rate = LearningRate(one, rule="linear", reference=4)
     torchs_own = torchs.ExponentialLR(one, 0.9)
@@ -482,7 +497,9 @@ def test_without_a_rule_an_optimizer_has_no_hook_of_ours():
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As accelerate's and Lightning's: an Optimizer that torch has not set up, around one that it has."""
+    """As accelerate's and Lightning's: an Optimizer that torch has not set up, around one that it
+    has.
+    """
 
     def __init__(self, optimizer):
         self.optimizer = optimizer
@@ -513,7 +530,8 @@ def test_whether_somebody_else_steps_the_scheduler_too_makes_no_difference(name)
         scheduler.step()
 
 
-# --- saved and loaded ---------------------------------------------------------------------------------------------------
+# --- saved and loaded
+# ---------------------------------------------------------------------------------------------------
 
 
 def through_a_file(state):
@@ -534,7 +552,9 @@ CHANGING = (4, 4, 8, 16, 16, 2, 32, 32, 4, 7)
 
 
 def build_run(build, rule, *, make, load=None, optimizers_first):
-    """Optimizer, scheduler and rate as a recipe or a library user makes them, resumed where `load` is given."""
+    """Optimizer, scheduler and rate as a recipe or a library user makes them, resumed where `load`
+    is given.
+    """
     ours = make(0.1, 0.3)
     if load and optimizers_first:
         ours.load_state_dict(load)
@@ -587,7 +607,8 @@ def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
         ] == trace[start:]
 
 
-# --- refused ------------------------------------------------------------------------------------------------------------
+# --- refused
+# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -599,9 +620,10 @@ def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
     scheduler = build(one)
     with pytest.raises(SettingError) as error:
         LearningRate(one, wrap(scheduler))
-    assert str(error.value) == (
-        f"lr_scheduler='{type(scheduler).__name__}': it keeps its own count; leave it out here and step it in your own "
-        "loop after optimizer.step(): the rate that it sets is scaled"
+    assert (
+        str(error.value)
+        == f"lr_scheduler='{type(scheduler).__name__}': it keeps its own count; leave it out here"
+        " and step it in your own loop after optimizer.step(): the rate that it sets is scaled"
     )
 
 

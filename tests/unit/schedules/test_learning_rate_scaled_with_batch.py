@@ -1,4 +1,6 @@
-"""beta2 and weight decay that follow the batch: recomputed for each step from what the groups hold, which the step alone sees."""
+"""beta2 and weight decay that follow the batch: recomputed for each step from what the groups hold,
+which the step alone sees.
+"""
 
 import copy
 import math
@@ -58,7 +60,9 @@ def test_beta2_is_kept_within_bounds_that_what_is_configured_widens():
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 4.0), ("sqrt", 2.0), ("linear", 1.0)])
 def test_weights_that_nothing_trains_decay_alike_over_the_same_rows_under_each_rule(rule, expected):
-    """To first order: (1 - rate x decay) to the power of the steps is what AdamW leaves of a weight without gradients."""
+    """To first order: (1 - rate x decay) to the power of the steps is what AdamW leaves of a weight
+    without gradients.
+    """
     assert scale_weight_decay(
         0.1, 4.0, {"none": 1.0, "sqrt": 2.0, "linear": 4.0}[rule]
     ) == pytest.approx(0.1 * expected)
@@ -130,7 +134,9 @@ def test_a_run_that_is_resumed_is_bit_for_bit_the_whole_one(build):
 
 @pytest.mark.slow
 def test_torchaos_low_bit_steps_are_compiled_once_and_follow_too():
-    """They compile for each number that is no tensor; a tensor is float32, so 1 - beta2 is off by 1e-5 of itself."""
+    """They compile for each number that is no tensor; a tensor is float32, so 1 - beta2 is off by
+    1e-5 of itself.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     weights = parameters(64)

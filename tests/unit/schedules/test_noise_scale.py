@@ -55,7 +55,9 @@ def test_a_case_by_hand():
 
 
 def test_rows_with_twice_the_label_tokens_of_others_by_hand():
-    """Two rows of 4 label tokens and four of 1: 12 in all, 2 a row, so the small batch has twice as many a row."""
+    """Two rows of 4 label tokens and four of 1: 12 in all, 2 a row, so the small batch has twice as
+    many a row.
+    """
     assert NoiseSample(2, 10.0, 6, 6.0, 4 / 2).estimates() == (
         pytest.approx((2 * 10 - 6) / (1 / 2 - 1 / 6)),
         pytest.approx((6 * 6 - 2 * 2**2 * 10) / (6 - 2)),
@@ -179,7 +181,9 @@ DIMENSIONS = 48
 
 
 class MeanEstimation:
-    """Normal rows x, and the loss 0.5 |theta - x|^2: S is the sum of the variances, |G|^2 is |theta - mean|^2, exactly."""
+    """Normal rows x, and the loss 0.5 |theta - x|^2: S is the sum of the variances, |G|^2 is |theta
+    - mean|^2, exactly.
+    """
 
     def __init__(self, *, noise_scale, seed):
         self.generator = torch.Generator().manual_seed(seed)

@@ -30,7 +30,9 @@ FINAL = 64
 
 
 def planned(rule, *, rows, epochs, ranks=1, tokens_per_row=10, maximum=None, micro_batch_size=16):
-    """The steps of training by a rule, the short last one of an epoch trained; the rate falls from step to step."""
+    """The steps of training by a rule, the short last one of an epoch trained; the rate falls from
+    step to step.
+    """
     progress, ahead = Progress(rows_per_epoch=rows), []
     for _ in range(epochs):
         while progress.epoch_rows < rows:
@@ -59,7 +61,9 @@ BERT24 = ramp_by_doubling(FINAL, "1ep", start=16)
 
 
 def test_the_ramp_of_bert24_by_hand():
-    """640 rows: half an epoch is 20 steps of 16, the other half 10 of 32, and the second epoch 10 of 64."""
+    """640 rows: half an epoch is 20 steps of 16, the other half 10 of 32, and the second epoch 10
+    of 64.
+    """
     first, second, third = stages_of(planned(BERT24, rows=640, epochs=2))
     assert [stage.steps for stage in (first, second, third)] == [20, 10, 10]
     assert [stage.batch_least for stage in (first, second, third)] == [16, 32, 64]
@@ -82,10 +86,22 @@ def test_its_table_is_aligned_text_with_totals_and_notes():
     stages = stages_of(planned(BERT24, rows=640, epochs=2, ranks=2))
     lines = table(stages, unit="rows", ranks=2, notes=["a note"]).splitlines()
     assert lines == [
-        "  from  step  sample      to  step  sample  batch (rows)  micro-batches  global batch  lr at start    at end  steps",
-        "0.00ep     0       0  0.50ep    10     320            16              1            32        0.001    0.0001     10",
-        "0.50ep    10     320  1.00ep    15     640            32              2            64     9.09e-05  6.67e-05      5",
-        "1.00ep    15     640  2.00ep    20   1,280            64              4           128     6.25e-05     5e-05      5",
+        (
+            "  from  step  sample      to  step  sample  batch (rows)  micro-batches  global batch "
+            " lr at start    at end  steps"
+        ),
+        (
+            "0.00ep     0       0  0.50ep    10     320            16              1            32 "
+            "       0.001    0.0001     10"
+        ),
+        (
+            "0.50ep    10     320  1.00ep    15     640            32              2            64 "
+            "    9.09e-05  6.67e-05      5"
+        ),
+        (
+            "1.00ep    15     640  2.00ep    20   1,280            64              4           128 "
+            "    6.25e-05     5e-05      5"
+        ),
         "in all: 2.00 epochs, 20 steps, 1,280 samples, 12,800 tokens",
         "a note",
     ]

@@ -1,4 +1,6 @@
-"""A search on real trials that starts from what is known: a curve that was estimated on fake tensors, or counted before."""
+"""A search on real trials that starts from what is known: a curve that was estimated on fake
+tensors, or counted before.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ BLOCK = 64 * 1024
 
 
 class InBlocks(CountedMemory):
-    """A CPU that answers as an accelerator's allocator does: peaks in whole blocks, and no word of single operations."""
+    """A CPU that answers as an accelerator's allocator does: peaks in whole blocks, and no word of
+    single operations.
+    """
 
     granularity_bytes = BLOCK
 

@@ -1,4 +1,6 @@
-"""What is no full fine-tuning is refused before anything loads, in training, probe and plan; torchtune's full fine-tune configs are not."""
+"""What is no full fine-tuning is refused before anything loads, in training, probe and plan;
+torchtune's full fine-tune configs are not.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def check(cfg):
         check_all_is_trained(skeleton(cfg), cfg)
 
 
-# --- other recipes ------------------------------------------------------------------------------------------------------
+# --- other recipes
+# ------------------------------------------------------------------------------------------------------
 
 
 def test_there_are_full_configs_of_torchtune():
@@ -158,7 +161,8 @@ def test_adapters_are_refused_before_weights_load_and_data_are_read(small):
         small.run_in_process(OURS, *own, *changed)
 
 
-# --- keys ---------------------------------------------------------------------------------------------------------------
+# --- keys
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_compile_is_off_where_it_is_missing_as_in_torchtunes_recipe():
@@ -257,7 +261,10 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
         ),
         (
             {"optimizer.lr": -1.0},
-            r"optimizer='torch\.optim\.AdamW': it cannot be built: ValueError: Invalid learning rate",
+            (
+                r"optimizer='torch\.optim\.AdamW': it cannot be built: ValueError: Invalid learning"
+                r" rate"
+            ),
         ),
         (
             {"optimizer.lr": "abc"},
@@ -385,7 +392,8 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         check_file(str(path))
 
 
-# --- on the terminal ----------------------------------------------------------------------------------------------------
+# --- on the terminal
+# ----------------------------------------------------------------------------------------------------
 
 
 def caught(read):

@@ -1,4 +1,6 @@
-"""What several ranks check before they begin, and how they are described; what runs of several ranks do is in recipes/."""
+"""What several ranks check before they begin, and how they are described; what runs of several
+ranks do is in recipes/.
+"""
 
 from pathlib import Path
 

@@ -1,4 +1,6 @@
-"""An epoch is complete or absent: damage to any file of it is named, and a save that is killed anywhere loses nothing."""
+"""An epoch is complete or absent: damage to any file of it is named, and a save that is killed
+anywhere loses nothing.
+"""
 
 import contextlib
 import json
@@ -209,7 +211,8 @@ def test_each_of_several_files_of_weights_is_checked(block, small, tmp_path):
     assert why_not(block) == f"{second} is missing"
 
 
-# --- torchtune's own ---------------------------------------------------------------------------------------------------
+# --- torchtune's own
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -244,7 +247,8 @@ def test_a_manifest_that_torchtune_copied_from_the_base_says_nothing(block, of_t
     assert inspect_epoch(block).order == 0
 
 
-# --- kills and full disks ----------------------------------------------------------------------------------------------
+# --- kills and full disks
+# ----------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -255,7 +259,9 @@ class Killed(BaseException):
 def test_a_save_that_is_killed_anywhere_leaves_an_epoch_to_resume_from(
     block, out, tmp_path, monkeypatch, epoch
 ):
-    """Before any operation that renames or removes a folder; also where the epoch is saved again by another run."""
+    """Before any operation that renames or removes a folder; also where the epoch is saved again by
+    another run.
+    """
     before, found = tmp_path / "before", set()
     shutil.copytree(out, before)
     for last in range(1000):
@@ -304,7 +310,10 @@ def test_a_full_disk_says_what_is_needed_and_free_and_leaves_what_was_saved(bloc
     )
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
-    told = r"\(No space left on device\): it needs 1,\d{3},\d{3} bytes and a little more, and 1,048,576 bytes were free;"
+    told = (
+        r"\(No space left on device\): it needs 1,\d{3},\d{3} bytes and a little more, and"
+        r" 1,048,576 bytes were free;"
+    )
     try:
         with pytest.raises(CheckpointError, match=told):
             save(block, 0, order=5, more=torch.zeros(300_000))
@@ -314,7 +323,8 @@ def test_a_full_disk_says_what_is_needed_and_free_and_leaves_what_was_saved(bloc
     assert order_of(block) == 4
 
 
-# --- the base ----------------------------------------------------------------------------------------------------------
+# --- the base
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

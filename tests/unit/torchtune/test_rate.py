@@ -39,7 +39,9 @@ def test_a_rate_that_was_never_scheduled_stays():
 
 
 def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_ones():
-    """As torchtune saves them: only the optimizer that its scheduler was built around knows the base."""
+    """As torchtune saves them: only the optimizer that its scheduler was built around knows the
+    base.
+    """
     several = [optimizer(0.1) for _ in range(3)]
     LambdaLR(several[0], third)
     for one in several:

@@ -180,7 +180,8 @@ def test_a_ready_made_function_comes_from_a_block():
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
 
 
-# --- what follows from the keys -----------------------------------------------------------------------------------------
+# --- what follows from the keys
+# -----------------------------------------------------------------------------------------
 
 RAMP = {"_component_": "adaptive_batch.schedules.ramp_by_doubling", "end": 8, "over": "1ep"}
 VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}
@@ -411,7 +412,10 @@ BY_NOISE = {
     [
         (
             {},
-            "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a step has",
+            (
+                "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows"
+                " than a step has"
+            ),
         ),
         ({"micro_batch_size": 4}, "a step is one micro-batch"),
         (

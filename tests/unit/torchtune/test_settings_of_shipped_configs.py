@@ -14,7 +14,8 @@ from adaptive_batch.torchtune.settings import OURS, ProbeSettings
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 
 NAMES = [name for name, _ in shipped_configs()]
-# Parameters as the publishers count them (model cards and safetensors' indices), and torchtune's config of the same model.
+# Parameters as the publishers count them (model cards and safetensors' indices), and torchtune's
+# config of the same model.
 MODELS = {
     "gemma2_2B": (2_614_341_888, "gemma2/2B_full"),
     "llama3_1_70B_8gpu": (70_553_706_496, "llama3_1/70B_full"),

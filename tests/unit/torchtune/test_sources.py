@@ -10,8 +10,14 @@ from adaptive_batch._util import fingerprint
 from adaptive_batch.torchtune.sources import sources_of
 
 MODULES = {
-    "own_rows": "import own_cutting\nclass Rows:\n    def __init__(self, cut):\n        self.cut = cut\ndef build():\n    return Rows(own_cutting.cut)\n",
-    "own_cutting": "from own_words import WORDS, number\ndef cut(text):\n    return [number(word) for word in text.split()][:8]\n",
+    "own_rows": (
+        "import own_cutting\nclass Rows:\n    def __init__(self, cut):\n        self.cut = cut\ndef"
+        " build():\n    return Rows(own_cutting.cut)\n"
+    ),
+    "own_cutting": (
+        "from own_words import WORDS, number\ndef cut(text):\n    return [number(word) for word in"
+        " text.split()][:8]\n"
+    ),
     "own_words": "WORDS = 3\ndef number(word):\n    return len(word)\n",
     "own_beside": "UNUSED = 1\n",
 }

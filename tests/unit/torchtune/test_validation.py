@@ -16,7 +16,9 @@ from adaptive_batch.torchtune.validation import Validation
 
 
 class UnreadableRows:
-    """Rows of which none can be read; counts how often ranks are asked whether a length has changed."""
+    """Rows of which none can be read; counts how often ranks are asked whether a length has
+    changed.
+    """
 
     num_recounts = 0
 

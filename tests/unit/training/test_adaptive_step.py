@@ -45,7 +45,8 @@ def run_out_of_memory() -> None:
 
 
 class Script:
-    """A `forward_backward` function that remembers its parts, on a device with room for so many rows.
+    """A `forward_backward` function that remembers its parts, on a device with room for so many
+    rows.
 
     Args:
         model: model that is trained.
@@ -97,7 +98,9 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def plain_gradients(
     model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], torch.Tensor] = mean_loss
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients and loss of the whole batch, as the script has them without AdaptiveStep; none are left."""
+    """Gradients and loss of the whole batch, as the script has them without AdaptiveStep; none are
+    left.
+    """
     model.zero_grad()
     whole_loss = loss(model, batch)
     whole_loss.backward()
@@ -116,7 +119,8 @@ def seed_all() -> None:
     np.random.seed(0)
 
 
-# --- one part ---------------------------------------------------------------------------------------------------------
+# --- one part
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_part_has_the_bits_of_the_script():
@@ -177,7 +181,8 @@ def test_a_decorator_makes_a_step_of_a_function():
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
-# --- splits -----------------------------------------------------------------------------------------------------------
+# --- splits
+# -----------------------------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -352,7 +357,8 @@ def test_a_function_may_change_the_batch_that_it_is_given():
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
-# --- by tokens --------------------------------------------------------------------------------------------------------
+# --- by tokens
+# --------------------------------------------------------------------------------------------------------
 
 
 def masked_batch() -> dict[str, torch.Tensor]:
@@ -413,7 +419,8 @@ def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
     assert script.trained == script.trials == []
 
 
-# --- splits of the script's own ---------------------------------------------------------------------------------------
+# --- splits of the script's own
+# ---------------------------------------------------------------------------------------
 
 
 def test_pairs_stay_together():
@@ -461,7 +468,8 @@ def test_rows_may_be_columns(limit):
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
-# --- the check of a split ---------------------------------------------------------------------------------------------
+# --- the check of a split
+# ---------------------------------------------------------------------------------------------
 
 
 class Classifier(nn.Module):
@@ -682,7 +690,8 @@ def test_a_whole_batch_that_does_not_fit_even_in_the_check_is_compared_in_smalle
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
-# --- out of memory ----------------------------------------------------------------------------------------------------
+# --- out of memory
+# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -839,7 +848,8 @@ def test_the_scale_of_a_grad_scaler_is_that_of_a_run_that_fits():
     assert (whole_scales, whole_losses) == (scales, losses)
 
 
-# --- what fits --------------------------------------------------------------------------------------------------------
+# --- what fits
+# --------------------------------------------------------------------------------------------------------
 
 
 def repeated(number: int) -> dict[str, torch.Tensor]:
@@ -923,7 +933,8 @@ def test_fewer_rows_fit_beside_the_gradients_of_other_parts_and_batches():
     assert found["accumulation"] < found["one part"]
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+# --- state
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_lowered_limit_and_what_was_found_are_resumed():
@@ -950,7 +961,8 @@ def test_a_lowered_limit_and_what_was_found_are_resumed():
     assert other.max_batch_size == max(script.rows) == bound
 
 
-# --- arguments --------------------------------------------------------------------------------------------------------
+# --- arguments
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

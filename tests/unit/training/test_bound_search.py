@@ -1,4 +1,6 @@
-"""The largest batch whose whole step fits, of a script that has a function, an optimizer and a sample."""
+"""The largest batch whose whole step fits, of a script that has a function, an optimizer and a
+sample.
+"""
 
 from __future__ import annotations
 

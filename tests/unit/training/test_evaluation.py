@@ -1,4 +1,6 @@
-"""The loss of many rows does not depend on what fits at once, and evaluating changes nothing about training."""
+"""The loss of many rows does not depend on what fits at once, and evaluating changes nothing about
+training.
+"""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ from adaptive_batch.training import AdaptiveLoop
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- steps that grow --------------------------------------------------------------------------------------------------
+# --- steps that grow
+# --------------------------------------------------------------------------------------------------
 
 
 def test_an_increment_is_asked_once_an_epoch_and_cut_to_the_bound():
@@ -116,7 +117,9 @@ def test_each_row_is_handed_out_once_an_epoch_in_the_order_of_torchs_sampler(cou
 
 
 def test_rows_that_are_taken_ahead_change_nothing():
-    """As a trainer that looks one batch ahead takes them; a rule over tokens counts those that were handed out."""
+    """As a trainer that looks one batch ahead takes them; a rule over tokens counts those that were
+    handed out.
+    """
     rule = linear_ramp(2, 12, "300tok")
     one, other = (training(batch_size_schedule=rule) for _ in range(2))
     seen = train(one)
@@ -145,7 +148,8 @@ def test_only_rows_that_were_handed_out_are_run():
     assert one.loop.progress.samples == 4
 
 
-# --- what is not finite -----------------------------------------------------------------------------------------------
+# --- what is not finite
+# -----------------------------------------------------------------------------------------------
 
 
 def spoiled(at: int, **options: Any) -> SimpleNamespace:
@@ -193,13 +197,16 @@ def test_a_step_that_stops_can_be_run_again():
     assert one.loop.progress.steps == 2
 
 
-# --- going on ---------------------------------------------------------------------------------------------------------
+# --- going on
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stopped_after", [2, 10, 13])
 @pytest.mark.parametrize("rule", ["increment", "schedule"])
 def test_going_on_from_a_saved_state_gives_the_bits_of_training_without_a_stop(stopped_after, rule):
-    """In mid-epoch, between two epochs, with a growing batch, a lowered capacity, dropout and a scheduler."""
+    """In mid-epoch, between two epochs, with a growing batch, a lowered capacity, dropout and a
+    scheduler.
+    """
     rules: dict[str, dict[str, Any]] = {
         "increment": {"batch_increase_function": geometric(2.0)},
         "schedule": {"batch_size_schedule": linear_ramp(2, 9, "50sp")},
@@ -288,7 +295,8 @@ def test_rows_in_another_order_are_refused_when_going_on(option, value):
         training(**{option: value}).loop.load_state_dict(state)
 
 
-# --- what is refused --------------------------------------------------------------------------------------------------
+# --- what is refused
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -331,7 +339,10 @@ def test_what_rows_and_batches_do_not_say_is_asked_for():
     }
     with pytest.raises(
         SettingError,
-        match=r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension; give",
+        match=(
+            r"row_length=None: a row is a tuple without `tokens` or `input_ids` of one dimension;"
+            r" give"
+        ),
     ):
         training(rows=tuples, **pairs).loop.find_bound()
     model = Decoder()
@@ -375,7 +386,8 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
         next(iter(one.loop))
 
 
-# --- what would train something else than was meant ---------------------------------------------------------------------
+# --- what would train something else than was meant
+# ---------------------------------------------------------------------
 
 
 def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
@@ -406,7 +418,8 @@ def test_what_the_optimizer_leaves_out_is_said_and_its_gradients_too(caplog) -> 
 
     (warning,) = leaves_out()
     assert warning.startswith(
-        "4 parameters (0.weight, 0.bias, 1.weight and 1 more) need gradients and are not the optimizer's"
+        "4 parameters (0.weight, 0.bias, 1.weight and 1 more) need gradients and are not the"
+        " optimizer's"
     )
     loop = AdaptiveLoop(net, head, rows, **options)
     steps_of_loop = iter(loop)
@@ -416,7 +429,10 @@ def test_what_the_optimizer_leaves_out_is_said_and_its_gradients_too(caplog) -> 
         loop.run(second)
     head.step()
     head.zero_grad()
-    expected = r"there before a step: 4 parameters \(0\.weight, .*\) are not the optimizer's.*requires_grad_\(False\)"
+    expected = (
+        r"there before a step: 4 parameters \(0\.weight, .*\) are not the"
+        r" optimizer's.*requires_grad_\(False\)"
+    )
     with pytest.raises(ValueError, match=expected):
         loop.run(second)
     net.zero_grad()
@@ -432,7 +448,9 @@ def test_gradients_that_are_there_are_not_added_to() -> None:
     second = next(rows)
     with pytest.raises(
         ValueError,
-        match=r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer",
+        match=(
+            r"gradients are there before a step: .*set gradient_accumulation_steps=1 in a trainer"
+        ),
     ):
         one.loop.run(second)
     one.optimizer.step()
@@ -520,7 +538,8 @@ def test_a_collate_function_may_take_from_its_rows() -> None:
     assert [step.loss for step in train(one)] == [step.loss for step in train(other)]
 
 
-# --- steps by tokens, other orders and clocks -------------------------------------------------------------------------
+# --- steps by tokens, other orders and clocks
+# -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])
@@ -564,7 +583,7 @@ def test_as_many_tokens_at_once_as_fit_need_a_bound_first() -> None:
     with pytest.raises(SettingError, match="micro_batch_tokens='auto': call find_bound first"):
         one.loop.run(next(iter(one.loop)))
     bound = one.loop.find_bound(device_memory="400KiB")
-    (rows, *_) = list(one.loop)
+    rows, *_ = list(one.loop)
     one.loop.run(rows)
     assert one.loop.limit.amount == bound.max_batch_size * bound.sequence_length
     assert one.loop.limit.unit == "tokens"

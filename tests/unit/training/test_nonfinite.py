@@ -66,9 +66,10 @@ def test_the_line_names_what_changed_before():
     seen = [(0, 4, 2.0, 0.1), (0, 8, 1.5, 0.2), (0, 8, 1.25, 0.2), (1, 8, NAN, 0.3)]
     for step, (epoch, batch, loss, lr) in enumerate(seen, 1):
         steps.drops(result(loss), step=step, lr=lr, epoch=epoch, batch_size=batch)
-    assert events[0].message == (
-        "step 4: the loss is nan, lr 0.3; step 3 had loss 1.25 and lr 0.2; batch_size 4 -> 8 at step 2; epoch 0 -> 1 at step 4; "
-        "on_nonfinite_loss=skip or stop would not take it"
+    assert (
+        events[0].message
+        == "step 4: the loss is nan, lr 0.3; step 3 had loss 1.25 and lr 0.2; batch_size 4 -> 8 at"
+        " step 2; epoch 0 -> 1 at step 4; on_nonfinite_loss=skip or stop would not take it"
     )
 
 
@@ -88,7 +89,10 @@ def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
 
 def test_to_stop_is_an_error_with_what_to_do():
     steps, events, dropped = steps_of("stop", remedy=lambda: "resume from step_2")
-    message = "step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop ends training before this step is taken; resume from step_2"
+    message = (
+        "step 3: the loss is inf, lr 0.1; on_nonfinite_loss=stop ends training before this step is"
+        " taken; resume from step_2"
+    )
     with pytest.raises(NonfiniteLossError) as error:
         steps.drops(result(INF), step=3, lr=0.1)
     assert str(error.value) == message

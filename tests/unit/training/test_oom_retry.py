@@ -181,14 +181,16 @@ def test_a_change_is_described_with_its_numbers():
         True,
         "CUDA out of memory.\nGPU 0",
     )
-    assert change.describe() == (
-        "out of memory with 6 rows of 8 tokens at once: it is run again, and a micro-batch holds 24 padded tokens from now "
-        "on, not 64 padded tokens (CUDA out of memory.)"
+    assert (
+        change.describe()
+        == "out of memory with 6 rows of 8 tokens at once: it is run again, and a micro-batch holds"
+        " 24 padded tokens from now on, not 64 padded tokens (CUDA out of memory.)"
     )
     thrashed = LimitChange(MicroBatchLimit(32), MicroBatchLimit(30), 32, 8, False, "")
-    assert thrashed.describe() == (
-        "the allocator freed its cache and asked again with 32 rows of 8 tokens at once: a micro-batch holds 30 rows "
-        "from now on, not 32 rows"
+    assert (
+        thrashed.describe()
+        == "the allocator freed its cache and asked again with 32 rows of 8 tokens at once: a"
+        " micro-batch holds 30 rows from now on, not 32 rows"
     )
 
 

@@ -33,7 +33,8 @@ from adaptive_batch.training import AdaptiveRate
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- the rate ---------------------------------------------------------------------------------------------------------
+# --- the rate
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rule", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
@@ -60,7 +61,9 @@ def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
 
 
 def stepped_rates(one: SimpleNamespace, after: Any = lambda step: None) -> list[float]:
-    """The rate that the optimizer has at each of its steps, in a loop that calls `after` when a step is done."""
+    """The rate that the optimizer has at each of its steps, in a loop that calls `after` when a
+    step is done.
+    """
     found: list[float] = []
     one.optimizer.register_step_pre_hook(
         lambda optimizer, *_: found.append(float(optimizer.param_groups[0]["lr"]))
@@ -127,7 +130,9 @@ def with_scheduler(
 
 
 def test_what_accelerate_wraps_is_seen_through():
-    """As its scripts have it, which step both; the rate is that of the clock, however often they do."""
+    """As its scripts have it, which step both; the rate is that of the clock, however often they
+    do.
+    """
     factor = lambda step: 1 / (1 + step)  # noqa: E731
     one = with_scheduler(
         lambda optimizer: LambdaLR(optimizer, factor), accelerated, lr_scaling="linear"
@@ -149,7 +154,10 @@ def test_what_accelerate_wraps_is_seen_through():
     ids=["StepLR", "CosineAnnealingLR", "ReduceLROnPlateau"],
 )
 def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
-    remedy = r"it keeps its own count; leave it out here and step it in your own loop after optimizer\.step\(\)"
+    remedy = (
+        r"it keeps its own count; leave it out here and step it in your own loop after"
+        r" optimizer\.step\(\)"
+    )
     with pytest.raises(SettingError, match=rf"^lr_scheduler='[A-Z]\w+': {remedy}"):
         with_scheduler(build, wrap)
 
@@ -179,7 +187,10 @@ def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_t
 ):
     rate = rate_of(reference_batch_size=reference)
     assert rate.describe_unscaled(4, configured=4) is None
-    line = "lr 2e-05 stays, chosen for a global batch of 4, now 64: linear scaling would give 0.00032, sqrt 8e-05"
+    line = (
+        "lr 2e-05 stays, chosen for a global batch of 4, now 64: linear scaling would give 0.00032,"
+        " sqrt 8e-05"
+    )
     assert rate.describe_unscaled(64, configured=4) == line
 
 

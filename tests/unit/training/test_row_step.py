@@ -52,7 +52,8 @@ from adaptive_batch.training.parts import LabelCounter
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# --- the bound --------------------------------------------------------------------------------------------------------
+# --- the bound
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beyond", [False, True])
@@ -110,9 +111,11 @@ def test_a_batch_above_the_bound_is_tried_with_gradients_there_and_runs_as_micro
     train(reference, until=1)
     budget = peak_by_hand(reference, 10, accumulates=False)
     fits = {
-        (batch_size, beyond): training(batch_size=batch_size, grow_beyond_maximum=beyond)
-        .loop.find_bound(device_memory=budget, headroom=0.0)
-        .max_batch_size
+        (batch_size, beyond): (
+            training(batch_size=batch_size, grow_beyond_maximum=beyond)
+            .loop.find_bound(device_memory=budget, headroom=0.0)
+            .max_batch_size
+        )
         for batch_size, beyond in ((4, False), (4, True), (40, False))
     }
     assert fits[4, False] == 10
@@ -246,7 +249,8 @@ def test_the_power_of_two_below_the_bound_is_tried_too():
     assert sizes(train(one))[0] == found.batch_size
 
 
-# --- a step -----------------------------------------------------------------------------------------------------------
+# --- a step
+# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
@@ -330,7 +334,8 @@ def test_an_out_of_memory_error_is_let_through_where_that_is_asked_for():
     )  # which nobody has here
 
 
-# --- rows and batches of any kind -------------------------------------------------------------------------------------
+# --- rows and batches of any kind
+# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["tuples", "mappings"])
@@ -390,7 +395,8 @@ def test_batches_go_to_the_device_as_they_are_nested():
     assert on_device["b"].second[0].is_meta
 
 
-# --- layouts ----------------------------------------------------------------------------------------------------------
+# --- layouts
+# ----------------------------------------------------------------------------------------------------------
 
 
 def llama(**options: Any) -> SimpleNamespace:

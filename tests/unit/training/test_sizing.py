@@ -1,4 +1,6 @@
-"""After memory has run out the limit shrinks by what is needed, and grows back in small steps, never above what it was."""
+"""After memory has run out the limit shrinks by what is needed, and grows back in small steps,
+never above what it was.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ from adaptive_batch.training.sizing import LimitCost, SmallerLimit
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
 SAID = (
-    "CUDA out of memory. Tried to allocate {asked} bytes. GPU 0 has a total capacity of 79.11 GiB of which 3.59 GiB is free. "
-    "Including non-PyTorch memory, this process has 75.03 GiB memory in use. Of the allocated memory {held} bytes is allocated "
-    "by PyTorch, and 1.29 GiB is reserved by PyTorch but unallocated."
+    "CUDA out of memory. Tried to allocate {asked} bytes. GPU 0 has a total capacity of 79.11 GiB"
+    " of which 3.59 GiB is free. Including non-PyTorch memory, this process has 75.03 GiB memory in"
+    " use. Of the allocated memory {held} bytes is allocated by PyTorch, and 1.29 GiB is reserved"
+    " by PyTorch but unallocated."
 )
 
 
