@@ -82,7 +82,6 @@ def demo_lengths() -> torch.Tensor:
 
 
 # --- the ways to make batches
-# ----------------------------------------------------------------------------------------
 
 
 def ours(*, order: str = "dataloader", window: int | None = None, **arguments: Any) -> Plan:
@@ -180,7 +179,6 @@ def ways_without_deepspeed() -> dict[str, Plan]:
 
 
 # --- part (a)
-# --------------------------------------------------------------------------------------------------------
 
 
 def measure_ways(
@@ -226,7 +224,6 @@ def print_ways(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 # --- part (b)
-# --------------------------------------------------------------------------------------------------------
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "data order": ({}, {}),

@@ -282,7 +282,6 @@ def found(result: ProbeResult, seconds: float) -> dict[str, Any]:
 
 
 # --- on a CPU
-# ---------------------------------------------------------------------------------------------------------
 
 
 def choose_budget(bench: Bench) -> int:
@@ -423,7 +422,6 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 # --- on CUDA
-# ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -119,7 +119,6 @@ def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[
 
 
 # --- the estimate
-# -----------------------------------------------------------------------------------------------------
 
 
 class Estimated:
@@ -216,7 +215,6 @@ def largest(fits: Callable[[int], bool], *, start: int = 1) -> int:
 
 
 # --- cases
-# ------------------------------------------------------------------------------------------------------------
 
 
 def measure_cases(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
@@ -328,7 +326,6 @@ def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 # --- bounds
-# -----------------------------------------------------------------------------------------------------------
 
 
 def run_of_bounds(
@@ -508,7 +505,6 @@ def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]
 
 
 # --- the recipe
-# -------------------------------------------------------------------------------------------------------
 
 NARROW = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "max_seq_len": 512}
 ROOM, LITTLE = 3 * 2**30, 3 * 2**28

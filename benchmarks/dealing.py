@@ -102,7 +102,6 @@ def cases(lengths: torch.Tensor) -> list[Case]:
 
 
 # --- part (a)
-# --------------------------------------------------------------------------------------------------------
 
 
 def measure(case: Case, way: str, lengths: list[int]) -> dict[str, Any]:
@@ -161,7 +160,6 @@ def print_measured(rows: list[dict[str, Any]]) -> None:
 
 
 # --- part (b)
-# --------------------------------------------------------------------------------------------------------
 
 
 def measure_seconds(ranks: int, rows: int, max_tokens: int, repeats: int) -> dict[str, Any]:

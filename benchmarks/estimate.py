@@ -154,7 +154,6 @@ def bound_of(plan: LengthEstimate, budget_bytes: int, maximum: int) -> int:
 
 
 # --- one device
-# -------------------------------------------------------------------------------------------------------
 
 
 def measure_peaks(
@@ -272,7 +271,6 @@ def probed(combination: Combination, budget_bytes: int, plan: LengthEstimate) ->
 
 
 # --- ranks
-# ------------------------------------------------------------------------------------------------------------
 
 
 def measure_ranks(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
@@ -315,7 +313,6 @@ def measure_ranks(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
 
 
 # --- time
-# -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -405,7 +402,6 @@ def run_planning(planning: Planning, *, changes: bool) -> dict[str, Any]:
 
 
 # --- configurations
-# ---------------------------------------------------------------------------------------------------
 
 
 def measure_configs(names: Sequence[str]) -> list[dict[str, Any]]:
@@ -451,7 +447,6 @@ def all_configs() -> list[str]:
 
 
 # --- CUDA
-# -------------------------------------------------------------------------------------------------------------
 
 
 class Doubling:

@@ -51,7 +51,6 @@ TOLERANCE = 0.03
 TIMEOUT = 300.0
 
 # --- how the code spells it
-# -------------------------------------------------------------------------------------------
 
 # Each as it was before the renaming, and as it is after.
 SPELLINGS: dict[str, tuple[str, str]] = {
@@ -111,7 +110,6 @@ PASSING = re.compile(
 )
 
 # --- model, tokenizer, data
-# -------------------------------------------------------------------------------------------
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MODEL = {
@@ -267,7 +265,6 @@ def scarce(*, rows_fit: int, on_rank: int | None = None, **dimensions: Any) -> n
 
 
 # --- running
-# ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -607,7 +604,6 @@ def _reserved_port() -> Iterator[int]:
 
 
 # --- numbers
-# ----------------------------------------------------------------------------------------------------------
 
 
 def digest(value: Any) -> str:
@@ -683,7 +679,6 @@ def as_json(value: Any) -> Any:
 
 
 # --- the cases
-# --------------------------------------------------------------------------------------------------------
 
 Case = Callable[[Place], None]
 CASES: dict[str, Case] = {}
@@ -1420,7 +1415,6 @@ def _loop_errors(place: Place) -> None:
 enter_tables()
 
 # --- all of it
-# --------------------------------------------------------------------------------------------------------
 
 
 def run_case(name: str, base: Path, folder: Path, written: Path) -> None:

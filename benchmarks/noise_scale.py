@@ -57,7 +57,6 @@ SEED = 7
 
 
 # --- closed form
-# ---------------------------------------------------------------------------------------------------------
 
 
 class MeanEstimation:
@@ -138,7 +137,6 @@ def closed_form(steps: int, seeds: int) -> list[dict[str, Any]]:
 
 
 # --- tokens, layouts and ranks
-# --------------------------------------------------------------------------------------------
 
 TOKENS = MicroBatchLimit(96, "tokens")
 LAYOUTS = {
@@ -201,7 +199,6 @@ def tokens_and_ranks(steps: int, seeds: int) -> list[dict[str, Any]]:
 
 
 # --- rows of unequal length
-# ----------------------------------------------------------------------------------------------
 
 
 class Population:
@@ -337,7 +334,6 @@ def train(recipe: AdaptiveFullFinetuneRecipe, steps: int, big: int = 16) -> None
 
 
 # --- cost
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> dict[str, Any]:
@@ -436,7 +432,6 @@ def costs(folder: Path, *, rounds: int, pairs: int) -> Iterator[dict[str, Any]]:
 
 
 # --- all of it
-# -----------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

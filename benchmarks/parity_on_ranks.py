@@ -209,7 +209,6 @@ DEFECTS = (
 
 
 # --- runs
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def compare_whole(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, Any]]:
@@ -346,7 +345,6 @@ def is_right(row: dict[str, Any], side: str) -> bool:
 
 
 # --- the table
-# ----------------------------------------------------------------------------------------------------------
 
 
 def print_row(row: dict[str, Any]) -> None:

@@ -173,7 +173,6 @@ def by_critical_batch(batch: int, rate: float, measured: Sequence[Mapping[str, A
 
 
 # --- data
-# ----------------------------------------------------------------------------------------------------------------
 
 
 def prepare(folder: Path, *, rows: int, seeds: Sequence[int]) -> None:
@@ -264,7 +263,6 @@ def configuration(folder: Path, way: Way, *, rows: int) -> dict[str, Any]:
 
 
 # --- a run
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def train(folder: Path, way: Way, rows: int) -> dict[str, Any]:
@@ -355,7 +353,6 @@ def held_out_loss(model: torch.nn.Module, folder: Path) -> float:
 
 
 # --- what is compared
-# ----------------------------------------------------------------------------------------------------
 
 
 class Bench:

@@ -156,7 +156,6 @@ class NotEstimated:
 
 
 # --- models
-# -----------------------------------------------------------------------------------------------------------
 
 
 def causal(
@@ -283,7 +282,6 @@ def with_adapters(
 
 
 # --- the step of Hugging Face's Trainer
-# ----------------------------------------------------------------------------------
 
 
 def mean_loss(model: PreTrainedModel, batch: dict[str, Any], *, keeps_logits: bool) -> torch.Tensor:
@@ -378,7 +376,6 @@ def trainer_step(
 
 
 # --- torchtune
-# -----------------------------------------------------------------------------------------------------------
 
 
 class RMSNormOf04(nn.Module):
@@ -432,7 +429,6 @@ def torchtune_step(length: int, rows: int) -> MemoryEstimate:
 
 
 # --- torchtitan
-# ----------------------------------------------------------------------------------------------------------
 
 
 def saves_every_second_product() -> Any:
@@ -493,7 +489,6 @@ def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> C
 
 
 # --- comparison
-# ----------------------------------------------------------------------------------------------------------
 
 # Rows fit on the first; the second shows what they hold in any case.
 DEVICES = ("A100-80GB", "1024GiB")

@@ -116,7 +116,6 @@ def peak_bytes_of(call: Callable[[], object]) -> int:
 
 
 # --- steps
-# -----------------------------------------------------------------------------------------------------------
 
 
 def deal(
@@ -230,7 +229,6 @@ def part_steps(*, ranks: Sequence[int], quick: bool, folder: Path) -> list[dict[
 
 
 # --- epochs
-# ----------------------------------------------------------------------------------------------------------
 
 
 def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
@@ -260,7 +258,6 @@ def part_epochs(*, ranks: Sequence[int], quick: bool) -> list[dict[str, Any]]:
 
 
 # --- exchange
-# --------------------------------------------------------------------------------------------------------
 
 
 def part_exchange(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
@@ -298,7 +295,6 @@ def part_exchange(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
 
 
 # --- store
-# -----------------------------------------------------------------------------------------------------------
 
 
 PER_SECOND = 4  # a watchdog polls the store every 0.25 s
@@ -366,7 +362,6 @@ def part_store(*, ranks: Sequence[int], quick: bool) -> dict[str, Any]:
 
 
 # --- objects
-# ---------------------------------------------------------------------------------------------------------
 
 
 def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
@@ -413,7 +408,6 @@ def part_objects(*, ranks: Sequence[int]) -> list[dict[str, Any]]:
 
 
 # --- sync
-# ------------------------------------------------------------------------------------------------------------
 
 
 def train_two_ways(pairs: int) -> dict[str, Any]:
@@ -528,7 +522,6 @@ def part_sync(*, quick: bool) -> dict[str, Any]:
 
 
 # --- memory
-# ----------------------------------------------------------------------------------------------------------
 
 
 def bytes_of_a_micro_batch(name: str, *, ranks: int, rows: int, tokens: int) -> tuple[int, int]:

@@ -118,7 +118,6 @@ def curves(true_maximum: int) -> dict[str, Peak]:
 
 
 # --- the searches
-# ----------------------------------------------------------------------------------------------------
 
 
 def ours(make: Callable[[], Search]) -> Callable[[Device], Run]:
@@ -252,7 +251,6 @@ def summary(runs: list[Run]) -> dict[str, Any]:
 
 
 # --- part (b): a real model
-# ------------------------------------------------------------------------------------------
 
 LENGTH, VOCABULARY = 32, 1024
 
@@ -435,7 +433,6 @@ def measure_real_model(*, budget_mib: int, repeats: int) -> list[dict[str, Any]]
 
 
 # --- output
-# ----------------------------------------------------------------------------------------------------------
 
 
 def print_curves(rows: list[dict[str, Any]]) -> None:

@@ -133,7 +133,6 @@ def mean_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 # --- CPU time of a step
-# -----------------------------------------------------------------------------------------------
 
 
 class Side:
@@ -275,7 +274,6 @@ def profile(kind: type[Side], size: tuple[int, int]) -> None:
 
 
 # --- wall time with workers
-# -------------------------------------------------------------------------------------------
 
 
 def epoch_seconds(kind: str, *, num_rows: int, row_seconds: float) -> float:
@@ -311,7 +309,6 @@ def wall_ratios(*, pairs: int, num_rows: int, row_seconds: float) -> list[float]
 
 
 # --- killed runs
-# ------------------------------------------------------------------------------------------------------
 
 # With batches of 3, 5 and 7 rows, 22 + 13 + 10 = 45 steps in three epochs.
 KILLED_ROWS = 64

@@ -55,7 +55,6 @@ Calls = Counter[str]
 
 
 # --- both recipes on the ranks that are there
-# ----------------------------------------------------------------------------
 
 
 def rank_configuration(folder: Path, name: str, overrides: Iterable[str]) -> DictConfig:
@@ -118,7 +117,6 @@ def on_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments:
 
 
 # --- collectives
-# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -265,7 +263,6 @@ def print_collectives(counted: list[dict[str, list[Calls]]]) -> list[dict[str, A
 
 
 # --- time
-# ---------------------------------------------------------------------------------------------------------------
 
 
 class RankRelay(Relay):

@@ -143,7 +143,6 @@ def written(layout: str, size: int) -> tuple[str, ...]:
 
 
 # --- measuring
-# -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -298,7 +297,6 @@ def search_by_memory(setting: Setting, budget: str) -> dict[str, Any]:
 
 
 # --- what it came to
-# -------------------------------------------------------------------------------------------------
 
 
 def rates(way: dict[str, Any], measure: str) -> torch.Tensor:
@@ -404,7 +402,6 @@ def print_distribution(result: dict[str, Any]) -> None:
 
 
 # --- losses
-# ----------------------------------------------------------------------------------------------------------
 
 
 def held_out_loss(

@@ -59,7 +59,6 @@ def local_gradients(model: Decoder) -> Any:
 
 
 # --- on two ranks
-# -----------------------------------------------------------------------------------------------------
 
 
 def when_it_can_finish() -> dict[str, Any]:
@@ -304,7 +303,6 @@ def test_after_a_reset_a_step_is_the_same_to_the_bit_with_either_way_to_reset(ra
 
 
 # --- on one
-# ------------------------------------------------------------------------------------------------------------
 
 
 def test_on_one_rank_it_does_nothing():

@@ -44,7 +44,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- several ranks
-# ----------------------------------------------------------------------------------------------------
 
 UNLABELLED = make_rows(
     [3 + (5 * number) % 13 for number in range(33)], unlabelled=[n for n in range(33) if n % 3]

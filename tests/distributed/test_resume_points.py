@@ -213,7 +213,6 @@ def message_of(call):
 
 
 # --- what the ranks do: run once, read below
-# ---------------------------------------------------------------------------
 
 
 def two_ranks(folder):
@@ -441,7 +440,6 @@ def four(folder, two):
 
 
 # --- another number of ranks
-# -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["one, loaded", "one numbered, loaded"])
@@ -538,7 +536,6 @@ def test_a_point_can_be_told_to_other_ranks(folder, two):
 
 
 # --- what is not whole
-# -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -621,7 +618,6 @@ def test_a_point_of_another_model_is_refused_on_all_ranks(two):
 
 
 # --- low-bit states
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_low_bit_states_come_back_on_as_many_ranks_as_saved_them(two):

@@ -75,7 +75,6 @@ def gradients(small, recipe, *overrides):
 
 
 # --- the same, to the bit
-# ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -124,7 +123,6 @@ def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoi
 
 
 # --- where the stock recipe has a defect
-# -------------------------------------------------------------------------------
 
 
 def test_splitting_a_step_leaves_gradients_as_they_are_even_where_the_first_label_counts(small):
@@ -176,7 +174,6 @@ def test_in_backward_the_optimizer_sees_the_mean_and_not_its_multiple(small):
 
 
 # --- every stock configuration, by its name
-# ----------------------------------------------------------------------------
 
 FOLDER = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 STOCK_CONFIGS = [

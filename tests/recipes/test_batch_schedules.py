@@ -67,7 +67,6 @@ def cosine(step, *, warmup, total):
 
 
 # --- by hand
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +146,6 @@ def test_the_same_places_in_any_unit_give_the_same_steps(small):
 
 
 # --- the plan is what happens
-# -------------------------------------------------------------------------------------------
 
 RULES = {
     "steps by epochs": steps_rule([4, 6, 12], ["0.5ep", "1.25ep"]),
@@ -251,7 +249,6 @@ def test_every_step_of_a_schedule_has_what_its_rule_says_there(small):
 
 
 # --- the bound
-# ----------------------------------------------------------------------------------------------------------
 
 CAPPED = ("epochs=2", "probe.maximum=12", *steps_rule([4, 8, 16], ["0.5ep", "1ep"]))
 
@@ -319,7 +316,6 @@ def test_growth_past_the_bound_is_one_large_batch_to_1e_12_in_float64(small):
 
 
 # --- rules that follow the gradient noise scale
-# -------------------------------------------------------------------------
 
 LED = (
     *of_lengths([6 + row % 5 for row in range(96)]), "epochs=3", "micro_batch_size=1", "optimizer.lr=1e-3",
@@ -409,7 +405,6 @@ def test_the_noise_scale_is_measured_in_micro_batches_by_tokens_and_resumed_exac
 
 
 # --- what goes wrong in mid-run
-# -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -484,7 +479,6 @@ def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
 
 
 # --- rules that follow the batch of the step before
-# ---------------------------------------------------------------------
 
 
 def go_on(small, finished, step, *settings):
@@ -589,7 +583,6 @@ def test_an_audit_lists_the_budgets_of_a_schedule_of_tokens(doubling):
 
 
 # --- what is not refused and not said
-# -----------------------------------------------------------------------------------
 
 
 def test_validation_between_small_steps_of_a_schedule_is_not_said_to_have_no_effect(small):

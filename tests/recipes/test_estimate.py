@@ -60,7 +60,6 @@ def small(**keys):
 
 
 # --- what is said is what is counted
-# ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +246,6 @@ def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
 
 
 # --- what it needs
-# ------------------------------------------------------------------------------------------------------
 
 _reached: list[str] = []
 _is_watching = False
@@ -419,7 +417,6 @@ def _resident_bytes():
 
 
 # --- what is refused
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -481,7 +478,6 @@ def test_no_process_group_is_left_behind():
 
 
 # --- what is left out is said
-# -------------------------------------------------------------------------------------------
 
 
 def test_compiling_and_offloading_are_said_to_be_counted_otherwise():
@@ -573,7 +569,6 @@ def test_what_a_plan_does_not_heed_is_said():
 
 
 # --- single changes
-# -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -591,7 +586,6 @@ def test_a_change_brings_what_a_plan_of_it_says():
 
 
 # --- what is measured on a device
-# ---------------------------------------------------------------------------------------
 
 
 def test_the_search_by_brute_force_of_the_benchmark_finds_the_largest(benchmark):
@@ -616,7 +610,6 @@ def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
 
 
 # --- a plan is not lost
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

@@ -408,7 +408,6 @@ def test_a_dataset_without_any_label_is_refused_after_one_epoch_and_nothing_is_s
 
 
 # --- checkpoints
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

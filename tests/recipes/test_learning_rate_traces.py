@@ -136,7 +136,6 @@ def test_a_constant_batch_has_torchs_own_trace_to_the_last_bit_and_so_it_goes_on
 
 
 # --- a batch that grows
-# -------------------------------------------------------------------------------------------------
 
 
 def cosine(step, *, warmup, total):
@@ -262,7 +261,6 @@ def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_
 
 
 # --- a run that goes on
-# -------------------------------------------------------------------------------------------------
 
 
 def go_on(small, finished, step, *settings):

@@ -51,7 +51,6 @@ def whole(small):
 
 
 # --- what is trained
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -133,7 +132,6 @@ def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_
 
 
 # --- the fastest
-# ----------------------------------------------------------------------------------------------------------
 
 
 def chosen(folder):
@@ -351,7 +349,6 @@ def test_a_dataset_of_one_row_can_be_packed(small):
 
 
 # --- refused
-# ---------------------------------------------------------------------------------------------------------------
 
 PACKED = "micro_batch_layout=packed"
 REFUSED = {
@@ -436,7 +433,6 @@ def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(s
 
 
 # --- planned
-# ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -455,7 +451,6 @@ def test_layouts_can_be_planned(small, layout):
 
 
 # --- two ranks
-# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

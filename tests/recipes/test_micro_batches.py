@@ -184,7 +184,6 @@ def test_lengths_are_padded_to_a_multiple_but_never_beyond_the_model(small, whol
 
 
 # --- rows longer than any that was tried
-# --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
@@ -272,7 +271,6 @@ def test_a_row_that_grows_in_mid_run_lowers_what_is_run_at_once(small):
 
 
 # --- out of memory in a step
-# --------------------------------------------------------------------------------------------
 
 FAILURES = {
     "forward": ("model.rows_fit=5", "micro_batch_size=16"),
@@ -406,7 +404,6 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
 
 
 # --- out of memory elsewhere
-# --------------------------------------------------------------------------------------------
 
 
 def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_last_checkpoint_whole(
@@ -459,7 +456,6 @@ def test_a_save_that_runs_out_of_memory_leaves_the_last_checkpoint_whole(small):
 
 
 # --- what is said
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_retried(small):

@@ -59,7 +59,6 @@ def whole(small):
 
 
 # --- the same bits
-# ----------------------------------------------------------------------------------------------------
 
 WAYS = {
     "AdamW, cosine with warm-up, clipping": (*FEATURES["cosine"], *FEATURES["clipping"]),
@@ -128,7 +127,6 @@ def test_more_epochs_go_on_from_the_last_step_of_a_run_that_is_done(small):
 
 
 # --- asked to end
-# -----------------------------------------------------------------------------------------------------
 
 
 def asking_to_end(at_step):
@@ -256,7 +254,6 @@ def test_asked_in_validation_it_ends_after_it(small):
 
 
 # --- the newest that is whole
-# -----------------------------------------------------------------------------------------
 
 
 def test_an_epoch_that_was_saved_after_the_last_resume_point_is_gone_on_from(small, whole):
@@ -423,7 +420,6 @@ def test_the_last_few_resume_points_are_kept(small, whole):
 
 
 # --- a full disk
-# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -493,7 +489,6 @@ def test_where_an_epoch_finds_no_room_the_run_ends_and_goes_on_from_the_last_who
 
 
 # --- with other settings
-# ----------------------------------------------------------------------------------------------
 
 RAMP = (
     "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
@@ -575,7 +570,6 @@ def test_another_order_of_rows_is_no_matter_between_epochs(small, whole):
 
 
 # --- what is left to look at
-# ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -595,7 +589,6 @@ def test_a_run_with_restarts_is_audited_and_drawn_by_the_command_line(small, who
 
 
 # --- on another device, or with another batch
-# -------------------------------------------------------------------------
 
 
 def resumed_steps(folder):
@@ -728,7 +721,6 @@ def test_after_another_batch_in_mid_epoch_the_rate_is_that_of_the_rows(small, be
 
 
 # --- where things lie, and how they are written
-# -----------------------------------------------------------------------
 
 
 def test_a_model_whose_keys_are_in_another_order_is_the_same_model(small, whole):

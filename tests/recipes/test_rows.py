@@ -112,7 +112,6 @@ def test_a_collate_function_may_make_the_labels_unless_rows_are_padded_before(sm
 
 
 # --- rows that are not as long as the cache says
-# ------------------------------------------------------------------------
 
 COUNTED = [8 + row % 9 for row in range(32)]
 CHANGED = [

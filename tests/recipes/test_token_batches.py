@@ -60,7 +60,6 @@ def tokens_of_steps(finished):
 
 
 # --- which rows a step holds
-# --------------------------------------------------------------------------------------------
 
 WAYS = {
     "as they come": (),
@@ -179,7 +178,6 @@ def test_all_micro_batches_of_a_step_are_alike(small, uniform):
 
 
 # --- the order of rows
-# --------------------------------------------------------------------------------------------------
 
 ONE_AT_ONCE = (
     "micro_batch_tokens=null",
@@ -250,7 +248,6 @@ def test_a_resumed_run_goes_on_exactly_its_learning_rate_included(small, overrid
 
 
 # --- the learning rate
-# --------------------------------------------------------------------------------------------------
 
 RATE = 0.01
 SHORT_END = (

@@ -14,7 +14,6 @@ TRAINED = {}  # the step that training is at, as far as a logger has told
 
 
 # --- batch_size_schedule: rule(progress)
-# --------------------------------------------------------------------------------
 
 
 def four_more_each_epoch(progress):
@@ -103,7 +102,6 @@ class Telling(DiskLogger):
 
 
 # --- batch_increase_function: f(epoch, batch_size)
-# ----------------------------------------------------------------------
 
 
 def another_increment_each_time(epoch, batch_size):
@@ -118,7 +116,6 @@ def lost_in_training(epoch, batch_size):
 
 
 # --- lr_scheduler
-# -------------------------------------------------------------------------------------------------------
 
 
 def linear(optimizer, num_training_steps, last_epoch=-1):
@@ -164,7 +161,6 @@ def refuses_a_long_warm_up(optimizer, num_warmup_steps, num_training_steps, last
 
 
 # --- model
-# --------------------------------------------------------------------------------------------------------------
 
 
 class InItsOwnType(nn.Module):

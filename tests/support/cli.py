@@ -404,7 +404,6 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
 
 
 # --- a small vision model, named by dotted paths on the command line
-# ---------------------------------------------------
 
 # Of torchtune's own parts but for the encoder, as torchtune.models.llama3_2_vision needs
 # torchvision to be imported.

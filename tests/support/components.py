@@ -255,7 +255,6 @@ def with_pictures(tokenizer, **_):
 
 
 # --- watching a run
-# -----------------------------------------------------------------------------------------------------
 
 NOW = {}  # what the device allows and how long rows are, at this moment
 

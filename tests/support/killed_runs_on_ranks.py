@@ -236,7 +236,6 @@ def _lives(process: int) -> bool:
 
 
 # --- under torchrun itself
-# -----------------------------------------------------------------------------------------------
 
 
 def ranks_of(folder: Path) -> dict[int, int]:
@@ -355,7 +354,6 @@ def facts(kill: Kill) -> dict[str, Any]:
 
 
 # --- what is done to a run
-# -----------------------------------------------------------------------------------------------
 
 
 def experiment(setup: SmallSetup, way: str, *, seed: int) -> dict[str, Any]:

@@ -397,7 +397,6 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 # --- what may happen in a probe
-# ----------------------------------------------------------------------------------------
 
 
 class Mishap(Exception):

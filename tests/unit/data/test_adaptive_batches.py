@@ -90,7 +90,6 @@ def rows_of_epoch(seen: list[tuple[int, list[int]]], epoch: int) -> list[int]:
 
 
 # --- each row once
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -186,7 +185,6 @@ def test_an_epoch_of_many_rows_begins_at_once():
 
 
 # --- what fits
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_rules_do_not_pass_a_maximum():
@@ -272,7 +270,6 @@ def test_a_length_is_known_without_reading_rows(rule):
 
 
 # --- what is read ahead
-# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{}, {"persistent_workers": True}, {"prefetch_factor": 8}])
@@ -307,7 +304,6 @@ def test_the_next_epoch_begins_with_the_last_step_of_this_one():
 
 
 # --- resuming
-# ---------------------------------------------------------------------------------------------------------
 
 
 class ByEpoch:
@@ -405,7 +401,6 @@ def test_a_run_by_tokens_resumes_within_an_epoch():
 
 
 # --- several ranks
-# ----------------------------------------------------------------------------------------------------
 
 
 def batches_of_rank(done: int) -> tuple[list[list[int]], list[list[int]]]:
@@ -450,7 +445,6 @@ def test_a_sampler_is_of_one_rank():
 
 
 # --- what is refused
-# --------------------------------------------------------------------------------------------------
 
 
 class Unending:

@@ -217,7 +217,6 @@ def test_computed_orders_are_the_same_on_every_machine():
 
 
 # --- whether a computed order is as good as one that is drawn
-# ---------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

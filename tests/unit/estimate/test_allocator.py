@@ -30,7 +30,6 @@ def sizes(allocator):
 
 
 # --- streams
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("expandable_segments", [False, True])
@@ -47,7 +46,6 @@ def test_a_block_of_one_stream_is_given_to_no_other_and_goes_back_with_the_rest(
 
 
 # --- sizes
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,6 @@ def test_requests_are_rounded_and_segments_more_so(request_bytes, block, segment
 
 
 # --- which block
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_the_smallest_that_is_large_enough_is_taken_and_split():
@@ -140,7 +137,6 @@ def test_segments_never_merge():
 
 
 # --- the device has no more
-# -------------------------------------------------------------------------------------------
 
 
 def test_what_is_cached_goes_back_before_an_allocation_fails():
@@ -172,7 +168,6 @@ def test_a_segment_in_part_in_use_stays():
 
 
 # --- expandable segments
-# ----------------------------------------------------------------------------------------------
 
 
 def test_an_expandable_segment_grows_by_granules():
@@ -224,7 +219,6 @@ def test_an_expandable_segment_that_is_empty_goes():
 
 
 # --- replay
-# -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_log_is_replayed_and_its_numbers_go_on():
@@ -256,7 +250,6 @@ def test_a_hundred_thousand_events_take_less_than_a_second(expandable):
 
 
 # --- settings
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_environment_is_read(monkeypatch):

@@ -363,7 +363,6 @@ def test_a_size_that_the_optimizer_alone_made_too_large_counts_as_too_large() ->
 
 
 # --- traces: the bytes alive at each operation, where a device counts them
-# ---------------------------------------------
 
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=12)
 
@@ -423,7 +422,6 @@ def test_a_prediction_that_a_trial_contradicts_is_dropped():
 
 
 # --- an expected curve
-# ---------------------------------------------------------------------------------------------------
 
 BLOCK = 20 * 1024**2  # what an accelerator's allocator reserves at once
 

@@ -72,7 +72,6 @@ def figures_in(page: str) -> list[str]:
 
 
 # --- what is on the page
-# ------------------------------------------------------------------------------------------------
 
 
 def test_every_figure_is_there_when_its_numbers_are(page):
@@ -186,7 +185,6 @@ def test_a_kind_that_is_recorded_very_often_is_cut_in_the_middle_and_says_so():
 
 
 # --- the page alone
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_page_refers_to_nothing_outside(page):
@@ -256,7 +254,6 @@ def test_the_picture_has_the_same_figures_and_is_not_blank(written):
 
 
 # --- restarts
-# -------------------------------------------------------------------------------------------------------
 
 
 def test_steps_that_a_restart_rolled_back_are_apart():
@@ -323,7 +320,6 @@ def test_steps_whose_loss_is_not_finite_are_named_and_marked_once_each():
 
 
 # --- what is not as it should be
-# ----------------------------------------------------------------------------------------
 
 
 def test_a_record_that_was_cut_at_any_byte_still_makes_a_timeline(tmp_path):
@@ -463,7 +459,6 @@ def test_without_matplotlib_one_line_names_the_extra(tmp_path):
 
 
 # --- long runs
-# --------------------------------------------------------------------------------------------------------
 
 
 @given(y=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), window=st.integers(1, 70))

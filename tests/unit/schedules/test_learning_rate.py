@@ -130,7 +130,6 @@ batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
 
 
 # --- what a batch makes of a rate
-# ---------------------------------------------------------------------------------------
 
 
 def test_scaling_follows_the_batch():
@@ -192,7 +191,6 @@ def test_another_reference_is_refused(value):
 
 
 # --- without a scheduler
-# ------------------------------------------------------------------------------------------------
 
 
 def test_a_constant_rate_stays_and_its_groups_are_not_touched():
@@ -228,7 +226,6 @@ def test_a_scaled_rate_that_was_saved_does_not_become_the_base(loaded_first):
 
 
 # --- a schedule
-# ---------------------------------------------------------------------------------------------------------
 
 
 @every_scheduler
@@ -332,7 +329,6 @@ def test_get_last_lr_is_what_was_applied(build):
 
 
 # --- several groups, several optimizers, tensors
-# ------------------------------------------------------------------------
 
 
 def test_every_optimizer_in_backward_follows_the_first_ones_schedule():
@@ -383,7 +379,6 @@ def test_groups_that_share_a_tensor_are_scaled_once():
 
 
 # --- between two steps
-# --------------------------------------------------------------------------------------------------
 
 
 @every_counting_scheduler
@@ -531,7 +526,6 @@ def test_whether_somebody_else_steps_the_scheduler_too_makes_no_difference(name)
 
 
 # --- saved and loaded
-# ---------------------------------------------------------------------------------------------------
 
 
 def through_a_file(state):
@@ -608,7 +602,6 @@ def test_a_scheduler_that_is_rebuilt_at_the_steps_so_far_goes_on_too():
 
 
 # --- refused
-# ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

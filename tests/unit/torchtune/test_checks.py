@@ -67,7 +67,6 @@ def check(cfg):
 
 
 # --- other recipes
-# ------------------------------------------------------------------------------------------------------
 
 
 def test_there_are_full_configs_of_torchtune():
@@ -162,7 +161,6 @@ def test_adapters_are_refused_before_weights_load_and_data_are_read(small):
 
 
 # --- keys
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def test_compile_is_off_where_it_is_missing_as_in_torchtunes_recipe():
@@ -393,7 +391,6 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 
 
 # --- on the terminal
-# ----------------------------------------------------------------------------------------------------
 
 
 def caught(read):

@@ -212,7 +212,6 @@ def test_each_of_several_files_of_weights_is_checked(block, small, tmp_path):
 
 
 # --- torchtune's own
-# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -248,7 +247,6 @@ def test_a_manifest_that_torchtune_copied_from_the_base_says_nothing(block, of_t
 
 
 # --- kills and full disks
-# ----------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -324,7 +322,6 @@ def test_a_full_disk_says_what_is_needed_and_free_and_leaves_what_was_saved(bloc
 
 
 # --- the base
-# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -181,7 +181,6 @@ def test_a_ready_made_function_comes_from_a_block():
 
 
 # --- what follows from the keys
-# -----------------------------------------------------------------------------------------
 
 RAMP = {"_component_": "adaptive_batch.schedules.ramp_by_doubling", "end": 8, "over": "1ep"}
 VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}

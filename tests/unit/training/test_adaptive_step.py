@@ -120,7 +120,6 @@ def seed_all() -> None:
 
 
 # --- one part
-# ---------------------------------------------------------------------------------------------------------
 
 
 def test_one_part_has_the_bits_of_the_script():
@@ -182,7 +181,6 @@ def test_a_decorator_makes_a_step_of_a_function():
 
 
 # --- splits
-# -----------------------------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -358,7 +356,6 @@ def test_a_function_may_change_the_batch_that_it_is_given():
 
 
 # --- by tokens
-# --------------------------------------------------------------------------------------------------------
 
 
 def masked_batch() -> dict[str, torch.Tensor]:
@@ -420,7 +417,6 @@ def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
 
 
 # --- splits of the script's own
-# ---------------------------------------------------------------------------------------
 
 
 def test_pairs_stay_together():
@@ -469,7 +465,6 @@ def test_rows_may_be_columns(limit):
 
 
 # --- the check of a split
-# ---------------------------------------------------------------------------------------------
 
 
 class Classifier(nn.Module):
@@ -691,7 +686,6 @@ def test_a_whole_batch_that_does_not_fit_even_in_the_check_is_compared_in_smalle
 
 
 # --- out of memory
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -849,7 +843,6 @@ def test_the_scale_of_a_grad_scaler_is_that_of_a_run_that_fits():
 
 
 # --- what fits
-# --------------------------------------------------------------------------------------------------------
 
 
 def repeated(number: int) -> dict[str, torch.Tensor]:
@@ -934,7 +927,6 @@ def test_fewer_rows_fit_beside_the_gradients_of_other_parts_and_batches():
 
 
 # --- state
-# ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_lowered_limit_and_what_was_found_are_resumed():
@@ -962,7 +954,6 @@ def test_a_lowered_limit_and_what_was_found_are_resumed():
 
 
 # --- arguments
-# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- steps that grow
-# --------------------------------------------------------------------------------------------------
 
 
 def test_an_increment_is_asked_once_an_epoch_and_cut_to_the_bound():
@@ -149,7 +148,6 @@ def test_only_rows_that_were_handed_out_are_run():
 
 
 # --- what is not finite
-# -----------------------------------------------------------------------------------------------
 
 
 def spoiled(at: int, **options: Any) -> SimpleNamespace:
@@ -198,7 +196,6 @@ def test_a_step_that_stops_can_be_run_again():
 
 
 # --- going on
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stopped_after", [2, 10, 13])
@@ -296,7 +293,6 @@ def test_rows_in_another_order_are_refused_when_going_on(option, value):
 
 
 # --- what is refused
-# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -387,7 +383,6 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
 
 
 # --- what would train something else than was meant
-# ---------------------------------------------------------------------
 
 
 def test_all_that_the_optimizer_steps_must_be_of_the_model() -> None:
@@ -539,7 +534,6 @@ def test_a_collate_function_may_take_from_its_rows() -> None:
 
 
 # --- steps by tokens, other orders and clocks
-# -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ["dataloader", "random", "seqlen"])

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the rate
-# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("rule", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])

@@ -53,7 +53,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # --- the bound
-# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beyond", [False, True])
@@ -250,7 +249,6 @@ def test_the_power_of_two_below_the_bound_is_tried_too():
 
 
 # --- a step
-# -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1, 3])
@@ -335,7 +333,6 @@ def test_an_out_of_memory_error_is_let_through_where_that_is_asked_for():
 
 
 # --- rows and batches of any kind
-# -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["tuples", "mappings"])
@@ -396,7 +393,6 @@ def test_batches_go_to_the_device_as_they_are_nested():
 
 
 # --- layouts
-# ----------------------------------------------------------------------------------------------------------
 
 
 def llama(**options: Any) -> SimpleNamespace:
