@@ -96,7 +96,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         )
 
     # --- setup
-    # ------------------------------------------------------------------------------------------------------
 
     def setup(self) -> None:
         """Build everything in an order that refuses mistakes before weights load, then find the
@@ -280,7 +279,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler, self.profiler_cfg = instantiate(PROFILER_KEY, block)
 
     # --- training
-    # ---------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Every epoch: grow, step through its rows, save."""
@@ -426,7 +424,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     # --- checkpoints
-    # ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, epoch: int) -> None:
         """Save the weights and, unless training is done, all that resuming needs; end here if that

@@ -56,7 +56,6 @@ class Sharding:
             group._reduce_scatter_comm = _Recorded(group._reduce_scatter_comm, self)
 
     # --- micro-batches
-    # ----------------------------------------------------------------------------------------------
 
     @contextmanager
     def micro_batch(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
@@ -83,7 +82,6 @@ class Sharding:
         return "training" if is_last or self._syncs_every else "training, gradients kept"
 
     # --- after a failure
-    # --------------------------------------------------------------------------------------------
 
     @property
     def can_finish(self) -> bool:

@@ -258,7 +258,6 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 # --- several ranks
-# ------------------------------------------------------------------------------------------------------
 
 
 def build_sharded(

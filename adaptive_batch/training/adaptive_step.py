@@ -199,7 +199,6 @@ class AdaptiveStep:
         return self.sizer.max_batch_size
 
     # --- a step
-    # -----------------------------------------------------------------------------------------------------------
 
     def __call__(self, batch: Any) -> list[Any]:
         """Run forward and backward of a batch, in parts that fit.
@@ -338,7 +337,6 @@ class AdaptiveStep:
             self._forward_backward(Part(batch, num_rows, is_last=is_last, is_trial=True))
 
     # --- what fits
-    # --------------------------------------------------------------------------------------------------------
 
     def find_bound(
         self,
@@ -417,7 +415,6 @@ class AdaptiveStep:
         gradients.add_up()
 
     # --- state
-    # ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what fits, as plain values; random numbers are the script's to save."""

@@ -213,7 +213,6 @@ class AdaptiveLoop:
         return Reference(batching.batch_size * ranks, "rows")
 
     # --- what fits
-    # --------------------------------------------------------------------------------------------------------
 
     def find_bound(
         self,
@@ -295,7 +294,6 @@ class AdaptiveLoop:
         )
 
     # --- training
-    # ---------------------------------------------------------------------------------------------------------
 
     @property
     def batch_size(self) -> int:
@@ -434,7 +432,6 @@ class AdaptiveLoop:
             log.info("%s", line)
 
     # --- resuming
-    # ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return where training is, as plain values, the same on all ranks; to be taken after

@@ -142,7 +142,6 @@ class RowStep:
         return move_to_device(batch, self.step.memory.device)
 
     # --- a step
-    # -----------------------------------------------------------------------------------------------------------
 
     def make_batch(self, rows: Sequence[Row]) -> Batch:
         """Return one batch of rows, on the host. A step may be run again, so rows that collating
@@ -218,7 +217,6 @@ class RowStep:
         raise SettingError("dataset", type(self.dataset).__name__, "no row has a label")
 
     # --- what fits
-    # --------------------------------------------------------------------------------------------------------
 
     def find_bound(
         self,
@@ -423,7 +421,6 @@ class RowStep:
             check_loss(self._mean_loss(on_device["batch"])).backward()  # type: ignore[no-untyped-call]
 
     # --- state
-    # ------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what fits, as plain values."""
