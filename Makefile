@@ -10,7 +10,7 @@ TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo demo-lora test test-all check docs measure format cuda-stack cuda-stack-all test-versions
+.PHONY: demo demo-lora test test-all nightly check docs measure format cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -25,12 +25,16 @@ demo-lora: $(INSTALLED)  ## adapters on the model that the demo has tuned, which
 	$(BIN)/python examples/demo --lora
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
+ELSEWHERE := gpu or cuda_stack or readme or browser
 
-test: $(INSTALLED)  ## some of everything that needs no GPU, in about four minutes
-	$(PYTEST) -m "not slow and not gpu and not cuda_stack and not readme and not browser"
+test: $(INSTALLED)  ## some of everything that needs no GPU, in minutes
+	$(PYTEST) -m "not (slow or nightly or $(ELSEWHERE))"
 
-test-all: $(INSTALLED)  ## everything that needs no GPU, neither a browser nor the pages' commands
-	$(PYTEST) -m "not gpu and not cuda_stack and not readme and not browser"
+test-all: $(INSTALLED)  ## what CI runs of what needs no GPU, neither a browser nor the pages' commands
+	$(PYTEST) -m "not (nightly or $(ELSEWHERE))"
+
+nightly: $(INSTALLED) cuda-stack-all  ## what CI leaves out: more cases of what it runs
+	$(PYTEST) -m nightly
 
 $(STACK)/.installed: constraints.txt
 	test -x $(STACK)/bin/python || $(PYTHON) -m venv $(STACK)

@@ -13,7 +13,7 @@ KILLS = 3
 
 
 LONGER = pytest.param(
-    ("schedule", "tokens", "seesaw", "out of memory", "adapters"), marks=pytest.mark.slow
+    ("schedule", "tokens", "seesaw", "out of memory", "adapters"), marks=pytest.mark.nightly
 )
 
 

@@ -31,7 +31,7 @@ TESTS = [
     "tests/test_architecture.py",
     "--ignore=tests/unit/torchtune",
 ]
-MARKS = "not slow and not gpu and not cuda_stack and not browser and not readme"
+MARKS = "not slow and not nightly and not gpu and not cuda_stack and not browser and not readme"
 
 ROOT = Path(__file__).parents[2]
 VENVS = ROOT / ".venv-versions"
