@@ -1,12 +1,11 @@
-"""The fastest micro-batches: which layout and size train the most real tokens a second, found by a
-few timed trials.
+"""Finds the layout and size of micro-batches that train the most real tokens a second.
 
-The largest that fits is a bound and no aim: from some size on more tokens at once are hardly
+The largest size that fits is a bound and no aim: from some size on, more tokens at once are hardly
 faster, while rows of uneven lengths are padded more. A step has the same rows in any layout, so the
-time of its micro-batches decides. It is modelled as linear in what they hold
-(:class:`.MicroBatchTime`), in all layouts much alike but for a factor, fitted to micro-batches that
-were timed, and corrected by what trials of a near size took beside it. The best by that is tried,
-until it is one that was.
+time of its micro-batches decides. The time is modelled as linear in what the micro-batches hold
+(:class:`.MicroBatchTime`), much alike in all layouts but for a factor. The model is fitted to
+micro-batches that were timed, and corrected by what trials of a near size took. The best choice by
+that model is tried, until the best is one that was tried before.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ log = logging.getLogger("adaptive_batch")
 
 @dataclass(frozen=True)
 class Objective:
-    """What ``auto`` seeks within the bound: the choice of a layout and a limit whose cost is least.
+    """The goal of ``auto`` within the bound: the layout and the limit whose cost is least.
 
     Attributes:
-        cost: ``cost(kind, limit, seconds)`` of a layout's kind and a limit, which take so many
-            seconds for some steps of training; None takes as much at once as fits, and times
+        cost: a function ``cost(kind, limit, seconds)`` of a layout's kind, a limit, and the seconds
+            that they take for some steps of training; None takes as much at once as fits, and times
             nothing.
     """
 
@@ -50,15 +49,15 @@ OBJECTIVES = {
 }
 
 MAX_TRIALS = 6
-_ALIKE = (
-    0.01  # of two sizes that are expected to differ by less, the smaller is taken: it leaves memory
-)
-_OTHERS, _MADE_UP = (
-    0.3,
-    0.1,
-)  # weights in a fit, of what was timed in another layout and of what was not timed
-_REFITS = 3  # of the time that layouts have in common, each with the factors of the last
-_NEAR = 0.08  # what is expected to take so much longer may prove faster, and is tried
+# Of two sizes whose expected costs differ by less, the smaller is taken: it leaves memory free.
+_ALIKE = 0.01
+# The weight in a fit of what was timed in another layout, and of what was not timed at all.
+_OTHERS = 0.3
+_MADE_UP = 0.1
+# Fits of the time that layouts have in common, each with the factors of the last.
+_REFITS = 3
+# A size whose expected cost is higher by no more may prove faster, so it is tried.
+_NEAR = 0.08
 
 
 @dataclass(frozen=True)
@@ -66,11 +65,11 @@ class TimedTrial:
     """A layout and a limit that were timed.
 
     Attributes:
-        kind: of the layout.
-        limit: of a micro-batch.
+        kind: the layout's kind.
+        limit: the limit of a micro-batch.
         tokens_per_second: real tokens of a device, the optimizer's step included.
-        padding: share of the tokens that were run.
-        peak_bytes: of the largest such micro-batch; None where it was not tried.
+        padding: share of padding in the tokens that were run.
+        peak_bytes: the peak of the largest such micro-batch; None where it was not tried.
     """
 
     kind: str
@@ -82,15 +81,15 @@ class TimedTrial:
 
 @dataclass(frozen=True)
 class Throughput:
-    """What is fastest.
+    """The fastest layout and limit, and the trials that showed it.
 
     Attributes:
-        kind: of the layout.
-        limit: of a micro-batch.
-        tokens_per_second: of its trial.
-        time: of a micro-batch in this layout, as the trials have shown it.
-        trials: in their order.
-        seconds: that the search took.
+        kind: the layout's kind.
+        limit: the limit of a micro-batch.
+        tokens_per_second: the rate of its trial.
+        time: the time of a micro-batch in this layout, as the trials have shown it.
+        trials: the trials in their order.
+        seconds: the seconds that the search took.
     """
 
     kind: str
@@ -102,10 +101,10 @@ class Throughput:
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Throughput:
-        """Build it from what ``asdict`` returned."""
+        """Build the result from what ``asdict`` returned."""
         trials = (
-            TimedTrial(**{**one, "limit": MicroBatchLimit(**one["limit"])})
-            for one in saved["trials"]
+            TimedTrial(**{**trial, "limit": MicroBatchLimit(**trial["limit"])})
+            for trial in saved["trials"]
         )
         limit = MicroBatchLimit(**saved["limit"])
         time = MicroBatchTime(**saved["time"])
@@ -114,46 +113,45 @@ class Throughput:
         )
 
     def with_peak(self, peak_bytes: int | None) -> Throughput:
-        """Return the same, with the peak of what is fastest."""
-        mine = (self.kind, self.limit)
-        peaks = (
-            replace(one, peak_bytes=peak_bytes) if (one.kind, one.limit) == mine else one
-            for one in self.trials
-        )
-        return replace(self, trials=tuple(peaks))
+        """Return the same result, with this peak in the trial of the fastest choice."""
+        trials = list(self.trials)
+        for index, trial in enumerate(trials):
+            if (trial.kind, trial.limit) == (self.kind, self.limit):
+                trials[index] = replace(trial, peak_bytes=peak_bytes)
+        return replace(self, trials=tuple(trials))
 
     def table(self) -> str:
-        """Aligned text: a line for each trial, then what is fastest."""
+        """Return aligned text: a line for each trial, then the fastest choice."""
         lines = [f"{'layout':>8} {'at once':>15} {'peak':>10} {'padding':>8} {'tokens/s':>9}"]
-        for one in self.trials:
-            at_once = f"{one.limit.amount:,} {one.limit.unit}"
-            peak = "-" if one.peak_bytes is None else format_bytes(one.peak_bytes)
+        for trial in self.trials:
+            at_once = f"{trial.limit.amount:,} {trial.limit.unit}"
+            peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
             lines.append(
-                f"{one.kind:>8} {at_once:>15} {peak:>10} {one.padding:>8.1%}"
-                f" {one.tokens_per_second:>9,.0f}"
+                f"{trial.kind:>8} {at_once:>15} {peak:>10} {trial.padding:>8.1%}"
+                f" {trial.tokens_per_second:>9,.0f}"
             )
         return "\n".join([*lines, f"fastest: {self.kind}, up to {_at_once(self.limit)}"])
 
 
 Pieces = tuple[list[MicroBatch], MicroBatchLayout]
 
-
-Choice = tuple[str, MicroBatchLimit]  # kind of a layout, and limit
+# The kind of a layout, and a limit.
+Choice = tuple[str, MicroBatchLimit]
 
 
 class FastestSearch:
     """Finds the layout and the limit whose micro-batches take least time for the same rows.
 
     Args:
-        run: runs the sample as the micro-batches of each of some layouts, in turns, so that what
-            slows the machine slows all; returns the seconds of each micro-batch, None for a layout
-            where one does not fit.
+        run: a function that runs the sample as the micro-batches of each of some layouts, in turns,
+            so that what slows the machine slows all; it returns the seconds of each micro-batch,
+            None for a layout where one does not fit.
         steps: tokens of each row of some steps of training, whose time is modelled.
         sample: tokens of each row that is run in a trial, those of a step or a part of one.
-        layouts: to choose from.
-        limits: of each, ascending.
-        step_seconds: that a step takes beside its micro-batches.
-        objective: name of what is sought, one of :data:`OBJECTIVES` that times something.
+        layouts: the layouts to choose from.
+        limits: the limits of a layout, ascending.
+        step_seconds: the seconds that a step takes beside its micro-batches.
+        objective: the name of the goal, one of :data:`OBJECTIVES` that times something.
     """
 
     def __init__(
@@ -175,49 +173,33 @@ class FastestSearch:
         self._sample = sample
         self._limits = limits
         self._layouts = {layout.kind: layout for layout in layouts}
-        self._step_seconds = (
-            step_seconds * sum(sample) / sum(map(sum, steps)) * len(steps)
-        )  # the sample's share of it
+        # A trial runs the sample alone, so it bears that share of what a step takes beside.
+        self._step_seconds = step_seconds * sum(sample) / sum(map(sum, steps)) * len(steps)
         self._timings: dict[str, list[tuple[MicroBatch, float]]] = {
             kind: [] for kind in self._layouts
         }
-        self._measured: dict[
-            Choice, tuple[list[MicroBatch], float]
-        ] = {}  # the sample's micro-batches, and their seconds
-        self._too_large = dict.fromkeys(self._layouts, math.inf)  # what did not fit
+        # The sample's micro-batches in a choice, and the least seconds that they took.
+        self._measured: dict[Choice, tuple[list[MicroBatch], float]] = {}
+        # The amount of a layout that did not fit.
+        self._too_large = dict.fromkeys(self._layouts, math.inf)
 
     def __call__(self) -> Throughput | None:
-        """Time as little as needed; return what is fastest, None where nothing that was tried fits."""
+        """Time as little as needed; return the fastest, None where nothing that was tried fits."""
         while unknown := [
             kind for kind in self._layouts if not self._timings[kind] and self._left(kind)
         ]:
             self._time([self._small_and_large(kind) for kind in unknown])
-        while len(self._measured) < MAX_TRIALS - len(
-            self._layouts
-        ):  # what does not fit leaves fewer
-            expected = {
-                (kind, limit): self._expected_cost(kind, limit)
-                for kind in self._layouts
-                for limit in self._left(kind)
-            }
+        # The first timings of a layout count as a trial of it.
+        while len(self._measured) < MAX_TRIALS - len(self._layouts):
+            # What did not fit in the last round leaves fewer limits in this one.
+            expected: dict[Choice, float] = {}
+            for kind in self._layouts:
+                for limit in self._left(kind):
+                    expected[kind, limit] = self._expected_cost(kind, limit)
             chosen = self._next(expected)
             if not chosen or chosen[0] in self._measured:
                 break
-            pieces = [self._cut(kind, limit) for kind, limit in chosen]
-            for choice, (of_layout, _), seconds in zip(
-                chosen, pieces, self._time(pieces), strict=True
-            ):
-                if seconds is not None:
-                    before = self._measured.get(choice, (of_layout, seconds))
-                    self._measured[choice] = min(
-                        (of_layout, seconds), before, key=lambda one: one[1]
-                    )
-                    log.info(
-                        "timed %s, up to %s: %.0f tokens/s",
-                        choice[0],
-                        _at_once(choice[1]),
-                        self._rate(choice),
-                    )
+            self._try(chosen)
         if not self._measured:
             return None
         kind, limit = min(self._measured, key=lambda choice: self._expected_cost(*choice))
@@ -227,7 +209,24 @@ class FastestSearch:
         )
         return Throughput(kind, limit, self._rate((kind, limit)), self._layouts[kind].time, trials)
 
+    def _try(self, chosen: Sequence[Choice]) -> None:
+        """Time the sample in each choice; keep the least seconds of a choice that fits."""
+        cuts = [self._cut(kind, limit) for kind, limit in chosen]
+        for choice, (pieces, _), seconds in zip(chosen, cuts, self._time(cuts), strict=True):
+            if seconds is None:
+                continue
+            # A choice is timed again as the rival of a later one; what disturbs only adds time.
+            if choice not in self._measured or seconds <= self._measured[choice][1]:
+                self._measured[choice] = (pieces, seconds)
+            log.info(
+                "timed %s, up to %s: %.0f tokens/s",
+                choice[0],
+                _at_once(choice[1]),
+                self._rate(choice),
+            )
+
     def _left(self, kind: str) -> list[MicroBatchLimit]:
+        """Return the limits of a layout that may still fit."""
         return [
             limit
             for limit in self._limits(self._layouts[kind])
@@ -238,8 +237,9 @@ class FastestSearch:
         return micro_batches(self._sample, limit, self._layouts[kind]), self._layouts[kind]
 
     def _small_and_large(self, kind: str) -> Pieces:
-        """Return half of the sample's rows in the smallest micro-batches, and half in the largest:
-        they show what is fixed.
+        """Return half of the sample's rows in the smallest micro-batches, and half in the largest.
+
+        The two sizes together show what part of the time is fixed.
         """
         pieces = []
         sizes = self._left(kind)
@@ -252,105 +252,115 @@ class FastestSearch:
 
     def _time(self, pieces: list[Pieces]) -> list[float | None]:
         """Return the seconds of the sample in each layout; learn from them."""
-        taken = self._run(pieces)
-        for (of_layout, layout), seconds in zip(pieces, taken, strict=True):
+        seconds_of_sample: list[float | None] = []
+        for (micros, layout), seconds in zip(pieces, self._run(pieces), strict=True):
             kind = layout.kind
-            if seconds is None:
-                by_rows = self._limits(layout)[0].unit == "rows"
-                self._too_large[kind] = max(
-                    len(one.rows) if by_rows else one.padded_tokens for one in of_layout
-                )
+            if seconds is not None:
+                self._timings[kind] += zip(micros, seconds, strict=True)
+                seconds_of_sample.append(sum(seconds))
+                continue
+            seconds_of_sample.append(None)
+            if self._limits(layout)[0].unit == "rows":
+                self._too_large[kind] = max(len(micro.rows) for micro in micros)
             else:
-                self._timings[kind] += zip(of_layout, seconds, strict=True)
+                self._too_large[kind] = max(micro.padded_tokens for micro in micros)
         self._learn()
-        return [None if seconds is None else sum(seconds) for seconds in taken]
+        return seconds_of_sample
 
     def _learn(self) -> None:
-        """Fit the time of each layout to what was timed in it and, with less weight, to the
-        others', made as slow by a factor.
+        """Fit the time of each layout to its timings and, with less weight, to all the rest.
+
+        The timings of another layout are multiplied by a factor that makes them as slow as its own.
         """
         timed = {kind: timings for kind, timings in self._timings.items() if timings}
+        if not timed:
+            return
+        # The common time and the factors depend on each other, so they are fitted in turns.
         factors = dict.fromkeys(timed, 1.0)
-        for _ in range(_REFITS if timed else 0):
-            time = fitted(
-                [(piece, s / factors[kind]) for kind, some in timed.items() for piece, s in some]
-            )
-            for kind, some in timed.items():
-                factors[kind] = sum(seconds for _, seconds in some) / time.of(
-                    [piece for piece, _ in some]
-                )
+        for _ in range(_REFITS):
+            common: list[tuple[MicroBatch, float]] = []
+            for kind, timings in timed.items():
+                common += [(piece, seconds / factors[kind]) for piece, seconds in timings]
+            time = fitted(common)
+            for kind, timings in timed.items():
+                modelled = time.of([piece for piece, _ in timings])
+                factors[kind] = sum(seconds for _, seconds in timings) / modelled
         for kind, own in timed.items():
-            others = [
-                (piece, s * factors[kind] / factors[other])
-                for other, some in timed.items()
-                if other != kind
-                for piece, s in some
-            ]
-            self._layouts[kind] = replace(self._layouts[kind], time=fitted(own, others))
+            scaled: list[tuple[MicroBatch, float]] = []
+            for rival, timings in timed.items():
+                if rival != kind:
+                    scaled += [(piece, s * factors[kind] / factors[rival]) for piece, s in timings]
+            self._layouts[kind] = replace(self._layouts[kind], time=fitted(own, scaled))
 
     def _expected_cost(self, kind: str, limit: MicroBatchLimit) -> float:
         return self._cost(kind, limit, self._expected_seconds(kind, limit))
 
     def _expected_seconds(self, kind: str, limit: MicroBatchLimit) -> float:
-        """Return the seconds of the steps by the model, corrected by what the nearest size that was
-        measured took beside it.
-        """
+        """Return the seconds of the steps by the model, corrected by the nearest measured size."""
         layout = self._layouts[kind]
         modelled = sum(
             layout.time.of(micro_batches(lengths, limit, layout)) for lengths in self._steps
         )
-        near = [other for measured, other in self._measured if measured == kind]
-        if not near:
+        measured_limits = [measured for rival, measured in self._measured if rival == kind]
+        if not measured_limits:
             return modelled
-        nearest = min(near, key=lambda other: abs(math.log(other.amount / limit.amount)))
-        pieces, seconds = self._measured[kind, nearest]
+
+        # A ratio tells how alike two sizes are, so their distance is one of logarithms.
+        def distance(measured: MicroBatchLimit) -> float:
+            return abs(math.log(measured.amount / limit.amount))
+
+        pieces, seconds = self._measured[kind, min(measured_limits, key=distance)]
         return modelled * seconds / layout.time.of(pieces)
 
     def _next(self, expected: dict[Choice, float]) -> list[Choice]:
-        """Return what to time: each layout's best, once; then the best of all, beside the best that
-        was measured.
+        """Return the choices to time next, the most promising first.
+
+        At first they are the best of each layout, then the best of all beside the best that was
+        measured.
         """
-        untried = [
-            kind
-            for kind in self._layouts
-            if kind not in (measured for measured, _ in self._measured)
-        ]
-        by_kind = [{one: expected[one] for one in expected if one[0] == kind} for kind in untried]
-        if any(by_kind):
-            return [self._best(of_kind) for of_kind in by_kind if of_kind]
-        known = [choice for choice in expected if choice in self._measured]
-        return [self._best(expected), min(known, key=expected.__getitem__)] if known else []
+        tried_kinds = {kind for kind, _ in self._measured}
+        untried: list[Choice] = []
+        for kind in self._layouts:
+            choices = {choice: cost for choice, cost in expected.items() if choice[0] == kind}
+            if choices and kind not in tried_kinds:
+                untried.append(self._best(choices))
+        if untried:
+            return untried
+        measured = [choice for choice in expected if choice in self._measured]
+        if not measured:
+            return []
+        # The machine may have slowed meanwhile, so the rival is timed again in the same turns.
+        return [self._best(expected), min(measured, key=expected.__getitem__)]
 
     def _best(self, expected: dict[Choice, float]) -> Choice:
-        """Return what is expected to cost least: of sizes that are alike the smallest, or a smaller
-        one that may prove faster.
+        """Return the smallest choice of those with about the least expected cost.
+
+        Where it was measured already, a smaller one that may prove faster comes before it.
         """
-        first = min(expected, key=expected.__getitem__)
-        alike, near = (
-            [
-                one
-                for one in expected
-                if one[0] == first[0] and expected[one] <= (1 + most) * expected[first]
-            ]
-            for most in (_ALIKE, _NEAR)
-        )
-        best = min(alike, key=lambda one: one[1].amount)
-        smaller = [
-            one for one in near if one[1].amount < best[1].amount and one not in self._measured
-        ]
-        return (
-            max(smaller, key=lambda one: one[1].amount, default=best)
-            if best in self._measured
-            else best
-        )
+        cheapest = min(expected, key=expected.__getitem__)
+        costs = {choice: cost for choice, cost in expected.items() if choice[0] == cheapest[0]}
+        least_cost = expected[cheapest]
+        alike = [choice for choice, cost in costs.items() if cost <= (1 + _ALIKE) * least_cost]
+        near = [choice for choice, cost in costs.items() if cost <= (1 + _NEAR) * least_cost]
+        best = min(alike, key=_amount)
+        if best not in self._measured:
+            return best
+        smaller = [choice for choice in near if _amount(choice) < _amount(best)]
+        unmeasured = [choice for choice in smaller if choice not in self._measured]
+        return max(unmeasured, key=_amount, default=best)
 
     def _rate(self, choice: Choice) -> float:
+        """Return the real tokens a second of a measured choice."""
         return sum(self._sample) / (self._measured[choice][1] + self._step_seconds)
 
     def _padding(self, choice: Choice) -> float:
-        return 1 - sum(self._sample) / sum(
-            piece.padded_tokens for piece in self._measured[choice][0]
-        )
+        """Return the share of padding in the tokens of a measured choice."""
+        run_tokens = sum(piece.padded_tokens for piece in self._measured[choice][0])
+        return 1 - sum(self._sample) / run_tokens
+
+
+def _amount(choice: Choice) -> int:
+    return choice[1].amount
 
 
 def _at_once(limit: MicroBatchLimit) -> str:
@@ -360,10 +370,9 @@ def _at_once(limit: MicroBatchLimit) -> str:
 def fitted(
     timings: Sequence[tuple[MicroBatch, float]], alike: Sequence[tuple[MicroBatch, float]] = ()
 ) -> MicroBatchTime:
-    """Fit the time of micro-batches to those that were timed: non-negative least squares of
-    relative errors.
+    """Fit the time of micro-batches to timings, by non-negative least squares of relative errors.
 
-    Few or similar micro-batches do not tell the parts from each other, so others are added: with a
+    Few or similar micro-batches do not tell the parts from each other, so more are added: with a
     third of the weight those that should take about as long as is said, and with a tenth some that
     behave as :class:`.MicroBatchTime` does by default, at the mean speed of those that were timed.
     """
@@ -373,11 +382,12 @@ def fitted(
         MicroBatch([0] * rows, length) for rows, length in ((1, 64), (8, 128), (1, 1024), (16, 512))
     ]
     pieces = [*(piece for piece, _ in (*timings, *alike)), *made_up]
-    seconds = [
-        *(each for _, each in (*timings, *alike)),
+    targets = [
+        *(seconds for _, seconds in (*timings, *alike)),
         *(speed * usual.of([piece]) for piece in made_up),
     ]
-    target = torch.tensor(seconds, dtype=torch.float64)
+    target = torch.tensor(targets, dtype=torch.float64)
+    # The terms of the model: a micro-batch, its rows, its tokens, and attention's pairs of tokens.
     features = torch.tensor(
         [
             (1, len(piece.rows), piece.padded_tokens, sum(n * n for n in piece.lengths))
@@ -386,17 +396,18 @@ def fitted(
         dtype=torch.float64,
     )
     weight = torch.tensor([1.0] * len(timings) + [_OTHERS] * len(alike) + [_MADE_UP] * len(made_up))
+    # The relative error counts, so that long micro-batches do not outweigh short ones.
     weight /= target.clamp(min=1e-9)
     features = features * weight[:, None]
     target = target * weight
     scale = features.norm(dim=0)
     features /= scale
     gram = features.T @ features
-    found = torch.zeros(len(scale), dtype=torch.float64)
+    solution = torch.zeros(len(scale), dtype=torch.float64)
     of_target = features.T @ target
-    for _ in range(500):  # coordinate descent, which for so few unknowns comes to the least
+    # For so few unknowns coordinate descent comes to the minimum.
+    for _ in range(500):
         for unknown in range(len(scale)):
-            found[unknown] = (of_target[unknown] - gram[unknown] @ found + found[unknown]).clamp(
-                min=0
-            )
-    return MicroBatchTime(*(found / scale).tolist())
+            residual = of_target[unknown] - gram[unknown] @ solution
+            solution[unknown] = (residual + solution[unknown]).clamp(min=0)
+    return MicroBatchTime(*(solution / scale).tolist())
