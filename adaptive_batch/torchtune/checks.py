@@ -1,5 +1,6 @@
-"""Refuses, before anything loads, keys that contradict each other; names those without effect. A
-key alone is checked in :mod:`.settings`.
+"""Refuses keys that contradict each other, before anything loads, and names those without effect.
+
+A key alone is checked in :mod:`.settings`.
 """
 
 from __future__ import annotations
@@ -63,12 +64,10 @@ _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
 
 # --- what full fine-tuning needs
-# ----------------------------------------------------------------------------------------
 
 
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
-    """Fill in torchtune's defaults, in place, and refuse a configuration that lacks what training
-    needs.
+    """Fill in torchtune's defaults, in place, and refuse a configuration that lacks a needed key.
 
     Raises:
         SettingError: a key of `needs` is missing, refers to one that is, or holds what it cannot.
@@ -77,7 +76,8 @@ def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
         plain = as_dict(cfg)
     except OmegaConfBaseException as error:
         raise plainly(error) or error from error
-    if "compile" not in cfg:  # torchtune's distributed recipe does without
+    # torchtune's configurations for its distributed recipe do without this key.
+    if "compile" not in cfg:
         OmegaConf.update(cfg, "compile", False, force_add=True)
     for key in needs:
         if key not in cfg:
@@ -98,8 +98,9 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
 
 
 def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Refuse a model with adapters (LoRA, DoRA, on quantized weights or not); name the full one
-    where its builder is known.
+    """Refuse a model with adapters; name the full one where its builder is known.
+
+    Adapters are those of LoRA and DoRA, on quantized weights or not.
     """
     if get_adapter_params(model):
         component = _component(cfg.model)
@@ -111,9 +112,7 @@ def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Refuse a model without adapters, or one whose block does not say what torchtune writes down
-    of them.
-    """
+    """Refuse a model without adapters, or one whose block lacks a key that torchtune saves."""
     component = _component(cfg.model)
     if not get_adapter_params(model):
         remedy = (
@@ -135,33 +134,30 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 def _full(component: str, block: DictConfig) -> str:
-    """Return what to type for the model that one of torchtune's builders puts adapters on; empty
-    where it is not known.
-    """
+    """Return the overrides that give the same model without adapters; empty where unknown."""
     module, _, name = component.rpartition(".")
     full = f"{module}.{re.sub('^q?lora_', '', name)}"
-    try:
-        takes = (
-            inspect.signature(load_function(full, key="model")).parameters
-            if full != component
-            else None
-        )
-    except (SettingError, TypeError):
-        takes = None
-    if takes is None:
+    if full == component:
         return ""
-    removed = [f"~model.{key}" for key in map(str, block) if key not in (*takes, "_component_")]
+    try:
+        builder = load_function(full, key="model")
+        parameters = inspect.signature(builder).parameters
+    except (SettingError, TypeError):
+        return ""
+    # The full model's builder refuses the keys of adapters, so they are removed.
+    kept = (*parameters, "_component_")
+    removed = [f"~model.{key}" for key in map(str, block) if key not in kept]
     return " ".join([f": model={full}", *removed])
 
 
 def _component(block: Any) -> Any:
-    return block.get("_component_") if isinstance(block, Mapping) else block
+    if isinstance(block, Mapping):
+        return block.get("_component_")
+    return block
 
 
 def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
-    """Return a folder of the configuration; refuse one that cannot be written to, before anything
-    is built.
-    """
+    """Return a folder of the configuration; make it, and refuse one that cannot be written to."""
     if not isinstance(given, str | Path) or not str(given):
         raise SettingError(key, given, "give a folder of yours")
     folder = Path(given)
@@ -177,15 +173,16 @@ def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
 
 
 def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
-    """Refuse what is configured for several ranks and cannot be used; return how many ranks hold
-    one copy of the model.
-    """
-    block = cfg.get("optimizer", None)  # which is refused elsewhere, if it is no block
-    block = block if isinstance(block, DictConfig) else DictConfig({})
+    """Refuse keys for several ranks that cannot be used; return the ranks of one model copy."""
+    optimizer = cfg.get("optimizer", None)
+    # An optimizer that is no block is refused elsewhere.
+    if not isinstance(optimizer, DictConfig):
+        optimizer = DictConfig({})
     several = world_size > 1
-    component = str(block.get("_component_", ""))
-    dim = cfg.get("tensor_parallel_dim", None)
-    dim = 1 if dim is None else check_whole("tensor_parallel_dim", dim)
+    component = str(optimizer.get("_component_", ""))
+    dim = 1
+    if cfg.get("tensor_parallel_dim", None) is not None:
+        dim = check_whole("tensor_parallel_dim", cfg.get("tensor_parallel_dim"))
     for key in ("fsdp_cpu_offload", "fsdp_reshard_after_forward"):
         if cfg.get(key, None) is not None:
             check_bool(key, cfg.get(key))
@@ -215,7 +212,8 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
             ),
         ),
     )
-    if block.get("fused", False) and (dim > 1 or (several and component == "torch.optim.SGD")):
+    # Fused kernels take no tensors of tensor parallelism, and that of SGD none of FSDP.
+    if optimizer.get("fused", False) and (dim > 1 or (several and component == "torch.optim.SGD")):
         raise SettingError(
             "optimizer.fused",
             True,
@@ -225,7 +223,6 @@ def check_parallel(cfg: DictConfig, *, world_size: int) -> int:
 
 
 # --- keys that contradict each other
-# ------------------------------------------------------------------------------------
 
 
 def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, str]) -> None:
@@ -237,27 +234,29 @@ def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, 
 
 def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse keys that contradict each other, naming one of them, with what to change."""
-    s = settings
-    size = settings.micro_batch_size
-    tokens = settings.batch_tokens
     rule = settings.batch_size_schedule
-    all_layers = config.get("enable_activation_checkpointing")
-    option = str(config.get("ac_option"))
-    most = s.step_rows
-    finds = "use_maximum_batch_size" if s.use_maximum_batch_size else "batch_increase_function"
-    rows_alike = s.uniform_micro_batches in ("rows", "both") and not (
-        s.batch_changes or s.grows or tokens
-    )
-    one_by_one = (
-        isinstance(size, int) and 1 < size < most and largest_divisor(most, at_most=size) == 1
-    )
-    scheduler = config.get("lr_scheduler")
-    warmup = scheduler.get("num_warmup_steps") if isinstance(scheduler, Mapping) else None
-    two_units = s.lr_clock.warmup != s.lr_clock.decay and config.get("lr_scheduler") is not None
-    validates = s.run_val_every_n_steps is not None
-    by_rule = rule is not None
-    kind = s.micro_batch_layout
-    packs = s.micro_batch_layout == "packed"
+    _check_values(config)
+    _check_components(settings, config)
+    _check_rows(settings, config)
+    _check_layout(settings, config)
+    _check_schedules(settings, config)
+    if settings.run_val_every_n_steps is not None:
+        check_block("dataset_val", settings.dataset_val, several=True)
+    if settings.optimizer_in_bwd:
+        _check_optimizer_in_backward(settings, config)
+    if rule is not None and needs_noise_scale(rule):
+        # A schedule that follows a noise scale which is never measured would stay at its start.
+        reason = _hides_noise(settings)
+        if reason:
+            raise SettingError(
+                "batch_size_schedule",
+                config["batch_size_schedule"],
+                f"it follows the gradient noise scale: {reason}",
+            )
+
+
+def _check_values(config: Mapping[str, Any]) -> None:
+    """Refuse blocks, switches and whole numbers of torchtune's that are something else."""
     for name in ("lr_scheduler", "checkpointer", "metric_logger"):
         if config.get(name) is not None:
             check_block(name, config[name])
@@ -269,6 +268,12 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         for key in keys:
             for value in _values(config, key):
                 check(key, value)
+
+
+def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Refuse a device, a dtype, recomputation, collation or validation that cannot be used."""
+    all_layers = config.get("enable_activation_checkpointing")
+    option = str(config.get("ac_option"))
     _refuse(
         config,
         (
@@ -298,12 +303,12 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "it needs CUDA and enable_activation_checkpointing=True; set it to False",
         ),
         (
-            s.ac_mode in ("full", "selective") and all_layers,
+            settings.ac_mode in ("full", "selective") and all_layers,
             "ac_mode",
             "enable_activation_checkpointing is True too, for all layers; remove one",
         ),
         (
-            s.ac_mode == "selective" and not (option.isdigit() and int(option) > 0),
+            settings.ac_mode == "selective" and not (option.isdigit() and int(option) > 0),
             "ac_option",
             "give a whole number: of so many layers, the activations of one are recomputed",
         ),
@@ -313,21 +318,33 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "left padding is for inference; give torchtune.data.padded_collate_sft",
         ),
         (
-            validates and s.dataset_val is None,
+            settings.run_val_every_n_steps is not None and settings.dataset_val is None,
             "run_val_every_n_steps",
             "there is nothing to validate on; set dataset_val to a dataset block",
         ),
+    )
+
+
+def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Refuse two keys that both set the rows of a step or of a micro-batch."""
+    s = settings
+    size = settings.micro_batch_size
+    finding_key = "batch_increase_function"
+    if settings.use_maximum_batch_size:
+        finding_key = "use_maximum_batch_size"
+    _refuse(
+        config,
         (
             size is not None and s.micro_batch_tokens is not None,
             "micro_batch_tokens",
             f"micro_batch_size={size} is set too; both set what is run at once, so remove one",
         ),
         (
-            tokens and s.batch_changes,
+            s.batch_tokens and s.batch_changes,
             "batch_tokens",
             (
-                f"a step holds tokens, and {finds} sets its rows; remove one (batch_tokens alone"
-                " finds what fits, too)"
+                f"a step holds tokens, and {finding_key} sets its rows; remove one (batch_tokens"
+                " alone finds what fits, too)"
             ),
         ),
         (
@@ -335,16 +352,34 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             "min_rows_per_batch",
             f"max_rows_per_batch is {s.max_rows_per_batch}; give that or less",
         ),
+    )
+
+
+def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Refuse equal micro-batches of one row each, and rows that cannot lie as configured."""
+    s = settings
+    size = settings.micro_batch_size
+    step_rows = settings.step_rows
+    changes = settings.batch_changes or settings.grows or settings.batch_tokens
+    # Only where each step has the same rows is it known before training how they divide.
+    rows_alike = s.uniform_micro_batches in ("rows", "both") and not changes
+    one_by_one = False
+    if isinstance(size, int) and 1 < size < step_rows:
+        one_by_one = largest_divisor(step_rows, at_most=size) == 1
+    packs = s.micro_batch_layout == "packed"
+    reason = why_unpacked(config)
+    _refuse(
+        config,
         (
             rows_alike and one_by_one,
             "uniform_micro_batches",
             (
-                f"the {most} rows of a step divide into equal micro-batches of up to {size} only"
-                " one by one; change batch_size or micro_batch_size so that one divides the other"
+                f"the {step_rows} rows of a step divide into equal micro-batches of up to {size}"
+                " only one by one; change batch_size or micro_batch_size so that one divides the other"
             ),
         ),
         (
-            kind not in (None, "padded") and s.uniform_micro_batches,
+            s.micro_batch_layout not in (None, "padded") and s.uniform_micro_batches,
             "micro_batch_layout",
             f"uniform_micro_batches={s.uniform_micro_batches} needs padded rows; remove one",
         ),
@@ -356,13 +391,23 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
                 " remove one"
             ),
         ),
+        (packs and reason, "micro_batch_layout", f"{reason}; give grouped"),
+    )
+
+
+def _check_schedules(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Refuse keys that a schedule of the batch or of the rate cannot be used with."""
+    rule = settings.batch_size_schedule
+    clock = settings.lr_clock
+    scheduler = config.get("lr_scheduler")
+    warmup = None
+    if isinstance(scheduler, Mapping):
+        warmup = scheduler.get("num_warmup_steps")
+    has_two_units = clock.warmup != clock.decay and scheduler is not None
+    _refuse(
+        config,
         (
-            packs and why_unpacked(config),
-            "micro_batch_layout",
-            f"{why_unpacked(config)}; give grouped",
-        ),
-        (
-            by_rule and s.gradient_accumulation_steps > 1,
+            rule is not None and settings.gradient_accumulation_steps > 1,
             "gradient_accumulation_steps",
             (
                 "batch_size_schedule gives the rows of a whole step, and its micro-batches follow"
@@ -370,7 +415,7 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
         (
-            by_rule and tokens and needs_noise_scale(rule),
+            rule is not None and settings.batch_tokens and needs_noise_scale(rule),
             "batch_tokens",
             (
                 "the gradient noise scale is counted in rows; remove batch_tokens, or take another"
@@ -378,7 +423,7 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
         (
-            two_units and warmup is None,
+            has_two_units and warmup is None,
             "lr_clock",
             (
                 "a warm-up in another unit needs a scheduler with num_warmup_steps, such as"
@@ -387,22 +432,10 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
     )
-    if validates:
-        check_block("dataset_val", s.dataset_val, several=True)
-    if s.optimizer_in_bwd:
-        _check_optimizer_in_backward(s, config)
-    if by_rule and needs_noise_scale(rule) and (why := _hides_noise(s)):
-        raise SettingError(
-            "batch_size_schedule",
-            config["batch_size_schedule"],
-            f"it follows the gradient noise scale: {why}",
-        )
 
 
 def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
-    """Return why the rows of a micro-batch cannot be packed as configured; empty where nothing
-    speaks against it.
-    """
+    """Return why the rows of a micro-batch cannot be packed as configured; empty where they can."""
     checks = (
         (config.get("collate_fn"), "collate_fn makes batches of its own"),
         (config.get("compile"), "compile is on, and packed micro-batches are of ever other shapes"),
@@ -415,17 +448,17 @@ def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
             "dataset.packed is True: its rows are packed already",
         ),
     )
-    return next((why for applies, why in checks if applies), "")
+    return next((reason for applies, reason in checks if applies), "")
 
 
 def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
-    """Return what is given for a key; for a dotted one in a block, or in each of a list of blocks."""
+    """Return the values of a key that are set; of a dotted one, in a block or a list of blocks."""
     name, _, inner = key.partition(".")
-    given = config.get(name)
-    blocks = given if isinstance(given, list) else [given]
-    values = (
-        [block.get(inner) for block in blocks if isinstance(block, Mapping)] if inner else [given]
-    )
+    value = config.get(name)
+    values = [value]
+    if inner:
+        blocks = value if isinstance(value, list) else [value]
+        values = [block.get(inner) for block in blocks if isinstance(block, Mapping)]
     return [value for value in values if value is not None]
 
 
@@ -435,14 +468,19 @@ def _check_whole_or_zero(key: str, value: object) -> None:
 
 
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:
+    """Refuse keys that need several micro-batches in a step, or a whole gradient."""
     s = settings
     size = settings.micro_batch_size
-    less = isinstance(size, int) and (size < s.batch_size or s.batch_changes or s.grows)
+    is_split = isinstance(size, int) and (size < s.batch_size or s.batch_changes or s.grows)
     noise_key = "log_gradient_noise_scale" if s.log_gradient_noise_scale else "batch_size_schedule"
-    one = "each micro-batch is stepped as it comes, so a step is one"
+    stepped = "each micro-batch is stepped as it comes, so a step is one"
     failed = "a step that failed has changed some weights already, and cannot be run again"
     checks: tuple[tuple[object, str, str], ...] = (
-        (s.gradient_accumulation_steps > 1, "gradient_accumulation_steps", f"{one}; set it to 1"),
+        (
+            s.gradient_accumulation_steps > 1,
+            "gradient_accumulation_steps",
+            f"{stepped}; set it to 1",
+        ),
         (
             s.clip_grad_norm is not None,
             "clip_grad_norm",
@@ -455,17 +493,16 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
             "a step has changed the weights before its loss is known; give stop",
         ),
         (s.measures_noise, noise_key, "there is no gradient left to measure; remove it"),
-        *((config.get(key), key, f"{one}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
-        (s.micro_batch_layout == "grouped", "micro_batch_layout", f"{one}; remove it"),
-        (less, "micro_batch_size", f"{one}; remove it"),
+        *((config.get(key), key, f"{stepped}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
+        (s.micro_batch_layout == "grouped", "micro_batch_layout", f"{stepped}; remove it"),
+        (is_split, "micro_batch_size", f"{stepped}; remove it"),
     )
-    for wrong, key, why in checks:
-        remedy = f"with the optimizer in backward {why}, or set optimizer_in_bwd=False"
+    for wrong, key, reason in checks:
+        remedy = f"with the optimizer in backward {reason}, or set optimizer_in_bwd=False"
         _refuse(config, (wrong, key, remedy))
 
 
 # --- without effect
-# -----------------------------------------------------------------------------------------------------
 
 _SEARCH_KEYS = ("search", "cache", "round_to_power_of_two", "trial_timeout")
 _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
@@ -478,93 +515,94 @@ class NoEffect(NamedTuple):
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.key} {'have' if ', ' in self.key else 'has'} no effect: {self.reason}"
+        verb = "have" if ", " in self.key else "has"
+        return f"{self.key} {verb} no effect: {self.reason}"
 
 
 def without_effect(
     settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, ranks: int = 1
 ) -> list[NoEffect]:
-    """Return the keys that are set and do nothing in training, each with the reason; those that
-    nothing reads are one.
+    """Return the keys that are set and do nothing in training, each with the reason.
+
+    Those that nothing reads are one.
     """
     config = as_dict(cfg)
-    found = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
+    unused = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
     if ranks == 1:
-        found += [
-            (name, _ONE_RANK)
-            for name in ("fsdp_cpu_offload", "custom_sharded_layers")
-            if config.get(name)
-        ]
+        for name in ("fsdp_cpu_offload", "custom_sharded_layers"):
+            if config.get(name):
+                unused.append((name, _ONE_RANK))
         if not settings.sync_gradients_every_micro_batch:
-            found.append(("sync_gradients_every_micro_batch", _ONE_RANK))
+            unused.append(("sync_gradients_every_micro_batch", _ONE_RANK))
     probe = settings.probe
-    default = type(settings.probe)()
-    if probe != default:
+    if probe != type(probe)():
         fits_itself = settings.validation is not None and settings.validation.fits_itself
+        # Where nothing searches, the whole block does nothing, and its keys are not named too.
         if not settings.needs_bound and not fits_itself:
-            found.append(("probe", "nothing that needs to know what fits is on"))
+            unused.append(("probe", "nothing that needs to know what fits is on"))
         else:
-            for_probe = [
-                name for name in ("sequence_lengths", "critical_batch") if getattr(probe, name)
-            ]
-            found += [(f"probe.{name}", "it is for adaptive_probe") for name in for_probe]
+            for name in ("sequence_lengths", "critical_batch"):
+                if getattr(probe, name):
+                    unused.append((f"probe.{name}", "it is for adaptive_probe"))
     if settings.estimate != type(settings.estimate)():
-        found.append(("estimate", "it is for adaptive_estimate"))
-    return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in found)]
+        unused.append(("estimate", "it is for adaptive_estimate"))
+    return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in unused)]
 
 
 def without_effect_on(
     recipe: str, settings: Settings, cfg: DictConfig, *, ranks: int = 1
 ) -> list[NoEffect]:
-    """Return the keys that nothing reads, and those of `probe` that do nothing in
-    ``adaptive_probe`` or ``adaptive_estimate``.
+    """Return the keys that do nothing in ``adaptive_probe`` or ``adaptive_estimate``.
+
+    They are those that nothing reads, and some of `probe` and `estimate`.
     """
     probe = settings.probe
     estimate = settings.estimate
+    unused = _unused_of_probe(recipe, settings, ranks=ranks)
+    default = type(probe)()
+    changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
+    keys = [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
+    estimates_on_cpu = recipe == "adaptive_estimate" and cfg.get("device") == "cpu"
+    if estimates_on_cpu and estimate.context != type(estimate)().context:
+        keys.append(NoEffect("estimate.context", "device is cpu, which has none"))
+    return keys
+
+
+def _unused_of_probe(recipe: str, settings: Settings, *, ranks: int) -> dict[str, str]:
+    """Return the keys of `probe` that a recipe does not read, each with the reason."""
+    probe = settings.probe
     unused = {"assumed_maximum": "it is for preview"}
     if recipe == "adaptive_probe" and probe.critical_batch:
         of_search = (*_SEARCH_KEYS, "sequence_length", "sequence_lengths", "device_memory", "tune")
         unused |= dict.fromkeys(of_search, "probe.critical_batch does not search")
     elif recipe == "adaptive_probe":
-        unused |= (
-            {"sequence_length": "probe.sequence_lengths gives them"}
-            if probe.sequence_lengths
-            else {}
-        )
-        unused |= {"trial_timeout": _ONE_RANK} if ranks == 1 else {}
+        if probe.sequence_lengths:
+            unused["sequence_length"] = "probe.sequence_lengths gives them"
+        if ranks == 1:
+            unused["trial_timeout"] = _ONE_RANK
     else:
-        unused |= {"device_memory": "estimate.devices gives it"}
+        unused["device_memory"] = "estimate.devices gives it"
         unused |= dict.fromkeys(
             ("sequence_lengths", "tune", "critical_batch"), "it is for adaptive_probe"
         )
-        unused |= (
-            {"sequence_length": "estimate.sequence_lengths gives them"}
-            if estimate.sequence_lengths
-            else {}
-        )
-        unused |= {"headroom": "estimate.headroom gives it"}
+        if settings.estimate.sequence_lengths:
+            unused["sequence_length"] = "estimate.sequence_lengths gives them"
+        unused["headroom"] = "estimate.headroom gives it"
         unused |= dict.fromkeys(
             _SEARCH_KEYS, "an estimate tries nothing, and returns the largest size that fits"
         )
     if not probe.critical_batch:
         names = (f"critical_batch_{name}" for name in ("from", "rows", "tolerance"))
         unused |= dict.fromkeys(names, "it is for probe.critical_batch, which is not set")
-    default = type(probe)()
-    changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
-    found = [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
-    if (
-        recipe == "adaptive_estimate"
-        and cfg.get("device") == "cpu"
-        and estimate.context != type(estimate)().context
-    ):
-        found.append(NoEffect("estimate.context", "device is cpu, which has none"))
-    return found
+    return unused
 
 
 def _unread(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> list[NoEffect]:
     names = unread(type(settings), cfg)
+    if not names:
+        return []
     pronoun = "it" if len(names) == 1 else "them"
-    return [NoEffect(", ".join(names), f"nothing reads {pronoun}")] if names else []
+    return [NoEffect(", ".join(names), f"nothing reads {pronoun}")]
 
 
 def _without_what_they_need(
@@ -572,33 +610,33 @@ def _without_what_they_need(
 ) -> Iterator[tuple[str, str]]:
     """Yield the keys that are set without the key that they are for."""
 
-    def is_set(need: str) -> bool:  # key=value asks for that value
+    def is_set(need: str) -> bool:
         name, _, value = need.partition("=")
-        return bool(getattr(settings, name) == value if value else config.get(name))
+        # A need of the form key=value asks for that value.
+        if value:
+            return bool(getattr(settings, name) == value)
+        return bool(config.get(name))
 
-    for prefix, block, given in (
+    for prefix, block, values in (
         ("", settings, config),
         ("probe.", settings.probe, config.get("probe") or {}),
     ):
         for name, key in keys_of(type(block)).items():
-            does_nothing = given.get(name) in (None, False, getattr(type(block), name, None))
-            met = any(is_set(need) or given.get(need.removeprefix(prefix)) for need in key.needs)
+            does_nothing = values.get(name) in (None, False, getattr(type(block), name, None))
+            met = any(is_set(need) or values.get(need.removeprefix(prefix)) for need in key.needs)
             if key.needs and not does_nothing and not met:
-                needs = " or ".join(key.needs)
-                yield (
-                    prefix + name,
-                    f"it is for {needs}" + ("" if "=" in needs else ", which is not set"),
-                )
+                reason = f"it is for {' or '.join(key.needs)}"
+                if "=" not in reason:
+                    reason += ", which is not set"
+                yield prefix + name, reason
 
 
 def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the keys whose place another key takes."""
     accumulates = settings.gradient_accumulation_steps > 1
-    if (
-        settings.batch_tokens
-        and accumulates
-        and (settings.lr_scaling == "none" or settings.reference_batch_size)
-    ):
+    # Without a reference of its own, the rate's rule still reads how often is accumulated.
+    is_read_by_rate = settings.lr_scaling != "none" and not settings.reference_batch_size
+    if settings.batch_tokens and accumulates and not is_read_by_rate:
         yield "gradient_accumulation_steps", "batch_tokens sets what a step holds"
     if settings.sample_order != "dataloader" and config.get("shuffle") is False:
         yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
@@ -608,8 +646,10 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
     changes = settings.batch_changes or settings.grows or settings.batch_tokens
     if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
         yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
-    if settings.log_gradient_noise_scale and (why := _hides_noise(settings)):
-        yield "log_gradient_noise_scale", why
+    if settings.log_gradient_noise_scale:
+        reason = _hides_noise(settings)
+        if reason:
+            yield "log_gradient_noise_scale", reason
 
 
 def _hides_noise(settings: Settings) -> str:
@@ -617,7 +657,8 @@ def _hides_noise(settings: Settings) -> str:
     size = settings.micro_batch_size
     rule = settings.batch_size_schedule
     rows: int | None = settings.step_rows
-    if rule is not None:  # one that follows the noise stays where it starts until there is some
+    if rule is not None:
+        # A rule that follows the noise scale stays at its start until there is a measurement.
         rows = getattr(rule, "start", None) if needs_noise_scale(rule) else None
     stays = not (settings.batch_changes or settings.batch_tokens)
     whole_steps = (
@@ -626,19 +667,19 @@ def _hides_noise(settings: Settings) -> str:
         and not settings.grow_beyond_maximum
     )
     by_length = settings.micro_batch_tokens is not None or settings.micro_batch_layout == "grouped"
-    if settings.uniform_micro_batches in (
-        ("rows", "lengths", "both") if by_length else ("lengths", "both")
-    ):
+    sorting_values = ["lengths", "both"]
+    # Where length cuts micro-batches, equal rows too leave no random part of a step.
+    if by_length:
+        sorting_values.append("rows")
+    if settings.uniform_micro_batches in sorting_values:
         return (
             "uniform_micro_batches leaves no random part of a step a micro-batch of its own; remove"
             " it, or use micro_batch_size"
         )
     if settings.sample_order == "seqlen":
         return "rows come sorted by length, so a micro-batch is no random part of a step"
-    one_each = whole_steps or (
-        stays and isinstance(size, int) and isinstance(rows, int) and size >= rows
-    )
-    if one_each and not by_length:
+    holds_step = stays and isinstance(size, int) and isinstance(rows, int) and size >= rows
+    if (whole_steps or holds_step) and not by_length:
         return (
             "a step is one micro-batch, and it takes two; set micro_batch_size to fewer rows than a"
             " step has"
