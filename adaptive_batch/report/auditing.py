@@ -1,11 +1,13 @@
-"""The proof, from the run log alone, that in every epoch each row was used exactly once across all
-restarts.
+"""The proof that each row was used exactly once in every epoch, across all restarts.
+
+It needs the run log alone.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -20,15 +22,21 @@ from .run_history import LossesNotFinite, Record, RunHistory, as_number, steps_a
 from .run_log import iterate_records
 
 RECORD = Path("adaptive_batch") / "run.jsonl"
-_MOST = 20  # problems that are kept, and notes; all are counted
-_MARKS = {1: "used", 2: "listed as dropped"}  # of a row, in an epoch's bytes
-_COMPARED = ("rows", "loss", "lr")  # what a repeated step must have again
+# Problems that are kept, and notes: all are counted, and a broken log has too many to print.
+_MOST = 20
+# What the byte of a row means: an epoch of many rows must fit into memory.
+_MARKS = {1: "used", 2: "listed as dropped"}
+# What a repeated step must have again.
+_COMPARED = ("rows", "loss", "lr")
 
 
 @dataclass(frozen=True)
 class Audit:
-    """What a run log proves: aligned text, the verdict last, and why it does not hold, one sentence
-    each, the first twenty.
+    """What a run log proves.
+
+    Attributes:
+        lines: aligned text, the verdict last.
+        problems: reasons why the proof does not hold, one sentence each, the first twenty.
     """
 
     lines: tuple[str, ...]
@@ -36,8 +44,9 @@ class Audit:
 
     @property
     def holds(self) -> bool:
-        """Whether each row was used exactly once in each epoch, or is recorded as left out, and
-        nothing contradicts it.
+        """Whether each row was used exactly once in each epoch, or is recorded as left out.
+
+        Nothing in the log contradicts it.
         """
         return not self.problems
 
@@ -52,18 +61,17 @@ def audit(output_dir: str | Path) -> Audit:
     try:
         path.open("rb").close()
     except OSError as error:
-        is_there = Path(output_dir).is_dir()
-        what = (
-            f"{path} cannot be read ({error.strerror})" if is_there else "there is no such folder"
-        )
-        raise SettingError(
-            "OUTPUT_DIR", str(output_dir), f"{what}; give the output_dir of a run"
-        ) from None
+        problem = "there is no such folder"
+        if Path(output_dir).is_dir():
+            problem = f"{path} cannot be read ({error.strerror})"
+        remedy = f"{problem}; give the output_dir of a run"
+        raise SettingError("OUTPUT_DIR", str(output_dir), remedy) from None
     return audit_records(iterate_records(path), iterate_records(path))
 
 
 def audit_records(records: Iterable[Record | None], again: Iterable[Record | None]) -> Audit:
-    """Audit the records of one file, in order, which are read twice; None stands for a torn line."""
+    """Audit the records of one file, read twice, in order; None stands for a torn line."""
+    # Only a first reading shows which steps count: a later start may roll them back.
     history = RunHistory(records)
     auditor = _Auditor(has_beginning=history.has_beginning)
     for entry in history.entries(again):
@@ -74,43 +82,56 @@ def audit_records(records: Iterable[Record | None], again: Iterable[Record | Non
         *auditor.report(),
     ]
     if history.num_other_runs:
-        pairs.insert(
-            1, ("", f"the last run is audited; other runs in the file: {history.num_other_runs}")
-        )
+        scope = f"the last run is audited; other runs in the file: {history.num_other_runs}"
+        pairs.insert(1, ("", scope))
+    return Audit(_aligned(pairs), tuple(auditor.problems))
+
+
+def _aligned(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
+    """Return a line for each pair of a heading and a text, with the texts below each other."""
     width = max(len(heading) for heading, _ in pairs)
-    shown = [
-        heading if place == 0 or heading != pairs[place - 1][0] else ""
-        for place, (heading, _) in enumerate(pairs)
-    ]
-    lines = tuple(
-        f"{heading:<{width}}  {line}" for heading, (_, line) in zip(shown, pairs, strict=True)
-    )
-    return Audit(lines, tuple(auditor.problems))
+    lines = []
+    previous_heading = None
+    for heading, text in pairs:
+        # A heading stands once, before the first of its lines.
+        shown_heading = "" if heading == previous_heading else heading
+        lines.append(f"{shown_heading:<{width}}  {text}")
+        previous_heading = heading
+    return tuple(lines)
 
 
 class _Auditor:
-    """Goes through the records of a run; each step that counts is checked against all that counted
-    before it.
-    """
+    """Checks each step of a run that counts against all that counted before it."""
 
     def __init__(self, *, has_beginning: bool) -> None:
         self.problems: list[str] = []
-        self.num_problems = self.num_torn = 0
+        self.num_problems = 0
+        self.num_torn = 0
         self._has_beginning = has_beginning
-        self._steps = self._samples = self._tokens = self._num_rows = 0
-        self._position = 0  # rows of the epoch so far
+        self._steps = 0
+        self._samples = 0
+        self._tokens = 0
+        self._num_rows = 0
+        # Rows of the newest epoch so far.
+        self._position = 0
         self._is_over = False
-        self._trusts = (
-            not has_beginning
-        )  # after a gap that was named, the next counts are taken as they come
+        # After a gap that was named, the next counts are believed: one gap is one problem.
+        self._trusts = not has_beginning
         self._epochs: list[_Epoch] = []
-        self._dropped: dict[int, list[list[Any]]] = {}  # by epoch, before its first step
+        # Dropped rows by epoch, which may be listed before the first step of the epoch.
+        self._dropped: dict[int, list[list[Any]]] = {}
         self._repeats = _Repeats()
         self._changes = _Changes()
         self._losses = LossesNotFinite()
-        self._skipped: list[int] = []  # steps that changed no weight
+        # Steps that changed no weight.
+        self._skipped: list[int] = []
         if not has_beginning:
             self._wrong("the beginning of the run is not in the log")
+
+    @property
+    def _epoch(self) -> _Epoch | None:
+        """The newest epoch; None before the first."""
+        return self._epochs[-1] if self._epochs else None
 
     def add(self, record: Record | None, steps: int, counts: bool) -> None:
         """Check the next record."""
@@ -118,18 +139,22 @@ class _Auditor:
             self.num_torn += 1
             return
         kind = str(record.get("kind"))
-        epoch = whole(record, "epoch")
+        # Steps that were rolled back are kept, to compare them with their repetition.
         if kind != "step":
             self._repeats.event(record, steps)
         elif not counts:
             self._repeats.roll_back(steps, record)
         self._changes.event(record, steps, counts=counts)
         if kind == "start":
-            self._num_rows = (
-                max(0, rows) if (rows := whole(record, "rows")) is not None else self._num_rows
-            )
-        if not counts:
-            return
+            num_rows = whole(record, "rows")
+            if num_rows is not None:
+                self._num_rows = max(0, num_rows)
+        if counts:
+            self._add_counting(kind, record, steps)
+
+    def _add_counting(self, kind: str, record: Record, steps: int) -> None:
+        """Check a record that no restart rolled back."""
+        epoch = whole(record, "epoch")
         if kind == "start":
             self._start(record)
         elif kind == "step":
@@ -149,9 +174,12 @@ class _Auditor:
             self._dropped.clear()
         elif kind == "plan":
             self._changes.unit = "row" if whole(record, "batch_tokens") is None else "token"
-        elif kind in ("resume_point", "checkpoint"):
-            saved = whole(record, "step" if kind == "resume_point" else "steps") or 0
-            self._expect_steps(f"{kind} at step {saved}", saved)
+        elif kind == "resume_point":
+            saved_step = whole(record, "step") or 0
+            self._expect_steps(f"resume_point at step {saved_step}", saved_step)
+        elif kind == "checkpoint":
+            saved_step = whole(record, "steps") or 0
+            self._expect_steps(f"checkpoint at step {saved_step}", saved_step)
         elif kind == "end":
             self._is_over = True
 
@@ -160,7 +188,7 @@ class _Auditor:
         progress = record.get("progress")
         steps = steps_at(record)
         self._is_over = False
-        # rows of an epoch that has no step yet are listed again when it begins
+        # Rows of an epoch that has no step yet are listed again when it begins.
         self._dropped.clear()
         if not isinstance(progress, Mapping):
             self._wrong("a start does not record where training resumes")
@@ -169,28 +197,44 @@ class _Auditor:
         if self._trusts:
             return
         for name, counted in (("samples", self._samples), ("tokens", self._tokens)):
-            if (there := whole(progress, name)) not in (None, counted):
+            recorded = whole(progress, name)
+            if recorded is not None and recorded != counted:
                 self._wrong(
-                    f"resumed at step {steps} with {there:,} {name}, the steps up to it have"
+                    f"resumed at step {steps} with {recorded:,} {name}, the steps up to it have"
                     f" {counted:,}"
                 )
-        place: tuple[Any, Any] = progress.get("epoch"), progress.get("epoch_rows")
-        epoch = self._epochs[-1] if self._epochs else None
-        here = (epoch.number, self._position) if epoch else (0, 0)
-        if epoch and place[0] == epoch.number:
-            epoch.ending = None  # it continues, or ends again
-        if place != here and not (epoch and place == (epoch.number + 1, 0)):
+        self._check_place(steps, (progress.get("epoch"), progress.get("epoch_rows")))
+
+    def _check_place(self, steps: int, place: tuple[Any, Any]) -> None:
+        """Check that training resumes at the row where the steps end.
+
+        Args:
+            steps: steps at which it resumes.
+            place: number of the epoch at which it resumes, and rows of it that were used.
+        """
+        epoch = self._epoch
+        end = (0, 0)
+        allowed_places = [end]
+        if epoch:
+            end = (epoch.number, self._position)
+            # At the end of an epoch, training may also resume at the beginning of the next.
+            allowed_places = [end, (epoch.number + 1, 0)]
+            if place[0] == epoch.number:
+                # The epoch continues, or ends again.
+                epoch.ending = None
+        if place not in allowed_places:
             self._wrong(
                 f"resumed at step {steps}, {count(place[1], 'row')} into epoch {place[0]}; "
-                f"the steps up to it end {count(here[1], 'row')} into epoch {here[0]}"
+                f"the steps up to it end {count(end[1], 'row')} into epoch {end[0]}"
             )
-        elif epoch and place == here and self._position and self._num_rows != epoch.num_rows:
+        elif epoch and place == end and self._position and self._num_rows != epoch.num_rows:
             self._wrong(
                 f"resumed at step {steps} within epoch {epoch.number} with"
                 f" {count(self._num_rows, 'row', ',')} in the dataset, {epoch.num_rows:,} before"
             )
 
     def _step(self, record: Record, number: int | None) -> None:
+        """Check an optimizer step, of the epoch with this number."""
         step = whole(record, "step")
         if step is None or number is None:
             self._wrong(f"after step {self._steps}: a step without its number or its epoch")
@@ -202,31 +246,42 @@ class _Auditor:
         self._repeats.count(step, record)
         self._losses.add(step, record)
         self._steps = step
-        epoch = self._epoch_of(number, what=f"step {step}")
+        epoch = self._epoch_of(number, subject=f"step {step}")
         if epoch is None:
             return
-        rows = record.get("rows")
         size = whole(record, "batch_size") or 0
+        self._mark_used(epoch, step, record.get("rows"), size)
+        self._add_totals(step, record, size)
+        epoch.first_step = epoch.first_step or step
+        epoch.last_step = step
+        self._changes.step(step, record, size)
+
+    def _mark_used(self, epoch: _Epoch, step: int, rows: object, size: int) -> None:
+        """Mark the rows of a step as used, and check that they are as many as its batch size."""
         if not isinstance(rows, list):
             self._wrong(f"step {step}: which rows it used is not recorded")
-        else:
-            self._wrong(*epoch.mark(1, rows), of=f"epoch {number}, step {step}: ")
-            if size != len(rows):
-                self._wrong(
-                    f"step {step}: batch_size {size}, and {count(len(rows), 'row')}"
-                    f" {'is' if len(rows) == 1 else 'are'} listed"
-                )
+            return
+        self._wrong(*epoch.mark(1, rows), of=f"epoch {epoch.number}, step {step}: ")
+        if size != len(rows):
+            verb = "is" if len(rows) == 1 else "are"
+            self._wrong(
+                f"step {step}: batch_size {size}, and {count(len(rows), 'row')} {verb} listed"
+            )
+
+    def _add_totals(self, step: int, record: Record, size: int) -> None:
+        """Check that the totals of a step continue those of the step before it, and keep them."""
         position = whole(record, "position")
         samples = whole(record, "samples_seen")
         tokens = whole(record, "tokens_seen") or 0
         if not self._trusts:
-            for name, value, before in (
+            for name, total, previous in (
                 ("position", position, self._position),
                 ("samples_seen", samples, self._samples),
             ):
-                if value != before + size:
+                expected = previous + size
+                if total != expected:
                     self._wrong(
-                        f"step {step}: {name} {value}, not {before + size} = {before} + {size}"
+                        f"step {step}: {name} {total}, not {expected} = {previous} + {size}"
                     )
             if tokens < self._tokens:
                 self._wrong(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
@@ -234,63 +289,74 @@ class _Auditor:
         self._samples = samples or 0
         self._tokens = tokens
         self._trusts = False
-        epoch.first_step = epoch.first_step or step
-        epoch.last_step = step
-        self._changes.step(step, record, size)
 
-    def _epoch_of(self, number: int, *, what: str) -> _Epoch | None:
-        """Return the epoch that something belongs to; where it is a new one, the one before is
-        done.
+    def _epoch_of(self, number: int, *, subject: str) -> _Epoch | None:
+        """Return the epoch with this number; where it is a new one, close the one before.
+
+        Return None, with a problem that names the `subject`, where the epoch was done before.
         """
-        current = self._epochs[-1] if self._epochs else None
+        current = self._epoch
         if current and number == current.number and current.ending is None:
             return current
-        before = current.number if current else -1
-        if number <= before:
-            self._wrong(f"{what} belongs to epoch {number}, after epoch {before} was begun or done")
+        newest = current.number if current else -1
+        if number <= newest:
+            self._wrong(
+                f"{subject} belongs to epoch {number}, after epoch {newest} was begun or done"
+            )
             self._trusts = True
             return None
         self._close(is_done=True)
-        if number > before + 1 and (current or self._has_beginning):
-            self._wrong(f"{what} belongs to epoch {number}; epoch {before + 1} is not in the log")
-        self._epochs.append(epoch := _Epoch(number, self._num_rows))
+        # A log without its beginning may begin in any epoch.
+        if number > newest + 1 and (current or self._has_beginning):
+            self._wrong(
+                f"{subject} belongs to epoch {number}; epoch {newest + 1} is not in the log"
+            )
+        epoch = _Epoch(number, self._num_rows)
+        self._epochs.append(epoch)
         self._position = 0
         for rows in self._dropped.pop(number, []):
             self._drop(rows, number)
         return epoch
 
     def _drop(self, rows: object, number: int | None) -> None:
+        """Mark rows as dropped, or keep them until their epoch begins."""
+        epoch = self._epoch
         if number is None or not isinstance(rows, list):
             self._wrong(
                 f"after step {self._steps}: dropped rows without their numbers or their epoch"
             )
-        elif self._epochs and self._epochs[-1].number == number:
-            self._wrong(*self._epochs[-1].mark(2, rows), of=f"epoch {number}: ")
+        elif epoch and epoch.number == number:
+            self._wrong(*epoch.mark(2, rows), of=f"epoch {number}: ")
         else:
             self._dropped.setdefault(number, []).append(rows)
 
     def _forget_dropped(self, number: int | None) -> None:
-        """Take back what an epoch has listed as dropped: it is planned again, and lists what it
-        drops now.
+        """Remove what an epoch has listed as dropped.
+
+        It is planned again, and lists what it drops now.
         """
-        if self._epochs and self._epochs[-1].number == number:
-            self._epochs[-1].forget_dropped()
+        epoch = self._epoch
+        if epoch and epoch.number == number:
+            epoch.forget_dropped()
         self._dropped.clear()
 
     def _end_epoch(self, record: Record, number: int | None) -> None:
+        """Keep the recorded end of an epoch, to judge it when the epoch is closed."""
         if number is None:
             self._wrong(f"after step {self._steps}: the end of an epoch without its number")
-        elif self._epochs and number == self._epochs[-1].number:
-            self._epochs[-1].ending = record  # recorded again where it was resumed at its end
-        elif epoch := self._epoch_of(number, what=f"an end after step {self._steps}"):
-            epoch.ending = record  # an epoch without a step
+            return
+        epoch = self._epoch
+        # The newest epoch ends again where it was resumed at its end; a new one has no step.
+        if epoch is None or number != epoch.number:
+            epoch = self._epoch_of(number, subject=f"an end after step {self._steps}")
+        if epoch:
+            epoch.ending = record
 
     def _close(self, *, is_done: bool) -> None:
-        """Judge the current epoch."""
-        if self._epochs:
-            self._wrong(
-                *self._epochs[-1].close(is_done=is_done), of=f"epoch {self._epochs[-1].number}: "
-            )
+        """Judge the newest epoch."""
+        epoch = self._epoch
+        if epoch:
+            self._wrong(*epoch.close(is_done=is_done), of=f"epoch {epoch.number}: ")
 
     def finish(self) -> None:
         """Judge what only the end of the log shows."""
@@ -299,34 +365,37 @@ class _Auditor:
 
     def _expect_steps(self, seen: str, up_to: int) -> None:
         """Name the steps that something recorded needs and that are not in the log."""
-        if up_to > self._steps:
-            torn = f" (torn lines before it: {self.num_torn})" if self.num_torn else ""
-            self._wrong(f"{seen}: not in the log: {_span('step', self._steps + 1, up_to)}{torn}")
-            self._steps = up_to
-            self._trusts = True
+        if up_to <= self._steps:
+            return
+        missing = _span("step", self._steps + 1, up_to)
+        # A torn line is a likely reason for a gap.
+        torn = f" (torn lines before it: {self.num_torn})" if self.num_torn else ""
+        self._wrong(f"{seen}: not in the log: {missing}{torn}")
+        self._steps = up_to
+        self._trusts = True
 
     def _wrong(self, *problems: str, of: str = "") -> None:
+        """Count problems, and keep the first twenty of all, each behind the prefix `of`."""
         self.num_problems += len(problems)
         self.problems += [of + problem for problem in problems[: _MOST - len(self.problems)]]
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yield everything as pairs of a heading and one line, the verdict last."""
         starts = [start.steps for start in self._repeats.starts]
-        yield (
-            "starts",
-            f"{len(starts)}"
-            + (f", resumed at step {_first_ten(starts[1:])}" if starts[1:] else ""),
-        )
+        summary = f"{len(starts)}"
+        if starts[1:]:
+            summary += f", resumed at step {_first_ten(starts[1:])}"
+        yield "starts", summary
         for epoch in self._epochs:
             yield f"epoch {epoch.number}", epoch.describe()
         yield from self._changes.lines()
         yield from (("loss", line) for line in self._losses.lines())
         if self._skipped:
-            which = (
+            skipped_steps = (
                 f"{len(self._skipped):,} (their loss or gradients were not finite):"
                 f" {_first_ten(self._skipped)}"
             )
-            yield "loss", f"skipped steps, which changed no weight: {which}"
+            yield "loss", f"skipped steps, which changed no weight: {skipped_steps}"
         yield from (("repeats", line) for line in self._repeats.lines())
         notes = self._repeats.explained
         for heading, lines, num in (
@@ -339,15 +408,19 @@ class _Auditor:
         yield "verdict", self._verdict()
 
     def _verdict(self) -> str:
+        """Return what is proved, or that the proof does not hold."""
         if self.num_problems:
             return f"DOES NOT HOLD: problems: {self.num_problems:,}"
+        # Epochs of which the same is proved are named together: a run may have hundreds.
         parts = []
         for (rows, left_out), alike in groupby(self._epochs, key=_Epoch.proved):
             numbers = [epoch.number for epoch in alike]
             parts.append(
                 f"{rows} exactly once in {_span('epoch', numbers[0], numbers[-1])}{left_out}"
             )
-        return "holds: " + ("; ".join(parts) or "no step counts yet")
+        if not parts:
+            return "holds: no step counts yet"
+        return "holds: " + "; ".join(parts)
 
 
 class _Epoch:
@@ -356,8 +429,11 @@ class _Epoch:
     def __init__(self, number: int, num_rows: int) -> None:
         self.number = number
         self.num_rows = num_rows
-        self.first_step = self.last_step = 0
-        self.used = self.num_dropped = 0  # rows
+        self.first_step = 0
+        self.last_step = 0
+        # Rows that were used, and rows that were listed as dropped.
+        self.used = 0
+        self.num_dropped = 0
         self.is_done = False
         self.ending: Record | None = None
         self._marks = bytearray(num_rows)
@@ -368,27 +444,30 @@ class _Epoch:
         return self.num_rows - self.used
 
     def mark(self, mark: int, rows: Sequence[Any]) -> list[str]:
-        """Mark rows as used or as dropped; return what is wrong with them. Dropped rows may be
-        listed again.
+        """Mark rows as used or as dropped; return what is wrong with them.
+
+        Dropped rows may be listed again.
         """
-        found: dict[str, list[Any]] = {}
+        wrong_rows: defaultdict[str, list[Any]] = defaultdict(list)
+        dataset = f"the dataset of {count(self.num_rows, 'row', ',')}"
         for row in rows:
+            # JSON may hold true, which Python counts as the int 1.
             if type(row) is not int or not 0 <= row < self.num_rows:
-                found.setdefault(
-                    f"rows that the dataset of {count(self.num_rows, 'row', ',')} does not have", []
-                ).append(row)
-            elif (there := self._marks[row]) == 0:
+                wrong_rows[f"rows that {dataset} does not have"].append(row)
+                continue
+            earlier_mark = self._marks[row]
+            if earlier_mark == 0:
                 self._marks[row] = mark
                 self.used += mark == 1
                 self.num_dropped += mark == 2
-            elif there == mark == 1:
-                found.setdefault("rows used twice", []).append(row)
-            elif there != mark:
-                found.setdefault(f"rows {_MARKS[mark]}, and {_MARKS[there]}", []).append(row)
-        return [f"{what}: {_first_ten(those)}" for what, those in found.items()]
+            elif earlier_mark == mark == 1:
+                wrong_rows["rows used twice"].append(row)
+            elif earlier_mark != mark:
+                wrong_rows[f"rows {_MARKS[mark]}, and {_MARKS[earlier_mark]}"].append(row)
+        return [f"{problem}: {_first_ten(numbers)}" for problem, numbers in wrong_rows.items()]
 
     def forget_dropped(self) -> None:
-        """Take back every mark of a dropped row."""
+        """Remove every mark of a dropped row."""
         self._marks = self._marks.replace(b"\2", b"\0")
         self.num_dropped = 0
 
@@ -396,15 +475,19 @@ class _Epoch:
         """Return what does not add up at the end of the epoch; what was counted stays."""
         self.is_done = is_done or self.ending is not None or self.left_out == self.num_dropped
         missing = [row for row, mark in enumerate(self._marks) if not mark]
+        # Only one epoch is open at a time, so only one keeps its marks in memory.
         self._marks = bytearray()
         if self.ending is None:
-            what = f"rows never used, and not recorded as left out: {_first_ten(missing)}"
-            return [what] if missing and self.is_done else []
-        problems = [
-            f"its end records {self.ending.get(name)} rows as {name}, its steps give {counted}"
-            for name, counted in (("used", self.used), ("left_out", self.left_out))
-            if self.ending.get(name) != counted
-        ]
+            if missing and self.is_done:
+                return [f"rows never used, and not recorded as left out: {_first_ten(missing)}"]
+            return []
+        problems = []
+        for name, counted in (("used", self.used), ("left_out", self.left_out)):
+            recorded = self.ending.get(name)
+            if recorded != counted:
+                problems.append(
+                    f"its end records {recorded} rows as {name}, its steps give {counted}"
+                )
         if "an error" in self.reasons:
             problems.append(f"{count(self.reasons['an error'], 'row')} lost by an error")
         if sum(self.reasons.values()) != self.left_out:
@@ -417,25 +500,36 @@ class _Epoch:
     @property
     def reasons(self) -> dict[str, int]:
         """Why rows were left out, and how many for each reason."""
-        reasons = self.ending.get("reasons") if self.ending else {"dropped": self.num_dropped}
-        items = reasons.items() if isinstance(reasons, Mapping) else ()
-        return {str(reason): rows for reason, rows in items if isinstance(rows, int) and rows}
+        reasons: object = {"dropped": self.num_dropped}
+        if self.ending:
+            reasons = self.ending.get("reasons")
+        if not isinstance(reasons, Mapping):
+            return {}
+        return {
+            str(reason): rows for reason, rows in reasons.items() if isinstance(rows, int) and rows
+        }
 
     def describe(self) -> str:
         """Return one line on its steps and rows."""
-        steps = f"steps {self.first_step:,} to {self.last_step:,}" if self.first_step else "no step"
-        rows = f"{self.used:,} of {count(self.num_rows, 'row', ',')} used"
+        steps = "no step"
+        if self.first_step:
+            steps = f"steps {self.first_step:,} to {self.last_step:,}"
+        used_rows = f"{self.used:,} of {count(self.num_rows, 'row', ',')} used"
         if not self.is_done:
-            return f"{steps}: {rows} so far"
-        reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in self.reasons.items())
-        return f"{steps}: {rows}" + (f", {self.left_out:,} left out ({reasons})" if reasons else "")
+            return f"{steps}: {used_rows} so far"
+        reasons = ", ".join(f"{reason} {num_rows:,}" for reason, num_rows in self.reasons.items())
+        if not reasons:
+            return f"{steps}: {used_rows}"
+        return f"{steps}: {used_rows}, {self.left_out:,} left out ({reasons})"
 
     def proved(self) -> tuple[str, str]:
         """Return what is proved of its rows: how many, and what of the rest."""
-        if self.is_done and not self.left_out:
-            return f"each of {count(self.num_rows, 'row', ',')}", ""
-        rest = f", {self.left_out:,} left out as recorded" if self.is_done else " so far"
-        return f"{self.used:,} of {count(self.num_rows, 'row', ',')}", rest
+        all_rows = count(self.num_rows, "row", ",")
+        if not self.is_done:
+            return f"{self.used:,} of {all_rows}", " so far"
+        if not self.left_out:
+            return f"each of {all_rows}", ""
+        return f"{self.used:,} of {all_rows}", f", {self.left_out:,} left out as recorded"
 
 
 @dataclass
@@ -446,7 +540,7 @@ class _Start:
 
 
 class _Repeats:
-    """Compares each step that was rolled back with the one of the same number that counts.
+    """Compares each step that was rolled back with the step of the same number that counts.
 
     A difference is explained, and no problem, in two cases. A setting was changed on resume:
     between the ``start`` and its first step there is a record whose ``before`` and ``after`` differ
@@ -459,65 +553,83 @@ class _Repeats:
         self.starts: list[_Start] = []
         self.different: list[str] = []
         self.explained: list[str] = []
-        self._num_compared = self._num_alike = 0
-        self._rolled_back: dict[
-            int, list[tuple[dict[str, str], int]]
-        ] = {}  # by step: values, starts before it
-        self._limit_changed_at: list[int] = []  # steps after which
+        self._num_compared = 0
+        self._num_alike = 0
+        # By step: the values of each attempt at it, and the number of starts before that attempt.
+        self._rolled_back: dict[int, list[tuple[dict[str, str], int]]] = {}
+        # Steps after which the limit of a micro-batch changed.
+        self._limit_changed_at: list[int] = []
 
     def event(self, record: Record, steps: int) -> None:
-        """Take in a record that is no step."""
+        """Keep what a record that is no step may explain: a start, or a change."""
         kind = record.get("kind")
-        before = record.get("before")
-        after = record.get("after")
+        old_value = record.get("before")
+        new_value = record.get("after")
         if kind == "start":
             self.starts.append(_Start(steps))
-        elif "before" not in record or before == after:
+        elif "before" not in record or old_value == new_value:
             return
         elif kind == "limit":
             self._limit_changed_at.append(steps)
+        # A growth rule, which records what was requested, changes no setting.
         elif self.starts and not self.starts[-1].has_step and "requested" not in record:
-            self.starts[-1].changed.append(f"{kind} {before} -> {after}")
+            self.starts[-1].changed.append(f"{kind} {old_value} -> {new_value}")
 
     def roll_back(self, step: int, record: Record) -> None:
         """Keep a step that does not count."""
         self._rolled_back.setdefault(step, []).append((_compared(record), len(self.starts)))
         self._has_stepped()
 
-    def forget(self, why: str) -> None:
+    def forget(self, reason: str) -> None:
         """Drop what was rolled back, as the data is another now."""
-        self.explained.append(f"{why}: {len(self._rolled_back)} earlier steps do not count")
+        self.explained.append(f"{reason}: {len(self._rolled_back)} earlier steps do not count")
         self._rolled_back.clear()
 
     def count(self, step: int, record: Record) -> None:
-        """Compare a step that counts with those that were rolled back."""
+        """Compare a step that counts with the attempts at it that were rolled back."""
         self._has_stepped()
         if step not in self._rolled_back:
             return
-        now = _compared(record)
-        unlike = [one for one in self._rolled_back.pop(step) if one[0] != now]
+        counted = _compared(record)
+        unlike = [attempt for attempt in self._rolled_back.pop(step) if attempt[0] != counted]
         self._num_compared += 1
-        self._num_alike += not unlike
-        for before, num_starts in unlike[:1]:
-            names = [name for name in _COMPARED if before[name] != now[name]]
-            what = ", ".join(
-                "rows" if name == "rows" else f"{name} ({before[name]}, then {now[name]})"
-                for name in names
-            )
-            sentence = f"step {step} was repeated with another {what}"
-            reason = self._reason(names, num_starts)
-            (self.explained if reason else self.different).append(
-                f"{sentence}: {reason}" if reason else sentence
-            )
+        if not unlike:
+            self._num_alike += 1
+            return
+        # The first difference is enough: a step is named once.
+        earlier, num_starts = unlike[0]
+        names = [name for name in _COMPARED if earlier[name] != counted[name]]
+        # Rows are compared by a hash, which tells a reader nothing.
+        differences = ", ".join(
+            "rows" if name == "rows" else f"{name} ({earlier[name]}, then {counted[name]})"
+            for name in names
+        )
+        sentence = f"step {step} was repeated with another {differences}"
+        reason = self._reason(names, num_starts)
+        if reason:
+            self.explained.append(f"{sentence}: {reason}")
+        else:
+            self.different.append(sentence)
 
     def _has_stepped(self) -> None:
+        """Record that the newest start has a step: what changes now was not changed on resume."""
         if self.starts:
             self.starts[-1].has_step = True
 
     def _reason(self, names: list[str], num_starts: int) -> str:
+        """Return what explains a difference; empty where nothing does.
+
+        Args:
+            names: values that differ.
+            num_starts: number of starts before the attempt that was rolled back.
+        """
         starts = self.starts[num_starts:]
-        if changed := [change for start in starts for change in start.changed]:
-            return f"changed on resume: {', '.join(dict.fromkeys(changed))}"
+        changes: list[str] = []
+        for start in starts:
+            changes += start.changed
+        if changes:
+            return f"changed on resume: {', '.join(dict.fromkeys(changes))}"
+        # With another limit the same rows are summed in other parts, and rounded differently.
         back_to = min((start.steps for start in starts), default=0)
         if names == ["loss"] and any(steps >= back_to for steps in self._limit_changed_at):
             return "the limit of a micro-batch changed in one of the two"
@@ -525,8 +637,10 @@ class _Repeats:
 
     def lines(self) -> Iterator[str]:
         """Yield how many steps were repeated, and how many came out alike."""
-        num = self._num_compared
-        yield f"repeated steps: {num:,}" + (f", alike: {self._num_alike:,}" if num else "")
+        summary = f"repeated steps: {self._num_compared:,}"
+        if self._num_compared:
+            summary += f", alike: {self._num_alike:,}"
+        yield summary
         if self._rolled_back:
             yield f"steps rolled back and not repeated so far: {len(self._rolled_back):,}"
 
@@ -541,24 +655,30 @@ class _Changes:
     """Lists every change of the batch, of the learning rate and of the limit of a micro-batch."""
 
     def __init__(self) -> None:
-        self.unit = "row"  # of what a step is asked for
+        # Unit of what a step is asked for.
+        self.unit = "row"
         self._asked = 0
-        self._rates: list[tuple[float, int]] = []  # the lowest and the highest, each with its step
+        # The lowest and the highest rate, each with its step; empty before the first step.
+        self._rates: list[tuple[float, int]] = []
         self._lines: dict[str, list[str]] = {"batch size": [], "lr": [], "limit": []}
 
     def step(self, step: int, record: Record, rows: int) -> None:
-        """Add a step. The short last step of an epoch was asked for as many rows as the others, so
-        it is no change.
+        """Add a step.
+
+        The short last step of an epoch was asked for as many rows as the others, so it is no
+        change.
         """
         rate = as_number(record.get("lr"))
-        asked = whole(record, "asked") or rows
-        if asked != self._asked:
+        amount = whole(record, "asked") or rows
+        if amount != self._asked:
             in_rows = f" ({count(rows, 'row', ',')})" if self.unit == "token" else ""
             self._lines["batch size"].append(
-                f"step {step:,}: {count(asked, self.unit, ',')}{in_rows}, lr {rate:g}"
+                f"step {step:,}: {count(amount, self.unit, ',')}{in_rows}, lr {rate:g}"
             )
-            self._asked = asked
-        low, high = self._rates or [(rate, step)] * 2
+            self._asked = amount
+        if not self._rates:
+            self._rates = [(rate, step), (rate, step)]
+        low, high = self._rates
         self._rates = [
             min(low, (rate, step), key=itemgetter(0)),
             max(high, (rate, step), key=itemgetter(0)),
@@ -567,14 +687,17 @@ class _Changes:
     def event(self, record: Record, steps: int, *, counts: bool) -> None:
         """Add what was logged about the rate, once, or a change of what a micro-batch may hold."""
         kind = str(record.get("kind"))
-        before = record.get("before")
-        after = record.get("after")
-        if kind == "limit" and before != after:
-            why = " (out of memory)" if record.get("out_of_memory") else ""
-            back = "" if counts else "; rolled back with the next step"
-            change = f"{before} -> {after} {record.get('unit', 'rows')}{why}{back}"
+        old_limit = record.get("before")
+        new_limit = record.get("after")
+        if kind == "limit" and old_limit != new_limit:
+            change = f"{old_limit} -> {new_limit} {record.get('unit', 'rows')}"
+            if record.get("out_of_memory"):
+                change += " (out of memory)"
+            if not counts:
+                change += "; rolled back with the next step"
             self._lines["limit"].append(f"after step {steps:,}: {change}")
         elif counts and (kind.startswith("lr") or kind == "reference_batch_size"):
+            # A restart logs the same message again.
             message = str(record.get("message") or kind)
             if not any(line.endswith(f": {message}") for line in self._lines["lr"]):
                 self._lines["lr"].append(f"after step {steps:,}: {message}")
@@ -582,9 +705,9 @@ class _Changes:
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield headings with one line each."""
         if self._rates:
-            (least, at_least), (most, at_most) = self._rates
+            (low, low_step), (high, high_step) = self._rates
             self._lines["lr"].insert(
-                0, f"least {least:g} (step {at_least:,}), most {most:g} (step {at_most:,})"
+                0, f"least {low:g} (step {low_step:,}), most {high:g} (step {high_step:,})"
             )
         for heading, lines in self._lines.items():
             yield from ((heading, line) for line in lines or ["unchanged"])
@@ -592,10 +715,14 @@ class _Changes:
 
 def _span(name: str, first: int, last: int) -> str:
     """Return ``step 4``, or ``steps 4 to 9``."""
-    return f"{name} {first}" if first == last else f"{name}s {first} to {last}"
+    if first == last:
+        return f"{name} {first}"
+    return f"{name}s {first} to {last}"
 
 
 def _first_ten(rows: Sequence[Any]) -> str:
-    return ", ".join(map(repr, rows[:10])) + (
-        f" and {len(rows) - 10:,} more" if len(rows) > 10 else ""
-    )
+    """Return the first ten numbers, and how many follow them."""
+    shown = ", ".join(map(repr, rows[:10]))
+    if len(rows) <= 10:
+        return shown
+    return f"{shown} and {len(rows) - 10:,} more"
