@@ -43,7 +43,7 @@ from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 
-# What a trial's memory depends on, of the configuration; the fingerprint of a cached bound is made
+# What a trial's memory depends on, of the configuration. A cached bound is found by a fingerprint
 # of it.
 _MEMORY_KEYS = [
     "model",
@@ -84,7 +84,7 @@ class BoundFinder:
     Args:
         job: job of the run.
         data: rows of the run.
-        lost: why an earlier attempt of the run ended; of a trial that ended all ranks without
+        lost: record of an earlier attempt of the run; of a trial that ended all ranks without
             showing whether its rows fit, up to half are tried. None for none.
         watch: watchdog of this rank, of several; it keeps the time of trials.
 
@@ -102,59 +102,67 @@ class BoundFinder:
         self._trials: dict[int | str, WorstRows] = {}
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
         self._watch = watch
-        self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS} if lost else {}
+        self._half_of_lost: dict[str, int | None] = {}
+        if lost:
+            self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS}
 
     def check(self) -> None:
-        """Choose the rows of trials, and refuse what the model's size or length, or the rows of an
-        epoch, do not allow.
+        """Choose the rows of trials; refuse settings that the model or the data do not allow.
 
         Raises:
             SettingError: a probed length is beyond the model's, the memory allowed is below what
                 its weights need, a configured batch is above what can be tried, or the device does
                 not measure what it uses.
         """
-        job = self._job
-        data = self._data
-        ranks = distributed.world_size()
         settings = self.settings
-        probe = self.settings.probe
+        self._check_configured_batch()
+        self._choose_rows()
+        if settings.validation and settings.validation.fits_itself:
+            # Lengths are read now, so that a row that the model does not take is refused now.
+            _ = self._data.dataset_val.lengths
+        self._check_weights_fit()
+
+    def _check_configured_batch(self) -> None:
+        """Refuse a batch to grow from that is above what can be tried."""
+        settings = self.settings
         grows_from_configured = (
             settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         )
         splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
-        most = self.most_rows
-        if grows_from_configured and not splits and settings.batch_size > most:
+        largest_batch = self.most_rows
+        if grows_from_configured and not splits and settings.batch_size > largest_batch:
             remedy = (
-                f"{most} rows are tried at most, as probe.maximum and the rows of an epoch allow;"
-                f" give {most} or less"
+                f"{largest_batch} rows are tried at most, as probe.maximum and the rows of an epoch"
+                f" allow; give {largest_batch} or less"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
-        longest = job.max_seq_len or sys.maxsize
 
-        def check_length(key: str, value: int | str, tokens: int) -> None:
-            if tokens > longest:
-                remedy = (
-                    f"rows have up to {count(tokens, 'token')}, and the model takes {longest} at"
-                    " most"
-                )
-                raise SettingError(
-                    key, value, f"{remedy}; set tokenizer.max_seq_len={longest} or less"
-                )
-
+    def _choose_rows(self) -> None:
+        """Choose the rows of each probed length; refuse those that the model does not take."""
+        probe = self.settings.probe
+        longest = self._job.max_seq_len or sys.maxsize
         for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
-            key = (
-                "probe.sequence_length"
-                if length == probe.sequence_length
-                else "probe.sequence_lengths"
-            )
+            key = "probe.sequence_lengths"
+            if length == probe.sequence_length:
+                key = "probe.sequence_length"
             if isinstance(length, int) and length > longest:
                 raise SettingError(
                     key, length, f"the model takes {count(longest, 'token')} at most"
                 )
-            self._trials[length] = self.rows_of(length)
-            check_length(key, length, self._trials[length].length)
-        if settings.validation and settings.validation.fits_itself:
-            _ = data.dataset_val.lengths  # a row that the model does not take is refused now
+            rows = self.rows_of(length)
+            self._trials[length] = rows
+            if rows.length > longest:
+                remedy = (
+                    f"rows have up to {count(rows.length, 'token')}, and the model takes {longest}"
+                    f" at most; set tokenizer.max_seq_len={longest} or less"
+                )
+                raise SettingError(key, length, remedy)
+
+    def _check_weights_fit(self) -> None:
+        """Refuse an allowance of memory that does not hold the model's weights."""
+        job = self._job
+        probe = self.settings.probe
+        ranks = distributed.world_size()
         memory = job.memory
         memory.check_it_can_be_measured()
         budget = budget_bytes(
@@ -164,34 +172,33 @@ class BoundFinder:
             available_bytes=memory.available_bytes(()),
         )
         weights = sum(p.numel() * p.element_size() for p in job.skeleton.parameters()) // ranks
+        # Offloaded weights lie on the host, and only several ranks offload them.
         on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:
             of_each = " of each rank" if ranks > 1 else ""
             remedy = (
                 f"the model's weights alone need {format_bytes(weights)}{of_each}, and"
-                f" {format_bytes(budget)} may be used"
+                f" {format_bytes(budget)} may be used; allow more memory or take a smaller model"
             )
-            remedy += "; allow more memory or take a smaller model"
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
     @property
     def most_rows(self) -> int:
-        """The most rows that are of use at once: what a step or an epoch has of them, and
-        ``probe.maximum``.
+        """Largest number of rows that is of use at once.
+
+        It is bounded by the rows of a step or an epoch, and by ``probe.maximum``.
         """
         settings = self.settings
-        rows = max(1, len(self._data.dataset) // self._job.ranks)
+        epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
         if self._fits_whole_step:
-            of_use = min(rows, settings.step_rows)
+            usable_rows = min(epoch_rows, settings.step_rows)
+        elif settings.batch_tokens:
+            usable_rows = epoch_rows
         else:
-            of_use = (
-                rows
-                if settings.batch_tokens
-                else max(1, rows // settings.gradient_accumulation_steps)
-            )
-        return max(
-            1, min(settings.probe.maximum, of_use, self._half_of_lost.get("trial_rows") or of_use)
-        )
+            usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
+        # A trial that ended all ranks would end them again, so fewer rows are tried.
+        safe_rows = self._half_of_lost.get("trial_rows") or usable_rows
+        return max(1, min(settings.probe.maximum, usable_rows, safe_rows))
 
     @property
     def _fits_whole_step(self) -> bool:
@@ -210,16 +217,17 @@ class BoundFinder:
         keeps_batch: bool = False,
         choices: Choices | None = None,
     ) -> list[ProbeResult]:
-        """Find the largest number of rows whose forward and backward fit, with all that is resident
-        in training.
+        """Find the largest number of rows whose forward and backward fit in training.
+
+        All that is resident in training is there in the trials, too.
 
         Args:
-            trainer: of the run.
+            trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            batch_size: that training begins with, unless it is to be found.
-            keeps_batch: `batch_size` is a checkpoint's, and is kept whatever fits.
-            choices: what the fastest micro-batches are chosen from, see :meth:`choices`; None for
-                as much at once as fits.
+            batch_size: rows that training begins with, unless they are to be found.
+            keeps_batch: flag that `batch_size` is a checkpoint's, and is kept whatever fits.
+            choices: choices of the fastest micro-batches, see :meth:`choices`; None for as much at
+                once as fits.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first;
@@ -250,103 +258,92 @@ class BoundFinder:
                 choices=choices if is_first else None,
             )
 
-        def check_it_splits(first: ProbeResult) -> None:
-            if not settings.optimizer_in_bwd:
-                return
-            whose = "the checkpoint's batch_size" if keeps_batch else "batch_size"
-            raise SettingError(
-                "optimizer_in_bwd",
-                True,
-                f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and"
-                " cannot be split into micro-batches; take a smaller one or more memory, or start"
-                " again with optimizer_in_bwd=False",
-            )
-
+        # A batch that is still to be found is never above what fits, so it needs no second search.
         is_kept = keeps_batch or self._fits_whole_step
         return find_in_step(
             find,
             accumulates=several,
             step_rows=step_rows if is_kept else None,
-            before_splitting=check_it_splits,
+            before_splitting=partial(self._check_it_splits, step_rows, keeps_batch),
+        )
+
+    def _check_it_splits(self, step_rows: int, keeps_batch: bool, first: ProbeResult) -> None:
+        """Refuse a step that does not fit where the optimizer runs in the backward."""
+        if not self.settings.optimizer_in_bwd:
+            return
+        whose = "the checkpoint's batch_size" if keeps_batch else "batch_size"
+        raise SettingError(
+            "optimizer_in_bwd",
+            True,
+            f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and"
+            " cannot be split into micro-batches; take a smaller one or more memory, or start"
+            " again with optimizer_in_bwd=False",
         )
 
     def choices(self, trainer: Trainer) -> Choices | None:
-        """Return what the fastest micro-batches are chosen from; None where as much at once as fits
-        is wanted.
-        """
+        """Return the choices of the fastest micro-batches; None for as much at once as fits."""
         settings = self.settings
         cfg = self._job.cfg
         data = self._data
-        # a compiled model is compiled anew for shapes that it has not seen, which no trial of a few
-        # of them shows
+        # A compiled model is compiled again for shapes that it has not seen, and a few trials do
+        # not show that time.
         if not settings.chooses_fastest or cfg.compile:
             return None
-        kinds = [settings.micro_batch_layout] if settings.micro_batch_layout else ["grouped"]
-        if settings.micro_batch_layout is None:
-            if settings.uniform_micro_batches:
-                kinds = ["padded"]
-            elif why := data.why_unpacked or trainer.runner.why_not_packed(data.longest(2)):
-                log.info("rows are not packed: %s", why)
+        if settings.micro_batch_layout is not None:
+            layouts = [settings.micro_batch_layout]
+        elif settings.uniform_micro_batches:
+            layouts = ["padded"]
+        else:
+            layouts = ["grouped"]
+            reason = data.why_unpacked or trainer.runner.why_not_packed(data.longest(2))
+            if reason:
+                log.info("rows are not packed: %s", reason)
             else:
-                kinds.append("packed")
+                layouts.append("packed")
         rows = settings.step_rows
         if settings.batch_tokens:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
-        whole = settings.batch_changes or settings.grows
+        # A step that changes its size may have as many rows as fit, which 0 stands for.
+        if settings.batch_changes or settings.grows:
+            rows = 0
         unit = "rows" if settings.micro_batch_size else "tokens"
-        return Choices(tuple(kinds), unit, 0 if whole else rows, settings.probe.objective)
+        return Choices(tuple(layouts), unit, rows, settings.probe.objective)
 
     @property
     def has_several(self) -> bool:
-        """Whether some step has several micro-batches whatever fits, accumulation as configured
-        apart.
+        """Whether some step has several micro-batches whatever fits.
+
+        Accumulation as configured is not counted.
         """
         settings = self.settings
         has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
-        holds_more = (
-            self._job.ranks > distributed.data_parallel_size()
-        )  # each rank, than batch_size
+        # Ranks that share one copy of the model each run more rows than batch_size.
+        holds_more = self._job.ranks > distributed.data_parallel_size()
         grows_beyond = settings.grows and settings.grow_beyond_maximum
         cuts = settings.chooses_fastest or settings.micro_batch_layout == "grouped"
-        cuts |= (
-            settings.measures_noise and settings.micro_batch_tokens is not None
-        )  # off the part that is sampled
+        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
+        cuts |= settings.measures_noise and settings.micro_batch_tokens is not None
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
 
     def known(self) -> tuple[int, int, str]:
-        """Return what fits as far as it is known without a trial: rows (0 where unknown), the
-        tokens of each, and the source.
-        """
+        """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""
         probe = self.settings.probe
-        tokens = (
-            self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)
-        ).length
+        worst = self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)
+        tokens = worst.length
         if probe.assumed_maximum is not None:
-            return (
-                min(probe.assumed_maximum, self.most_rows),
-                tokens,
-                "probe.assumed_maximum says so",
-            )
-        found = load_latest(self.path, settings=settings_name(self._job, self._data, tokens))
-        if found is None:
-            return (
-                0,
-                tokens,
-                (
-                    f"{self.path} has no search of these settings; plan with one by"
-                    " probe.assumed_maximum=N"
-                ),
-            )
-        return (
-            min(found.max_batch_size, self.most_rows),
-            tokens,
-            f"a search found that before ({self.path})",
-        )
+            rows = min(probe.assumed_maximum, self.most_rows)
+            return rows, tokens, "probe.assumed_maximum says so"
+        result = load_latest(self.path, settings=settings_name(self._job, self._data, tokens))
+        if result is None:
+            remedy = "plan with one by probe.assumed_maximum=N"
+            return 0, tokens, f"{self.path} has no search of these settings; {remedy}"
+        rows = min(result.max_batch_size, self.most_rows)
+        return rows, tokens, f"a search found that before ({self.path})"
 
     def of_row(
         self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool
     ) -> ProbeResult:
-        """Find how many rows like one that is longer than any that was tried fit, up to a maximum.
+        """Find how many rows like one fit that is longer than any tried, up to a maximum.
 
         Raises:
             DoesNotFitError: not one does.
@@ -370,13 +367,13 @@ class BoundFinder:
             made.extend(data.dataset_val[row] for row in order[len(made) : size])
             return made[:size]
 
-        most = min(len(order), self.settings.probe.maximum)
-        maximum = min(most, self._half_of_lost.get("trial_rows_val") or most)
+        usable_rows = min(len(order), self.settings.probe.maximum)
+        safe_rows = self._half_of_lost.get("trial_rows_val") or usable_rows
         name = f"one row of {count(tokens, 'token')} of dataset_val, even without gradients,"
         return self._find(
             trainer,
             WorstRows(rows, tokens, name),
-            maximum=maximum,
+            maximum=min(usable_rows, safe_rows),
             accumulates=False,
             evaluates=True,
         )
@@ -402,14 +399,10 @@ class BoundFinder:
             round_to_power_of_two=rounds,
             memory_key="probe.device_memory",
         )
-        conditions = [
-            options.maximum,
-            accumulates,
-            rounds,
-            self._shapes_of(rows),
-            choices and asdict(choices),
-        ]
-        curve_name = self._curve_name(rows.length, conditions[3], accumulates, evaluates)
+        shapes = self._shapes_of(rows)
+        described_choices = asdict(choices) if choices else None
+        conditions = [options.maximum, accumulates, rounds, shapes, described_choices]
+        curve_name = self._curve_name(rows.length, shapes, accumulates, evaluates)
         cache = _Cache(
             self._job,
             self._data,
@@ -424,9 +417,8 @@ class BoundFinder:
             evaluation = Evaluation(
                 partial(self._evaluate, trainer, rows), self._trials[probe.sequence_length]
             )
-        tried = trainer.tried()
-        result = BoundSearch(
-            tried,
+        search = BoundSearch(
+            trainer.tried(),
             rows,
             options,
             accumulates=accumulates,
@@ -434,7 +426,8 @@ class BoundFinder:
             cache=cache,
             choices=choices,
             time_limit=self.limit,
-        ).run()
+        )
+        result = search.run()
         cache.learn(result)
         return result
 
@@ -448,10 +441,12 @@ class BoundFinder:
         """Return a name for everything that a peak depends on, whatever may be used."""
         configured = as_dict(self._job.cfg)
         device = self._job.device
-        others = {
+        # Both decide whether gradients are kept for the noise scale.
+        noise_keys = {
             key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")
         }
-        sources = sources_of({**memory_keys(configured), **others})
+        sources = sources_of({**memory_keys(configured), **noise_keys})
+        # Another device has other kernels, which need another workspace.
         kernels = []
         if device.type == "cuda":
             kernels = [
@@ -460,7 +455,7 @@ class BoundFinder:
             ]
         return fingerprint(
             _conditions(self._job, self._data, tokens),
-            others,
+            noise_keys,
             sources,
             kernels,
             accumulates,
@@ -469,15 +464,18 @@ class BoundFinder:
         )
 
     def _shapes_of(self, rows: WorstRows) -> Any:
-        random_state = RandomState(self._job.device)  # reading a row of some datasets draws from it
+        # Reading a row of some datasets draws random numbers, which training must not miss.
+        random_state = RandomState(self._job.device)
         shapes = _shapes(self._data.collate(rows.first(1)))
         random_state.restore()
         return shapes
 
     def limit(self, doing: str) -> AbstractContextManager[object]:
-        """Within its context all ranks end where one does not come to the end of its trial in time."""
+        """Return a context that ends all ranks where one does not end its trial in time."""
         seconds = self.settings.probe.trial_timeout
-        return self._watch.limit(seconds, doing) if self._watch else nullcontext()
+        if self._watch is None:
+            return nullcontext()
+        return self._watch.limit(seconds, doing)
 
     def rows_of(self, length: int | str) -> WorstRows:
         """Return the rows of trials of a length."""
@@ -502,21 +500,22 @@ class BoundFinder:
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:count]
 
-        numbers = cache(partial(self.order, target))
+        # The order of an epoch is made only where a search asks for it, and once.
+        cached_order = cache(partial(self.order, target))
 
         def in_order(begin: int, number: int) -> list[dict[str, Any]]:
-            taken = numbers()
-            if not taken:
+            numbers = cached_order()
+            if not numbers:
                 return rows(number)
-            return [self._data.dataset[taken[i % len(taken)]] for i in range(begin, begin + number)]
+            places = [place % len(numbers) for place in range(begin, begin + number)]
+            return [self._data.dataset[numbers[place]] for place in places]
 
         return WorstRows(rows, target, f"one row of {count(target, 'token')}", in_order)
 
     def order(self, longest: int) -> list[int]:
-        """Return the numbers of the rows of up to so many tokens, about in the order in which
-        training's first epoch takes them.
-        """
-        data = self._data  # a schedule changes the order little, and may need a rate
+        """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
+        data = self._data
+        # A schedule changes the order little, and may need a rate, which is not there yet.
         batching = replace(data.batching(), batch_size_schedule=None)
         divisible = data.shapes.uniform in ("rows", "both")
         epochs = EpochPlanner(
@@ -528,16 +527,17 @@ class BoundFinder:
 
 
 class _Cache:
-    """What earlier searches of the same trials have shown: bounds in ``probe.json``, peaks in a
-    curve.
+    """Results of earlier searches of the same trials.
+
+    Bounds lie in ``probe.json``, peaks in a curve.
 
     Args:
         job: job of the run.
         data: rows of the run.
         rows: rows of the trials.
-        conditions: what the result depends on beside the settings.
+        conditions: values that the result depends on beside the settings.
         curve: curve of the peaks of these trials.
-        estimates: whether the curve may be estimated where it is not known.
+        estimates: flag that lets a curve be estimated that is not known.
         path: file of the results; None keeps none.
     """
 
@@ -562,17 +562,19 @@ class _Cache:
         self._settings = settings_name(job, data, rows.length)
 
     def known(self, budget: int) -> ProbeResult | None:
-        """Return what was found within about the same budget, in bytes."""
-        return load_result(self._path, fingerprint=self._name(budget)) if self._path else None
+        """Return the result of a search within about the same budget, in bytes; None for none."""
+        if self._path is None:
+            return None
+        return load_result(self._path, fingerprint=self._name(budget))
 
     def expected(self) -> MemoryCurve | None:
         """Return the curve of earlier trials, or else the estimate of it."""
-        known = self._curve.read()
-        if known is None:
-            known = self._estimate()
-            if known is not None:
-                self._curve.write(known)
-        return known
+        curve = self._curve.read()
+        if curve is None:
+            curve = self._estimate()
+            if curve is not None:
+                self._curve.write(curve)
+        return curve
 
     def learn(self, result: ProbeResult) -> None:
         """Keep what a search has found, unless it was known."""
@@ -595,11 +597,10 @@ class _Cache:
         return fingerprint(self._settings, allocator, *self._conditions, about)
 
     def _estimate(self) -> MemoryCurve | None:
-        """Return the estimate of peaks that are not counted; None where there can be none, and
-        where two trials tell.
-        """
+        """Return the estimated curve of peaks; None where two trials tell, or where it fails."""
         job = self._job
         probe = self._job.settings.probe
+        # Memory that is counted to the byte lies on a line, which two trials show.
         is_counted = job.memory.granularity_bytes == 1
         if is_counted or not self._estimates or distributed.world_size() > 1:
             return None
@@ -615,7 +616,8 @@ class _Cache:
                 accumulates=accumulates,
                 builder=job.builder,
             )
-        except Exception as error:  # it only shortens the search
+        except Exception as error:
+            # The estimate only shortens the search, so no failure of it may end the run.
             log.info(
                 "searching without an estimate, which could not be made: %s: %s",
                 type(error).__name__,
@@ -638,7 +640,7 @@ def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
 
 
 def _conditions(job: Job, data: Data, tokens: int) -> list[Any]:
-    """Return what a trial's memory depends on, as far as it is configured."""
+    """Return the configured values that a trial's memory depends on."""
     ranks = [distributed.data_parallel_size(), distributed.world_size()]
     return [
         memory_keys(as_dict(job.cfg)),
@@ -649,9 +651,7 @@ def _conditions(job: Job, data: Data, tokens: int) -> list[Any]:
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:
-    """Return what the power of two leaves of a bound, and the key that trains with all of it; empty
-    where it leaves nothing.
-    """
+    """Return how many rows the power of two leaves unused, and the remedy; empty for none."""
     if batch_size == bound:
         return ""
     unused = (
@@ -662,37 +662,44 @@ def left_by_rounding(bound: int, batch_size: int) -> str:
 
 
 def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration as far as memory depends on it, so that a sweep of learning rates is
-    one to a cached bound.
+    """Return the configuration as far as memory depends on it.
+
+    A sweep of learning rates is one to a cached bound.
     """
-    found = {key: configured.get(key) for key in _MEMORY_KEYS}
-    found["clip_grad_norm"] = found["clip_grad_norm"] is not None
-    found["optimizer"] = {
-        key: _are_zero(value) if key in _RATES else value
-        for key, value in configured["optimizer"].items()
-    }
-    return found
+    keys = {key: configured.get(key) for key in _MEMORY_KEYS}
+    keys["clip_grad_norm"] = keys["clip_grad_norm"] is not None
+    optimizer = dict(configured["optimizer"])
+    for key in _RATES:
+        if key in optimizer:
+            optimizer[key] = _are_zero(optimizer[key])
+    keys["optimizer"] = optimizer
+    return keys
 
 
 def _are_zero(value: Any) -> Any:
-    """Return of each number whether it is zero, and anything else as it is."""
+    """Return whether each number is zero; return anything else as it is."""
     if isinstance(value, list):
-        return [_are_zero(one) for one in value]
-    return value == 0 if isinstance(value, int | float) and not isinstance(value, bool) else value
+        return [_are_zero(part) for part in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return value == 0
 
 
 def _half(rows: int | None) -> int | None:
-    return rows and max(1, rows // 2)
+    if not rows:
+        return rows
+    return max(1, rows // 2)
 
 
 def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
-    """A row of text cut or repeated to so many tokens."""
-    if set(row) - {"tokens", "labels", "mask"}:
-        others = ", ".join(sorted(set(row) - {"tokens", "labels", "mask"}))
+    """Return a row of text cut or repeated to so many tokens."""
+    # A picture of a row can be neither cut nor repeated with its text.
+    extra_fields = sorted(set(row) - {"tokens", "labels", "mask"})
+    if extra_fields:
         raise SettingError(
             "probe.sequence_length",
             length,
-            f"rows with {others} have a length of their own; use longest",
+            f"rows with {', '.join(extra_fields)} have a length of their own; use longest",
         )
     return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
 

@@ -375,7 +375,8 @@ def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
             "uniform_micro_batches",
             (
                 f"the {step_rows} rows of a step divide into equal micro-batches of up to {size}"
-                " only one by one; change batch_size or micro_batch_size so that one divides the other"
+                " only one by one; change batch_size or micro_batch_size so that one divides the"
+                " other"
             ),
         ),
         (
