@@ -1,5 +1,6 @@
-"""The critical batch of one's own run: short branches from a checkpoint at several batches, none of
-which leaves a trace.
+"""The critical batch of one's own run, measured by short branches from a checkpoint.
+
+Each branch trains at another batch, and none leaves a trace.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +40,24 @@ from .epoch_checkpoints import inspect_epoch
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
+from .settings import Settings
 from .trainer import Trainer
 
-_STEPS = (
-    64  # of the configured batch that a branch has rows for, which make four of 16 times as much
-)
-_MOST_HELD_OUT, _FEWEST_HELD_OUT = 256, 16  # rows of the dataset; the error of fewer says little
-_ERRORS = 2.0  # standard errors
+# Steps of the configured batch that a branch has rows for; they make four of 16 times as many rows.
+_STEPS = 64
+# Bounds of the rows held out of the dataset; the standard error of fewer says little.
+_MOST_HELD_OUT = 256
+_FEWEST_HELD_OUT = 16
+# Standard errors between a loss and its bound; two leave out one loss in twenty.
+_ERRORS = 2.0
 # A branch uses none of these, so they may differ from the checkpoint's.
 _NOT_USED = ("batch_increase_function", "batch_size_schedule", "lr_scheduler", "lr_clock")
 
 
 def measure_critical_batch(job: Job) -> str:
-    """Branch from a checkpoint at several batches, write ``critical_batch.json``, and return the
-    table of it. A collective.
+    """Branch from a checkpoint at several batches and return the table of the losses. A collective.
+
+    The record is written to ``critical_batch.json``.
 
     Each branch trains on the same rows, the next of the epoch, at a constant rate: that of the step
     before the checkpoint (of the base, the configured one), scaled by the rule of `lr_scaling`, or
@@ -65,8 +71,63 @@ def measure_critical_batch(job: Job) -> str:
         NonfiniteLossError: the loss before, or after the first branch, is no number.
     """
     settings = job.settings
-    probe = job.settings.probe
     start = time.perf_counter()
+    _check_settings(settings)
+    check_output_dir(job.cfg.output_dir)
+    seed = training.set_seed(
+        seed=job.cfg.seed, debug_mode=job.cfg.get("cudnn_deterministic_mode", None)
+    )
+    data = Data.read(job)
+    data.check_rows()
+    checkpoints = _checkpoints(job)
+    # What a branch does not use may have changed since the checkpoint.
+    job.settings = replace(
+        settings, resume_allow_changes=(*settings.resume_allow_changes, *_NOT_USED)
+    )
+    resumed = ResumedRun(job, data, checkpoints, seed=seed)
+    trained, held_out = _rows(job, data, resumed)
+    # It refuses an optimizer without what scale_with_batch names, before any weights are loaded.
+    stand_in(job, 1.0)
+    trainer = _load_trainer(job, data, checkpoints)
+    rule = "sqrt" if settings.lr_scaling == "none" else settings.lr_scaling
+    rate = LearningRate(
+        trainer.optimizers,
+        rule=rule,
+        reference=_reference(job, data, trained),
+        scale_with_batch=settings.scale_with_batch,
+    )
+    start_branch, branches, facts = _branches(job, data, trainer, rate, trained, held_out)
+    cost = len(trained) * len(branches)
+    steps_per_epoch = resumed.max_steps_per_epoch or len(data.dataset)
+    epoch_rows = min(len(data.dataset), steps_per_epoch * settings.step_rows * job.ranks)
+    record = {
+        "from": checkpoints.found.source,
+        "epoch": resumed.progress.epoch,
+        "steps": resumed.progress.steps,
+        "samples": resumed.progress.samples,
+        "tokens": resumed.progress.tokens,
+        **_critical_batch_within(branches, settings.probe.critical_batch_tolerance),
+        "gradient_noise_scale": resumed.progress.noise_scale,
+        "rows": len(trained),
+        "held_out_rows": len(start_branch.labels),
+        "loss_before": start_branch.loss,
+        "rule": rule,
+        "branches": facts,
+        "rows_trained": cost,
+        "share_of_run": cost / (settings.epochs * epoch_rows),
+        "seconds": round(time.perf_counter() - start, 3),
+    }
+    if distributed.is_rank_zero():
+        path = Path(job.cfg.output_dir, "adaptive_batch", "critical_batch.json")
+        # JSON has no NaN, which the loss of a branch that diverged may be.
+        written = {**record, "branches": list(map(without_nan, facts))}
+        atomic_write(path, json.dumps(written, indent=2) + "\n")
+    messages = [message for kind, message, _ in resumed.changes() if kind not in _NOT_USED]
+    return "\n".join([*messages, _table(record, ranks=job.ranks)])
+
+
+def _check_settings(settings: Settings) -> None:
+    """Refuse settings that branches cannot train with."""
     if settings.optimizer_in_bwd:
         raise SettingError(
             "optimizer_in_bwd",
@@ -79,129 +140,93 @@ def measure_critical_batch(job: Job) -> str:
             settings.batch_tokens,
             "probe.critical_batch counts rows; set batch_size",
         )
-    check_output_dir(job.cfg.output_dir)
-    seed = training.set_seed(
-        seed=job.cfg.seed, debug_mode=job.cfg.get("cudnn_deterministic_mode", None)
-    )
-    data = Data.read(job)
-    data.check_rows()
-    checkpoints = _checkpoints(job)
-    job.settings = replace(
-        settings, resume_allow_changes=(*settings.resume_allow_changes, *_NOT_USED)
-    )
-    resumed = ResumedRun(job, data, checkpoints, seed=seed)
-    trained, held_out = _rows(job, data, resumed)
-    stand_in(job, 1.0)  # which refuses an optimizer without what scale_with_batch names
+
+
+def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
+    """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
+    settings = job.settings
     trainer = Trainer.load(job, data, checkpoints, data.new_sizer(searches=False))
-    if settings.micro_batch_layout == "packed" and (
-        why := trainer.runner.why_not_packed(data.longest(2))
-    ):
-        raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
+    if settings.micro_batch_layout == "packed":
+        reason = trainer.runner.why_not_packed(data.longest(2))
+        if reason:
+            raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
     checkpoints.load_optimizer(trainer)
+    # Any rule scales a rate of 0 to 0, and no branch would learn.
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):
         remedy = (
             f"the rate of {checkpoints.found.source} is 0, as in the first step of a warm-up; give"
             " a later one, or optimizer.lr"
         )
-        raise SettingError("probe.critical_batch_from", probe.critical_batch_from, remedy)
+        raise SettingError("probe.critical_batch_from", settings.probe.critical_batch_from, remedy)
+    return trainer
+
+
+def _reference(job: Job, data: Data, trained: Sequence[Any]) -> Reference:
+    """Return the batch that the rate belongs to, in rows, as branches count them."""
+    settings = job.settings
     reference = settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
-    if reference.unit == "tokens":
-        reference = Reference(
-            reference.amount * len(trained) / sum(map(data.dataset.num_real_tokens, trained)),
-            "rows",
-        )
-    rule = "sqrt" if settings.lr_scaling == "none" else settings.lr_scaling
-    rate = LearningRate(
-        trainer.optimizers,
-        rule=rule,
-        reference=reference,
-        scale_with_batch=settings.scale_with_batch,
-    )
-    before, branches, facts = _branches(job, data, trainer, rate, trained, held_out)
-    tolerance = probe.critical_batch_tolerance
-    cost = len(trained) * len(branches)
-    most_rows = (resumed.max_steps_per_epoch or len(data.dataset)) * settings.step_rows * job.ranks
-    critical, at_least, most = (
-        critical_batch(branches, tolerance, errors=n) for n in (0, _ERRORS, -_ERRORS)
-    )
-    record = {
-        "from": checkpoints.found.source,
-        **{
-            name: getattr(resumed.progress, name)
-            for name in ("epoch", "steps", "samples", "tokens")
-        },
-        "critical_batch": critical,
-        "at_least": at_least,
-        "at_most": most if most < branches[-1].batch else None,
+    if reference.unit != "tokens":
+        return reference
+    tokens = sum(map(data.dataset.num_real_tokens, trained))
+    return Reference(reference.amount * len(trained) / tokens, "rows")
+
+
+def _critical_batch_within(branches: Sequence[Branch], tolerance: float) -> dict[str, Any]:
+    """Return the critical batch and its bounds by standard errors, as entries of the record."""
+    at_most: int | None = critical_batch(branches, tolerance, errors=-_ERRORS)
+    # The largest batch tried bounds nothing: a larger one may pass, too.
+    if at_most == branches[-1].batch:
+        at_most = None
+    return {
+        "critical_batch": critical_batch(branches, tolerance),
+        "at_least": critical_batch(branches, tolerance, errors=_ERRORS),
+        "at_most": at_most,
         "tolerance": tolerance,
-        "gradient_noise_scale": resumed.progress.noise_scale,
-        "rows": len(trained),
-        "held_out_rows": len(before.labels),
-        "loss_before": before.loss,
-        "rule": rule,
-        "branches": facts,
-        "rows_trained": cost,
-        "share_of_run": cost / (settings.epochs * min(len(data.dataset), most_rows)),
-        "seconds": round(time.perf_counter() - start, 3),
     }
-    if distributed.is_rank_zero():
-        path = Path(job.cfg.output_dir, "adaptive_batch", "critical_batch.json")
-        written = {**record, "branches": list(map(without_nan, facts))}
-        atomic_write(path, json.dumps(written, indent=2) + "\n")
-    said = [message for kind, message, _ in resumed.changes() if kind not in _NOT_USED]
-    return "\n".join([*said, _table(record, ranks=job.ranks)])
 
 
 def _checkpoints(job: Job) -> Checkpoints:
     """Find what is branched from: as configured, else the newest, else the base."""
     cfg = copy.deepcopy(job.cfg)
-    given = job.settings.probe.critical_batch_from
+    configured = job.settings.probe.critical_batch_from
     only = None
-    if given is not None:
-        only = Path(given).absolute()
+    if configured is not None:
+        only = Path(configured).absolute()
         cfg.output_dir = cfg.checkpointer.output_dir = str(only.parent)
     saved, skipped = checkpoints_in(Path(cfg.output_dir))
-    found = [
-        one.path for one in (*saved, *skipped, inspect_epoch(cfg.checkpointer)) if one is not None
-    ]
-    if only is not None and only not in found:
+    folders = [checkpoint.path for checkpoint in saved]
+    folders += [checkpoint.path for checkpoint in skipped]
+    epoch = inspect_epoch(cfg.checkpointer)
+    if epoch is not None:
+        folders.append(epoch.path)
+    if only is not None and only not in folders:
         remedy = (
             "it is no resume point, nor an epoch with its recipe_state; give a folder such as"
             " OUTPUT_DIR/step_100"
         )
-        raise SettingError("probe.critical_batch_from", given, remedy)
-    cfg.resume_from_checkpoint = bool(found)
+        raise SettingError("probe.critical_batch_from", configured, remedy)
+    cfg.resume_from_checkpoint = bool(folders)
     return Checkpoints(cfg, job.settings, keeps_base=job.builder.keeps_base, only=only)
 
 
 def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[Any]]:
-    """Read the rows that training would take next, and those held out: of `dataset_val`, or the
-    next after them; around its end.
+    """Read the rows that training would take next, and those that are held out.
+
+    Held out are rows of `dataset_val`, or the next of the dataset, which begins again at its end.
     """
-    given = job.settings.probe.critical_batch_rows
     validation = job.settings.validation
-    num_rows = len(data.dataset)
-    step_rows = job.settings.step_rows * job.ranks
-    most = num_rows - (0 if validation else _FEWEST_HELD_OUT)
-    rows = given or min(_STEPS * step_rows, most, num_rows if validation else num_rows * 3 // 4)
-    fewest = 2 * FEWEST_STEPS * batches_of_branches(step_rows, 0)[0]
-    if not fewest <= rows <= most:
-        held = "" if validation else f", and holds out {_FEWEST_HELD_OUT}"
-        remedy = (
-            f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has"
-            f" {num_rows}{held}"
-        )
-        raise SettingError(
-            "probe.critical_batch_rows", given, f"{remedy}; give as many, or a smaller batch_size"
-        )
-    rows -= rows % batches_of_branches(step_rows, rows)[-1]  # which each batch divides
+    rows = _num_rows_to_train(job, len(data.dataset))
     batching = data.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
     epochs = EpochPlanner(data.dataset, batching, ranks=job.ranks, divisible=False)
-    if (state := resumed.state_of("steps")) is not None:
+    state = resumed.state_of("steps")
+    if state is not None:
         epochs.load_state_dict(state)
     order = epochs.order(resumed.progress)
-    read_rows = min(len(order), rows + (0 if validation else _MOST_HELD_OUT))
-    places = (torch.arange(read_rows) + resumed.progress.epoch_rows) % len(order)
+    num_read = rows
+    if validation is None:
+        num_read += _MOST_HELD_OUT
+    num_read = min(len(order), num_read)
+    places = (torch.arange(num_read) + resumed.progress.epoch_rows) % len(order)
     read = [data.read_row(row) for row in order[places].tolist()]
     if validation is None:
         return read[:rows], read[rows:]
@@ -213,6 +238,34 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     return read, [data.dataset_val[row] for row in range(validated)]
 
 
+def _num_rows_to_train(job: Job, num_rows: int) -> int:
+    """Return the rows that a branch trains on, as configured or as the dataset allows."""
+    configured = job.settings.probe.critical_batch_rows
+    step_rows = job.settings.step_rows * job.ranks
+    usable_rows = num_rows
+    default_rows = num_rows
+    hint = ""
+    if not job.settings.validation:
+        # The rows that are held out come from the same dataset.
+        usable_rows -= _FEWEST_HELD_OUT
+        default_rows = num_rows * 3 // 4
+        hint = f", and holds out {_FEWEST_HELD_OUT}"
+    rows = configured or min(_STEPS * step_rows, usable_rows, default_rows)
+    fewest = 2 * FEWEST_STEPS * batches_of_branches(step_rows, 0)[0]
+    if not fewest <= rows <= usable_rows:
+        remedy = (
+            f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has"
+            f" {num_rows}{hint}"
+        )
+        raise SettingError(
+            "probe.critical_batch_rows",
+            configured,
+            f"{remedy}; give as many, or a smaller batch_size",
+        )
+    # Each batch divides the largest, so all branches train on the same rows.
+    return rows - rows % batches_of_branches(step_rows, rows)[-1]
+
+
 def _branches(
     job: Job,
     data: Data,
@@ -221,27 +274,26 @@ def _branches(
     trained: Sequence[Any],
     held_out: Sequence[Any],
 ) -> tuple[Branch, list[Branch], list[dict[str, Any]]]:
-    """Return what is held out before, and after each branch, and facts of each for the record."""
+    """Train the branches; return the held-out losses before and after each, and facts of each."""
     runner = trainer.runner
     ranks = distributed.data_parallel_size()
     rank = distributed.data_parallel_rank()
     loss = data.loss_val(runner.loss) if job.settings.validation else runner.loss
-    mine = held_out[: len(held_out) // ranks * ranks][rank::ranks]  # as many on each rank
+    # Each rank takes as many, as evaluation is a collective; rows that are left over are not used.
+    rank_rows = held_out[: len(held_out) // ranks * ranks][rank::ranks]
 
     def evaluated(batch: int) -> Branch:
         trainer.model.eval()
-        of_ranks = distributed.all_gather([runner.evaluate([row], loss=loss) for row in mine])
+        of_ranks = distributed.all_gather([runner.evaluate([row], loss=loss) for row in rank_rows])
         snapshot.restore()
-        branch = Branch(
-            batch, *zip(*(of_row for of_rank in of_ranks for of_row in of_rank), strict=True)
-        )
+        losses, labels = zip(*chain.from_iterable(of_ranks), strict=True)
+        branch = Branch(batch, losses, labels)
+        # Later branches are of larger rates, and may diverge; that is a result.
         if not branches and not math.isfinite(branch.loss):
-            what = (
-                f"the held-out loss {f'after steps of {batch}' if batch else 'before any branch'}"
-                f" is {branch.loss}"
-            )
+            moment = f"after steps of {batch}" if batch else "before any branch"
             raise NonfiniteLossError(
-                f"{what}; lower optimizer.lr, or check the weights and the labels of these rows"
+                f"the held-out loss {moment} is {branch.loss}; lower optimizer.lr, or check the"
+                " weights and the labels of these rows"
             )
         return branch
 
@@ -249,7 +301,7 @@ def _branches(
     snapshot = TrainingSnapshot(trainer.model, trainer.optimizers, device=job.device)
     branches = list[Branch]()
     facts = list[dict[str, Any]]()
-    before = evaluated(0)
+    start_branch = evaluated(0)
     batches = batches_of_branches(job.settings.step_rows * job.ranks, len(trained))
     steps = sum(len(trained) // batch for batch in batches)
     with ProgressBar(steps, "steps", "branches", shown=distributed.is_rank_zero()) as bar:
@@ -262,28 +314,28 @@ def _branches(
                 trainer.step()
                 bar.advance()
             branches.append(evaluated(batch))
-            of_batch = {
-                "batch": batch,
-                "steps": len(trained) // batch,
-                "lr": lr,
-                "loss": branches[-1].loss,
-            }
-            facts.append({**of_batch, "seconds": round(time.perf_counter() - start, 3)})
+            facts.append(
+                {
+                    "batch": batch,
+                    "steps": len(trained) // batch,
+                    "lr": lr,
+                    "loss": branches[-1].loss,
+                    "seconds": round(time.perf_counter() - start, 3),
+                }
+            )
+    # Only after the last branch is it known which is the best.
     best = best_branch(branches)
-    for branch, one in zip(branches, facts, strict=True):
-        one["above"], one["standard_error"] = branch.excess(best)
-    return before, branches, facts
+    for branch, branch_facts in zip(branches, facts, strict=True):
+        branch_facts["above"], branch_facts["standard_error"] = branch.excess(best)
+    return start_branch, branches, facts
 
 
 def _table(record: dict[str, Any], *, ranks: int) -> str:
     """Return the record for people."""
     branches = record["branches"]
     tolerance = record["tolerance"]
-    noise = record["gradient_noise_scale"]
-    smallest = branches[0]["batch"]
-    largest = branches[-1]["batch"]
-    found = record["critical_batch"]
-    best = next(one for one in branches if one["above"] == 0)
+    critical = record["critical_batch"]
+    best = next(branch for branch in branches if branch["above"] == 0)
     lines = [
         (
             f"\nbranches of {count(record['rows'], 'row', ',')} from {record['from']} (step"
@@ -292,39 +344,47 @@ def _table(record: dict[str, Any], *, ranks: int) -> str:
         ),
         f"{'batch':>7} {'steps':>6} {'lr':>10} {'loss':>8} {'above the best':>18}",
     ]
-    for one in branches:
-        above = (
-            f"{one['above']:+.2%} +- {_ERRORS * one['standard_error']:.2%}"
-            if one is not best
-            else ""
+    for branch in branches:
+        above = ""
+        if branch is not best:
+            above = f"{branch['above']:+.2%} +- {_ERRORS * branch['standard_error']:.2%}"
+        line = (
+            f"{branch['batch']:>7} {branch['steps']:>6} {branch['lr']:>10.3g}"
+            f" {branch['loss']:>8.4f} {above:>18}"
         )
-        lines.append(
-            f"{one['batch']:>7} {one['steps']:>6} {one['lr']:>10.3g} {one['loss']:>8.4f}"
-            f" {above:>18}".rstrip()
-        )
+        lines.append(line.rstrip())
+    # A batch below the smallest was not tried, nor one above the largest.
+    or_fewer = " or fewer" if critical == branches[0]["batch"] else ""
+    at_most = record["at_most"] or f"more than {branches[-1]['batch']}, the largest tried"
     lines.append(
-        f"critical batch: {count(found, 'row')}{' or fewer' if found == smallest else ''} at a"
-        f" tolerance of {tolerance:.2%}; within two standard errors {record['at_least']} to"
-        f" {record['at_most'] or f'more than {largest}, the largest tried'}"
+        f"critical batch: {count(critical, 'row')}{or_fewer} at a tolerance of {tolerance:.2%};"
+        f" within two standard errors {record['at_least']} to {at_most}"
     )
-    if (gained := 1 - best["loss"] / record["loss_before"]) < tolerance:
-        why = (
-            f"the best branch gained {gained:.2%}, less than the tolerance: one that learns nothing"
-            " may pass"
-        )
+    gain = 1 - best["loss"] / record["loss_before"]
+    if gain < tolerance:
         lines.append(
-            f"{why}; give more probe.critical_batch_rows, or a lower probe.critical_batch_tolerance"
+            f"the best branch gained {gain:.2%}, less than the tolerance: one that learns nothing"
+            " may pass; give more probe.critical_batch_rows, or a lower"
+            " probe.critical_batch_tolerance"
         )
-    rows = max(1, found // ranks)
-    at = f"point {{{record['tokens']}tok: {rows}}}" if record["tokens"] else f"start: {rows}"
-    lines.append(f"by_critical_batch takes it, in rows on one device, as {at}")
-    lines.append(
-        "gradient noise scale in the checkpoint:"
-        f" {f'{noise:.1f} rows' if noise else 'not measured'}"
-    )
+    return "\n".join([*lines, *_use_and_cost(record, ranks=ranks)])
+
+
+def _use_and_cost(record: dict[str, Any], *, ranks: int) -> list[str]:
+    """Return the lines on the schedule that takes the result, and on what it cost."""
+    rows = max(1, record["critical_batch"] // ranks)
+    # A schedule has one point at the start, or later ones by the tokens trained on.
+    entry = f"start: {rows}"
+    if record["tokens"]:
+        entry = f"point {{{record['tokens']}tok: {rows}}}"
+    noise = record["gradient_noise_scale"]
+    noise_scale = f"{noise:.1f} rows" if noise else "not measured"
     cost = (
         f"{count(record['rows_trained'], 'row', ',')} trained, {record['share_of_run']:.0%} of the"
         " run's"
     )
-    lines.append(f"cost: {cost}; {record['seconds']:.1f} s")
-    return "\n".join(lines)
+    return [
+        f"by_critical_batch takes it, in rows on one device, as {entry}",
+        f"gradient noise scale in the checkpoint: {noise_scale}",
+        f"cost: {cost}; {record['seconds']:.1f} s",
+    ]
