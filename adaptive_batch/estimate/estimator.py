@@ -15,14 +15,16 @@ from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
 from .roofline import Roofline
 from .tracker import StepTrace
 
+# Rows of two steps, tried in turn until both run the same operations.
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
-_LEAST_CHECKED = 5  # rows of the step that a curve is checked by, at least
-_ROUNDS = 3  # of a trace of a bound and of one row more, which may move it
-# that are replayed: the first makes gradients and states, and from the third on they are alike
+# Fewest rows of the step that a curve is checked by.
+_LEAST_CHECKED = 5
+# A trace of a bound, and of one row more, may move the bound; so often it is traced again.
+_ROUNDS = 3
+# The first step makes gradients and states; from the third on, steps are alike.
 _STEPS = 4
-_COLLATED_BYTES = (
-    2**29
-)  # of its batch, roughly: tokens are collated for real, which takes time and memory
+# Tokens are collated for real, which takes time and memory: roughly the most bytes of a batch.
+_COLLATED_BYTES = 2**29
 
 
 def estimate_length(
@@ -37,20 +39,19 @@ def estimate_length(
     explains: bool = True,
     allocator: AllocatorSettings | None = None,
 ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
-    """Estimate what the step holds with rows of one length, and how many of them fit on each
-    device.
+    """Estimate what the step holds with rows of one length, and the rows that fit on each device.
 
     Args:
-        tokens: of a row.
-        targets: the devices.
-        maximum: more rows are of no interest.
-        forward_backward: of that many rows; None for the step's own.
-        of_steps: returns forward and backward of some steps that training takes with that many
-            rows, whose lengths vary; None for rows of one length. It counts where there is an
-            allocator, whose memory they fragment.
-        is_exact: what fits is traced itself, up to a batch that is large on the host; else it
-            follows from two sizes.
-        explains: the curve is checked by one more size, whose tensors are attributed to modules.
+        tokens: length of a row.
+        targets: devices to fit the step on.
+        maximum: number of rows above which a batch is of no interest.
+        forward_backward: forward and backward of a number of rows; None for the step's own.
+        of_steps: function that returns forward and backward of some steps that training takes with
+            that many rows, whose lengths vary; None for rows of one length. It counts where there
+            is an allocator, whose memory they fragment.
+        is_exact: trace what fits, up to a batch that is large on the host; otherwise it follows
+            from two sizes.
+        explains: check the curve by one more size, whose tensors are attributed to modules.
         allocator: settings of the devices' caching allocator; None for a device without one, where
             each byte that is allocated is one that is taken.
 
@@ -58,31 +59,21 @@ def estimate_length(
         SettingError: no two sizes ran the same operations.
     """
     run = forward_backward or step.forward_backward
-    (fewer, few), (larger, more) = traces_alike(step, run)
-    roofline = Roofline((fewer, few.costs), (larger, more.costs))
-    curve = MemoryCurve.from_traces((fewer, few.trace), (larger, more.trace))
-    fitting = [curve.max_rows(target.budget_bytes) or 0 for target in targets]
-    one_row = curve.peak_bytes(1)
-    if min(fitting) < FEW:
-        one_row = max(step.trace(1, forward_backward=run).trace.live_bytes)
-    breakdowns = []
-    for line in curve.lines:
-        below = few.forward_bytes[line.operation]
-        above = more.forward_bytes[line.operation]
-        each = (above - below) / (larger - fewer)
-        activations = below - fewer * each, each
-        gradients = more.gradient_bytes(line.operation)
-        breakdowns.append(
-            MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients)
-        )
+    (few_rows, few), (more_rows, more) = traces_alike(step, run)
+    roofline = Roofline((few_rows, few.costs), (more_rows, more.costs))
+    curve = MemoryCurve.from_traces((few_rows, few.trace), (more_rows, more.trace))
     length = LengthEstimate(
-        tokens, step.resident, tuple(breakdowns), one_row, step.optimizer_peak_bytes
+        tokens,
+        step.resident,
+        _breakdowns(curve, (few_rows, few), (more_rows, more)),
+        _one_row_bytes(step, run, curve, targets),
+        step.optimizer_peak_bytes,
     )
 
     def steps_of(rows: int) -> Sequence[Run | Between]:
         return of_steps(rows) if of_steps else [run] * _STEPS
 
-    def fits() -> tuple[Fit, ...]:
+    def fit_targets() -> tuple[Fit, ...]:
         if allocator is None:
             return tuple(
                 length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets
@@ -92,38 +83,71 @@ def estimate_length(
         )
         return tuple(bounds.fit(target.budget_bytes) for target in targets)
 
-    found = fits()
-    most = min(maximum, _COLLATED_BYTES // (128 * tokens))
-    if explains:  # at the bound, which is traced by that
-        size = max(_LEAST_CHECKED, min(max(fit.max_batch_size for fit in found), most))
-        third = step.trace(
-            size, forward_backward=run, explain={line.operation for line in curve.lines}
-        )
-        check = CurveCheck(size, max(third.trace.live_bytes), curve.peak_bytes(size))
-        sites = {operation: live.describe() for operation, live in third.explained.items()}
-        pairs = zip(breakdowns, curve.lines, strict=True)
-        named = tuple(replace(one, site=sites.get(line.operation, "")) for one, line in pairs)
-        length = replace(length, breakdowns=named, check=check)
-    for _ in range(_ROUNDS if is_exact and allocator else 0):
-        beside = {
-            rows
-            for fit in found
-            for rows in (fit.max_batch_size, fit.max_batch_size + 1)
-            if 0 < rows <= most
-        }
-        is_new = [step.learn(rows, steps_of(rows)) for rows in beside]
-        found = fits()
-        if not any(is_new):
-            break
+    fits = fit_targets()
+    collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
+    if explains:
+        # Checked at the bound, which is traced by that.
+        largest_bound = max(fit.max_batch_size for fit in fits)
+        checked_rows = max(_LEAST_CHECKED, min(largest_bound, collated_rows))
+        length = _checked(step, run, length, curve, checked_rows)
+    if is_exact and allocator:
+        for _ in range(_ROUNDS):
+            bounds_and_next = {fit.max_batch_size + extra for fit in fits for extra in (0, 1)}
+            traced_rows = {rows for rows in bounds_and_next if 0 < rows <= collated_rows}
+            is_new = [step.learn(rows, steps_of(rows)) for rows in traced_rows]
+            fits = fit_targets()
+            if not any(is_new):
+                break
+    speeds = [
+        roofline.tokens_per_second(fit.max_batch_size, tokens, target.speed)
+        for fit, target in zip(fits, targets, strict=True)
+    ]
     return length, tuple(
-        replace(
-            fit,
-            modelled_tokens_per_second=roofline.tokens_per_second(
-                fit.max_batch_size, tokens, target.speed
-            ),
-        )
-        for fit, target in zip(found, targets, strict=True)
+        replace(fit, modelled_tokens_per_second=speed)
+        for fit, speed in zip(fits, speeds, strict=True)
     )
+
+
+def _breakdowns(
+    curve: MemoryCurve, few: tuple[int, StepTrace], more: tuple[int, StepTrace]
+) -> tuple[MemoryBreakdown, ...]:
+    """Divide each line of the curve into activations, gradients and the rest."""
+    few_rows, few_trace = few
+    more_rows, more_trace = more
+    breakdowns = []
+    for line in curve.lines:
+        few_bytes = few_trace.forward_bytes[line.operation]
+        more_bytes = more_trace.forward_bytes[line.operation]
+        bytes_per_row = (more_bytes - few_bytes) / (more_rows - few_rows)
+        activations = (few_bytes - few_rows * bytes_per_row, bytes_per_row)
+        gradients = more_trace.gradient_bytes(line.operation)
+        breakdowns.append(
+            MemoryBreakdown(line.fixed_bytes, line.bytes_per_row, activations, gradients)
+        )
+    return tuple(breakdowns)
+
+
+def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequence[Target]) -> int:
+    """Return the peak of one row: traced where it decides, as it often runs other operations."""
+    fewest_fitting = min(curve.max_rows(target.budget_bytes) or 0 for target in targets)
+    if fewest_fitting >= FEW:
+        return curve.peak_bytes(1)
+    return max(step.trace(1, forward_backward=run).trace.live_bytes)
+
+
+def _checked(
+    step: FakeStep, run: Run, length: LengthEstimate, curve: MemoryCurve, rows: int
+) -> LengthEstimate:
+    """Check the curve by a trace of `rows`, and name what made the peaks."""
+    operations = {line.operation for line in curve.lines}
+    trace = step.trace(rows, forward_backward=run, explain=operations)
+    check = CurveCheck(rows, max(trace.trace.live_bytes), curve.peak_bytes(rows))
+    sites = {operation: live.describe() for operation, live in trace.explained.items()}
+    named = tuple(
+        replace(breakdown, site=sites.get(line.operation, ""))
+        for breakdown, line in zip(length.breakdowns, curve.lines, strict=True)
+    )
+    return replace(length, breakdowns=named, check=check)
 
 
 def traces_alike(

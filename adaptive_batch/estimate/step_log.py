@@ -14,7 +14,8 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
-STREAM = 2**48  # of an entry: stream x this + bytes
+# An entry that allocates is stream x STREAM + bytes.
+STREAM = 2**48
 
 
 @dataclass(frozen=True)
@@ -43,28 +44,33 @@ class Phase:
 
     def between(self, more: Phase, share: Fraction) -> Phase:
         """Return this one with the sizes that lie at a share of the way to another's, or beyond."""
-        sizes = (
-            a if a == b else max(1, math.ceil(a + (b - a) * share))
-            for a, b in zip(self.log, more.log, strict=True)
-        )
-        return replace(self, log=array("q", sizes))
+        log = array("q")
+        for entry, larger in zip(self.log, more.log, strict=True):
+            if entry == larger:
+                log.append(entry)
+            else:
+                log.append(max(1, math.ceil(entry + (larger - entry) * share)))
+        return replace(self, log=log)
 
     def sized(self, like: Phase, wanted: Phase) -> Phase | None:
-        """Return this one, whose allocations are those of `like` and some more, with the sizes of
-        `wanted`; None where they are not.
+        """Return this log with the sizes of `wanted`.
+
+        Its allocations are those of `like` and some more; None where they are not.
         """
         if not like.is_like(wanted):
             return None
         pairs = iter(zip(_sizes(like), _sizes(wanted), strict=True))
-        known = next(pairs, None)
+        pair = next(pairs, None)
         log = array("q")
         for entry in self.log:
-            if entry > 0 and known is not None and entry == known[0]:
-                log.append(known[1])
-                known = next(pairs, None)
+            if entry > 0 and pair is not None and entry == pair[0]:
+                log.append(pair[1])
+                pair = next(pairs, None)
             else:
                 log.append(entry)
-        return None if known is not None else replace(self, log=log)
+        if pair is not None:
+            return None
+        return replace(self, log=log)
 
 
 def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:

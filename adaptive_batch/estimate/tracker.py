@@ -1,9 +1,8 @@
-"""A memory tracker that knows what made the live bytes: forward or backward, which module, which
-operation.
-"""
+"""A memory tracker that knows which operation of which module made the live bytes."""
 
 from __future__ import annotations
 
+import re
 import sys
 from array import array
 from collections import Counter
@@ -24,13 +23,13 @@ from .cuda_operators import CudaOperators
 from .roofline import Cost, cost_of
 from .step_log import STREAM, Phase
 
-_LABEL = "adaptive_batch.module"  # of an autograd node
+# The key of a module's name in the metadata of an autograd node.
+_LABEL = "adaptive_batch.module"
 
 
 @dataclass(frozen=True)
 class OpSite:
-    """An operation of a step, and the innermost module that it belongs to, empty for none, such as
-    the loss.
+    """An operation of a step, and the innermost module that it belongs to; empty for the loss.
 
     Recomputing is part of the backward pass.
     """
@@ -40,36 +39,34 @@ class OpSite:
     backward: bool
 
     def __str__(self) -> str:
-        return (
-            f"{'backward' if self.backward else 'forward'} of {self.module or 'the loss'}"
-            f" ({self.operation})"
-        )
+        direction = "backward" if self.backward else "forward"
+        return f"{direction} of {self.module or 'the loss'} ({self.operation})"
 
 
 @dataclass(frozen=True)
 class LiveMemory:
-    """What is alive at one operation, without what is resident: bytes by the operation that made
-    them, largest first.
+    """Live bytes at one operation by the operation that made them, largest first.
+
+    What is resident is not among them.
     """
 
     site: OpSite
     by_site: tuple[tuple[OpSite, int], ...]
 
     def describe(self) -> str:
-        """The operation, and the three largest allocations, those of like layers together, with
-        their shares of all.
-        """
+        """Return the operation and the three largest allocations, with their shares of all."""
         sizes: Counter[str] = Counter()
         for site, size in self.by_site:
-            name = (
-                ".".join("*" if part.isdigit() else part for part in site.module.split("."))
-                or "the loss"
-            )
-            sizes[f"{name} ({site.operation}{', backward' if site.backward else ''})"] += size
+            # Like layers count together.
+            name = re.sub(r"(?<![^.])\d+(?![^.])", "*", site.module) or "the loss"
+            direction = ", backward" if site.backward else ""
+            sizes[f"{name} ({site.operation}{direction})"] += size
         shares = ", ".join(
             f"{name} {100 * size / sizes.total():.0f}%" for name, size in sizes.most_common(3)
         )
-        return f"{self.site}; largest transient allocations: {shares}" if shares else str(self.site)
+        if not shares:
+            return str(self.site)
+        return f"{self.site}; largest transient allocations: {shares}"
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,8 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def step_trace(self, model: nn.Module) -> StepTrace:
         """Return what was counted, for a model that has its gradients now."""
-        keys = {  # of storages, which gradients that FSDP has reduced share
+        # Of storages, as gradients that FSDP has reduced share one.
+        keys = {
             plain.untyped_storage()._cdata: None
             for parameter in model.parameters()
             if parameter.grad is not None
@@ -182,13 +180,13 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
-        before = self._sizes.get(key, 0)
+        previous_size = self._sizes.get(key, 0)
         is_new = key not in self._sizes
         super()._see(storage)
         size = self._sizes.get(key, 0)
         if is_new and self._is_lifted:
             self._on_host.add(storage)
-        if size != before and storage not in self._on_host:
+        if size != previous_size and storage not in self._on_host:
             self._replace(key, size)
         if is_new:
             self._made_after[key] = len(self._forward_bytes_after_each)
@@ -197,30 +195,28 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             if current_graph_task_id() == -1:
                 self._in_forward.add(key)
         if key in self._in_forward:
-            self._forward_bytes += size - before
+            self._forward_bytes += size - previous_size
 
     def _replace(self, key: int, size: int) -> None:
         """Log that a storage has another block of memory now, or none."""
-        before = self._numbers.pop(key, None)
+        freed = self._numbers.pop(key, None)
         if size:
             self._numbers[key] = self._num_allocations
             self._num_allocations += 1
             stream = self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
             self.log.append(stream * STREAM + size)
-        if before is not None:
-            self.log.append(~before)
+        if freed is not None:
+            self.log.append(~freed)
 
     def phase(self, after: Iterable[tuple[Hashable, torch.Tensor]]) -> Phase:
-        """Return what was logged since :meth:`add_named`, and by name what is left for other
-        phases.
-        """
-        given = len(self._before)
+        """Return what was logged since :meth:`add_named`, and by name what is left for later."""
+        num_earlier = len(self._before)
         kept = self._operators.workspaces.values() if self._operators else ()
         once = {number for tensor in kept for number in self._numbers_of(tensor)}
-        numbers = list(range(given))
+        numbers = list(range(num_earlier))
         log = array("q")
         positions = []
-        for entry in self.log[given:]:
+        for entry in self.log[num_earlier:]:
             if entry <= 0:
                 log.append(~numbers[~entry])
                 continue
