@@ -35,7 +35,8 @@ MANIFEST = "resume.json"
 STATE = "state.pt"
 FORMAT = "adaptive_batch resume point"
 FORMAT_VERSION = 1
-_SEEN_SECONDS = 10.0  # in which a file that another node has written must be seen
+# Time within which a file that another node has written must be seen.
+_SEEN_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,8 @@ class Checkpoint:
 
     def _read(self, read: Callable[[Any], Result], ranks: Ranks) -> Result:
         """Read on each rank for itself; an error of one is raised on all."""
-        results: list[Result] = []  # which need not be picklable
+        # Results need not be picklable, so they stay on their rank.
+        results: list[Result] = []
         try:
             ranks.each(lambda: results.append(read(_load_safely(self.path / STATE))))
         except Exception as error:
@@ -140,7 +142,9 @@ def write_checkpoint(
     """
     written = write_tensors(folder, content.tensors, ranks)
     of_ranks = ranks.each(lambda: {name: SavedFile.of(folder / name) for name in written})
-    files = {name: file for of_rank in of_ranks for name, file in of_rank.items()}
+    files: dict[str, SavedFile] = {}
+    for of_rank in of_ranks:
+        files |= of_rank
 
     def complete() -> None:
         with (folder / STATE).open("wb") as file:
@@ -155,7 +159,10 @@ def write_checkpoint(
         checkpoint = Checkpoint(folder, step, order, __version__, ranks.count, {**files, **ours})
         atomic_write(folder / MANIFEST, _manifest(checkpoint), sync=True)
         deadline = time.monotonic() + _SEEN_SECONDS
-        while isinstance(seen := inspect(folder), SkippedCheckpoint):
+        while True:
+            seen = inspect(folder)
+            if not isinstance(seen, SkippedCheckpoint):
+                break
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"rank zero does not see all that was saved ({seen.reason}); output_dir must be"
@@ -174,9 +181,9 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
     try:
         text = (folder / MANIFEST).read_bytes().decode(errors="replace")
     except OSError as error:
-        what = "incomplete" if is_ours else "unrecognized"
+        problem = "incomplete" if is_ours else "unrecognized"
         return SkippedCheckpoint(
-            folder, f"{what}: {MANIFEST} cannot be read ({error.strerror})", is_ours
+            folder, f"{problem}: {MANIFEST} cannot be read ({error.strerror})", is_ours
         )
     is_ours |= FORMAT in text
     try:
@@ -192,14 +199,16 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
                 folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order
             )
         content, files = read_manifest(text)
-        found = Checkpoint(
+        checkpoint = Checkpoint(
             folder, content["step"], order, content["package_version"], content["world_size"], files
         )
     except (ValueError, KeyError, TypeError):
-        what = "truncated or changed" if is_ours else "unrecognized"
-        return SkippedCheckpoint(folder, f"{MANIFEST} is {what}", is_ours)
+        problem = "truncated or changed" if is_ours else "unrecognized"
+        return SkippedCheckpoint(folder, f"{MANIFEST} is {problem}", is_ours)
     changed = changed_size(folder, files)
-    return found if changed is None else SkippedCheckpoint(folder, changed, True, order)
+    if changed is not None:
+        return SkippedCheckpoint(folder, changed, True, order)
+    return checkpoint
 
 
 def _manifest(checkpoint: Checkpoint) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from adaptive_batch.errors import CheckpointError
 from .dcp import Ranks, read_tensors
 from .optimizer_state import distributed_from_local, named_form, parameter_name
 
-_Path = tuple[Any, ...]  # keys and numbers
+# Keys of mappings and numbers in lists that lead to a value.
+_Path = tuple[Any, ...]
 
 # What ``torch.load(weights_only=True)`` reads back as it was.
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.Size)
@@ -74,8 +76,9 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
     state: dict[str, Any] = {}
 
     def divide() -> list[str]:
-        state["tree"], found = _divided(tensors_tree)
-        tensors.update(found)
+        state["tree"], divided = _divided(tensors_tree)
+        tensors.update(divided)
+        # Rank zero alone saves it.
         state["small"] = _map_leaves(_copied, small_state if ranks.rank == 0 else None)
         return [
             name
@@ -84,14 +87,14 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
         ]
 
     # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks agree on the names.
-    names = sorted({name for names in ranks.each(divide) for name in names})
+    names = sorted(set(chain(*ranks.each(divide))))
     low_bit = {name: tensors.pop(name) for name in names}
     num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    forms = (
-        ranks.each(lambda: {name: _form(local_part(tensor)) for name, tensor in low_bit.items()})
-        if names
-        else []
-    )
+    forms: list[dict[str, torch.Tensor]] = []
+    if names:
+        forms = ranks.each(
+            lambda: {name: _form(local_part(tensor)) for name, tensor in low_bit.items()}
+        )
     state["low_bit"] = {}
     for name, tensor in low_bit.items():
         state["low_bit"][name] = {
@@ -125,22 +128,23 @@ def read_into(
     """
     into: dict[str, list[torch.Tensor]] = {}
     for key, child in tree.items():
-        found = dict(_leaves(_entry(state, key), _Stored))
-        here = dict(_leaves(child, torch.Tensor))
-        for path in [*here, *found]:
-            if path not in found or path not in here:
-                where = "was not saved" if path in here else "was saved, and is not here"
+        saved = dict(_leaves(_entry(state, key), _Stored))
+        targets = dict(_leaves(child, torch.Tensor))
+        for path in [*targets, *saved]:
+            if path not in saved or path not in targets:
+                problem = "was not saved" if path in targets else "was saved, and is not here"
                 raise CheckpointError(
-                    f"{_joined((key, *path))} {where}; it belongs to another model"
+                    f"{_joined((key, *path))} {problem}; it belongs to another model"
                 )
-        for path, tensor in here.items():
-            stored = replace(found[path], parameter=tensor)
+        for path, tensor in targets.items():
+            stored = replace(saved[path], parameter=tensor)
             for name, part in _targets(stored, tensor.detach(), state, ranks).items():
                 into.setdefault(name, []).append(part)
     read_tensors(folder, {name: parts[0] for name, parts in into.items()})
-    for first, *others in into.values():
-        for other in others:  # the same tensor when it was saved, and perhaps not here
-            other.copy_(first)
+    # What was one tensor when it was saved may be several here.
+    for first, *copies in into.values():
+        for copy in copies:
+            copy.copy_(first)
 
 
 def read_optimizer(
@@ -159,7 +163,8 @@ def read_optimizer(
     """
     form = named_form(_entry(state, "optimizer"), optimizers, names)
     for parameter, name in names.items():
-        if entries := form["state"].get(parameter_name(name)):
+        entries = form["state"].get(parameter_name(name))
+        if entries:
             of_parameter = partial(_sharded_as, parameter)
             form["state"][parameter_name(name)] = _map_leaves(of_parameter, entries, _Stored)
     read: dict[str, Any] = _read(folder, state, form, ranks)
@@ -172,7 +177,9 @@ def _sharded_as(parameter: nn.Parameter, _: _Path, stored: _Stored) -> _Stored:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -185,21 +192,19 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
     def form(path: _Path, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return _plain_value(path, value)
-        tensor = (
-            value.detach().resolve_conj().resolve_neg()
-            if type(value) is torch.Tensor
-            else value.detach()
-        )
+        tensor = value.detach()
+        if type(value) is torch.Tensor:
+            tensor = tensor.resolve_conj().resolve_neg()
         local = local_part(tensor)
         is_wrapper: bool = is_traceable_wrapper_subclass(local)
         if not is_wrapper and (
             type(local) is not torch.Tensor or local.is_meta or local.layout is not torch.strided
         ):
-            what = f"{_kind(local)} of layout {local.layout} on {local.device}"
-            raise TypeError(f"{_joined(path)} is a {what}, which a checkpoint cannot hold")
-        form = forms.setdefault(
-            path if is_wrapper else (*_memory(local), value.shape), _form(tensor)
-        )
+            kind = f"{_kind(local)} of layout {local.layout} on {local.device}"
+            raise TypeError(f"{_joined(path)} is a {kind}, which a checkpoint cannot hold")
+        # Tensors that share memory are saved once.
+        key = path if is_wrapper else (*_memory(local), value.shape)
+        form = forms.setdefault(key, _form(tensor))
         tensors.setdefault(id(form), tensor)
         return form
 
@@ -212,13 +217,16 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
 def _stored(divided: Any) -> Any:
     """Name the forms of a tree by the first path to each."""
     names: dict[int, str] = {}
-    taken: set[str] = set()
+    used_names: set[str] = set()
 
     def name(path: _Path, form: torch.Tensor) -> _Stored:
         if id(form) not in names:
-            joined = _joined(path)  # ``{"a.b": x, "a": {"b": y}}`` has one path for two tensors
-            names[id(form)] = f"{joined}#{len(names)}" if joined in taken else joined
-            taken.add(joined)
+            joined = _joined(path)
+            # ``{"a.b": x, "a": {"b": y}}`` has one path for two tensors.
+            if joined in used_names:
+                joined = f"{joined}#{len(names)}"
+            names[id(form)] = joined
+            used_names.add(_joined(path))
         return _Stored(names[id(form)], form)
 
     return _map_leaves(name, divided, torch.Tensor)
@@ -249,15 +257,20 @@ def _targets(
     stored: _Stored, tensor: torch.Tensor | None, state: Mapping[str, Any], ranks: Ranks
 ) -> dict[str, torch.Tensor]:
     """Return the tensors to read into by name: those of `tensor`, or new ones."""
-    if low_bit := state["low_bit"].get(stored.name):
+    low_bit = state["low_bit"].get(stored.name)
+    if low_bit:
         _check_layout(stored, low_bit, ranks)
-        form = low_bit["ranks"][ranks.rank] if tensor is None else local_part(tensor)
+        form = low_bit["ranks"][ranks.rank]
+        if tensor is not None:
+            form = local_part(tensor)
         parts = _plain_parts(form, f"{stored.name}@{ranks.rank}")
         return {
             name: torch.empty_like(part, device="cpu") if part.is_meta else part
             for name, part in parts.items()
         }
-    return {stored.name: stored.empty() if tensor is None else tensor}
+    if tensor is None:
+        tensor = stored.empty()
+    return {stored.name: tensor}
 
 
 def _plain_parts(tensor: Any, name: str) -> dict[str, torch.Tensor]:
@@ -371,14 +384,16 @@ def _map_leaves(
         return type(tree)(
             _map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree)
         )
-    return function(path, tree) if isinstance(tree, kind) else tree
+    if isinstance(tree, kind):
+        return function(path, tree)
+    return tree
 
 
 def _leaves(tree: Any, kind: type) -> list[tuple[_Path, Any]]:
     """Return path and value of all leaves of a kind."""
-    found: list[tuple[_Path, Any]] = []
-    _map_leaves(lambda path, leaf: found.append((path, leaf)), tree, kind)
-    return found
+    leaves: list[tuple[_Path, Any]] = []
+    _map_leaves(lambda path, leaf: leaves.append((path, leaf)), tree, kind)
+    return leaves
 
 
 def _joined(path: _Path) -> str:

@@ -41,24 +41,23 @@ class Ranks:
 
     def __init__(self, group: Any = None) -> None:
         self.group = group
-        self.rank: int = 0 if group is None else group.rank()
-        self.count: int = 1 if group is None else group.size()
+        self.rank: int = 0
+        self.count: int = 1
+        if group is not None:
+            self.rank = group.rank()
+            self.count = group.size()
 
     def each(self, act: Callable[[], Result]) -> list[Result]:
         """Act on every rank; return the results by rank, on every rank."""
-        return (
-            [act()]
-            if self.count == 1
-            else distributed.from_each_rank(lambda: self._named(act), self.group)
-        )
+        if self.count == 1:
+            return [act()]
+        return distributed.from_each_rank(lambda: self._named(act), self.group)
 
     def first(self, act: Callable[[], Result]) -> Result:
         """Act on rank zero alone; return its result on every rank."""
-        return (
-            act()
-            if self.count == 1
-            else distributed.from_rank_zero(lambda: self._named(act), self.group)
-        )
+        if self.count == 1:
+            return act()
+        return distributed.from_rank_zero(lambda: self._named(act), self.group)
 
     def _named(self, act: Callable[[], Result]) -> Result:
         try:
@@ -98,9 +97,10 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Rank
         )
     except CheckpointException as error:
         rank, (failed, _) = next(iter(error.failures.items()))
-        raise RuntimeError(
-            f"rank {rank}: {reason(failed)}" if ranks.count > 1 else reason(failed)
-        ) from error
+        message = reason(failed)
+        if ranks.count > 1:
+            message = f"rank {rank}: {message}"
+        raise RuntimeError(message) from error
     return sorted(path.name for path in folder.glob(f"__{ranks.rank}_*"))
 
 
@@ -117,7 +117,8 @@ def read_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     _ignore_single_process_warnings()
     try:
         state_dict_loader.load(tensors, storage_reader=_Reader(folder), no_dist=True)
-    except CheckpointException as error:  # which is no Exception
+    except CheckpointException as error:
+        # It is a BaseException, and no Exception.
         raise RuntimeError(reason(next(iter(error.failures.values()))[0])) from error
 
 
@@ -147,10 +148,10 @@ class _MetadataUnpickler(pickle.Unpickler):
             "pathlib",
             "pathlib._local",
         ):
-            found = super().find_class(module, name)
-            is_own_class = isinstance(found, type) and found.__module__ == module != "torch"
-            if accepted or is_own_class or isinstance(found, torch.dtype):
-                return found
+            loaded = super().find_class(module, name)
+            is_own_class = isinstance(loaded, type) and loaded.__module__ == module != "torch"
+            if accepted or is_own_class or isinstance(loaded, torch.dtype):
+                return loaded
         raise RuntimeError(f"{METADATA} names {module}.{name}, which does not belong there")
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import is_out_of_memory
 
-_FULL_BYTES = 2**16  # a disk with less is full
+# A disk with less is full.
+_FULL_BYTES = 2**16
 
 
 def reason(error: BaseException) -> str:
@@ -24,10 +25,10 @@ def reason(error: BaseException) -> str:
     it.
     """
     below = _of_the_system(error)
-    if below is None and isinstance(
-        error, pickle.UnpicklingError
-    ):  # torch's own advice is to allow everything
-        if named := re.search(r"GLOBAL (\S+)", str(error)):
+    if below is None and isinstance(error, pickle.UnpicklingError):
+        # torch's own message advises to allow everything.
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        if named:
             return (
                 f"it names {named[1]}, which torch.load(weights_only=True) allows only once its"
                 " package is imported, if at all"
@@ -71,15 +72,14 @@ def saving(
             shutil.rmtree(temporary, ignore_errors=True)
         if not isinstance(error, Exception):
             raise
-        why = reason(error)
+        cause = reason(error)
         remedy = "free disk space or correct the path"
         if is_out_of_memory(error):
             remedy = "free memory"
-        elif (
-            left < _FULL_BYTES and _of_the_system(error) is None
-        ):  # torch does not say why a write failed
-            why = os.strerror(errno.ENOSPC)
+        elif left < _FULL_BYTES and _of_the_system(error) is None:
+            # torch does not say why a write failed.
+            cause = os.strerror(errno.ENOSPC)
         raise CheckpointError(
-            f"saving {target} failed ({why}): it needs {num_bytes:,} bytes and a little more, and"
+            f"saving {target} failed ({cause}): it needs {num_bytes:,} bytes and a little more, and"
             f" {free:,} bytes were free; what was saved before is untouched: {remedy}"
         ) from error

@@ -42,13 +42,19 @@ _REMOVED = ".removed-"
 
 
 def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
-    """Return the checkpoints of steps whose files have their sizes, and the other folders that are
-    named as such; none is read.
+    """Return the checkpoints of steps whose files have their sizes, and the other such folders.
+
+    None is read.
     """
-    found = [inspect(folder) for folder in _step_folders(output_dir)]
-    return [one for one in found if isinstance(one, Checkpoint)], [
-        one for one in found if isinstance(one, SkippedCheckpoint)
-    ]
+    complete = []
+    skipped = []
+    for folder in _step_folders(output_dir):
+        checkpoint = inspect(folder)
+        if isinstance(checkpoint, Checkpoint):
+            complete.append(checkpoint)
+        else:
+            skipped.append(checkpoint)
+    return complete, skipped
 
 
 class CheckpointManager:
@@ -168,7 +174,8 @@ class CheckpointManager:
         )
         hosts = self._ranks.each(lambda: (platform.node(), needed, host_available_bytes()))
         for host, _, available in hosts:
-            if (on_host := sum(bytes_ for other, bytes_, _ in hosts if other == host)) > available:
+            on_host = sum(num_bytes for name, num_bytes, _ in hosts if name == host)
+            if on_host > available:
                 self._copies = {}
                 log.warning(
                     "an asynchronous save copies %s to the host, which has %s available: saving"
@@ -212,9 +219,8 @@ class CheckpointManager:
                 if name == path.name or not _STEP.fullmatch(name):
                     continue
                 if prefix == _REPLACED and not (self._output_dir / name).exists():
-                    path.rename(
-                        self._output_dir / name
-                    )  # killed between the two renames: nothing has replaced it
+                    # Killed between the two renames: nothing has replaced it.
+                    path.rename(self._output_dir / name)
                 else:
                     shutil.rmtree(path)
         if target.exists():
@@ -231,33 +237,30 @@ class CheckpointManager:
         clock decides what is newest.
         """
         saved, skipped = checkpoints_in(self._output_dir)
-        orders = [
-            *(one.order for one in saved),
-            *(one.order or 0 for one in skipped),
-            *self._others(),
-        ]
+        orders = [checkpoint.order for checkpoint in saved]
+        orders += [checkpoint.order or 0 for checkpoint in skipped]
+        orders += self._others()
         return 1 + max(orders, default=0)
 
     def _remove_old(self, newest: int) -> None:
-        """Keep the last few that are complete by name and size. Folders of users and of newer
-        versions stay.
+        """Keep the last few that are complete by name and size.
+
+        Folders of users and of newer versions stay.
         """
         if self._keep_last is None:
             return
         saved, skipped = checkpoints_in(self._output_dir)
         complete = sorted(saved, key=lambda one: -one.order)
-        older = [
-            other
-            for other in skipped
-            if other.is_ours and (other.order is None or other.order < newest)
-        ]
-        for path in [
-            *(old.path for old in complete[self._keep_last :]),
-            *(old.path for old in older),
-        ]:
+        outdated = [checkpoint.path for checkpoint in complete[self._keep_last :]]
+        for checkpoint in skipped:
+            is_older = checkpoint.order is None or checkpoint.order < newest
+            if checkpoint.is_ours and is_older:
+                outdated.append(checkpoint.path)
+        for path in outdated:
             removed = path.with_name(_REMOVED + path.name)
             try:
-                path.rename(removed)  # partly removed, it might look like a user's folder
+                # Partly removed under its own name, it might look like a user's folder.
+                path.rename(removed)
                 shutil.rmtree(removed)
             except OSError as error:
                 log.warning("%s could not be removed: %s", path, error)

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-_CHUNK_BYTES = 4 * 2**20  # large enough that reading, not Python, takes the time
+# Large enough that reading, not Python, takes the time.
+_CHUNK_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,15 @@ def changed_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
 
 
 def changed_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
-    """Read the files of a folder, and return which of them is not what was saved; None where none."""
+    """Read the files of a folder; return which of them is not what was saved, or None."""
     for name, saved in files.items():
         try:
-            found = _crc32(folder / name)
+            checksum = _crc32(folder / name)
         except OSError as error:
             return f"{name} cannot be read ({error})"
-        if found != saved.crc32:
+        if checksum != saved.crc32:
             return (
-                f"{name} has another checksum (crc32 {found:08x}) than was saved"
+                f"{name} has another checksum (crc32 {checksum:08x}) than was saved"
                 f" ({saved.crc32:08x})"
             )
     return None
@@ -134,14 +135,15 @@ def newest_complete(
         The checkpoint, or None; and what was skipped before it was found: those that are newer, or
         whose age cannot be known.
     """
-    others = list(skipped)
-    for one in sorted(saved, key=lambda one: (-one.order, -one.step)):
-        if (changed := changed_content(one.path, one.files)) is None:
-            return one, [
-                other for other in others if other.order is None or other.order >= one.order
-            ]
-        others.append(SkippedCheckpoint(one.path, changed, True, one.order))
-    return None, others
+    passed_over = list(skipped)
+    for checkpoint in sorted(saved, key=lambda candidate: (-candidate.order, -candidate.step)):
+        order = checkpoint.order
+        changed = changed_content(checkpoint.path, checkpoint.files)
+        if changed is None:
+            newer = [old for old in passed_over if old.order is None or old.order >= order]
+            return checkpoint, newer
+        passed_over.append(SkippedCheckpoint(checkpoint.path, changed, True, order))
+    return None, passed_over
 
 
 def _crc32(path: Path) -> int:

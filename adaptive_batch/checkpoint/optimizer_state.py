@@ -79,7 +79,9 @@ def load_named_optimizer_state(
     """
     optimizers = list(optimizers)
     form = named_form(state, optimizers, names)
-    group_of = {name: group for group in form["param_groups"] for name in group["params"]}
+    group_of: dict[str, Any] = {}
+    for group in form["param_groups"]:
+        group_of |= dict.fromkeys(group["params"], group)
     numbered = [_numbered(form["state"], group_of, optimizer, names) for optimizer in optimizers]
     for optimizer, own_state in zip(optimizers, numbered, strict=True):
         optimizer.load_state_dict(own_state)
@@ -99,18 +101,18 @@ def named_form(
     Raises:
         CheckpointError: it is none of these, or has a parameter that there is not.
     """
-    known = [parameter_name(names[parameter]) for parameter in _parameters(optimizers)]
+    trained_names = [parameter_name(names[parameter]) for parameter in _parameters(optimizers)]
     if isinstance(state.get("param_groups"), list):
-        return _by_name(state, known)
+        return _by_name(state, trained_names)
     form: dict[str, Any] = {"state": {}, "param_groups": []}
     for name, part in state.items():
         if not isinstance(part, Mapping) or not isinstance(part.get("param_groups"), list):
             raise CheckpointError(
                 f"the saved optimizer state has {name!r}, which is no state of an optimizer"
             )
-        one = _by_name(part, [_known(name, known)])
-        form["state"] |= one["state"]
-        form["param_groups"] += one["param_groups"]
+        part_form = _by_name(part, [_known(name, trained_names)])
+        form["state"] |= part_form["state"]
+        form["param_groups"] += part_form["param_groups"]
     return form
 
 
@@ -141,7 +143,8 @@ def _by_name(state: Mapping[str, Any], known: Sequence[str]) -> dict[str, Any]:
 
 
 def _known(name: str, known: Sequence[str]) -> str:
-    if (cleaned := parameter_name(name)) not in known:
+    cleaned = parameter_name(name)
+    if cleaned not in known:
         raise CheckpointError(
             f"the saved optimizer state has the parameter {name}, which is not trained here; it"
             " belongs to another model"
@@ -161,15 +164,17 @@ def _numbered(
     counter = count()
     for group in optimizer.param_groups:
         named = [parameter_name(names[parameter]) for parameter in group["params"]]
-        if missing := [name for name in named if name not in group_of]:
+        missing = [name for name in named if name not in group_of]
+        if missing:
             raise CheckpointError(
                 f"the saved optimizer state has no parameter {missing[0]}; it belongs to another"
                 " model"
             )
-        if others := [name for name in named if group_of[name] is not group_of[named[0]]]:
+        strangers = [name for name in named if group_of[name] is not group_of[named[0]]]
+        if strangers:
             raise CheckpointError(
-                f"the saved optimizer state has {named[0]} and {others[0]} in two groups, which are"
-                " one here; load it with the optimizer's groups, and with optimizer_in_bwd, as"
+                f"the saved optimizer state has {named[0]} and {strangers[0]} in two groups, which"
+                " are one here; load it with the optimizer's groups, and with optimizer_in_bwd, as"
                 " they were"
             )
         numbers = [next(counter) for _ in named]
@@ -218,7 +223,8 @@ def distributed_from_local(
     """Return a DTensor of a rank's own part, over the mesh of a parameter and on its device, which
     is the host's with CPU offload.
     """
-    shape = local.shape if shape is None else shape
+    if shape is None:
+        shape = local.shape
     stride = torch.empty(shape, device="meta").stride()
     whole = DTensor.from_local(
         local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
