@@ -159,9 +159,9 @@ class AdaptiveBatches(Sampler[list[int]]):
         if sampler is not None:
             _check_sampler(sampler, sampling)
             self._order = SamplerOrder(sampler)
-        rows = (
-            dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
-        )
+        rows = dataset
+        if not isinstance(rows, DatasetAdapter):
+            rows = DatasetAdapter(dataset, row_length)
         self._counts_tokens = row_length is not None or reads_tokens(batch_size_schedule)
         self._planner = StepPlanner(
             rows,

@@ -8,6 +8,7 @@ and that sum is what balancing makes small.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from heapq import heapreplace
@@ -89,36 +90,35 @@ def balance_by_tokens(
             for rank in range(ranks)
         ]
     if layout.uniform in ("rows", "both"):
-        return (
-            in_turn
-            if limit.unit == "rows"
-            else [sorted(order[rank::ranks]) for rank in range(ranks)]
-        )
+        if limit.unit == "rows":
+            return in_turn
+        return [sorted(order[rank::ranks]) for rank in range(ranks)]
 
-    sizes = {
-        length: (layout.padded(length), layout.rows_within(limit, length)) for length in set(real)
-    }
-    padded = [sizes[length][0] for length in real]
-    most = [sizes[length][1] for length in real]
+    # Both are computed once for each length, of which there are far fewer than rows.
+    padded_length = {length: layout.padded(length) for length in set(real)}
+    rows_within = {length: layout.rows_within(limit, length) for length in set(real)}
+    padded = [padded_length[length] for length in real]
+    max_rows = [rows_within[length] for length in real]
     if layout.uniform is None and limit.unit == "tokens":
-        num_waves = -(-_fewest_groups(most) // ranks)
+        num_waves = math.ceil(_fewest_groups(max_rows) / ranks)
     else:
         num_waves = 1
-        micro_batches_each = -(-len(order) // (ranks * most[0]))
+        micro_batches_each = math.ceil(len(order) / (ranks * max_rows[0]))
         if layout.uniform is None and micro_batches_each > 1:
             return in_turn
-        most = [micro_batches_each * rows for rows in most]
-    for wave in _SortedRows(padded, most).waves(num_waves, ranks):
+        max_rows = [micro_batches_each * rows for rows in max_rows]
+    for wave in _SortedRows(padded, max_rows).waves(num_waves, ranks):
         for positions, (start, end) in zip(divided, wave, strict=False):
             positions += order[start:end]
     return [sorted(positions) for positions in divided]
 
 
-def _fewest_groups(most: list[int]) -> int:
+def _fewest_groups(max_rows: list[int]) -> int:
     """Return how many groups take all rows where each has as many as it may."""
-    start = groups = 0
-    while start < len(most):
-        start += most[start]
+    start = 0
+    groups = 0
+    while start < len(max_rows):
+        start += max_rows[start]
         groups += 1
     return groups
 
@@ -128,34 +128,36 @@ class _SortedRows:
 
     Args:
         lengths: tokens that each is padded to.
-        most: rows that a group may have of which this one is the first, and so the longest.
+        max_rows: rows that a group may have of which this one is the first, and so the longest.
     """
 
-    def __init__(self, lengths: list[int], most: list[int]) -> None:
+    def __init__(self, lengths: list[int], max_rows: list[int]) -> None:
         self._lengths = lengths
-        self._most = most
-        self._largest = max(map(mul, lengths, most))
+        self._max_rows = max_rows
+        self._largest = max(map(mul, lengths, max_rows))
         self._tokens_before = [0, *accumulate(lengths)]
 
     def waves(self, num_waves: int, ranks: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield where the groups of each wave start and end: one for each rank, or for each row
-        where rows are fewer.
+        """Yield where the groups of each wave start and end: one for each rank.
+
+        Where rows are fewer than ranks, each row is a group.
         """
         start = 0
-        for left in range(num_waves, 0, -1):
-            end, tokens = self._next_wave(start, left, ranks)
+        for waves_left in range(num_waves, 0, -1):
+            end, tokens = self._next_wave(start, waves_left, ranks)
             groups = []
-            for later in range(min(ranks, end - start) - 1, -1, -1):
-                rows = min(
-                    tokens // self._lengths[start] or 1, self._most[start], end - start - later
-                )
+            for groups_after in range(min(ranks, end - start) - 1, -1, -1):
+                rows = min(tokens // self._lengths[start] or 1, self._max_rows[start])
+                # Each of the groups after it has a row at least.
+                rows = min(rows, end - start - groups_after)
                 groups.append((start, start + rows))
                 start += rows
             yield groups
 
     def _next_wave(self, start: int, num_waves: int, ranks: int) -> tuple[int, int]:
-        """Return where it ends and what its groups hold at most, so that it and the later ones, if
-        these are alike, take least.
+        """Return where the next wave ends, and the most tokens that a group of it holds.
+
+        They are those with which it and the later waves, if these are alike, take least time.
         """
         last = len(self._lengths)
         later = num_waves - 1
@@ -168,19 +170,20 @@ class _SortedRows:
         for percent in TRIED_PERCENT:
             tokens = max(percent * alike // 100, self._lengths[start])
             end = self._reached(start, ranks, tokens)
-            after = self._least_tokens(
-                end, last, ranks * later, at_most=(least_time - tokens - 1) // later
-            )
-            if after is not None:
+            # More would not take less time in all.
+            at_most = (least_time - tokens - 1) // later
+            later_tokens = self._least_tokens(end, last, ranks * later, at_most=at_most)
+            if later_tokens is not None:
                 best = tokens
-                least_time = tokens + later * after
+                least_time = tokens + later * later_tokens
         return self._reached(start, ranks, best), best
 
     def _least_tokens(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
-        """Return what groups must hold for so many to take the rows from `start` to `end`; None
-        where `at_most` is too little.
+        """Return the tokens with which so many groups take the rows from `start` to `end`.
+
+        None where `at_most` is too little.
         """
-        mean = -(-(self._tokens_before[end] - self._tokens_before[start]) // groups)
+        mean = math.ceil((self._tokens_before[end] - self._tokens_before[start]) / groups)
         low = max(self._lengths[start], mean)
         high = at_most
         if high < low or self._reached(start, groups, high) < end:
@@ -190,15 +193,14 @@ class _SortedRows:
         )
 
     def _reached(self, start: int, groups: int, tokens: int) -> int:
-        """Return where so many groups end that each take as many rows as they may with at most so
-        many tokens.
-        """
+        """Return where so many groups end, each of which takes all rows that it may."""
         lengths = self._lengths
-        most = self._most
+        max_rows = self._max_rows
         last = len(self._lengths)
         for _ in range(groups):
             if start >= last:
                 break
             rows = tokens // lengths[start] or 1
-            start += rows if rows < most[start] else most[start]
+            # Not min(), as this loop is where dealing takes its time.
+            start += rows if rows < max_rows[start] else max_rows[start]
         return min(start, last)

@@ -21,9 +21,8 @@ from adaptive_batch.errors import SettingError
 
 COUNTS = ("padded", "real")
 LONG_ROWS = ("error", "drop", "alone")
-CHUNK = (
-    65_536  # rows that are Python numbers at one time: as tensors they take a quarter of the memory
-)
+# Rows that are Python numbers at one time: as tensors they take a quarter of the memory.
+CHUNK = 65_536
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,8 @@ class Limits:
 
     def __post_init__(self) -> None:
         for key in ("max_tokens", "min_rows", "max_rows"):
-            check_whole(key, getattr(self, key), most=sys.maxsize)  # which is no limit
+            # sys.maxsize is no limit.
+            check_whole(key, getattr(self, key), most=sys.maxsize)
         for key, words in (("count", COUNTS), ("long_rows", LONG_ROWS)):
             if getattr(self, key) not in words:
                 raise SettingError(key, getattr(self, key), f"must be one of {', '.join(words)}")
@@ -59,9 +59,9 @@ class Limits:
         """
         if not self.divisible:
             return rows
-        fewer = rows - rows % max(
-            1, 1 << max(0, rows.bit_length() - 4)
-        )  # 2 ** (floor(log2(rows)) - 3)
+        # An eighth of the rows at most is left: 2 ** (floor(log2(rows)) - 3).
+        multiple = 1 << max(0, rows.bit_length() - 4)
+        fewer = rows - rows % multiple
         return fewer if fewer >= min_rows else rows
 
 
@@ -75,7 +75,8 @@ class Rows(NamedTuple):
         return Rows(self.numbers[which], self.sizes[which])
 
 
-Packed = tuple[torch.Tensor, torch.Tensor]  # row numbers in the order of use, rows of each batch
+# Row numbers in the order of use, and the rows of each batch.
+Packed = tuple[torch.Tensor, torch.Tensor]
 
 
 def fill_batches(rows: Rows, limits: Limits) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,10 +89,10 @@ def fill_batches(rows: Rows, limits: Limits) -> tuple[torch.Tensor, torch.Tensor
     batches: list[Packed] = []
 
     def fill(rows: Rows, min_rows: int, *, more_follow: bool) -> Rows:
-        in_order = limits.padded or _any_fit(rows, limits, min_rows)
-        packed, left = (_fill_in_order if in_order else _fill_waiting)(
-            rows, limits, min_rows, more_follow=more_follow
-        )
+        fill_rows = _fill_waiting
+        if limits.padded or _any_fit(rows, limits, min_rows):
+            fill_rows = _fill_in_order
+        packed, left = fill_rows(rows, limits, min_rows, more_follow=more_follow)
         batches.append(packed)
         return left
 
@@ -107,7 +108,8 @@ def fill_batches(rows: Rows, limits: Limits) -> tuple[torch.Tensor, torch.Tensor
         left = Rows(torch.cat([left.numbers, long.numbers]), torch.cat([left.sizes, long.sizes]))
     left = left.pick(torch.sort(left.sizes, descending=True, stable=True).indices)
     while len(left.numbers):
-        if _fit_together(left, limits):  # all of them: also where `divisible` would keep some back
+        # All of them, also where `divisible` would keep some back.
+        if _fit_together(left, limits):
             batches.append((left.numbers, torch.tensor([len(left.numbers)])))
             break
         left = fill(left, 1, more_follow=False)
@@ -125,10 +127,14 @@ def _without_partners(rows: Rows, limits: Limits) -> torch.Tensor:
     min_rows = limits.min_rows
     if min_rows == 1:
         return torch.zeros_like(rows.sizes, dtype=torch.bool)
-    most = budget
+    max_size = budget
     shortest = torch.topk(rows.sizes, min(min_rows, len(rows.sizes)), largest=False).values
     if len(shortest) == min_rows and int(shortest[-1]) <= budget:
-        needed = min_rows * int(shortest[-1]) if limits.padded else int(shortest.sum())
+        needed = int(shortest.sum())
+        max_size = budget - int(shortest[:-1].sum())
+        if limits.padded:
+            needed = min_rows * int(shortest[-1])
+            max_size = budget // min_rows
         if needed > budget:
             raise SettingError(
                 "min_rows",
@@ -136,8 +142,7 @@ def _without_partners(rows: Rows, limits: Limits) -> torch.Tensor:
                 f"the {min_rows} shortest rows need {needed} {limits.count} tokens, and {budget}"
                 " are allowed; lower one, or raise the other",
             )
-        most = budget // min_rows if limits.padded else budget - int(shortest[:-1].sum())
-    return rows.sizes > most
+    return rows.sizes > max_size
 
 
 def _any_fit(rows: Rows, limits: Limits, min_rows: int) -> bool:
@@ -192,27 +197,30 @@ def _greedy(sizes: torch.Tensor, limits: Limits, min_rows: int) -> list[int]:
                     break
                 filled.append(limits.kept(rows, min_rows))
                 rows -= filled[-1]
-                longest = total = 0
+                longest = 0
+                total = 0
                 if rows:
-                    again = sizes[position - rows : position]
-                    longest = int(again.max())
-                    total = int(again.sum())
+                    kept_back = sizes[position - rows : position]
+                    longest = int(kept_back.max())
+                    total = int(kept_back.sum())
             rows = rows + 1
             longest = longest if longest > size else size
             total = total + size
             position += 1
-    return [*filled, rows] if rows else filled
+    if rows:
+        filled.append(rows)
+    return filled
 
 
 def _fill_waiting(
     rows: Rows, limits: Limits, min_rows: int, *, more_follow: bool
 ) -> tuple[Packed, Rows]:
-    """Fill as :func:`_fill_in_order`, but rows that do not fit wait for others that do; counted in
-    real tokens.
+    """Fill as :func:`_fill_in_order`, but rows that do not fit wait for others that do.
 
-    Waiting rows come first, and again once a batch has enough; they are taken up to the first that
-    does not fit, so each batch looks at few of them in vain, and the time is in proportion to the
-    rows. A batch that has enough leaves to the first that waits what would fit with it.
+    Counted in real tokens. Waiting rows come first, and again once a batch has enough; they are
+    taken up to the first that does not fit, so each batch looks at few of them in vain, and the
+    time is in proportion to the rows. A batch that has enough leaves to the first that waits what
+    would fit with it.
     """
     sizes: list[int] = rows.sizes.tolist()
     waiting: deque[int] = deque()
@@ -230,9 +238,8 @@ def _fill_waiting(
                     waiting.popleft()
             if enough and waiting:
                 room = limits.max_tokens - sizes[waiting[0]]
-                if (
-                    sizes[coming] * max(1, min_rows - 1) <= room
-                ):  # it fits in the batch of the first that waits
+                # It fits in the batch of the first that waits.
+                if sizes[coming] * max(1, min_rows - 1) <= room:
                     break
             if not batch.add(coming, sizes):
                 if enough:
@@ -242,11 +249,9 @@ def _fill_waiting(
         is_last = coming == len(sizes) and not waiting
         kept = 0
         if len(batch.rows) >= min_rows:
-            kept = (
-                len(batch.rows)
-                if is_last and not more_follow
-                else limits.kept(len(batch.rows), min_rows)
-            )
+            kept = len(batch.rows)
+            if more_follow or not is_last:
+                kept = limits.kept(len(batch.rows), min_rows)
             used += batch.rows[:kept]
             filled.append(kept)
         waiting.extendleft(reversed(batch.rows[kept:]))
@@ -269,8 +274,9 @@ class _OpenBatch:
         self.rows: list[int] = []
 
     def add(self, row: int, sizes: list[int]) -> bool:
-        """Add a row where it fits: up to `min_rows` it may take its share of what is left, so that
-        others can follow.
+        """Add a row if it fits; return whether it did.
+
+        Up to `min_rows` it may take its share of what is left, so that others can follow.
         """
         missing = max(1, self._min_rows - len(self.rows))
         if self.rows and (
@@ -283,21 +289,25 @@ class _OpenBatch:
 
 
 def _long_with_short(rows: Rows, limits: Limits) -> tuple[Packed, Rows]:
-    """Put the longest row with the shortest ones to make `min_rows`, until any `min_rows` of the
-    other rows fit.
+    """Put the longest row with the shortest ones, until any `min_rows` of the other rows fit.
 
     For pairs no other choice leaves fewer rows without a partner. Counted in real tokens.
     """
     ordered = torch.sort(rows.sizes, stable=True)
-    before = [0, *accumulate(ordered.values.tolist())]  # tokens of so many shortest rows
+    # Tokens of so many shortest rows.
+    tokens_of = [0, *accumulate(ordered.values.tolist())]
     partners = limits.min_rows - 1
     budget = limits.max_tokens
     low = 0
-    high = len(before) - 1
+    high = len(tokens_of) - 1
     used: list[int] = []
-    while high - low > partners and before[high] - before[high - partners - 1] > budget:
+    # Until the longest rows that are left fit together.
+    while high - low > partners and tokens_of[high] - tokens_of[high - partners - 1] > budget:
         high -= 1
-        if before[high + 1] - before[high] + before[low + partners] - before[low] <= budget:
+        longest = tokens_of[high + 1] - tokens_of[high]
+        shortest = tokens_of[low + partners] - tokens_of[low]
+        # A row that fits with no partners is left for a later batch.
+        if longest + shortest <= budget:
             used += [high, *range(low, low + partners)]
             low += partners
     chosen = ordered.indices[torch.tensor(used, dtype=torch.int64)]

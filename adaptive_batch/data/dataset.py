@@ -17,7 +17,8 @@ from adaptive_batch.errors import SettingError
 from .lengths import count_rows, longest_rows, row_lengths
 from .read_ahead import ReadAhead
 
-IGNORE_INDEX = -100  # what torch's cross-entropy and Hugging Face's models take for no label
+# What torch's cross-entropy and Hugging Face's models take for no label.
+IGNORE_INDEX = -100
 
 RowLength = Callable[[Any], int] | int | None
 
@@ -77,15 +78,13 @@ class DatasetAdapter(Dataset[Any]):
 
     def describe(self, row: Any) -> str:
         """Return how an error names a row, its length included unless all are alike."""
-        return (
-            "one row"
-            if isinstance(self._row_length, int)
-            else f"one row of {count(self.length(row), 'token')}"
-        )
+        if isinstance(self._row_length, int):
+            return "one row"
+        return f"one row of {count(self.length(row), 'token')}"
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens of each row: int64, `[rows]`; measured once, by rank zero, unless all are alike."""
+        """Tokens of each row: int64, `[rows]`; measured once, by rank zero."""
         if self._lengths is None:
             if isinstance(self._row_length, int):
                 self._lengths = torch.full((len(self),), self._row_length)
@@ -128,18 +127,19 @@ def label_tokens(batch: Any) -> torch.Tensor:
         or labels.is_floating_point()
         or not 1 <= labels.dim() <= 2
     ):
-        found = (
-            f"{labels.dtype} of {list(labels.shape)}"
-            if isinstance(labels, torch.Tensor)
-            else type(labels).__name__
-        )
+        description = _described(labels)
         remedy = 'give a function of a batch, such as lambda batch: (batch["labels"] != -100).sum()'
         raise SettingError(
             "num_labels",
             None,
-            f"`labels` of a batch are {found}, not numbers of tokens [batch, sequence]; {remedy}",
+            f"`labels` of a batch are {description}, not numbers of tokens [batch, sequence];"
+            f" {remedy}",
         )
-    return ((labels if labels.dim() == 1 else labels[:, 1:]) != IGNORE_INDEX).sum()
+    # Of [batch, sequence] the model predicts all but the first.
+    if labels.dim() == 2:
+        labels = labels[:, 1:]
+    num_labels: torch.Tensor = (labels != IGNORE_INDEX).sum()
+    return num_labels
 
 
 def check_loss(loss: Any) -> torch.Tensor:
@@ -151,18 +151,25 @@ def check_loss(loss: Any) -> torch.Tensor:
     """
     remedy = "return the mean over the labels alone, a tensor of one number"
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-        found = (
-            f"{loss.dtype} of {list(loss.shape)}"
-            if isinstance(loss, torch.Tensor)
-            else type(loss).__name__
-        )
-        raise SettingError("mean_loss", found, f"that is what it returned; {remedy}")
+        raise SettingError("mean_loss", _described(loss), f"that is what it returned; {remedy}")
     if torch.is_grad_enabled() and not loss.requires_grad:
-        why = "its result depends on no parameter that needs gradients"
+        problem = "its result depends on no parameter that needs gradients"
         remedy = "compute it without detach(), item() or no_grad(), of a model that trains"
-        raise SettingError("mean_loss", float(loss), f"{why}; {remedy}")
-    single: torch.Tensor = loss.reshape(()) if loss.dim() else loss
-    return single.float() if single.dtype.itemsize < 4 else single
+        raise SettingError("mean_loss", float(loss), f"{problem}; {remedy}")
+    single: torch.Tensor = loss
+    if single.dim():
+        single = single.reshape(())
+    # Halves are too coarse to be summed over micro-batches.
+    if single.dtype.itemsize < 4:
+        single = single.float()
+    return single
+
+
+def _described(value: Any) -> str:
+    """Return how an error names a value: dtype and shape of a tensor, else its type."""
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} of {list(value.shape)}"
+    return type(value).__name__
 
 
 def move_to_device(value: Any, device: torch.device) -> Any:
@@ -175,7 +182,10 @@ def move_to_device(value: Any, device: torch.device) -> Any:
         return {key: move_to_device(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [move_to_device(item, device) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        # A named tuple.
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
     return value
 
 
@@ -203,5 +213,5 @@ def _tokens(row: Any) -> int:
         if isinstance(row, Mapping) and key in row and getattr(row[key], "ndim", 1) == 1:
             return len(row[key])
     remedy = "give a function of a row, or 1 where all rows are alike"
-    found = f"a row is a {type(row).__name__} without `tokens` or `input_ids` of one dimension"
-    raise SettingError("row_length", None, f"{found}; {remedy}")
+    problem = f"a row is a {type(row).__name__} without `tokens` or `input_ids` of one dimension"
+    raise SettingError("row_length", None, f"{problem}; {remedy}")

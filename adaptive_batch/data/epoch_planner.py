@@ -205,9 +205,11 @@ class EpochPlanner:
         schedule = batching.batch_size_schedule
         self.depends_on_lengths = bool(batching.batch_tokens) or batching.sample_order == "seqlen"
         if self.depends_on_lengths:
-            _ = rows.lengths  # a row that cannot be measured is refused now
+            # A row that cannot be measured is refused now.
+            _ = rows.lengths
         self._epoch = 0
-        self._planned_by: list[_PlannedBy] = []  # of that epoch, from row to row
+        # The lengths that this epoch is planned by, each from a row on.
+        self._planned_by: list[_PlannedBy] = []
         self._is_estimate = schedule is not None and needs_noise_scale(schedule)
         self._planned = lru_cache(maxsize=2)(self._plan_tokens)
 
@@ -243,16 +245,14 @@ class EpochPlanner:
         if not self.depends_on_lengths:
             return False
         rows = progress.epoch_rows
-        before = self._parts(progress.epoch)
+        parts = self._parts(progress.epoch)
         now = _PlannedBy(rows, self._rows.lengths)
-        differs = not torch.equal(before[-1].lengths, now.lengths)
+        differs = not torch.equal(parts[-1].lengths, now.lengths)
         self._epoch = progress.epoch
-        self._planned_by = (
-            [*(part for part in before if part.begin < rows), now]
-            if differs or not rows
-            else before
-        )
-        if differs or len(before) > len(self._planned_by):
+        self._planned_by = parts
+        if differs or not rows:
+            self._planned_by = [*(part for part in parts if part.begin < rows), now]
+        if differs or len(parts) > len(self._planned_by):
             self._planned.cache_clear()
         return differs and rows > 0
 
@@ -274,8 +274,9 @@ class EpochPlanner:
 
     def _parts(self, epoch: int) -> list[_PlannedBy]:
         """Return the lengths that an epoch is planned by, each from a row on."""
-        is_current = epoch == self._epoch and self._planned_by
-        return self._planned_by if is_current else [_PlannedBy(0, self._rows.lengths)]
+        if epoch == self._epoch and self._planned_by:
+            return self._planned_by
+        return [_PlannedBy(0, self._rows.lengths)]
 
     def next_step(
         self, progress: Progress, rule: Callable[[Progress], int]
@@ -305,7 +306,9 @@ class EpochPlanner:
         left = self.num_rows - progress.epoch_rows
         if most_steps is not None and progress.epoch_steps >= most_steps:
             return 0
-        return 0 if self.batching.drop_last and left < step_rows else min(step_rows, left)
+        if self.batching.drop_last and left < step_rows:
+            return 0
+        return min(step_rows, left)
 
     def divide(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
         """Divide the epoch at whose beginning, or within which, progress is."""
@@ -316,9 +319,8 @@ class EpochPlanner:
             plan = EpochPlan.of(
                 self.num_rows, step_rows=rule(progress) * self.ranks, **batching.ends
             )
-            if (
-                progress.epoch_rows != progress.epoch_steps * plan.step_rows
-            ):  # it was another batch before a restart
+            # It was another batch before a restart.
+            if progress.epoch_rows != progress.epoch_steps * plan.step_rows:
                 plan = self._mixed(progress, rule)
         else:
             order = self.order(progress)
@@ -415,7 +417,9 @@ class EpochPlanner:
     def _left(self, epoch: int, part: _PlannedBy, *, used: torch.Tensor) -> torch.Tensor:
         """Return the rows that are left of an epoch, in their order by these lengths."""
         order = self._row_order(epoch=epoch, lengths=part.lengths)[:]
-        return order[~torch.isin(order, used)] if len(used) else order
+        if not len(used):
+            return order
+        return order[~torch.isin(order, used)]
 
     def token_batches(self, progress: Progress) -> TokenBatchPlan:
         """Return the rows of each step of the current epoch, by tokens."""
@@ -423,14 +427,20 @@ class EpochPlanner:
 
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Count the rows of an epoch that is over which no step has used, by reason."""
-        long_rows = len(self.token_batches(progress).dropped) if self.batching.batch_tokens else 0
+        long_rows = 0
+        if self.batching.batch_tokens:
+            long_rows = len(self.token_batches(progress).dropped)
         rest = self.num_rows - progress.epoch_rows - long_rows
-        most = self.batching.max_steps_per_epoch
-        why = (
-            "drop_last" if self.batching.drop_last else "an error"
-        )  # which the audit does not let pass
-        why = "max_steps_per_epoch" if most is not None and progress.epoch_steps >= most else why
-        return {reason: rows for reason, rows in ((why, rest), ("long_rows", long_rows)) if rows}
+        max_steps = self.batching.max_steps_per_epoch
+        if max_steps is not None and progress.epoch_steps >= max_steps:
+            reason = "max_steps_per_epoch"
+        elif self.batching.drop_last:
+            reason = "drop_last"
+        else:
+            # The audit does not let it pass.
+            reason = "an error"
+        reasons = {reason: rest, "long_rows": long_rows}
+        return {reason: rows for reason, rows in reasons.items() if rows}
 
     def _mixed(
         self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None = None
@@ -454,7 +464,10 @@ class EpochPlanner:
         used = plan.slots if plan.sizes is None else sum(plan.sizes)
         lengths = self._rows.real_lengths[order()[:used]]
         alike = len(lengths) > 0 and bool((lengths == lengths[0]).all())
-        return plan.slots * int(lengths[0]) if alike else int(lengths.sum())
+        # An epoch may have more slots than rows.
+        if alike:
+            return plan.slots * int(lengths[0])
+        return int(lengths.sum())
 
     def _walk(
         self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None
@@ -480,19 +493,18 @@ class EpochPlanner:
     def _plan_constant(
         self, order: torch.Tensor, lengths: torch.Tensor | None = None
     ) -> TokenBatchPlan:
-        lengths = self._rows.lengths if lengths is None else lengths
+        if lengths is None:
+            lengths = self._rows.lengths
         divisible = self._divisible
         return plan_token_batches(
             lengths, self.batching, ranks=self.ranks, order=order, divisible=divisible
         )
 
     def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int], EpochPlan]:
-        """Plan the rows of each step of an epoch, and the tokens that are requested for each on one
-        device.
-        """
-        first, *others = self._parts(begin.epoch)
+        """Plan the rows of each step of an epoch, and its requested tokens on one device."""
+        first, *later_parts = self._parts(begin.epoch)
         batches, budgets = self._plan_part(begin, first, used=torch.zeros(0, dtype=torch.int64))
-        for part in others:
+        for part in later_parts:
             done = int(torch.searchsorted(batches.starts, part.begin))
             at = begin
             for step in range(done):

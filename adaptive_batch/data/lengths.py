@@ -26,15 +26,18 @@ from adaptive_batch.errors import SettingError
 
 logger = logging.getLogger("adaptive_batch")
 
-TIMED_SECONDS = 0.5  # measured in this process first, which gives the seconds per row
+# Rows are measured so long in this process first, which gives the seconds per row.
+TIMED_SECONDS = 0.5
 # workers start in well under a second each, but every one opens its own copy of the dataset
 WORTHWHILE_SECONDS = 5.0
 MAX_WORKERS = 16
-CHUNK_SECONDS = 0.25  # work of one message of a worker: the bar moves, and messages cost little
+# Work of one message of a worker: the bar moves, and messages cost little.
+CHUNK_SECONDS = 0.25
 # a forked worker can inherit a lock that nobody releases; a chunk is due after CHUNK_SECONDS
 STALLED_SECONDS = 60.0
 RECHECKED_ROWS = 8
-_CHECKSUM_BYTES = 32  # SHA-256
+# Of SHA-256.
+_CHECKSUM_BYTES = 32
 
 Numbers = Sequence[int]
 Measure = Callable[[int, Any], Numbers]
@@ -56,7 +59,8 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
     Raises:
         SettingError: it has none, or no length, or gives no row by its number.
     """
-    name = type(dataset).__name__ if name is None else name
+    if name is None:
+        name = type(dataset).__name__
     needed = "give a map-style dataset, with a length and rows by number"
     if dataset is None:
         raise SettingError(key, name, f"what builds it returned None; {needed}")
@@ -66,7 +70,8 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
         )
     try:
         num_rows = len(dataset)
-    except TypeError as error:  # of what is streamed, too
+    except TypeError as error:
+        # What is streamed raises it, too.
         raise SettingError(key, name, f"{error}; {needed}, and streaming=False") from None
     if num_rows == 0:
         raise SettingError(key, name, "it has no rows; check its source, split and filter")
@@ -94,11 +99,12 @@ def row_lengths(
     Raises:
         SettingError: the dataset has no rows or no length, or a row has no list of tokens.
     """
-    of_row = (
-        (lambda number, row: (_tokens(dataset, number, row),))
-        if length is None
-        else lambda _, row: (length(row),)
-    )
+
+    def of_row(number: int, row: Any) -> Numbers:
+        if length is None:
+            return (_tokens(dataset, number, row),)
+        return (length(row),)
+
     return measure_rows(
         dataset, of_row, cache_file=cache_file, num_workers=num_workers, show_progress=show_progress
     ).numbers[:, 0]
@@ -139,11 +145,9 @@ def measure_rows(
     num_rows = count_rows(dataset)
     rows = _Rows(dataset, measure)
     with _random_state_kept():
-        cached = (
-            _read(cache_file, num_rows, num_numbers)
-            if cache_file is not None and reads_cache
-            else None
-        )
+        cached = None
+        if cache_file is not None and reads_cache:
+            cached = _read(cache_file, num_rows, num_numbers)
         if cached is not None:
             last = num_rows - 1
             checked = {last * i // (RECHECKED_ROWS - 2) for i in range(RECHECKED_ROWS - 1)} | {
@@ -262,10 +266,13 @@ def _worthwhile_workers(seconds_left: float) -> int:
     """
     if not _fork_is_safe() or seconds_left <= WORTHWHILE_SECONDS:
         return 0
-    num_cpus = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    return min(num_cpus, MAX_WORKERS) if num_cpus > 1 else 0
+    num_cpus = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cpus = len(os.sched_getaffinity(0))
+    # One worker would only stand beside this process.
+    if num_cpus == 1:
+        return 0
+    return min(num_cpus, MAX_WORKERS)
 
 
 def _fork_is_safe() -> bool:

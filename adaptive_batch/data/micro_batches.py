@@ -4,6 +4,7 @@ device.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,11 +56,12 @@ class MicroBatchLimit:
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
         """Return the micro-batch that takes most of the limit."""
 
-        def key(piece: MicroBatch) -> tuple[int, int]:  # by tokens, one that can be made smaller
-            return (
-                len(piece.rows) if self.unit == "rows" else min(2, len(piece.rows)),
-                piece.padded_tokens,
-            )
+        def key(piece: MicroBatch) -> tuple[int, int]:
+            rows = len(piece.rows)
+            # By tokens, one of several rows, which can be made smaller.
+            if self.unit == "tokens":
+                rows = min(2, rows)
+            return rows, piece.padded_tokens
 
         return max(pieces, key=key)
 
@@ -76,7 +78,8 @@ class MicroBatchTime:
         pair: for each pair of tokens of a row that attention compares, the square of its length.
     """
 
-    fixed: float = 256.0  # as much as so many tokens: of that order on CPUs and GPUs
+    # As much as so many tokens: of that order on CPUs and GPUs.
+    fixed: float = 256.0
     row: float = 0.0
     token: float = 1.0
     pair: float = 0.0
@@ -144,7 +147,9 @@ class MicroBatchLayout:
         """
         length = max(1, self.shortest, length)
         rounded = round_up(length, self.pad_to_multiple_of)
-        return rounded if self.longest is None else max(length, min(rounded, self.longest))
+        if self.longest is None:
+            return rounded
+        return max(length, min(rounded, self.longest))
 
     def padded_tokens(self, lengths: Sequence[int]) -> int:
         """Return the tokens that a micro-batch of rows of these lengths runs: packed their sum,
@@ -158,10 +163,10 @@ class MicroBatchLayout:
         """Return how many rows of `length` tokens a micro-batch may hold; one row is always
         allowed.
         """
-        return max(
-            1,
-            limit.amount if limit.unit == "rows" else limit.amount // self.padded_tokens([length]),
-        )
+        rows = limit.amount
+        if limit.unit == "tokens":
+            rows //= self.padded_tokens([length])
+        return max(1, rows)
 
 
 @dataclass(frozen=True)
@@ -245,11 +250,12 @@ def micro_batches(
     padded = [layout.padded(length) if layout.pads else length for length in lengths]
     pieces = _LAYOUT_KINDS[layout.kind].cut(padded, limit, layout)
     if not layout.pads:
-        of_rows = [tuple(lengths[row] for row in piece) for piece in pieces]
-        return [
-            MicroBatch(piece, -(-sum(each) // len(each)), each)
-            for piece, each in zip(pieces, of_rows, strict=True)
-        ]
+        cut = []
+        for piece in pieces:
+            own_lengths = tuple(lengths[row] for row in piece)
+            mean_length = math.ceil(sum(own_lengths) / len(own_lengths))
+            cut.append(MicroBatch(piece, mean_length, own_lengths))
+        return cut
     longest = max(padded)
     alike = layout.uniform in ("lengths", "both")
     return [
@@ -261,15 +267,15 @@ def micro_batches(
 def _cut_padded(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
 ) -> list[list[int]]:
-    most = layout.rows_within(limit, max(lengths))
+    max_rows = layout.rows_within(limit, max(lengths))
     if layout.uniform in ("rows", "both"):
-        most = largest_divisor(len(lengths), at_most=most)
+        max_rows = largest_divisor(len(lengths), at_most=max_rows)
     if limit.unit == "rows":
-        return split_by_rows(range(len(lengths)), most)
+        return split_by_rows(range(len(lengths)), max_rows)
     if layout.uniform is None:
         return _grouped(lengths, limit.amount)
     by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    return [sorted(piece) for piece in split_by_rows(by_length, most)]
+    return [sorted(piece) for piece in split_by_rows(by_length, max_rows)]
 
 
 def _cut_grouped(
@@ -309,16 +315,19 @@ def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     begin = [0]
     for end, row in enumerate(order, start=1):
         longest = lengths[row]
-        best = first = max(0, end - max(1, max_tokens // max(1, longest)))
-        least = area[first] + (end - first) * longest
+        first = max(0, end - max(1, max_tokens // max(1, longest)))
+        best = first
+        best_tokens = area[first] + (end - first) * longest
         for start in range(first + 1, end):
+            # Padding never pays for one micro-batch more.
             if fewest[start] > fewest[first]:
                 break
-            if (tokens := area[start] + (end - start) * longest) < least:
+            tokens = area[start] + (end - start) * longest
+            if tokens < best_tokens:
                 best = start
-                least = tokens
+                best_tokens = tokens
         fewest.append(fewest[first] + 1)
-        area.append(least)
+        area.append(best_tokens)
         begin.append(best)
     return _cut(order, begin)
 
@@ -345,16 +354,18 @@ def _grouped_by_time(
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     of_row = time.of_row(torch.tensor([lengths[row] for row in order])).tolist()
-    least = torch.zeros(len(order) + 1, dtype=torch.float64)
+    least_time = torch.zeros(len(order) + 1, dtype=torch.float64)
     begin = [0]
     fewer = torch.arange(len(order), -1, -1, dtype=torch.float64)
     for end, row in enumerate(order, start=1):
         first = max(0, end - most[row])
         times = torch.add(
-            least[first:end], fewer[len(order) - end + first : len(order)], alpha=of_row[end - 1]
+            least_time[first:end],
+            fewer[len(order) - end + first : len(order)],
+            alpha=of_row[end - 1],
         )
         begin.append(first + int(times.argmin()))
-        least[end] = times[begin[end] - first] + time.fixed
+        least_time[end] = times[begin[end] - first] + time.fixed
     return _cut(order, begin)
 
 

@@ -109,7 +109,9 @@ def _generator(order: str, *, shuffle: bool, seed: int, epoch: int) -> torch.Gen
     """Return what an epoch's permutation is drawn from; None for the dataset's own order."""
     if order == "dataloader":
         # The seed of DistributedSampler, whose permutation torchtune's recipes take.
-        return torch.Generator().manual_seed(seed + epoch) if shuffle else None
+        if not shuffle:
+            return None
+        return torch.Generator().manual_seed(seed + epoch)
     # Hashed, as seed + epoch would repeat one seed's epochs under the next seed.
     digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))

@@ -38,37 +38,38 @@ class ReadAhead:
         self._dataset = dataset
         self._is_running = False
         self._rows: dict[int, Any] = {}
-        self._expected: dict[int, None] = {}  # in their order
-        self._unwatched = (
-            32  # rows to be watched for draws before any is read ahead; negative: none ever is
-        )
+        # Numbers of the rows to read, in their order.
+        self._expected: dict[int, None] = {}
+        # Rows to be watched for draws before any is read ahead; negative: none ever is.
+        self._unwatched = 32
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
         if number not in self._rows and number not in self._expected:
-            self._expected = {}  # the thread could take the lock again for each of them
+            # The thread could take the lock again for each of them.
+            self._expected = {}
         with _reading:
             if number in self._rows:
                 return self._rows.pop(number)
             self._expected.pop(number, None)
-            before = self._unwatched and _random_state()
+            if not self._unwatched:
+                return self._dataset[number]
+            random_state = _random_state()
             row = self._dataset[number]
-            self._unwatched = (
-                (self._unwatched - 1 if _random_state() == before else -1) if before else 0
-            )
+            draws = _random_state() != random_state
+            self._unwatched = -1 if draws else self._unwatched - 1
             return row
 
     def expect(self, numbers: list[int]) -> None:
         """Have these rows read, in their order; forget any other that was."""
         with _reading:
             self._rows = {number: self._rows[number] for number in numbers if number in self._rows}
-            self._expected = (
-                {}
-                if self._unwatched
-                else {number: None for number in numbers if number not in self._rows}
-            )
+            self._expected = {}
+            if not self._unwatched:
+                missing = [number for number in numbers if number not in self._rows]
+                self._expected = dict.fromkeys(missing)
             if self._expected and not self._is_running:
                 self._is_running = True
                 threading.Thread(

@@ -30,7 +30,8 @@ from .epoch_planner import Batching, EpochPlanner, Rows
 from .micro_batches import MicroBatchLayout, MicroBatchLimit
 from .order import EpochOrder, RowOrder
 
-Event = Callable[..., object]  # event(kind, message, **facts)
+# Called as event(kind, message, **facts).
+Event = Callable[..., object]
 
 
 class Sizer(Protocol):
@@ -146,8 +147,10 @@ class StepPlanner:
         self._on_all_ranks: Callable[[Callable[[], ClampedBatch]], ClampedBatch] = (
             distributed.from_rank_zero if asks_rank_zero else lambda request: request()
         )
-        self._grown_in = -1  # the last epoch at whose beginning the growth function was called
-        self._logged = 0  # the batch of a schedule that was logged last
+        # The last epoch at whose beginning the growth function was called.
+        self._grown_in = -1
+        # The batch of a schedule that was logged last.
+        self._logged = 0
         self._at = Progress()
         self._plan: EpochPlan | None = None
         self._reference: EpochPlan | None = None
@@ -194,12 +197,14 @@ class StepPlanner:
 
     @property
     def maximum(self) -> int | None:
-        """What a rule may not pass; None where it may grow freely, or where what fits is not known."""
+        """What a rule may not pass; None where it may grow freely, or the bound is not known."""
         bound = self.sizer.max_batch_size
         if self.batching.grow_beyond_maximum or bound is None:
             return None
         # on a smaller device a schedule continues as it was, in more micro-batches
-        return max(bound, self.saved_maximum if self.batching.batch_size_schedule else 0)
+        if self.batching.batch_size_schedule:
+            return max(bound, self.saved_maximum)
+        return bound
 
     @property
     def limit(self) -> MicroBatchLimit:
@@ -222,13 +227,15 @@ class StepPlanner:
         if clock.warmup != clock.decay or clock.decay == "steps":
             remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
             raise SettingError("lr_clock", str(clock), remedy)
-        if (most := batching.max_steps_per_epoch) is not None:
+        if batching.max_steps_per_epoch is not None:
             remedy = (
                 f"{rule} takes fewer steps for the same data, so that these would be more of it;"
                 " set it to null, in a new run"
             )
             raise SettingError(
-                "max_steps_per_epoch", most, f"{remedy}, and take fewer rows of the dataset"
+                "max_steps_per_epoch",
+                batching.max_steps_per_epoch,
+                f"{remedy}, and take fewer rows of the dataset",
             )
         left = decay_of(schedule)
 
@@ -240,7 +247,6 @@ class StepPlanner:
         self.epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
 
     # --- epochs
-    # -----------------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -277,7 +283,7 @@ class StepPlanner:
             self._reference = None
 
     def forget_saved_maximum(self) -> None:
-        """Let a schedule follow the maximum that is found here, and not the one of the checkpoint."""
+        """Let a schedule follow the maximum that is found here, not that of the checkpoint."""
         self.saved_maximum = 0
 
     def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
@@ -316,11 +322,14 @@ class StepPlanner:
             f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
             "of the last step (drop_last)": batches[-1] if batching.drop_last else [],
         }
-        for which, rows in left_out.items():
+        for reason, rows in left_out.items():
             if rows and progress.epoch_rows == self.epochs.planned_from:
-                some = ", ".join(map(str, sorted(rows)[:10])) + (", ..." if len(rows) > 10 else "")
+                some = ", ".join(map(str, sorted(rows)[:10]))
+                if len(rows) > 10:
+                    some += ", ..."
                 verb = "is" if len(rows) == 1 else "are"
-                message = f"epoch {epoch}: {count(len(rows), 'row')} {which} {verb} dropped: {some}"
+                dropped = f"{count(len(rows), 'row')} {reason} {verb} dropped"
+                message = f"epoch {epoch}: {dropped}: {some}"
                 self._event("dropped", message, epoch=epoch, rows=sorted(rows))
 
     def is_over(self, progress: Progress) -> bool:
@@ -341,13 +350,12 @@ class StepPlanner:
         return self.epochs.num_steps(progress, sizes, sees_tokens=sees_tokens)
 
     # --- steps
-    # ------------------------------------------------------------------------------------------------------
 
     def next_step(self, progress: Progress) -> PlannedRows | None:
         """Return the rows of the step at a progress; None where the epoch is over."""
         if self.is_over(progress):
             return None
-        asked, size = self.epochs.next_step(progress, self._follow)
+        step_begin, size = self.epochs.next_step(progress, self._follow)
         if not size:
             # With drop_last fewer rows are left than are requested.
             return None
@@ -360,7 +368,7 @@ class StepPlanner:
             next_numbers[position] for position in positions if position < len(next_numbers)
         ]
         return PlannedRows(
-            replace(asked, pace=self.pace()), self.batch_size, numbers, positions, following
+            replace(step_begin, pace=self.pace()), self.batch_size, numbers, positions, following
         )
 
     def plan_again(self, progress: Progress) -> bool:
@@ -417,7 +425,6 @@ class StepPlanner:
         return balance_by_rows(len(numbers), ranks)[rank]
 
     # --- rules
-    # ------------------------------------------------------------------------------------------------------
 
     def grows_now(self, progress: Progress) -> bool:
         """Return whether the growth function is called at this point: as an epoch begins, once."""
@@ -435,32 +442,33 @@ class StepPlanner:
             # a ramp may change it with each step: what is near to what was printed last is written
             # to the run log only
             prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
-            self._logged = batch.after if prints else self._logged
+            if prints:
+                self._logged = batch.after
             self._change(batch, "step", progress.steps, prints=prints)
         return batch.after
 
     def _grow(self, epoch: int) -> None:
         """Add the rows of the growth function to the batch."""
         function = self.batching.batch_increase_function
-        before = self.batch_size
+        batch_size = self.batch_size
         is_over = self.batching.epochs is not None and epoch >= self.batching.epochs
         if function is not None and epoch > self._grown_in and not is_over:
             batch = distributed.from_rank_zero(
                 lambda: next_batch_size(
-                    function, epoch=epoch, batch_size=before, maximum=self.maximum
+                    function, epoch=epoch, batch_size=batch_size, maximum=self.maximum
                 )
             )
             self._grown_in = epoch
             self._change(batch, "epoch", epoch)
 
     def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
-        before = self.batch_size
+        previous = self.batch_size
         self.batch_size = batch.after
-        facts = {unit: at, "before": before, "requested": batch.requested, "after": batch.after}
-        self._event("batch_size", f"{unit} {at}: {batch.describe(before)}", prints=prints, **facts)
+        facts = {unit: at, "before": previous, "requested": batch.requested, "after": batch.after}
+        message = f"{unit} {at}: {batch.describe(previous)}"
+        self._event("batch_size", message, prints=prints, **facts)
 
     # --- state
-    # ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs besides progress, as plain values."""

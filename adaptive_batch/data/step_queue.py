@@ -92,7 +92,9 @@ class StepQueue:
             if self._progress.epoch > epoch:
                 return
             # What is done is known exactly; what is ahead, as far as its tokens are counted.
-            progress = self._ahead[-1].after if self._ahead else self._progress
+            progress = self._progress
+            if self._ahead:
+                progress = self._ahead[-1].after
             step = self._planner.next_step(progress)
 
     def count_tokens(self, tokens: int) -> None:
@@ -111,7 +113,7 @@ class StepQueue:
     @property
     def waiting(self) -> list[PlannedRows]:
         """The steps that were handed out and are not done, the oldest first."""
-        return [each.step for each in self._ahead]
+        return [handed_out.step for handed_out in self._ahead]
 
     def done(
         self, *, tokens: int | None = None, ends_epoch: bool = True, **measured: Any
@@ -133,12 +135,11 @@ class StepQueue:
                 "no batch is waiting: call step() once for each batch that was handed out"
             )
         handed_out = self._ahead.popleft()
-        before = replace(self._progress, batch=handed_out.step.progress.batch)
-        after = before.after_step(
-            rows=len(handed_out.step.numbers),
-            tokens=handed_out.tokens if tokens is None else tokens,
-        )
-        self._progress = replace(after, **measured)
+        if tokens is None:
+            tokens = handed_out.tokens
+        begin = replace(self._progress, batch=handed_out.step.progress.batch)
+        end = begin.after_step(rows=len(handed_out.step.numbers), tokens=tokens)
+        self._progress = replace(end, **measured)
         if ends_epoch and self._planner.is_over(self._progress):
             self.end_epoch()
         return self._progress

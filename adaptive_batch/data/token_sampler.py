@@ -5,6 +5,7 @@ close to linear in the rows.
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -98,8 +99,8 @@ def batches_by_tokens(
     """
     lengths = torch.as_tensor(lengths if len(lengths) else torch.zeros(0, dtype=torch.int64))
     if lengths.ndim != 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
-        given = f"{lengths.dtype}{list(lengths.shape)}"
-        raise SettingError("lengths", given, "must be a list or 1-D tensor of whole numbers")
+        description = f"{lengths.dtype}{list(lengths.shape)}"
+        raise SettingError("lengths", description, "must be a list or 1-D tensor of whole numbers")
     plan = plan_batches(
         lengths,
         max_tokens,
@@ -250,7 +251,8 @@ def plan_batches_by_rule(
         ]
 
     batches: list[list[int]] = []
-    plan(sys.maxsize, order[:0])  # refuses what cannot be used, before the rule is called
+    # It refuses what cannot be used, before the rule is called.
+    plan(sys.maxsize, order[:0])
     limits = Limits(
         sys.maxsize,
         1,
@@ -263,7 +265,8 @@ def plan_batches_by_rule(
     longest = int(lengths[order].max()) if len(order) else 0
     begins: list[Progress] = []
     budgets: list[int] = []
-    planned: list[list[int]] = []  # with the budget of the last step, the next batch last
+    # Planned with the budget of the last step, the next batch last.
+    planned: list[list[int]] = []
     is_last = not len(order)
     while not is_last:
         budget = request_batch(rule, progress, maximum=None).after
@@ -272,9 +275,9 @@ def plan_batches_by_rule(
                 f"these are the tokens of step {progress.steps} on one device, and a row alone has"
                 f" {longest}"
             )
-            least = -(-longest // ranks)
+            needed = math.ceil(longest / ranks)
             raise SettingError(
-                KEY, budget, f"{remedy}; return {least} or more, or set long_rows to drop or alone"
+                KEY, budget, f"{remedy}; return {needed} or more, or set long_rows to drop or alone"
             )
         if in_order:
             places, is_last = in_order.next_batch(budget * ranks)
@@ -291,7 +294,8 @@ def plan_batches_by_rule(
             progress = progress.after_step(rows=len(batch), tokens=int(lengths[batch].sum()))
             progress = replace(progress, batch=budget)
     for begin, budget in zip(begins, budgets, strict=True):
-        if (again := request_batch(rule, begin, maximum=None).after) != budget:
+        again = request_batch(rule, begin, maximum=None).after
+        if again != budget:
             raise GrowthFunctionError(
                 f"{KEY} {rule!r} returned {budget}, and {again} when called again: with"
                 " batch_tokens it must be a function of progress alone"
@@ -330,8 +334,8 @@ class _InOrder:
                 break
             places.append(place)
             tokens += sizes[place]
-        taken = set(places)
+        used = set(places)
         seen = chain(self._waiting, range(self._coming, end))
-        self._waiting = [place for place in seen if place not in taken]
+        self._waiting = [place for place in seen if place not in used]
         self._coming = end
         return places, is_last
