@@ -54,10 +54,11 @@ def launch_name() -> str | None:
     """Return a name for what torchrun has started, the same after each restart; None without
     torchrun.
     """
-    run = os.environ.get(
-        "TORCHELASTIC_RUN_ID"
-    )  # "none" is torchrun's own word where nobody gave another
-    return None if run is None else f"{run}/{platform.node()}/{os.getppid()}/{_began(os.getppid())}"
+    # "none" is torchrun's own word where nobody gave another.
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
+        return None
+    return f"{run}/{platform.node()}/{os.getppid()}/{_began(os.getppid())}"
 
 
 def _began(process: int) -> str:
@@ -111,14 +112,17 @@ def _attempt(store: Store, rank: int, size: int) -> str:
         return name
     name = uuid.uuid4().hex
     until = time.monotonic() + _COME.total_seconds()
-    while (taken := store.add(f"{name}/taken", 0)) < size - 1:
-        asked = store.add("asked", 0)
-        answered = store.add("answered", 0)
-        for number in range(answered + 1, asked + 1):
+    while True:
+        num_arrived = store.add(f"{name}/taken", 0)
+        if num_arrived >= size - 1:
+            break
+        num_asked = store.add("asked", 0)
+        num_answered = store.add("answered", 0)
+        for number in range(num_answered + 1, num_asked + 1):
             store.set(f"answer/{number}", name)
-        store.add("answered", asked - answered)
+        store.add("answered", num_asked - num_answered)
         if time.monotonic() > until:
-            raise RankLostError(f"{taken + 1} of {size} ranks have come within {_COME}", {})
+            raise RankLostError(f"{num_arrived + 1} of {size} ranks have come within {_COME}", {})
         time.sleep(0.01)
     return name
 
@@ -192,7 +196,7 @@ def data_parallel_size() -> int:
 
 
 def data_parallel_rank() -> int:
-    """Return which of the :func:`data_parallel_size` parts of a step's rows is this rank's, from 0."""
+    """Return which of the :func:`data_parallel_size` parts of a step's rows this rank has."""
     return rank() // _ranks_of_a_model
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -72,14 +73,17 @@ class Sharding:
         yield
         self._is_running = False
         self._known.setdefault(self._kind, list(self._calls))
+        # There is no backward that would reshard.
         if evaluates:
-            self.reset()  # there is no backward that would do it
+            self.reset()
 
     def _kind_of(self, is_last: bool, evaluates: bool) -> str:
         """A kind of micro-batch, by its collectives."""
         if evaluates:
             return "evaluation"
-        return "training" if is_last or self._syncs_every else "training, gradients kept"
+        if is_last or self._syncs_every:
+            return "training"
+        return "training, gradients kept"
 
     # --- after a failure
 
@@ -128,35 +132,40 @@ class Sharding:
         unsharded dropped.
         """
         for root in self._roots():
-            if hasattr(root, "_reset_iter_state"):  # since torch 2.12
-                groups = [group for state in root._state_ctx.all_states for group in _groups(state)]
-                reduced = [
-                    (one.sharded_param, one.sharded_param.grad)
-                    for group in groups
-                    for one in group.fsdp_params
+            # Since torch 2.12.
+            if hasattr(root, "_reset_iter_state"):
+                groups = chain.from_iterable(map(_groups, root._state_ctx.all_states))
+                sharded = [
+                    parameter.sharded_param
+                    for parameter in chain.from_iterable(group.fsdp_params for group in groups)
                 ]
+                gradients = [parameter.grad for parameter in sharded]
                 root._reset_iter_state()
-                for parameter, gradient in reduced:  # torch 2.15 drops them too
+                # torch 2.15 drops reduced gradients too.
+                for parameter, gradient in zip(sharded, gradients, strict=True):
                     parameter.grad = gradient
             else:
                 _reset(root)
         for parameter in self._fsdp_parameters():
-            if "unsharded_accumulated_grad" in vars(
-                parameter
-            ):  # before torch 2.15, where it is the gradient below
+            # Before torch 2.15, where it is the gradient below.
+            if "unsharded_accumulated_grad" in vars(parameter):
                 parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
     def of_this_rank(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of a tensor that is divided over ranks; others as they are."""
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        """Return what this rank holds of a tensor; one that is not divided, as it is."""
+        if not hasattr(tensor, "to_local"):
+            return tensor
+        local: torch.Tensor = tensor.to_local()
+        return local
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that is divided over ranks put together on each of them; others as they
-        are.
-        """
-        return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        """Return the whole of a tensor that is divided over ranks, on each of them."""
+        if not hasattr(tensor, "full_tensor"):
+            return tensor
+        whole: torch.Tensor = tensor.full_tensor()
+        return whole
 
     def kept_gradients(self) -> Iterator[torch.Tensor]:
         """Yield the unsharded gradients that are there between two micro-batches."""
@@ -175,13 +184,9 @@ class Sharding:
         """
         states = [module._get_fsdp_state() for module in self._modules]
         # FSDP sets itself up when it first runs.
-        together = [
-            one
-            for state in states
-            if state._is_root is not None
-            for one in state._state_ctx.all_states
-        ]
-        return list({id(one): one for one in together if one._is_root}.values())
+        contexts = [state._state_ctx for state in states if state._is_root is not None]
+        together = chain.from_iterable(context.all_states for context in contexts)
+        return list({id(state): state for state in together if state._is_root}.values())
 
     def _fsdp_parameters(self) -> Iterator[Any]:
         for group in self._param_groups():
@@ -264,24 +269,26 @@ def _run_with_zeros(
     zeros: Callable[[int], torch.Tensor],
     **options: Any,
 ) -> None:
-    output, given = map(zeros, sizes)
-    comm(output_tensor=output, input_tensor=given, **options)
+    output, input = map(zeros, sizes)
+    comm(output_tensor=output, input_tensor=input, **options)
 
 
 def _fsdp_modules(model: nn.Module) -> list[Any]:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has imported it there are none
-    return (
-        [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
-        if fsdp
-        else []
-    )
+    # Where nobody has imported it there are none.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    return [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def _groups(state: Any) -> list[Any]:
     """The groups of parameters of an FSDP module, which are gathered together."""
-    if hasattr(state, "_fsdp_param_groups"):  # since torch 2.12
+    # Since torch 2.12.
+    if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    if state._fsdp_param_group is None:
+        return []
+    return [state._fsdp_param_group]
 
 
 def _reset(root: Any) -> None:

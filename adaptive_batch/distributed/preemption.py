@@ -30,11 +30,11 @@ def raising_on_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, end) or signal.SIG_DFL
+    previous = signal.signal(signal.SIGTERM, end) or signal.SIG_DFL
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 class Preemption:
@@ -52,7 +52,8 @@ class Preemption:
         self.requested = False
         self._same_within = same_within
         self._asked_at = 0.0
-        self._before: Any = None  # while it is set
+        # The earlier handler, while this one is set.
+        self._before: Any = None
 
     def __enter__(self) -> Preemption:
         if threading.current_thread() is threading.main_thread():
@@ -68,7 +69,8 @@ class Preemption:
             self._put_back()
             os.kill(os.getpid(), number)
             return
-        self._asked_at = self._asked_at if self.requested else now
+        if not self.requested:
+            self._asked_at = now
         self.requested = True
         if not self._same_within:
             self._put_back()

@@ -98,10 +98,10 @@ class Watchdog:
         self._has_store = True
         self._rank_zero_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._node = int(os.environ.get("GROUP_RANK", "0"))
-        self._others = [other for other in range(world_size) if other != self._rank]
+        self._others = [number for number in range(world_size) if number != self._rank]
         first = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         of_node = range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        self._neighbours = dict.fromkeys((other for other in self._others if other in of_node), "")
+        self._neighbours = dict.fromkeys(set(self._others).intersection(of_node), "")
         self._limit = stall_seconds
         self._last_beat = (time.monotonic(), "it started")
         self._main = threading.get_ident()
@@ -133,14 +133,15 @@ class Watchdog:
         if self._stopped.is_set():
             return
         self._stopped.set()
-        with contextlib.suppress(RuntimeError):  # the store has gone
+        # An error where the store has gone.
+        with contextlib.suppress(RuntimeError):
             if self._has_store:
-                for key in ("written", "host leaves") if self._rank == 0 else ():
-                    self._store.set(key, "")
+                if self._rank == 0:
+                    self._store.set("written", "")
+                    self._store.set("host leaves", "")
                 self._leave_store()
-        for (
-            thread
-        ) in self._threads:  # one that uses the store when Python ends would abort the process
+        # One that uses the store when Python ends would abort the process.
+        for thread in self._threads:
             thread.join(_LAST_RESORT_SECONDS)
 
     def beat(self, doing: str = "") -> None:
@@ -154,7 +155,7 @@ class Watchdog:
         """Context manager: inside, so many `seconds` without a beat are a stall; with None, no time
         is.
         """
-        before = self._limit
+        limit = self._limit
         was_doing = self._last_beat[1]
         self.beat(doing)
         self._limit = seconds
@@ -162,7 +163,7 @@ class Watchdog:
             yield
         finally:
             self.beat(was_doing)
-            self._limit = before
+            self._limit = limit
 
     def fail(
         self,
@@ -194,7 +195,8 @@ class Watchdog:
 
     def _end(self, end: End, text: str) -> NoReturn:
         """End this process: by what the first rank to fail has claimed, which may be this one."""
-        if not self._ending.acquire(blocking=False):  # another thread ends it
+        # Another thread ends it.
+        if not self._ending.acquire(blocking=False):
             time.sleep(2 * _LAST_RESORT_SECONDS)
             os._exit(1)
         unsaid = [text]
@@ -204,15 +206,15 @@ class Watchdog:
                 _tell_torchrun(unsaid[0])
                 _print(unsaid.pop())
 
-        def end_at_last() -> (
-            None
-        ):  # whatever keeps this process from ending, as a store that does not answer
+        # Whatever keeps this process from ending, as a store that does not answer.
+        def end_at_last() -> None:
             say()
             os._exit(1)
 
         timer = threading.Timer(_LAST_RESORT_SECONDS, end_at_last)
         timer.daemon = True
-        with contextlib.suppress(RuntimeError):  # no thread is to be had
+        # An error where no thread is to be had.
+        with contextlib.suppress(RuntimeError):
             timer.start()
         claim = own = json.dumps(asdict(end), default=str)
         with contextlib.suppress(RuntimeError):
@@ -240,7 +242,7 @@ class Watchdog:
         """Let a rank zero whose process holds the store end; that rank waits for the others."""
         self._store.set(f"left/{self._rank}", "")
         if self._rank == 0 and self._rank_zero_hosts and self._others:
-            _await(self._store, [f"left/{other}" for other in self._others], _LEFT_SECONDS)
+            _await(self._store, [f"left/{number}" for number in self._others], _LEFT_SECONDS)
 
     def _watch(self) -> None:
         while self._has_store and not self._stopped.wait(_TICK_SECONDS):
@@ -261,13 +263,14 @@ class Watchdog:
         """End where a rank of this machine is no longer there; one in another namespace of
         processes is not watched.
         """
-        for other, process in self._neighbours.items():
-            if not process and self._store.check([f"process/{other}"]):
-                process = self._neighbours[other] = self._store.get(f"process/{other}").decode()
+        for rank, process in self._neighbours.items():
+            if not process and self._store.check([f"process/{rank}"]):
+                process = self._store.get(f"process/{rank}").decode()
+                self._neighbours[rank] = process
             namespace, _, number = process.rpartition(" ")
             is_gone = namespace and namespace == _namespace() and _has_ended(number)
-            if is_gone and not self._store.check([f"left/{other}"]):
-                self._end_of_this("lost_peer", _lost_peer(f"rank {other} is no longer there"))
+            if is_gone and not self._store.check([f"left/{rank}"]):
+                self._end_of_this("lost_peer", _lost_peer(f"rank {rank} is no longer there"))
 
     def _end_of_this(
         self, kind: str, message: str, facts: Mapping[str, Any] | None = None, where: str = ""
@@ -336,7 +339,8 @@ def _has_ended(process: str) -> bool:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody may be there to read it
+    # Nobody may be there to read it.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write(f"\n{text}\n")
         sys.stderr.flush()
 
