@@ -1,5 +1,4 @@
-"""PyTorch's caching allocator of CUDA memory, simulated: what it reserves, where it retries, where
-it is out of memory.
+"""PyTorch's caching allocator of CUDA memory, simulated.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp for eager programs: pools of small and
 large blocks, the best fit, splitting and merging, blocks of each stream, and, when the device has
@@ -27,23 +26,25 @@ from .step_log import STREAM
 
 MIB = 2**20
 _LEAST_BLOCK = 512
-_SMALL = MIB  # the largest request of the small pool
-_PAGE = 2 * MIB  # of the driver; also a segment of the small pool
-_LEAST_LARGE = 10 * MIB  # from here on a request has a segment of its own size
-_TOP = 2**47  # where addresses start to fall
+# The largest request of the small pool.
+_SMALL = MIB
+# A page of the driver; also a segment of the small pool.
+_PAGE = 2 * MIB
+# From here on a request has a segment of its own size.
+_LEAST_LARGE = 10 * MIB
+# Where addresses start to fall.
+_TOP = 2**47
 # Of free blocks of one size the oldest segment's is taken, and there the lowest; in 2.12 the oldest
 # block; before, the lowest.
 _OLDEST_SEGMENT = torch.__version__ >= "2.13"
 _OLDEST_BLOCK = "2.12" <= torch.__version__ < "2.13"
-_VARIABLES = (
-    "PYTORCH_CUDA_ALLOC_CONF",
-    "PYTORCH_HIP_ALLOC_CONF",
-    "PYTORCH_ALLOC_CONF",
-)  # PyTorch reads the first that is set
+# PyTorch reads the first that is set.
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _HARMLESS = re.compile(
     "expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_"
 )
-_new_order = count(_TOP, _TOP).__next__  # more than addresses differ by
+# Orders differ by more than addresses do.
+_new_order = count(_TOP, _TOP).__next__
 
 
 @dataclass(frozen=True)
@@ -65,29 +66,31 @@ class AllocatorSettings:
                 1,
                 "only what is cached can be simulated; unset it",
             )
-        name, text = next(
-            ((name, os.environ[name]) for name in _VARIABLES if name in os.environ), ("", "")
-        )
+        name = next((name for name in _VARIABLES if name in os.environ), "")
+        text = os.environ.get(name, "")
         settings = re.findall(r"\w+:(?:\[[^\]]*\]|[^,]*)", re.sub(r"\s", "", text))
         for setting in settings:
             if not _HARMLESS.match(setting):
                 raise SettingError(
                     name, text, f"{setting}: reserved memory is simulated without it; unset it"
                 )
-        return cls(
-            dict(setting.split(":") for setting in settings).get("expandable_segments") == "True"
-        )
+        values = dict(setting.split(":") for setting in settings)
+        return cls(values.get("expandable_segments") == "True")
 
 
 class _Pool:
-    """Free blocks of one kind and stream, by size, order and address; unmapped ones of expandable
-    segments, by address.
+    """Blocks of one kind and stream that are not in use.
+
+    Attributes:
+        free: by size, order and address.
+        unmapped: those of expandable segments that are not mapped, by address.
     """
 
     def __init__(self, *, is_small: bool, stream: int, is_expandable: bool) -> None:
         self.is_small = is_small
         self.stream = stream
-        self.granule = _PAGE if is_small else 20 * MIB  # of what is asked of the driver
+        # What is requested from the driver is a multiple of it.
+        self.granule = _PAGE if is_small else 20 * MIB
         self.least_remainder = _LEAST_BLOCK if is_small or is_expandable else _SMALL + 1
         self.free: list[tuple[int, int, Block]] = []
         self.unmapped: list[tuple[int, Block]] = []
@@ -110,7 +113,8 @@ class Block:
     """A part of a segment: given out, free, or (of an expandable segment) not mapped."""
 
     pool: _Pool
-    segment: int  # address of its segment
+    # Address of its segment.
+    segment: int
     order: int
     address: int
     size: int
@@ -127,12 +131,15 @@ class Block:
     @property
     def room(self) -> int:
         """Size to which a free block can grow where what follows is not mapped."""
-        after = self.next
-        return self.size if after is None or after.is_mapped else self.size + after.size
+        if self.next is None or self.next.is_mapped:
+            return self.size
+        return self.size + self.next.size
 
     def split(self, size: int) -> Block:
         """Keep the first `size` bytes, and return the rest, which is a new block to PyTorch."""
-        order = _new_order() if _OLDEST_BLOCK else self.order
+        order = self.order
+        if _OLDEST_BLOCK:
+            order = _new_order()
         rest = Block(
             self.pool, self.segment, order, self.address + size, self.size - size, self.is_mapped
         )
@@ -147,19 +154,28 @@ class Block:
     def put_back(self) -> Block:
         """Add this block to its pool, as one with its neighbours of the same kind; return that."""
         block = self
-        for before, after in ((self, self.next), (self.previous, self)):
-            if before and after:
-                other = after if before is self else before
-                if not other.is_allocated and other.is_mapped == self.is_mapped:
-                    self.pool.remove(other)
-                    before.size = before.size + after.size
-                    before.next = after.next
-                    block = before
-                    before.order = self.order
-                    if after.next is not None:
-                        after.next.previous = before
+        following = self.next
+        if following is not None and self._merges_with(following):
+            self.pool.remove(following)
+            self._absorb(following)
+        previous = self.previous
+        if previous is not None and self._merges_with(previous):
+            self.pool.remove(previous)
+            previous.order = self.order
+            previous._absorb(self)
+            block = previous
         self.pool.add(block)
         return block
+
+    def _merges_with(self, neighbour: Block) -> bool:
+        return not neighbour.is_allocated and neighbour.is_mapped == self.is_mapped
+
+    def _absorb(self, following: Block) -> None:
+        """Take the memory of the next block."""
+        self.size += following.size
+        self.next = following.next
+        if following.next is not None:
+            following.next.previous = self
 
 
 class CachingAllocator:
@@ -189,13 +205,18 @@ class CachingAllocator:
         self.total_bytes = total_bytes or capacity_bytes
         self._is_expandable = settings is not None and settings.expandable_segments
         self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._heads: dict[int, Block] = {}  # the first block of each segment
+        # The first block of each segment.
+        self._heads: dict[int, Block] = {}
         self._lowest = _TOP
         self._replayed: list[Block | None] = []
-        self.allocated_bytes = self.requested_bytes = self.reserved_bytes = self.num_retries = (
-            self.num_ooms
-        ) = 0
-        self.peak_allocated_bytes = self.peak_requested_bytes = self.peak_reserved_bytes = 0
+        self.num_retries = 0
+        self.num_ooms = 0
+        self.allocated_bytes = 0
+        self.requested_bytes = 0
+        self.reserved_bytes = 0
+        self.peak_allocated_bytes = 0
+        self.peak_requested_bytes = 0
+        self.peak_reserved_bytes = 0
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
         """Allocate, for a stream, which has blocks of its own.
@@ -205,16 +226,13 @@ class CachingAllocator:
                 numbers.
         """
         size = round_up(nbytes, _LEAST_BLOCK)
-        pool = self._pools.get((stream, size <= _SMALL)) or self._new_pool(
-            stream, is_small=size <= _SMALL
-        )
+        is_small = size <= _SMALL
+        pool = self._pools.get((stream, is_small)) or self._new_pool(stream, is_small=is_small)
         block = self._best_fit(pool, size) or self._new_block(pool, size)
         if block.size - size >= pool.least_remainder:
             rest = block.split(size)
-            block.order, rest.order = (
-                rest.order,
-                block.order,
-            )  # to PyTorch the first part is the new one
+            # To PyTorch the first part is the new block.
+            block.order, rest.order = rest.order, block.order
             pool.add(rest)
         block.is_allocated = True
         block.requested = nbytes
@@ -244,7 +262,7 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def replay(self, log: Iterable[int]) -> None:
-        """Do what a log says (:mod:`.step_log`); the numbers of allocations go on from log to log."""
+        """Do what a log says (:mod:`.step_log`); allocations are numbered on from log to log."""
         blocks = self._replayed
         for entry in log:
             if entry > 0:
@@ -257,8 +275,9 @@ class CachingAllocator:
                 self.free(block)
 
     def segments(self) -> list[dict[str, Any]]:
-        """Return what is reserved as ``torch.cuda.memory_snapshot()`` does: by address, each mapped
-        range a segment.
+        """Return what is reserved as ``torch.cuda.memory_snapshot()`` does.
+
+        Segments are mapped ranges, by address.
         """
         segments: list[dict[str, Any]] = []
         for _, head in sorted(self._heads.items()):
@@ -266,36 +285,44 @@ class CachingAllocator:
             while block is not None:
                 if block.is_mapped:
                     if block.previous is None or not block.previous.is_mapped:
-                        kind = "small" if block.pool.is_small else "large"
-                        sizes = dict.fromkeys(
-                            ("total_size", "allocated_size", "active_size", "requested_size"), 0
-                        )
-                        segment = {
-                            "address": block.address,
-                            "stream": block.pool.stream,
-                            "segment_type": kind,
-                            **sizes,
-                        }
-                        segments.append(
-                            {**segment, "is_expandable": self._is_expandable, "blocks": []}
-                        )
-                    given, requested = (
-                        (block.size, block.requested) if block.is_allocated else (0, 0)
-                    )
-                    segments[-1]["total_size"] += block.size
-                    segments[-1]["allocated_size"] += given
-                    segments[-1]["active_size"] += given
-                    segments[-1]["requested_size"] += requested
-                    state = "active_allocated" if given else "inactive"
-                    entry = {
-                        "address": block.address,
-                        "size": block.size,
-                        "requested_size": requested,
-                        "state": state,
-                    }
-                    segments[-1]["blocks"].append(entry)
+                        segments.append(self._empty_segment(block))
+                    self._add_to_segment(segments[-1], block)
                 block = block.next
         return segments
+
+    def _empty_segment(self, first: Block) -> dict[str, Any]:
+        """Return the entry of a mapped range before its blocks are added."""
+        return {
+            "address": first.address,
+            "stream": first.pool.stream,
+            "segment_type": "small" if first.pool.is_small else "large",
+            "total_size": 0,
+            "allocated_size": 0,
+            "active_size": 0,
+            "requested_size": 0,
+            "is_expandable": self._is_expandable,
+            "blocks": [],
+        }
+
+    @staticmethod
+    def _add_to_segment(segment: dict[str, Any], block: Block) -> None:
+        state = "inactive"
+        requested = 0
+        segment["total_size"] += block.size
+        if block.is_allocated:
+            state = "active_allocated"
+            requested = block.requested
+            segment["allocated_size"] += block.size
+            segment["active_size"] += block.size
+            segment["requested_size"] += requested
+        segment["blocks"].append(
+            {
+                "address": block.address,
+                "size": block.size,
+                "requested_size": requested,
+                "state": state,
+            }
+        )
 
     def _new_pool(self, stream: int, *, is_small: bool) -> _Pool:
         pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)
@@ -314,28 +341,32 @@ class CachingAllocator:
         return free.pop(at)[2]
 
     def _new_block(self, pool: _Pool, size: int) -> Block:
-        asked = pool.granule if size < _LEAST_LARGE else round_up(size, _PAGE)
-        block = self._from_device(pool, size, asked)
+        segment_bytes = pool.granule
+        if size >= _LEAST_LARGE:
+            segment_bytes = round_up(size, _PAGE)
+        block = self._from_device(pool, size, segment_bytes)
         if block is None:
             self.empty_cache()
             self.num_retries += 1
-            block = self._from_device(pool, size, asked)
+            block = self._from_device(pool, size, segment_bytes)
         if block is None:
             self.num_ooms += 1
             cached = self.reserved_bytes - self.allocated_bytes
             free = self.capacity_bytes - self.reserved_bytes
             raise torch.OutOfMemoryError(
-                f"CUDA out of memory. Tried to allocate {format_bytes(asked)}."
+                f"CUDA out of memory. Tried to allocate {format_bytes(segment_bytes)}."
                 f" {format_bytes(self.capacity_bytes)} can be had, of which {format_bytes(free)} is"
                 f" free. {format_bytes(self.allocated_bytes)} is allocated by PyTorch, and"
                 f" {format_bytes(cached)} is reserved by PyTorch but unallocated."
             )
         return block
 
-    def _from_device(self, pool: _Pool, size: int, asked: int) -> Block | None:
+    def _from_device(self, pool: _Pool, size: int, segment_bytes: int) -> Block | None:
         if self._is_expandable:
             return self._expand(pool, size)
-        return self._new_segment(pool, asked) if self._take(asked) else None
+        if not self._take(segment_bytes):
+            return None
+        return self._new_segment(pool, segment_bytes)
 
     def _take(self, nbytes: int) -> bool:
         """Reserve memory of the device, if it has so much."""
@@ -347,16 +378,15 @@ class CachingAllocator:
 
     def _new_segment(self, pool: _Pool, size: int, *, is_mapped: bool = True) -> Block:
         self._lowest -= size
-        order = _new_order() if _OLDEST_SEGMENT or _OLDEST_BLOCK else 0
-        self._heads[self._lowest] = block = Block(
-            pool, self._lowest, order, self._lowest, size, is_mapped
-        )
+        order = 0
+        if _OLDEST_SEGMENT or _OLDEST_BLOCK:
+            order = _new_order()
+        block = Block(pool, self._lowest, order, self._lowest, size, is_mapped)
+        self._heads[self._lowest] = block
         return block
 
     def _expand(self, pool: _Pool, size: int) -> Block | None:
-        """Map what is missing at the lowest address where the request fits; None if the device has
-        no more.
-        """
+        """Map what is missing at the lowest address where it fits; None if the device is full."""
         block: Block | None = self._lowest_room(pool, size)
         if block is not None and not block.is_mapped:
             block = self._map(block, size)
@@ -369,8 +399,9 @@ class CachingAllocator:
 
     def _lowest_room(self, pool: _Pool, size: int) -> Block:
         for _, unmapped in pool.unmapped:
-            before = unmapped.previous
-            start = unmapped if before is None or before.is_allocated else before
+            start = unmapped
+            if unmapped.previous is not None and not unmapped.previous.is_allocated:
+                start = unmapped.previous
             room = start.size
             block = start.next
             while room < size and block is not None and not block.is_allocated:
@@ -378,17 +409,14 @@ class CachingAllocator:
                 block = block.next
             if room >= size:
                 return start
-        addresses = round_up(
-            self.total_bytes + self.total_bytes // 8, pool.granule
-        )  # enough to move some of it
+        # More addresses than memory, so that some of it can be mapped elsewhere.
+        addresses = round_up(self.total_bytes + self.total_bytes // 8, pool.granule)
         block = self._new_segment(pool, addresses, is_mapped=False)
         pool.add(block)
         return block
 
     def _map(self, block: Block, nbytes: int) -> Block | None:
-        """Map the first granules of an unmapped block; return the free block that they are part of
-        then.
-        """
+        """Map the first granules of an unmapped block; return the free block that they become."""
         nbytes = round_up(min(nbytes, block.size), block.pool.granule)
         if not self._take(nbytes):
             return None
@@ -408,10 +436,10 @@ class CachingAllocator:
             return
         pool.remove(block)
         if begin > start:
-            before = block
+            remainder = block
             block = block.split(begin - start)
-            before.order, block.order = block.order, before.order
-            pool.add(before)
+            remainder.order, block.order = block.order, remainder.order
+            pool.add(remainder)
         if end - begin < block.size:
             pool.add(block.split(end - begin))
         self.reserved_bytes -= end - begin

@@ -43,19 +43,21 @@ class ReplayedBounds:
     def fit(self, budget_bytes: int) -> Fit:
         """Return what fits in what the driver gives."""
         counted = self._length.counted_fit(budget_bytes, maximum=self._maximum)
-        most = counted.max_batch_size
+        counted_rows = counted.max_batch_size
 
         def fits_without_retries(rows: int) -> bool:
             return self.peaks(rows)[1] <= budget_bytes
 
-        guess = most
-        if most and not fits_without_retries(most):
-            guess = int(most * budget_bytes / self.peaks(most)[1])
-        rows = _largest(fits_without_retries, most=most, guess=guess)
+        guess = counted_rows
+        if counted_rows and not fits_without_retries(counted_rows):
+            guess = int(counted_rows * budget_bytes / self.peaks(counted_rows)[1])
+        rows = _largest(fits_without_retries, most=counted_rows, guess=guess)
         with_retries = rows
-        if rows < most:
+        if rows < counted_rows:
             with_retries = _largest(
-                lambda rows: self.fits_with_retries(rows, budget_bytes), most=most, least=rows
+                lambda rows: self.fits_with_retries(rows, budget_bytes),
+                most=counted_rows,
+                least=rows,
             )
         allocated, reserved = self.peaks(max(1, rows))
         reason = counted.first_too_large
@@ -103,6 +105,7 @@ def _largest(
             high = rows
             rows = rows - step
         step *= 2
-        if least < low and high <= most:  # between a size that fits and one that does not
+        # Between a size that fits and one that does not.
+        if least < low and high <= most:
             rows = (low + high) // 2
     return low

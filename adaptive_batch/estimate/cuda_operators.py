@@ -1,9 +1,9 @@
-"""What CUDA's operators allocate besides their results, in their order: buffers of reductions and
-sorts, copies to another dtype.
+"""What CUDA's operators allocate besides their results, in their order.
 
-An operator here takes fake tensors of a CPU and makes what CUDA makes. It is read from the source
-of PyTorch (each names the file, below aten/src/ATen) and equal to what PyTorch's CUDA build
-allocates on a CUDA runtime without a device; nothing was measured on a GPU.
+This is buffers of reductions and sorts, and copies to another dtype. An operator here takes fake
+tensors of a CPU and makes what CUDA makes. It is read from the source of PyTorch
+(each names the file, below aten/src/ATen) and equal to what PyTorch's CUDA build allocates on a
+CUDA runtime without a device; nothing was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -23,14 +23,11 @@ from .cuda_workspace import free_last_first
 aten = torch.ops.aten
 
 _MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
-_THREADS = {
-    (7, 5): 1024,
-    (8, 6): 1536,
-    (8, 7): 1536,
-    (8, 9): 1536,
-    (12, 0): 1536,
-}  # of a multiprocessor
-_MOST_VALUES, _FEWEST_VALUES = 256, 16  # that a thread of a reduction adds up
+# Threads of a multiprocessor, where they are not 2048.
+_THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
+# Values that a thread of a reduction adds up.
+_MAX_VALUES = 256
+_MIN_VALUES = 16
 
 
 class CudaOperators:
@@ -59,14 +56,15 @@ class CudaOperators:
         }
 
     def _multiplied(self, operator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """A thread's first product takes a workspace, which is kept: forward's and backward's."""
+        """Multiply; a thread's first product takes a workspace, which is kept."""
         result: torch.Tensor = operator(*args, **kwargs)
-        backward = current_graph_task_id() != -1
-        if backward not in self.workspaces:
-            self.workspaces[backward] = torch.empty(self._workspace_bytes, dtype=torch.uint8)
+        # Forward and backward run in threads of their own.
+        is_backward = current_graph_task_id() != -1
+        if is_backward not in self.workspaces:
+            self.workspaces[is_backward] = torch.empty(self._workspace_bytes, dtype=torch.uint8)
         if len(self.workspaces) == 2:
-            for one in _MATMULS:
-                self.instead.pop(one, None)
+            for matmul in _MATMULS:
+                self.instead.pop(matmul, None)
         return result
 
     def _norm(
@@ -80,69 +78,93 @@ class CudaOperators:
     def _reduced(
         self, operator: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """native/ReduceOps.cpp, native/cuda/Reduce.cuh: other dtypes are copied first, but halves
-        that give float32.
-        """
+        """native/ReduceOps.cpp, native/cuda/Reduce.cuh: copy what has another dtype, and reduce."""
         result: torch.Tensor = operator(tensor, *args, **kwargs)
-        as_it_is = tensor.dtype == result.dtype or tensor.dtype.itemsize == 2
-        given = tensor if as_it_is else tensor.to(result.dtype)
-        dims = args[0] if args and args[0] else range(tensor.ndim)
-        held = [torch.empty(size, dtype=torch.uint8) for size in self.reduction_bytes(given, dims)]
-        free_last_first(held)
+        summand = tensor
+        # Halves are read as they are, also where they give float32.
+        if tensor.dtype != result.dtype and tensor.dtype.itemsize != 2:
+            summand = tensor.to(result.dtype)
+        dims: Sequence[int] = range(tensor.ndim)
+        if args and args[0]:
+            dims = args[0]
+        sizes = self.reduction_bytes(summand, dims)
+        free_last_first([torch.empty(size, dtype=torch.uint8) for size in sizes])
         return result
 
     def reduction_bytes(self, tensor: torch.Tensor, dims: Sequence[int]) -> tuple[int, ...]:
-        """native/cuda/Reduce.cuh: ``setReduceConfig``; bytes of the buffer and the semaphores of
-        blocks that share an output.
+        """Return the bytes of the buffer and of the semaphores of blocks that share an output.
+
+        native/cuda/Reduce.cuh: ``setReduceConfig``. Empty where no blocks share one.
         """
-        reduced = {dim % tensor.ndim for dim in dims} if tensor.ndim else set()
-        shape = _coalesced(tensor, sorted(reduced, key=tensor.stride))
-        kept = _coalesced(tensor, sorted(set(range(tensor.ndim)) - reduced, reverse=True))
-        outputs = math.prod(n for n, _ in kept)
-        inputs = math.prod(n for n, _ in shape)
-        if not shape or not outputs:
+        reduced_dims = {dim % tensor.ndim for dim in dims if tensor.ndim}
+        kept_dims = set(range(tensor.ndim)) - reduced_dims
+        # Pairs of size and stride.
+        reduced = _coalesced(tensor, sorted(reduced_dims, key=tensor.stride))
+        kept = _coalesced(tensor, sorted(kept_dims, reverse=True))
+        outputs = math.prod(size for size, _ in kept)
+        inputs = math.prod(size for size, _ in reduced)
+        if not reduced or not outputs:
             return ()
-        along = not kept or shape[0][1] < kept[0][1]
-        width, height, vector = (inputs, outputs, 1) if along else (outputs, inputs, 1)
-        if (shape if along else kept)[0][1] == 1:
-            if along and inputs > 128 and len(shape) + len(kept) == 1:
+
+        # Neighbouring threads read along the dimension with the smaller stride.
+        is_along = not kept or reduced[0][1] < kept[0][1]
+        vector = 1
+        if is_along:
+            width = inputs
+            height = outputs
+            if reduced[0][1] == 1 and inputs > 128 and len(reduced) + len(kept) == 1:
                 width //= 4
-            elif not along:
-                others = [stride for _, stride in shape + kept[1:]]
-                vector = math.gcd(4, kept[0][0], *others)
+        else:
+            width = outputs
+            height = inputs
+            if kept[0][1] == 1:
+                strides = [stride for _, stride in reduced + kept[1:]]
+                vector = math.gcd(4, kept[0][0], *strides)
                 width //= vector
-        most = 512 // vector
-        width, height = (most if n >= most else 1 << (n.bit_length() - 1) for n in (width, height))
-        block_height = min(height, most // min(width, 32))
-        block_width = min(width, most // block_height)
-        inputs_at_once, outputs_at_once = (block_width, 1) if along else (1, block_width)
-        values = -(-inputs // inputs_at_once)
-        if values < block_height * 16 and values < _MOST_VALUES:
+        max_threads = 512 // vector
+        width = _power_of_two_below(width, at_most=max_threads)
+        height = _power_of_two_below(height, at_most=max_threads)
+        block_height = min(height, max_threads // min(width, 32))
+        block_width = min(width, max_threads // block_height)
+        inputs_at_once = block_width if is_along else 1
+        outputs_at_once = 1 if is_along else block_width
+
+        values = _ceil_div(inputs, inputs_at_once)
+        if values < block_height * 16 and values < _MAX_VALUES:
             return ()
-        values = -(-inputs // (inputs_at_once * block_height))
-        grid = -(-(outputs // vector) // outputs_at_once)
+        values = _ceil_div(inputs, inputs_at_once * block_height)
+        grid = _ceil_div(outputs // vector, outputs_at_once)
         target = self._slots // (block_width * block_height)
-        if values < _MOST_VALUES or grid > target:
+        if values < _MAX_VALUES or grid > target:
             return ()
-        blocks = max(
-            min(-(-target // grid), -(-values // _FEWEST_VALUES)), -(-values // _MOST_VALUES)
-        )
+        blocks = min(_ceil_div(target, grid), _ceil_div(values, _MIN_VALUES))
+        blocks = max(blocks, _ceil_div(values, _MAX_VALUES))
         if blocks <= 1:
             return ()
-        return (
-            max(4, tensor.dtype.itemsize)
-            * outputs
-            * blocks
-            * (1 if along else block_width * vector),
-            4 * grid,
-        )
+        buffer_bytes = max(4, tensor.dtype.itemsize) * outputs * blocks
+        if not is_along:
+            buffer_bytes *= block_width * vector
+        return buffer_bytes, 4 * grid
+
+
+def _ceil_div(amount: int, divisor: int) -> int:
+    return -(-amount // divisor)
+
+
+def _power_of_two_below(amount: int, *, at_most: int) -> int:
+    if amount >= at_most:
+        return at_most
+    return 1 << (amount.bit_length() - 1)
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
-    """cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``, where CUBLAS_WORKSPACE_CONFIG does
-    not say otherwise.
+    """Return the bytes of a workspace of cuBLAS, where CUBLAS_WORKSPACE_CONFIG is not set.
+
+    cuda/CublasHandlePool.cpp: ``parseChosenWorkspaceSize``.
     """
-    return (32 * 1024 if compute_capability >= (9, 0) else 2 * 4096 + 8 * 16) * 1024
+    if compute_capability >= (9, 0):
+        return 32 * 1024 * 1024
+    return (2 * 4096 + 8 * 16) * 1024
 
 
 def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -153,12 +175,9 @@ def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) 
 
 
 def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """native/cuda/ForeachReduceOp.cu: a partial sum for each 65536 elements of the largest tensor,
-    for all of them.
-    """
-    parts = torch.empty(
-        len(tensors) * max(-(-tensor.numel() // 65536) for tensor in tensors), dtype=torch.float32
-    )
+    """native/cuda/ForeachReduceOp.cu: partial sums, as many for each tensor as for the largest."""
+    parts_per_tensor = max(_ceil_div(tensor.numel(), 65536) for tensor in tensors)
+    parts = torch.empty(len(tensors) * parts_per_tensor, dtype=torch.float32)
     result = aten._foreach_norm.Scalar(tensors, *args, **kwargs)
     del parts
     return result
@@ -167,53 +186,55 @@ def _norms(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
 def _embedding_backward(
     gradient: torch.Tensor, tokens: torch.Tensor, words: int, padding: int, scales: bool
 ) -> torch.Tensor:
-    """native/cuda/Embedding.cu, native/cuda/EmbeddingBackwardKernel.cu: many tokens are sorted, and
-    added up in parts of 10.
-    """
+    """native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu: many tokens are sorted, then summed."""
     count = tokens.numel()
     (dim,) = gradient.shape[-1:]
     if count <= 3072 and not scales:
         return gradient.new_empty(words, dim)
 
-    def whole(*sizes: int) -> list[torch.Tensor]:
+    def integers(*sizes: int) -> list[torch.Tensor]:
         return [torch.empty(size, dtype=torch.int64) for size in sizes]
 
     def scratch(size: int) -> None:
         torch.empty(size, dtype=torch.uint8)
 
-    held = whole(count, count)
-    positions = whole(count)
-    passes = -(-max(1, (words - 1).bit_length()) // 8)
-    scratch(
-        2 * round_up(8 * count, 256) + 2048 * passes + 1024 * -(-count // 4608) + 511
-    )  # of cub's sort
+    buffers = integers(count, count)
+    positions = integers(count)
+    # cub's sort, by 8 bits of a token at once.
+    passes = _ceil_div(max(1, (words - 1).bit_length()), 8)
+    scratch(2 * round_up(8 * count, 256) + 2048 * passes + 1024 * _ceil_div(count, 4608) + 511)
     del positions[0]
     result = gradient.new_empty(words, dim)
     segments = min(count, words)
-    held += whole(count, 1)
-    keys = whole(count)
-    scratch(round_up(16 * -(-count // 7168) + 832, 256) + 255)  # of its search for distinct ones
+    buffers += integers(count, 1)
+    keys = integers(count)
+    # cub's search for distinct tokens.
+    scratch(round_up(16 * _ceil_div(count, 7168) + 832, 256) + 255)
     del keys[0]
-    held += whole(segments, segments)
-    scratch(round_up(16 * -(-segments // 1024) + 816, 256) + 255)  # of its prefix sum
+    buffers += integers(segments, segments)
+    # cub's prefix sum.
+    scratch(round_up(16 * _ceil_div(segments, 1024) + 816, 256) + 255)
+    # Rows of one token are added up in parts of 10.
     parts = count // 10 + segments
-    held += whole(1, parts)
+    buffers += integers(1, parts)
     dtype = torch.float32 if gradient.dtype.itemsize == 2 else gradient.dtype
-    held.append(torch.empty(parts, dim, dtype=dtype))
-    free_last_first(held)
+    buffers.append(torch.empty(parts, dim, dtype=dtype))
+    free_last_first(buffers)
     return result
 
 
 def _coalesced(tensor: torch.Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:
     """Return sizes and strides of some dimensions, those that lie next to each other as one."""
-    found: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for dim in dims:
         size = tensor.shape[dim]
         stride = tensor.stride(dim)
         if size == 1:
             continue
-        if found and found[-1][0] * found[-1][1] == stride:
-            found[-1] = found[-1][0] * size, found[-1][1]
-        else:
-            found.append((size, stride))
-    return found
+        if merged:
+            inner_size, inner_stride = merged[-1]
+            if inner_size * inner_stride == stride:
+                merged[-1] = (inner_size * size, inner_stride)
+                continue
+        merged.append((size, stride))
+    return merged

@@ -1,5 +1,4 @@
-"""CUDA's kernels, for a device that is not here: which one a call takes, and what it allocates, in
-which order.
+"""CUDA's kernels, for a device that is not here: which one a call takes, and what it allocates.
 
 Fake tensors are of a CPU, which has other kernels for attention, norms and dropout. Inside
 :class:`CudaKernels` these calls allocate what CUDA's do: their results, what they save for
@@ -31,7 +30,8 @@ from .roofline import Cost, attention_flops, num_bytes
 Kernel = Literal["cudnn", "flash", "efficient", "math"]
 
 _CUDA: Any = torch.backends.cuda
-_IN_PLACE = re.compile(r"__i[a-z]+__$|[a-z].*[a-z]_$").match  # names of functions
+# Whether the name of a function is one that changes its first argument.
+_IN_PLACE = re.compile(r"__i[a-z]+__$|[a-z].*[a-z]_$").match
 
 # The most multiprocessors that a device of a compute capability has.
 _MULTIPROCESSORS = {
@@ -47,24 +47,27 @@ _MULTIPROCESSORS = {
 
 
 def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[str, ...]:
-    """Return what is not counted, a sentence each; an architecture is empty where only a size is
-    known.
+    """Return what is not counted, a sentence each.
+
+    Args:
+        architectures: names such as ``"sm_90"``; one is empty where only a size is known.
+        world_size: number of ranks.
     """
-    has_cudnn = any(name.startswith(("sm_90", "sm_10")) for name in architectures)
-    sentences = {
-        "kernels and allocator are those of PyTorch's CUDA build, held against it without a device and not on a GPU": (
-            True
-        ),
-        "what other processes and a display take of the device, and kernels that are not PyTorch's own (flex attention)": (
-            True
-        ),
-        "what cuDNN takes by itself for attention on Hopper and Blackwell is not known": has_cudnn,
-        "the buffers of NCCL, and what loading takes for a time on each rank": world_size > 1,
-        "ROCm: attention is modelled as on CUDA, but is done by another library": any(
-            name.startswith("gfx") for name in architectures
-        ),
-    }
-    return tuple(sentence for sentence, is_so in sentences.items() if is_so)
+    sentences = [
+        "kernels and allocator are those of PyTorch's CUDA build, held against it without a device"
+        " and not on a GPU",
+        "what other processes and a display take of the device, and kernels that are not PyTorch's"
+        " own (flex attention)",
+    ]
+    if any(name.startswith(("sm_90", "sm_10")) for name in architectures):
+        sentences.append(
+            "what cuDNN takes by itself for attention on Hopper and Blackwell is not known"
+        )
+    if world_size > 1:
+        sentences.append("the buffers of NCCL, and what loading takes for a time on each rank")
+    if any(name.startswith("gfx") for name in architectures):
+        sentences.append("ROCm: attention is modelled as on CUDA, but is done by another library")
+    return tuple(sentences)
 
 
 class CudaKernels(TorchFunctionMode):
@@ -105,8 +108,11 @@ class CudaKernels(TorchFunctionMode):
         return cls((properties.major, properties.minor), properties.multi_processor_count)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        instead = self._instead.get(func) if args and type(args[0]) is FakeTensor else None
-        result = (instead or func)(*args, **(kwargs or {}))
+        function = func
+        if args and type(args[0]) is FakeTensor:
+            function = self._instead.get(func, func)
+        result = function(*args, **(kwargs or {}))
+        # Fake tensors would repeat the views of a tensor in its backward; CUDA takes its memory.
         if args and result is args[0] and _IN_PLACE(func.__name__) and _is_rearranged(result):
             result.register_hook(partial(_as_strided_backward, result.stride()))
         return result
@@ -136,11 +142,13 @@ class CudaKernels(TorchFunctionMode):
         """native/transformers/attention.cpp: ``scaled_dot_product_attention``."""
         head_dim = query.shape[-1]
         keys = key.shape[-2]
-        how = (dropout_p, is_causal, enable_gqa)
-        kernel = self.kernel(query, key, value, attn_mask, *how)
-        mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
+        options = (dropout_p, is_causal, enable_gqa)
+        kernel = self.kernel(query, key, value, attn_mask, *options)
+        mask = None
+        if attn_mask is not None:
+            mask = _additive(attn_mask, query.dtype)
         if kernel == "math":
-            return _math_attention(query, key, value, mask, *how)
+            return _math_attention(query, key, value, mask, *options)
         if kernel == "flash" and head_dim % 8:
             query, key, value = (
                 functional.pad(tensor, (0, -head_dim % 8)) for tensor in (query, key, value)
@@ -156,7 +164,9 @@ class CudaKernels(TorchFunctionMode):
         }[kernel]
         flops = attention_flops(query, key, value, is_causal)
         output = self._counted(function, query, key, value, mask, dropout_p, self, flops=flops)
-        return output if output.shape[-1] == head_dim else output[..., :head_dim]
+        if output.shape[-1] != head_dim:
+            output = output[..., :head_dim]
+        return output
 
     def _varlen_attention(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]
@@ -164,15 +174,12 @@ class CudaKernels(TorchFunctionMode):
         tensors = query, key, value
         if self.kernel(*tensors, is_causal=True, enable_gqa=True, cudnn=False) != "flash":
             return None
-        flops = (
-            attention_flops(*tensors, is_causal=True)
-            * sum(n * n for n in lengths)
-            // sum(lengths) ** 2
-        )
-        flat = [one.squeeze(0).transpose(0, 1) for one in tensors]
-        return self._counted(_VarlenAttention, *flat, len(lengths), flops=flops).transpose(0, 1)[
-            None
-        ]
+        # Of the square of all tokens, only the squares of single sequences are computed.
+        flops = attention_flops(*tensors, is_causal=True)
+        flops = flops * sum(length * length for length in lengths) // sum(lengths) ** 2
+        flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
+        output = self._counted(_VarlenAttention, *flat, len(lengths), flops=flops)
+        return output.transpose(0, 1)[None]
 
     def kernel(
         self,
@@ -185,22 +192,24 @@ class CudaKernels(TorchFunctionMode):
         enable_gqa: bool = False,
         cudnn: bool = True,
     ) -> Kernel:
-        """Return the kernel that CUDA takes (native/transformers/cuda/sdp_utils.cpp: the order, and
-        the constraints of each).
+        """Return the kernel that CUDA takes.
+
+        The order, and the constraints of each, are those of
+        native/transformers/cuda/sdp_utils.cpp.
         """
         tensors = (query, key, value)
         capability = self.capability
-        strided = [*tensors, *([] if mask is None else [mask])]
-        if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors) or any(
-            t.stride(-1) != 1 for t in strided
-        ):
+        if any(tensor.dim() != 4 or 0 in tensor.shape for tensor in tensors):
+            return "math"
+        if any(tensor.stride(-1) != 1 for tensor in (*tensors, mask) if tensor is not None):
             return "math"
         head_dim = query.shape[-1]
         value_dim = value.shape[-1]
         heads = query.shape[1]
         key_heads = key.shape[1]
-        halves = (torch.float16, torch.bfloat16) if capability >= (8, 0) else (torch.float16,)
-        is_half = query.dtype in halves
+        is_half = query.dtype == torch.float16
+        if capability >= (8, 0):
+            is_half = query.dtype in (torch.float16, torch.bfloat16)
         same_heads = heads == key_heads == value.shape[1]
         same_dims = head_dim == key.shape[-1] == value_dim
         heads_fit = same_heads or (
@@ -233,8 +242,12 @@ class CudaKernels(TorchFunctionMode):
             and _CUDA.flash_sdp_enabled()
         ):
             return "flash"
-        aligned_from, alignment = ((7, 0), 8) if query.dtype.itemsize == 2 else ((8, 0), 4)
-        alignment = alignment if capability >= aligned_from else 1
+        # Tensor cores read 16 bytes at once, from the architecture on that has them for the dtype.
+        alignment = 1
+        if query.dtype.itemsize == 2 and capability >= (7, 0):
+            alignment = 8
+        elif query.dtype.itemsize != 2 and capability >= (8, 0):
+            alignment = 4
         has_efficient = (
             is_half or query.dtype == torch.float32
         ) and head_dim % alignment == value_dim % alignment == 0
@@ -253,9 +266,8 @@ class CudaKernels(TorchFunctionMode):
         weight: Tensor | None = None,
         eps: float | None = None,
     ) -> Tensor:
-        if (
-            weight is not None and weight.dtype != input.dtype
-        ):  # native/layer_norm.cpp: then it is not fused
+        # native/layer_norm.cpp: weights of another dtype are not fused.
+        if weight is not None and weight.dtype != input.dtype:
             return torch.rms_norm(input, normalized_shape, weight, eps)
         return self._counted(_Norm, self, len(normalized_shape), 1, input, weight)
 
@@ -272,16 +284,13 @@ class CudaKernels(TorchFunctionMode):
 
     def _counted(self, function: Any, *args: Any, flops: int = 0) -> Tensor:
         result = _run(function, *args)
-        given = num_bytes(args)
-        dtype = result.dtype
-        moved = given + num_bytes(result)
-        self.costs.append((dtype, flops, moved))
-        if (
-            result.grad_fn is not None
-        ):  # it has the gradient in place of the result, and writes those of what was given
-            result.grad_fn.register_prehook(
-                lambda _: self.costs.append((dtype, flops * 5 // 2, moved + given))
-            )
+        input_bytes = num_bytes(args)
+        moved_bytes = input_bytes + num_bytes(result)
+        self.costs.append((result.dtype, flops, moved_bytes))
+        # Backward reads the gradient in place of the result, and writes those of the inputs.
+        backward_cost = (result.dtype, flops * 5 // 2, moved_bytes + input_bytes)
+        if result.grad_fn is not None:
+            result.grad_fn.register_prehook(lambda _: self.costs.append(backward_cost))
         return result
 
 
@@ -300,35 +309,34 @@ class _FlashAttention(torch.autograd.Function):
     ) -> Tensor:
         output = torch.empty_like(query)
         sums = _floats(*query.shape[:3])
-        splits = 1 if dropout else _num_splits(query, key, 2 * device.multiprocessors)
-        held = [
-            _floats(splits, *query.shape[:3], dims)
-            for dims in (1, _rounded(query.shape[3]))
-            if splits > 1
-        ]
+        parts = []
+        splits = _num_splits(query, key, 2 * device.multiprocessors)
+        if splits > 1 and not dropout:
+            parts.append(_floats(splits, *query.shape[:3], 1))
+            parts.append(_floats(splits, *query.shape[:3], _rounded(query.shape[3])))
         state = torch.empty(2, dtype=torch.uint64)
         offset = torch.empty((), dtype=torch.uint64)
         if dropout:
             state = torch.empty_like(state)
-        while held:
-            del held[0]
-        ctx.save_for_backward(
-            query, key, value, sums, output, state, offset
-        )  # in the order in which they are freed
+        while parts:
+            del parts[0]
+        # In the order in which they are freed.
+        ctx.save_for_backward(query, key, value, sums, output, state, offset)
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, _, output, *_ = ctx.saved_tensors
         batch, heads, queries, head_dim = query.shape
-        held = [gradient.transpose(1, 2).contiguous(), output.transpose(1, 2).contiguous()]
+        buffers = [gradient.transpose(1, 2).contiguous(), output.transpose(1, 2).contiguous()]
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        held += [
-            _floats(batch, heads, round_up(queries, 128), dims) for dims in (1, _rounded(head_dim))
-        ]
+        padded_queries = round_up(queries, 128)
+        buffers.append(_floats(batch, heads, padded_queries, 1))
+        buffers.append(_floats(batch, heads, padded_queries, _rounded(head_dim)))
+        # Key heads that several heads share have a gradient for each of these first.
         if key.shape[1] != heads:
-            held += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
-        free_last_first(held)
+            buffers += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
+        free_last_first(buffers)
         return (*gradients, None, None, None)
 
 
@@ -354,15 +362,17 @@ class _VarlenAttention(torch.autograd.Function):
         query, key, value, output, sums, state = ctx.saved_tensors
         tokens, heads, head_dim = query.shape
         key_heads = key.shape[1]
-        held = [
-            torch.empty_like(sums),
-            torch.empty_like(state),
-        ]  # gradients of what else the operator returns
-        held += [gradient.contiguous(), output.contiguous()]
+        # The operator's further results have gradients too.
+        buffers = [torch.empty_like(sums), torch.empty_like(state)]
+        buffers += [gradient.contiguous(), output.contiguous()]
         gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        held += [_floats(tokens + 128 * ctx.rows, heads, dims) for dims in (1, _rounded(head_dim))]
-        held += [key.new_empty(tokens, heads, head_dim) for _ in range(2) if key_heads != heads]
-        free_last_first(held)
+        padded_tokens = tokens + 128 * ctx.rows
+        buffers.append(_floats(padded_tokens, heads, 1))
+        buffers.append(_floats(padded_tokens, heads, _rounded(head_dim)))
+        # Key heads that several heads share have a gradient for each of these first.
+        if key_heads != heads:
+            buffers += [key.new_empty(tokens, heads, head_dim) for _ in range(2)]
+        free_last_first(buffers)
         return (*gradients, None)
 
 
@@ -381,9 +391,13 @@ class _EfficientAttention(torch.autograd.Function):
     ) -> Tensor:
         batch, heads, queries, _ = query.shape
         output = query.new_empty(batch, queries, heads, value.shape[3]).transpose(1, 2)
-        sums = _floats(batch, heads, round_up(queries, 32) if any(ctx.needs_input_grad) else 0)
+        num_sums = 0
+        if any(ctx.needs_input_grad):
+            num_sums = round_up(queries, 32)
+        sums = _floats(batch, heads, num_sums)
+        # The output is added up in float32.
         if query.dtype.itemsize == 2 and value.shape[3] > 128:
-            torch.empty_like(output, dtype=torch.float32)  # the output is added up there
+            torch.empty_like(output, dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, sums, output)
         ctx.workspace_bytes = _efficient_workspace_bytes(query, key, value, dropout, device)
         return output
@@ -397,24 +411,22 @@ class _EfficientAttention(torch.autograd.Function):
             for tensor in (query, key, value)
         ]
         if query.dtype.itemsize == 2:
-            held = [_floats(*query.shape[:3])]
+            buffers = [_floats(*query.shape[:3])]
         else:
-            held = [gradient * output.transpose(1, 2)]
-            held.append(held[0].sum(-1))
-            delta = held[1].transpose(1, 2).contiguous()
-            free_last_first(held)
-            held = [delta]
+            buffers = [gradient * output.transpose(1, 2)]
+            buffers.append(buffers[0].sum(-1))
+            delta = buffers[1].transpose(1, 2).contiguous()
+            free_last_first(buffers)
+            buffers = [delta]
             del delta
-        held.append(torch.empty(ctx.workspace_bytes, dtype=torch.uint8))
-        while held:
-            del held[0]
+        buffers.append(torch.empty(ctx.workspace_bytes, dtype=torch.uint8))
+        while buffers:
+            del buffers[0]
         return (*gradients, None, None, None)
 
 
 class _CudnnAttention(torch.autograd.Function):
-    """native/cudnn/MHA.cpp, with the sums that cuDNN's frontend adds up in; what cuDNN itself needs
-    is not known.
-    """
+    """native/cudnn/MHA.cpp, with the sums of cuDNN's frontend; what cuDNN needs is not known."""
 
     @staticmethod
     def forward(
@@ -432,7 +444,9 @@ class _CudnnAttention(torch.autograd.Function):
         output = query.new_empty([shape[dim] for dim in order]).permute(
             [order.index(dim) for dim in range(4)]
         )
-        sums = _floats(*query.shape[:3] if any(ctx.needs_input_grad) else (0,))
+        sums = _floats(0)
+        if any(ctx.needs_input_grad):
+            sums = _floats(*query.shape[:3])
         ctx.save_for_backward(query, key, value, mask, sums, output, *state)
         return output
 
@@ -445,9 +459,7 @@ class _CudnnAttention(torch.autograd.Function):
 
 
 class _Norm(torch.autograd.Function):
-    """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda`` and their
-    backwards.
-    """
+    """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda``."""
 
     @staticmethod
     def forward(
@@ -462,30 +474,28 @@ class _Norm(torch.autograd.Function):
         output = torch.empty_like(contiguous)
         sums = [_floats(*tensor.shape[:-dims]) for _ in range(num_sums)]
         ctx.save_for_backward(tensor, *weights, *sums)
-        ctx.device, ctx.dim = device, math.prod(tensor.shape[-dims:])
+        ctx.device = device
+        ctx.dim = math.prod(tensor.shape[-dims:])
         return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        tensor, *rest = ctx.saved_tensors
-        held = [gradient.contiguous(), tensor.contiguous()]
-        asked = ctx.needs_input_grad[3:]
-        results = [
-            torch.empty_like(t) if needed else None
-            for t, needed in zip([held[1], *rest], asked, strict=False)
-        ]
+        tensor, *weights_and_sums = ctx.saved_tensors
+        buffers = [gradient.contiguous(), tensor.contiguous()]
+        inputs = [buffers[1], *weights_and_sums]
+        results: list[Tensor | None] = []
+        for input, needs_gradient in zip(inputs, ctx.needs_input_grad[3:], strict=False):
+            results.append(torch.empty_like(input) if needs_gradient else None)
         rows = tensor.numel() // ctx.dim
         columns = math.ceil(ctx.dim / 32)
-        in_parts = (
-            rows > 65536 and ctx.dim // 32 < ctx.device.multiprocessors // 2
-        )  # weights' gradients
-        if in_parts:
+        # Gradients of weights are summed in parts where there are many rows of few columns.
+        if rows > 65536 and ctx.dim // 32 < ctx.device.multiprocessors // 2:
             parts = min(32768 // columns, math.ceil(rows / 32))
             places = [place for place, result in enumerate(results) if place and result is not None]
-            held += [rest[place - 1].new_empty(parts, ctx.dim) for place in places]
+            buffers += [inputs[place].new_empty(parts, ctx.dim) for place in places]
             for number, place in enumerate(places, 2):
-                results[place] = held[number].sum(0).view_as(rest[place - 1])
-        free_last_first(held)
+                results[place] = buffers[number].sum(0).view_as(inputs[place])
+        free_last_first(buffers)
         return None, None, None, *results
 
 
@@ -515,10 +525,10 @@ class _SafeSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
         weights = scores.softmax(-1)
-        held = [scores.eq(-math.inf)]
-        held.append(held[0].all(-1, keepdim=True))
-        weights.masked_fill_(held[1], torch.zeros(()))
-        free_last_first(held)
+        buffers = [scores.eq(-math.inf)]
+        buffers.append(buffers[0].all(-1, keepdim=True))
+        weights.masked_fill_(buffers[1], torch.zeros(()))
+        free_last_first(buffers)
         ctx.save_for_backward(weights)
         return weights
 
@@ -540,28 +550,32 @@ def _math_attention(
 ) -> Tensor:
     """native/transformers/attention.cpp: ``_scaled_dot_product_attention_math``."""
     dtype = query.dtype
-    held: list[Any] = [query, key, value]
+    # One list, since memory is freed in the order of C++'s locals.
+    tensors: list[Any] = [query, key, value]
     if dtype.itemsize == 2 and not _CUDA.fp16_bf16_reduction_math_sdp_allowed():
-        held = [query.float(), key.float(), value.float()]
-    scaled = held[0] * 1.0
+        tensors = [query.float(), key.float(), value.float()]
+    scaled = tensors[0] * 1.0
     if is_causal:
         allowed = query.new_ones(query.shape[-2], key.shape[-2], dtype=torch.bool).tril()
         mask = _additive(allowed, scaled.dtype)
         del allowed
-    held += [mask, scaled]
+    tensors += [mask, scaled]
     del mask, scaled
-    repeats = query.shape[-3] // key.shape[-3] if enable_gqa else 1
-    held += [
-        tensor.repeat_interleave(repeats, -3) if repeats > 1 else tensor for tensor in held[1:3]
-    ]
-    weights = held[4].matmul(held[5].transpose(-2, -1) * 1.0)
-    if held[3] is not None:
-        weights.add_(held[3])
+    repeats = 1
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+    if repeats > 1:
+        tensors += [tensor.repeat_interleave(repeats, -3) for tensor in tensors[1:3]]
+    else:
+        tensors += tensors[1:3]
+    weights = tensors[4].matmul(tensors[5].transpose(-2, -1) * 1.0)
+    if tensors[3] is not None:
+        weights.add_(tensors[3])
     weights = _run(_SafeSoftmax, weights)
     weights = _dropout(weights, dropout)
     unused = weights.to(dtype)
-    output = weights.matmul(held[6]).to(dtype)
-    free_last_first(held)
+    output = weights.matmul(tensors[6]).to(dtype)
+    free_last_first(tensors)
     del unused
     return output
 
@@ -569,9 +583,9 @@ def _math_attention(
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     if mask.dtype != torch.bool:
         return mask
-    held = [torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype)]
-    result = torch.where(mask, held[0], held[1])
-    free_last_first(held)
+    values = [torch.zeros((), dtype=dtype), torch.full((), -math.inf, dtype=dtype)]
+    result = torch.where(mask, values[0], values[1])
+    free_last_first(values)
     return result
 
 
@@ -581,22 +595,21 @@ def _run(function: Any, *args: Any) -> Tensor:
 
 
 def _is_rearranged(tensor: Tensor) -> bool:
-    """Whether it is another view of all of a tensor that needs a gradient."""
-    base = tensor._base if tensor.requires_grad else None
-    return base is not None and base.numel() == tensor.numel()
+    """Return whether it is another view of all of a tensor that needs a gradient."""
+    if not tensor.requires_grad or tensor._base is None:
+        return False
+    return tensor._base.numel() == tensor.numel()
 
 
 def _as_strided_backward(stride: Sequence[int], gradient: Tensor) -> Tensor:
-    """Backward of a view that was changed in place: one of its memory, in place of the views that
-    fake tensors repeat.
-    """
+    """Allocate the gradient of a view that was changed in place: its memory, once."""
     return gradient.new_empty(gradient.numel()).as_strided(gradient.shape, stride)
 
 
-def free_last_first(held: list[Tensor]) -> None:
-    """Give up what is held, the last first, as C++ does at the end of a function."""
-    while held:
-        del held[-1]
+def free_last_first(tensors: list[Tensor]) -> None:
+    """Free tensors, the last first, as C++ frees the locals of a function."""
+    while tensors:
+        del tensors[-1]
 
 
 def _floats(*shape: int) -> Tensor:
@@ -604,33 +617,45 @@ def _floats(*shape: int) -> Tensor:
 
 
 def _rounded(head_dim: int) -> int:
-    return round_up(head_dim, 32 if head_dim <= 128 else 64)
+    if head_dim <= 128:
+        return round_up(head_dim, 32)
+    return round_up(head_dim, 64)
 
 
 def _num_splits(query: Tensor, key: Tensor, slots: int) -> int:
-    """In how many parts flash attention takes the keys (``num_splits_heuristic``): the fewest that
-    use nearly all `slots`.
+    """Return in how many parts flash attention takes the keys (``num_splits_heuristic``).
+
+    These are the fewest that use nearly all `slots`.
     """
     batch, heads, queries, head_dim = query.shape
     blocks = batch * heads * math.ceil(queries / 64)
     if blocks >= 0.8 * slots:
         return 1
-    key_blocks = math.ceil(
-        key.shape[2] / (256 if head_dim <= 64 else 128 if head_dim <= 128 else 64)
-    )
-    used = {
-        splits: (waves := blocks * splits / slots) / math.ceil(waves)
-        for splits in range(1, min(128, slots, key_blocks) + 1)
-        if splits == 1 or math.ceil(key_blocks / splits) != math.ceil(key_blocks / (splits - 1))
-    }
-    return min(splits for splits, share in used.items() if share >= 0.85 * max(used.values()))
+    keys_per_block = 64
+    if head_dim <= 64:
+        keys_per_block = 256
+    elif head_dim <= 128:
+        keys_per_block = 128
+    key_blocks = math.ceil(key.shape[2] / keys_per_block)
+    used_shares = {}
+    blocks_per_split = 0
+    for splits in range(1, min(128, slots, key_blocks) + 1):
+        previous = blocks_per_split
+        blocks_per_split = math.ceil(key_blocks / splits)
+        # One split more that leaves each as long as it was gains nothing.
+        if blocks_per_split != previous:
+            waves = blocks * splits / slots
+            used_shares[splits] = waves / math.ceil(waves)
+    enough = 0.85 * max(used_shares.values())
+    return min(splits for splits, share in used_shares.items() if share >= enough)
 
 
 def _efficient_workspace_bytes(
     query: Tensor, key: Tensor, value: Tensor, dropout: float, device: CudaKernels
 ) -> int:
-    """``workspace_size()`` of mem_eff_attention/kernel_backward.h, for the first kernel of
-    kernels/cutlassB.h that fits.
+    """Return ``workspace_size()`` of mem_eff_attention/kernel_backward.h, in bytes.
+
+    It is that of the first kernel of kernels/cutlassB.h that fits.
     """
     batch, heads, queries, head_dim = query.shape
     is_half = query.dtype.itemsize == 2
@@ -646,14 +671,11 @@ def _efficient_workspace_bytes(
         block_queries = 128
         block_keys = 128 if is_half and largest <= 128 else 64
     blocks = math.ceil(queries / block_queries) * math.ceil(head_dim / block_keys)
-    elements = blocks * (
-        4 + block_queries * block_keys
-    )  # each block has a lock and a counter, 16 bytes in all
-    if is_half and largest > block_queries:  # gradients of key and value do not stay in registers
+    # Each block has a lock and a counter, 16 bytes in all.
+    elements = blocks * (4 + block_queries * block_keys)
+    # Gradients of key and value that do not stay in registers.
+    if is_half and largest > block_queries:
         splits = max(1, min(math.ceil(key.shape[2] / block_keys), 200 // (batch * heads)))
-        elements += (
-            splits
-            * block_keys
-            * (round_up(head_dim, block_queries) + round_up(value.shape[3], block_queries))
-        )
+        padded_dims = round_up(head_dim, block_queries) + round_up(value.shape[3], block_queries)
+        elements += splits * block_keys * padded_dims
     return 4 * batch * heads * round_up(elements, 4)

@@ -46,13 +46,16 @@ CONTEXT_BYTES = 500 * 2**20
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|amd|instinct")
 _KEY = "estimate.devices"
 _REMEDY = 'give a size with its unit, such as "80GiB", or a device such as H100'
-_LEAST_BYTES = 2**20  # a whole number below it is more likely a model's name (4090) than a size
+# A whole number below it is more likely a model's name (4090) than a size.
+_MIN_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class EstimatedDevice:
-    """A device for which an estimate is made; `total_bytes` by CUDA or ROCm, the rest empty where
-    it was given as a size.
+    """A device for which an estimate is made; where it was given as a size, the rest is empty.
+
+    Attributes:
+        total_bytes: capacity by CUDA or ROCm.
     """
 
     name: str
@@ -65,9 +68,11 @@ class EstimatedDevice:
 
     @property
     def compute_capability(self) -> tuple[int, int] | None:
-        """CUDA's compute capability, such as (9, 0); None on ROCm and where only a size is known."""
-        found = re.fullmatch(r"sm_(\d+)(\d)", self.architecture)
-        return (int(found[1]), int(found[2])) if found else None
+        """CUDA's compute capability, such as (9, 0); None on ROCm and of a size."""
+        match = re.fullmatch(r"sm_(\d+)(\d)", self.architecture)
+        if match is None:
+            return None
+        return int(match[1]), int(match[2])
 
     @property
     def kernels(self) -> CudaKernels:
@@ -76,21 +81,33 @@ class EstimatedDevice:
 
     def describe(self) -> str:
         """The device and its capacity, such as ``H100 (79.11 GiB)``."""
-        return f"{self.name} ({format_bytes(self.total_bytes)})" if self.source else self.name
+        # The name of a size is the size.
+        if not self.source:
+            return self.name
+        return f"{self.name} ({format_bytes(self.total_bytes)})"
 
     def target(self, *, context_bytes: int, headroom: int | float | str = 0) -> Target:
-        """Return what an allocator may take of it: all but the driver's context and, of the rest,
-        the headroom (a size or a share).
+        """Return what an allocator may take of it: all but the driver's context and the headroom.
+
+        Args:
+            context_bytes: memory of the driver's context.
+            headroom: a size, or a share of what the context leaves.
         """
         free = max(0, self.total_bytes - context_bytes)
-        kept = min(free, parse_size(headroom, total_bytes=free)) if headroom else 0
+        headroom_bytes = 0
+        if headroom:
+            headroom_bytes = min(free, parse_size(headroom, total_bytes=free))
         share = f" ({headroom:.0%})" if isinstance(headroom, float) else ""
-        taken = (("the CUDA context", context_bytes), (f"headroom{share}", kept))
+        taken = []
+        if context_bytes:
+            taken.append(("the CUDA context", context_bytes))
+        if headroom_bytes:
+            taken.append((f"headroom{share}", headroom_bytes))
         return Target(
             self.describe(),
             self.total_bytes,
-            free - kept,
-            tuple(one for one in taken if one[1]),
+            free - headroom_bytes,
+            tuple(taken),
             self.source,
             self.speed,
         )
@@ -103,13 +120,36 @@ def _plain(name: str) -> str:
 
 def _read_devices() -> tuple[EstimatedDevice, ...]:
     with Path(__file__).with_name("devices.csv").open(newline="", encoding="utf-8") as file:
-        return tuple(
+        rows = list(csv.reader(file))[1:]
+    devices = []
+    for (
+        name,
+        architecture,
+        multiprocessors,
+        size,
+        source,
+        other_names,
+        *peaks,
+        bandwidth,
+        _,
+    ) in rows:
+        speed = None
+        # The file has TFLOP/s and GB/s.
+        if bandwidth:
+            flops = tuple(float(peak) * 1e12 if peak else None for peak in peaks)
+            speed = DeviceSpeed(flops, float(bandwidth) * 1e9)
+        devices.append(
             EstimatedDevice(
-                name, int(size), source, architecture, int(number), tuple(filter(None, others.split("; "))),
-                DeviceSpeed(tuple(float(one) * 1e12 if one else None for one in peaks), float(rate) * 1e9) if rate else None,
+                name,
+                int(size),
+                source,
+                architecture,
+                int(multiprocessors),
+                tuple(filter(None, other_names.split("; "))),
+                speed,
             )
-            for name, architecture, number, size, source, others, *peaks, rate, _ in list(csv.reader(file))[1:]
-        )  # fmt: skip
+        )
+    return tuple(devices)
 
 
 DEVICES = _read_devices()
@@ -125,10 +165,13 @@ def find_device(name_or_size: Any) -> EstimatedDevice:
     punctuation and the maker's name do not matter: ``"a100 40gb"``, ``"NVIDIA A100-SXM4-40GB"``.
     """
     is_name = isinstance(name_or_size, str)
-    if is_name and (device := _BY_NAME.get(_plain(name_or_size))):
+    device = None
+    if is_name:
+        device = _BY_NAME.get(_plain(name_or_size))
+    if device is not None:
         return device
     try:
-        if not is_name and (type(name_or_size) is not int or name_or_size < _LEAST_BYTES):
+        if not is_name and (type(name_or_size) is not int or name_or_size < _MIN_BYTES):
             raise ValueError
         total_bytes = parse_size(name_or_size, total_bytes=0)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Estimates from a step on fake tensors: the curve of its peak, and how many rows fit on a device."""
+"""Estimates from a step on fake tensors: the curve of its peak, and the rows that fit."""
 
 from __future__ import annotations
 

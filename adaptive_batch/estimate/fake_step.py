@@ -1,5 +1,6 @@
-"""A training step on fake tensors, which have shapes and no memory: the memory it would need on a
-device that is not here.
+"""A training step on fake tensors: the memory it would need on a device that is not here.
+
+Fake tensors have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -7,10 +8,11 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import chain, pairwise
+from functools import partial
+from itertools import pairwise
 from typing import Any
 from weakref import WeakSet
 
@@ -52,27 +54,34 @@ _NEEDS_VALUES = (
 
 
 def needs_values(error: Exception) -> str | None:
-    """Return what to tell a user whose code has read values of fake tensors, with the operation;
-    None of another error.
+    """Return a message where code has read values of fake tensors; None of another error.
+
+    It names the operation.
     """
-    names_it = re.search("FakeTensor|not supported for tensor subclasses", str(error))
-    if not isinstance(error, _NEEDS_VALUES) and not (
-        names_it and isinstance(error, AssertionError | RuntimeError)
-    ):
-        return None
+    if not isinstance(error, _NEEDS_VALUES):
+        names_fake_tensors = re.search("FakeTensor|not supported for tensor subclasses", str(error))
+        if not names_fake_tensors or not isinstance(error, AssertionError | RuntimeError):
+            return None
     operation = getattr(error, "func", None) or str(error).partition("\n")[0]
-    why = f"{operation} ({type(error).__name__}) needs values, and there are none"
-    return f"it cannot run on fake tensors: {why}; probe it on a device"
+    reason = f"{operation} ({type(error).__name__}) needs values, and there are none"
+    return f"it cannot run on fake tensors: {reason}; probe it on a device"
 
 
-Run = Callable[[int], object]  # forward and backward of that many rows
-FEW, MORE = 2, 3  # rows of the steps that give a curve; one row alone often runs other operations
+# Forward and backward of that many rows.
+Run = Callable[[int], object]
+# Rows of the steps that give a curve; one row alone often runs other operations.
+FEW = 2
+MORE = 3
 
 
 @dataclass(frozen=True)
 class Resident:
-    """Bytes that are resident before a forward begins: of the model, the optimizer's state, earlier
-    micro-batches' gradients.
+    """Bytes that are resident before a forward begins.
+
+    Attributes:
+        parameters, buffers: of the model.
+        optimizer: of the optimizer's state.
+        gradients: of earlier micro-batches.
     """
 
     parameters: int
@@ -102,17 +111,21 @@ class FakeDevice:
         self.loaded: Phase | None = None
 
     def build(self, build: Callable[[], nn.Module]) -> nn.Module:
-        """Return a model with fake parameters and buffers, made in the order of `build`, which
-        makes it on the meta device.
+        """Return a model with fake parameters and buffers, made in the order of `build`.
+
+        Args:
+            build: returns the model on the meta device.
         """
-        with self.counting() as counter, _OffMeta(), _FromTensors(), _swapping(self.mode):  # type: ignore[no-untyped-call]
+        off_meta = _OffMeta()  # type: ignore[no-untyped-call]
+        with self.counting() as counter, off_meta, _FromTensors(), _swapping(self.mode):
             model = build()
             self.loaded = counter.phase(_named(model=model))
         return model
 
     def move(self, model: nn.Module) -> None:
-        """Make the parameters and buffers of a model fake, in place; they are on the meta device,
-        or real and then freed.
+        """Make the parameters and buffers of a model fake, in place.
+
+        They are on the meta device, or real and then freed.
         """
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -128,9 +141,11 @@ class FakeDevice:
                 if parameter is not None:
                     places.setdefault(parameter, []).append((module, name))
         with self.mode:
-            model._apply(lambda tensor: _through_shards(tensor, fake))  # type: ignore[no-untyped-call]
-        for (owner, own_name), *others in places.values():  # tied weights stay tied
-            for module, name in others:
+            convert = partial(_through_shards, convert=fake)
+            model._apply(convert)  # type: ignore[no-untyped-call]
+        # Tied weights stay tied.
+        for (owner, own_name), *tied_places in places.values():
+            for module, name in tied_places:
                 module._parameters[name] = owner._parameters[own_name]
 
     def batch(self, batch: dict[str, Any]) -> None:
@@ -138,11 +153,9 @@ class FakeDevice:
         batch.update(tree_map_only(torch.Tensor, self._fake, dict(batch)))
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        fake = (
-            tensor
-            if isinstance(tensor, FakeTensor)
-            else self.mode.from_tensor(tensor, static_shapes=True)
-        )
+        fake = tensor
+        if not isinstance(tensor, FakeTensor):
+            fake = self.mode.from_tensor(tensor, static_shapes=True)
         if self._counter:
             self._counter._see(fake.untyped_storage())
         return fake
@@ -153,45 +166,49 @@ class FakeDevice:
     ) -> Iterator[AttributedTracker]:
         """Context manager: new tensors are fake, and counted."""
         kernels = self._kernels
-        self._counter = counter = AttributedTracker(
-            operators=(
-                CudaOperators(kernels.capability, kernels.multiprocessors) if kernels else None
-            ),
+        operators = None
+        if kernels:
+            operators = CudaOperators(kernels.capability, kernels.multiprocessors)
+        counter = AttributedTracker(
+            operators=operators,
             on_host=self._on_host,
             streams=self._streams,
             explain=explain,
             names=names,
         )
-        if kernels:
-            kernels.costs = counter.costs
+        self._counter = counter
         try:
-            # A compiled region fails under a dispatch mode, and would hide its tensors from it.
-            with (
-                torch.compiler.set_stance("force_eager"),
-                shapes_worked_out_apart(),
-                self.mode,
-                counter,
-                _in_recomputing(kernels) if kernels else nullcontext(),
-                _clipping_together() if kernels else nullcontext(),
-                names.following() if names else nullcontext(),
-            ):
+            with ExitStack() as contexts:
+                # A compiled region fails under a dispatch mode, and would hide its tensors from it.
+                contexts.enter_context(torch.compiler.set_stance("force_eager"))
+                contexts.enter_context(shapes_worked_out_apart())
+                contexts.enter_context(self.mode)
+                contexts.enter_context(counter)
+                if kernels:
+                    kernels.costs = counter.costs
+                    contexts.enter_context(_in_recomputing(kernels))
+                    contexts.enter_context(_clipping_together())
+                if names:
+                    contexts.enter_context(names.following())
                 yield counter
         finally:
             self._counter = None
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Context manager: count only what is still alive at the end, for code that is compiled on
-        a real device.
-        """
+        """Context manager: count only what is alive at the end, for code that a device compiles."""
         with self._counter.pause() if self._counter else nullcontext():
             yield
 
 
 @dataclass(frozen=True)
 class Between:
-    """Forward and backward of rows whose length lies at a share of the way from that of `short`,
-    which are traced, to that of `long`.
+    """Forward and backward of rows of a length between those of two runs, which are traced.
+
+    Attributes:
+        short: run of the shorter rows.
+        long: run of the longer rows.
+        share: part of the way from the length of `short` to that of `long`.
     """
 
     short: Run
@@ -200,8 +217,7 @@ class Between:
 
 
 class FakeStep:
-    """Runs the code of a training step on fake tensors, at any number of rows, and traces the
-    memory it would need.
+    """Runs the code of a training step on fake tensors, and traces the memory it would need.
 
     Args:
         model: on the device.
@@ -227,12 +243,12 @@ class FakeStep:
         keep_gradients: Callable[[], object] | None = None,
     ) -> None:
         self.model = model
-        self._in_backward = isinstance(optimizer, OptimizerInBackward)
-        self._optimizers = (
-            [*optimizer.optimizers.values()]
-            if isinstance(optimizer, OptimizerInBackward)
-            else [optimizer]
-        )
+        if isinstance(optimizer, OptimizerInBackward):
+            self._in_backward = True
+            self._optimizers = [*optimizer.optimizers.values()]
+        else:
+            self._in_backward = False
+            self._optimizers = [optimizer]
         self.forward_backward = forward_backward
         self._accumulates = accumulates
         self._device = device
@@ -241,34 +257,40 @@ class FakeStep:
         model.train()
         self.optimizer_peak_bytes: int | None = None
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
-        self._steps: list[Phase] = []  # the optimizer's: the first, and any later one
-        if self._in_backward and not self._sharding.is_sharded:  # it makes the states
+        # Steps of the optimizer: the first, which makes its states, and any later one.
+        self._steps: list[Phase] = []
+        if self._in_backward and not self._sharding.is_sharded:
             self._at(FEW, forward_backward, is_first=True)
         for _ in range(2):
-            if (
-                self._sharding.is_sharded
-            ):  # FSDP sets itself up in the first; gradients share what it has reduced
+            if self._sharding.is_sharded:
+                # FSDP sets itself up in the first; gradients share what it has reduced.
                 with torch.compiler.set_stance("force_eager"), device.mode:
                     forward_backward(FEW)
             elif not self._in_backward:
                 self._give_gradients()
             if not self._in_backward:
-                with device.counting() as counter:
-                    counter.add_named(self._named())
-                    step()
-                    self.optimizer_peak_bytes = self.optimizer_peak_bytes or counter.peak_bytes
-                    for one in self._optimizers:
-                        one.zero_grad(set_to_none=True)
-                    self._steps.append(counter.phase(self._named()))
+                self._trace_step(step)
         self._prepare()
+        gradients = [
+            tensor for (kind, _), tensor in self._named() if kind in ("gradient", "kept gradient")
+        ]
         self.resident = Resident(
             storage_bytes(model.parameters()),
             storage_bytes(model.buffers()),
             storage_bytes(optimizer_state_tensors(self._optimizers)),
-            storage_bytes(
-                one for (kind, _), one in self._named() if kind in ("gradient", "kept gradient")
-            ),
+            storage_bytes(gradients),
         )
+
+    def _trace_step(self, step: Callable[[], object]) -> None:
+        """Run the optimizer's step, and keep its log."""
+        with self._device.counting() as counter:
+            counter.add_named(self._named())
+            step()
+            if self.optimizer_peak_bytes is None:
+                self.optimizer_peak_bytes = counter.peak_bytes
+            for optimizer in self._optimizers:
+                optimizer.zero_grad(set_to_none=True)
+            self._steps.append(counter.phase(self._named()))
 
     def trace(
         self, rows: int, *, forward_backward: Run | None = None, explain: Collection[int] = ()
@@ -281,9 +303,8 @@ class FakeStep:
         """
         self._prepare()
         run = forward_backward or self.forward_backward
-        with self._device.counting(
-            explain=explain, names=ModuleNames(self.model) if explain else None
-        ) as counter:
+        names = ModuleNames(self.model) if explain else None
+        with self._device.counting(explain=explain, names=names) as counter:
             counter.add_named(self._named())
             run(rows)
             self._phases.setdefault((run, False), {})[rows] = counter.phase(self._named())
@@ -292,8 +313,7 @@ class FakeStep:
     def log(
         self, rows: int, of_steps: Sequence[Run | Between], *, micro_batches: int = 2
     ) -> array[int]:
-        """Return what the device is asked for in loading and in steps of so many rows at once (see
-        :mod:`.step_log`).
+        """Return what loading and steps of so many rows at once allocate (see :mod:`.step_log`).
 
         It is exact at numbers of rows that were traced, and lies on a straight line between two of
         them elsewhere.
@@ -302,62 +322,75 @@ class FakeStep:
             of_steps: forward and backward of each step.
             micro_batches: of a step where steps accumulate; the second is as any later one.
         """
+        # Each phase, and whether what it allocates once is part of it.
         phases = [(self._device.loaded or self._resident_phase(), True)]
         for number, run in enumerate(of_steps):
+            is_first_step = number == 0
             phase = self._at(rows, run)
-            if self._accumulates or (self._in_backward and not number):
-                few = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
-                first = few or self._at(rows, run, is_first=True)
-                phases.append((first, not number))
-            further = (
-                micro_batches - 1
-                if self._accumulates
-                else int(bool(number) or not self._in_backward)
-            )
-            phases += [(phase, not number and not self._accumulates)] * further
-            phases += [(one, False) for one in self._steps[min(number, 1) : min(number, 1) + 1]]
+            has_first_micro_batch = self._accumulates or (self._in_backward and is_first_step)
+            if has_first_micro_batch:
+                few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
+                first = few_rows or self._at(rows, run, is_first=True)
+                phases.append((first, is_first_step))
+            if self._accumulates:
+                phases += [(phase, False)] * (micro_batches - 1)
+            elif not has_first_micro_batch:
+                phases.append((phase, is_first_step))
+            if self._steps:
+                phases.append((self._steps[min(number, len(self._steps) - 1)], False))
         return joined(phases)
 
     def _at(self, rows: int, run: Run | Between, *, is_first: bool = False) -> Phase:
-        """A micro-batch: any, or training's first, which makes the gradients, or the states where
-        the optimizer is in backward.
+        """Return a micro-batch's phase: of any, or of training's first.
+
+        The first makes the gradients, or the states where the optimizer is in backward.
         """
         if isinstance(run, Between):
-            short, long = (self._at(rows, one, is_first=is_first) for one in (run.short, run.long))
-            return short.between(long, run.share) if short.is_like(long) else long
-        known = self._phases.setdefault((run, is_first), {})
-        if rows in known:
-            return known[rows]
+            short = self._at(rows, run.short, is_first=is_first)
+            long = self._at(rows, run.long, is_first=is_first)
+            if not short.is_like(long):
+                return long
+            return short.between(long, run.share)
+        phases = self._phases.setdefault((run, is_first), {})
+        if rows in phases:
+            return phases[rows]
         if is_first:
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            for optimizer in self._optimizers if self._in_backward else ():
-                optimizer.state.clear()
-            with self._device.counting() as counter:
-                counter.add_named(self._named())
-                run(rows)
-                known[rows] = counter.phase(self._named())
-            return known[rows]
-        near = sorted(known, key=lambda other: abs(other - rows))
-        for one, two in pairwise(near):
-            if known[one].is_like(known[two]):
-                return known[one].between(known[two], Fraction(rows - one, two - one))
+            phases[rows] = self._first(rows, run)
+            return phases[rows]
+        nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
+        for near, far in pairwise(nearest_sizes):
+            if phases[near].is_like(phases[far]):
+                return phases[near].between(phases[far], Fraction(rows - near, far - near))
         self.trace(rows, forward_backward=run)
-        return known[rows]
+        return phases[rows]
+
+    def _first(self, rows: int, run: Run) -> Phase:
+        """Run training's first micro-batch, and return its phase."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        if self._in_backward:
+            for optimizer in self._optimizers:
+                optimizer.state.clear()
+        with self._device.counting() as counter:
+            counter.add_named(self._named())
+            run(rows)
+            return counter.phase(self._named())
 
     def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> bool:
-        """Trace what steps of so many rows run, so that their log is exact; return whether anything
-        was not traced before.
+        """Trace what steps of so many rows run, so that their log is exact.
+
+        Returns:
+            Whether anything was not traced before.
         """
-        both = ((one.short, one.long) if isinstance(one, Between) else (one,) for one in of_steps)
-        new = [
-            run
-            for run in dict.fromkeys(chain(*both))
-            if rows not in self._phases.get((run, False), {})
-        ]
-        for run in new:
-            self.trace(rows, forward_backward=run)
-        return bool(new)
+        runs: list[Run] = []
+        for step in of_steps:
+            runs += [step.short, step.long] if isinstance(step, Between) else [step]
+        traced_any = False
+        for run in dict.fromkeys(runs):
+            if rows not in self._phases.get((run, False), {}):
+                self.trace(rows, forward_backward=run)
+                traced_any = True
+        return traced_any
 
     def _resident_phase(self) -> Phase:
         with self._device.counting() as counter:
@@ -397,7 +430,7 @@ def _named(*, model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]
 
 
 class _OffMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What is made on the meta device is made on a fake one, where a value is 1 to who reads it."""
+    """What is made on the meta device is made on a fake one, where every value reads as 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -419,15 +452,14 @@ class _FromTensors(TorchFunctionMode):
 
 @contextmanager
 def _swapping(mode: FakeTensorMode) -> Iterator[None]:
-    """Inside, fake tensors can be swapped, as a linear layer does that quantizes its weight; the
-    mode's memory of them forbids it.
-    """
+    """Inside, fake tensors can be swapped, as a linear layer does that quantizes its weight."""
     swap = torch.utils.swap_tensors
-    made = private(mode.fake_tensor_converter.meta_converter, "tensor_memo")
+    converter = private(mode.fake_tensor_converter.meta_converter, "tensor_memo")
 
-    def swap_unremembered(one: torch.Tensor, other: torch.Tensor) -> None:
-        made.tensor_memo.clear()
-        swap(one, other)  # type: ignore[no-untyped-call]
+    def swap_unremembered(first: torch.Tensor, second: torch.Tensor) -> None:
+        # Tensors that the mode refers to are refused.
+        converter.tensor_memo.clear()
+        swap(first, second)  # type: ignore[no-untyped-call]
 
     torch.utils.swap_tensors = swap_unremembered
     try:
@@ -449,9 +481,7 @@ def _clipping_together() -> Iterator[None]:
 
 @contextmanager
 def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
-    """Inside, a mode is on; also where backward runs a module again, for which PyTorch has switched
-    it off.
-    """
+    """Inside, a mode is on, also where backward runs a module again and PyTorch switches it off."""
     entered: list[nn.Module] = []
 
     def enter(module: nn.Module, _: object) -> None:

@@ -53,7 +53,7 @@ def estimate_memory(
         model: in training mode or not; it is estimated in training mode.
         batch: a sample: tensors in any nesting of mappings and sequences; those with its number of
             rows first grow with it.
-        optimizer: of the model's parameters; its state is made anew.
+        optimizer: of the model's parameters; its state is made again.
         devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
         mean_loss: returns the loss of such a batch, by `model`; None for the ``loss`` of what
             ``model(**batch)`` returns.
@@ -77,9 +77,10 @@ def estimate_memory(
     def forward_backward(device: FakeDevice, rows: int) -> None:
         def resized(tensor: torch.Tensor) -> torch.Tensor:
             grows = tensor.dim() and tensor.shape[0] == shapes[0][0]
-            return torch.empty(
-                (rows, *tensor.shape[1:]) if grows else tensor.shape, dtype=tensor.dtype
-            )
+            shape = tuple(tensor.shape)
+            if grows:
+                shape = (rows, *tensor.shape[1:])
+            return torch.empty(shape, dtype=tensor.dtype)
 
         made = {"batch": tree_map_only(torch.Tensor, resized, batch)}
         device.batch(made)
@@ -124,13 +125,14 @@ def estimate_step(
         instead = "estimate in one process; ranks are estimated by tune run adaptive_estimate"
         raise SettingError("devices", devices, instead)
     start = time.perf_counter()
-    found = parse_devices(devices)
-    targets = [device.target(context_bytes=context, headroom=headroom) for device in found]
+    parsed = parse_devices(devices)
+    targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
     settings = AllocatorSettings.from_environment()
     fits: dict[int, Fit] = {}
     try:
-        for members in reversed(alike(found)):  # so that the first kind's length stays
-            fake = FakeDevice(found[members[0]].kernels)
+        # Reversed, so that the length of the first kind stays.
+        for members in reversed(alike(parsed)):
+            fake = FakeDevice(parsed[members[0]].kernels)
             with _fake_in_place(fake, model, optimizer) as twin:
                 step = FakeStep(
                     model=model,
@@ -152,7 +154,8 @@ def estimate_step(
                 )
             fits.update(zip(members, some, strict=True))
     except Exception as error:
-        if (remedy := needs_values(error)) is None:
+        remedy = needs_values(error)
+        if remedy is None:
             raise
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
@@ -161,7 +164,7 @@ def estimate_step(
         ),
         lengths=(length,),
         maximum=maximum,
-        left_out=left_out([one.architecture for one in found]),
+        left_out=left_out([device.architecture for device in parsed]),
         seconds=round(time.perf_counter() - start, 2),
     )
 
@@ -174,7 +177,8 @@ def _fake_in_place(
     like the given one, without state.
     """
     modules = [
-        (one, one.training, dict(one._parameters), dict(one._buffers)) for one in model.modules()
+        (module, module.training, dict(module._parameters), dict(module._buffers))
+        for module in model.modules()
     ]
     real = dict(model.named_parameters(remove_duplicate=False))
     try:
@@ -183,7 +187,8 @@ def _fake_in_place(
         memo: dict[int, Any] = {id(real[name]): fakes[name] for name in real}
         memo[id(optimizer.state)] = type(optimizer.state)(dict)
         twin = copy.deepcopy(optimizer, memo)
-        for group in twin.param_groups:  # what torch takes on CUDA
+        # What torch takes on CUDA.
+        for group in twin.param_groups:
             if "foreach" in group and group["foreach"] is None and not group.get("fused"):
                 group["foreach"] = True
         yield twin

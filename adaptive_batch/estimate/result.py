@@ -1,12 +1,10 @@
-"""The result of an estimate: how many rows fit on each device, what they hold, what would let more
-fit; its tables, its file.
-"""
+"""The result of an estimate: rows that fit on each device, what they hold, its tables, its file."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -36,7 +34,7 @@ class Fit:
         first_too_large: the first thing that does not fit, in the order in which a run would need
             it; None where a row fits.
         modelled_tokens_per_second: the most of forward and backward of `max_batch_size` rows by the
-            device's data sheet (:mod:`.roofline`), which no trial has timed; None where the device
+            device's data sheet (:mod:`.roofline`), not measured; None where the device
             is not known, or no row fits.
     """
 
@@ -103,8 +101,12 @@ class MemoryBreakdown:
 
 @dataclass(frozen=True)
 class CurveCheck:
-    """A step of a third size, to compare the memory curve with: bytes that were counted, and bytes
-    by the curve.
+    """A step of a third size, to compare the memory curve with.
+
+    Attributes:
+        rows: rows of the step.
+        counted_bytes: peak that was counted.
+        expected_bytes: peak by the curve.
     """
 
     rows: int
@@ -112,18 +114,18 @@ class CurveCheck:
     expected_bytes: int
 
     def __str__(self) -> str:
-        off = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
-        if off > 1e-3:
+        error = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
+        if error > 1e-3:
             counted = format_bytes(self.counted_bytes)
             expected = format_bytes(self.expected_bytes)
             return (
                 f"do not rely on the maximum batch size: {self.rows} rows hold {counted}, and the"
                 f" curve gives {expected}"
             )
-        return (
-            f"checked: a third size, {count(self.rows, 'row')}, lies on the curve"
-            f" {f'within {off:.2%}' if off else 'to the byte'}"
-        )
+        accuracy = "to the byte"
+        if error:
+            accuracy = f"within {error:.2%}"
+        return f"checked: a third size, {count(self.rows, 'row')}, lies on the curve {accuracy}"
 
 
 @dataclass(frozen=True)
@@ -147,39 +149,40 @@ class LengthEstimate:
 
     @property
     def curve(self) -> MemoryCurve:
-        """The peak of forward and backward, by rows; its operations are the places of the
-        breakdowns.
-        """
-        return MemoryCurve(
-            tuple(
-                Line(one.fixed_bytes, one.bytes_per_row, place)
-                for place, one in enumerate(self.breakdowns)
-            )
-        )
+        """Peak of forward and backward, by rows; operations are the places of the breakdowns."""
+        lines = [
+            Line(breakdown.fixed_bytes, breakdown.bytes_per_row, place)
+            for place, breakdown in enumerate(self.breakdowns)
+        ]
+        return MemoryCurve(tuple(lines))
 
     def max_rows(self, budget_bytes: int) -> int | None:
-        """Most rows that fit; 0 where not one does, None where any number does."""
+        """Return the rows that fit; 0 where not one does, None where any number does."""
         if (self.optimizer_peak_bytes or 0) > budget_bytes or self.one_row_bytes > budget_bytes:
             return 0
         rows = self.curve.max_rows(budget_bytes)
-        return None if rows is None else max(1, rows)
+        if rows is None:
+            return None
+        return max(1, rows)
 
     def counted_fit(self, budget_bytes: int, *, maximum: int) -> Fit:
-        """What fits where each byte that is allocated is one that is taken."""
+        """Return what fits where each byte that is allocated is one that is reserved."""
         rows = self.max_rows(budget_bytes)
-        rows = maximum if rows is None else min(rows, maximum)
+        if rows is None or rows > maximum:
+            rows = maximum
         peak = self.peak_bytes(max(1, rows))
         return Fit(self.sequence_length, rows, rows, peak, peak, self.first_too_large(budget_bytes))
 
     def peak_bytes(self, rows: int) -> int:
-        """Most bytes that a step of that many rows holds, the optimizer's phase included."""
-        of_rows = self.one_row_bytes if rows == 1 else self.curve.peak_bytes(rows)
-        return max(of_rows, self.optimizer_peak_bytes or 0)
+        """Return the peak of a step of that many rows, the optimizer's phase included, in bytes."""
+        peak = self.curve.peak_bytes(rows)
+        # A single row often runs other operations.
+        if rows == 1:
+            peak = self.one_row_bytes
+        return max(peak, self.optimizer_peak_bytes or 0)
 
     def first_too_large(self, budget_bytes: int) -> str | None:
-        """The first thing that does not fit, in the order in which a run would need it; None where
-        a row fits.
-        """
+        """Return the first thing of a run that does not fit; None where a row fits."""
         resident = self.resident
         needed = 0
         for name, size in (
@@ -202,11 +205,11 @@ class LengthEstimate:
         return None
 
     def composition(self, rows: int) -> dict[str, float]:
-        """Bytes by kind where that many rows hold most."""
+        """Return bytes by kind at the peak of that many rows."""
         return self.breakdowns[self.curve.highest(rows).operation].at(rows, self.resident)
 
     def explain(self, rows: int) -> str:
-        """What the peak at that many rows is made of, and where in the step it is."""
+        """Return what the peak at that many rows is made of, and where in the step it is."""
         parts = sorted(self.composition(rows).items(), key=lambda item: -item[1])
         total = sum(size for _, size in parts)
         shares = ", ".join(
@@ -218,7 +221,9 @@ class LengthEstimate:
             f" {format_bytes(highest.at(rows))}: {shares}"
         )
         site = self.breakdowns[highest.operation].site
-        return f"{text}\n  reached in {site}" if site else text
+        if site:
+            text += f"\n  reached in {site}"
+        return text
 
 
 @dataclass(frozen=True)
@@ -261,11 +266,11 @@ class MemoryEstimate:
     seconds: float = 0.0
 
     def bound(self, length: LengthEstimate, device: Target) -> int:
-        """Most rows that fit on a device without allocator retries, none above `maximum`."""
+        """Return the rows that fit on a device without allocator retries, none above `maximum`."""
         return self.fit(length, device).max_batch_size
 
     def fit(self, length: LengthEstimate, device: Target) -> Fit:
-        """What fits of one length on a device."""
+        """Return what fits of one length on a device."""
         return device.lengths[self.lengths.index(length)]
 
     def fits(self, device: str, rows: int = 1) -> bool:
@@ -278,126 +283,130 @@ class MemoryEstimate:
         Raises:
             SettingError: it is not among the devices of this estimate.
         """
-        for one in self.devices:
-            if device in (one.name, one.name.partition(" (")[0]):
-                return all(fit.max_batch_size >= rows for fit in one.lengths)
-        names = ", ".join(one.name for one in self.devices)
+        for target in self.devices:
+            if device in (target.name, target.name.partition(" (")[0]):
+                return all(fit.max_batch_size >= rows for fit in target.lengths)
+        names = ", ".join(target.name for target in self.devices)
         raise SettingError("device", device, f"this is an estimate for {names}; give one of them")
 
     def format_rows(self, rows: int | None) -> str:
-        """Rows that fit, as text: with a plus where more may fit."""
+        """Return the rows that fit, as text: with a plus where more may fit."""
         return format_bound(rows, self.maximum)
 
     def table(self) -> str:
-        """Aligned text: a line for each device and length, what is resident, and what makes the
-        peaks.
-        """
-        pairs = [
-            (device, *pair)
-            for device in self.devices
-            for pair in zip(self.lengths, device.lengths, strict=True)
-        ]
-        reserves = any(fit.reserved_bytes != fit.allocated_bytes for _, _, fit in pairs)
-        held = ["allocated", "reserved"] if reserves else ["peak"]
-        retries = ["with retries"] if reserves else []
-        modelled = [_MODELLED] if any(fit.modelled_tokens_per_second for _, _, fit in pairs) else []
-        cells = [
-            [
-                "device",
-                "length",
-                "max_batch_size",
-                *retries,
-                "tokens",
-                *held,
-                *modelled,
-                "a row",
-                "free",
-            ]
-        ]
-        for device, length, fit in pairs:
-            rows = fit.max_batch_size
-            peak = format_bytes(fit.allocated_bytes)
-            cells.append([
-                device.name, str(length.sequence_length), self.format_rows(rows),
-                *([self.format_rows(fit.max_batch_size_with_retries)] if reserves else ()), str(rows * length.sequence_length), peak,
-                *([format_bytes(fit.reserved_bytes)] if reserves else ()),
-                *([_rounded(fit.modelled_tokens_per_second)] if modelled else ()), format_bytes(self._bytes_per_row(length, rows)),
-                format_bytes(device.budget_bytes - fit.reserved_bytes) if rows else "-",
-            ])  # fmt: skip
-        lines = _aligned(cells)
-        if modelled:
-            lines.append(
-                f"{_MODELLED}: at most, of forward and backward by data sheets; no trial has"
-                " timed it"
-            )
+        """Return aligned text: each device and length, what is resident, what makes the peaks."""
+        lines = self._rows_of_table()
         for device in self.devices:
             budget = format_bytes(device.budget_bytes)
             total = format_bytes(device.total_bytes)
             taken = "".join(f", {format_bytes(size)} for {name}" for name, size in device.taken)
             lines.append(f"{device.name}: {budget} may be used of {total}{taken}")
-            lines += [
-                f"  {count(fit.sequence_length, 'token')}: too large: {fit.first_too_large}"
-                for fit in device.lengths
-                if fit.first_too_large
-            ]
-        resident = self.lengths[0].resident
-        of_step = self.lengths[0].optimizer_peak_bytes
-        on_each = f" on each of {self.world_size} ranks" if self.world_size > 1 else ""
-        gradients = (
-            f", gradients that stay {format_bytes(resident.gradients)}"
-            if resident.gradients
-            else ""
-        )
-        lines.append(
-            f"fixed{on_each}: {format_bytes(resident.total)}: parameters"
-            f" {format_bytes(resident.parameters)}, optimizer state"
-            f" {format_bytes(resident.optimizer)}{gradients}, buffers"
-            f" {format_bytes(resident.buffers)}"
-        )
-        if of_step is not None:
-            lines.append(
-                f"optimizer's step: {format_bytes(of_step)} at its peak, whatever the batch"
-            )
+            for fit in device.lengths:
+                if fit.first_too_large:
+                    tokens = count(fit.sequence_length, "token")
+                    lines.append(f"  {tokens}: too large: {fit.first_too_large}")
+        lines += self._resident_lines()
         for length in self.lengths:
-            lines.append(
-                length.explain(max(1, *(self.bound(length, device) for device in self.devices)))
-            )
+            bounds = [self.bound(length, device) for device in self.devices]
+            lines.append(length.explain(max(1, *bounds)))
         lines += [str(length.check) for length in self.lengths if length.check]
         return "\n".join(lines)
 
+    def _rows_of_table(self) -> list[str]:
+        """Return the aligned lines of devices and lengths, a column of the table a list."""
+        targets: list[Target] = []
+        fits: list[Fit] = []
+        lengths: list[LengthEstimate] = []
+        for device in self.devices:
+            targets += [device] * len(device.lengths)
+            fits += device.lengths
+            lengths += self.lengths
+        has_reserved = any(fit.reserved_bytes != fit.allocated_bytes for fit in fits)
+        has_speed = any(fit.modelled_tokens_per_second for fit in fits)
+
+        columns = [
+            ["device", *(device.name for device in targets)],
+            ["length", *(str(fit.sequence_length) for fit in fits)],
+            ["max_batch_size", *(self.format_rows(fit.max_batch_size) for fit in fits)],
+        ]
+        if has_reserved:
+            retries = [self.format_rows(fit.max_batch_size_with_retries) for fit in fits]
+            columns.append(["with retries", *retries])
+        tokens = [str(fit.max_batch_size * fit.sequence_length) for fit in fits]
+        columns.append(["tokens", *tokens])
+        allocated = [format_bytes(fit.allocated_bytes) for fit in fits]
+        if has_reserved:
+            columns.append(["allocated", *allocated])
+            columns.append(["reserved", *(format_bytes(fit.reserved_bytes) for fit in fits)])
+        else:
+            columns.append(["peak", *allocated])
+        if has_speed:
+            speeds = [_rounded(fit.modelled_tokens_per_second) for fit in fits]
+            columns.append([_MODELLED, *speeds])
+        row_sizes = []
+        free_sizes = []
+        for device, length, fit in zip(targets, lengths, fits, strict=True):
+            row_sizes.append(format_bytes(self._bytes_per_row(length, fit.max_batch_size)))
+            free = "-"
+            if fit.max_batch_size:
+                free = format_bytes(device.budget_bytes - fit.reserved_bytes)
+            free_sizes.append(free)
+        columns.append(["a row", *row_sizes])
+        columns.append(["free", *free_sizes])
+
+        lines = _aligned(columns)
+        if has_speed:
+            lines.append(f"{_MODELLED}: roofline upper bound for forward + backward; not measured")
+        return lines
+
+    def _resident_lines(self) -> list[str]:
+        """Return the lines about what a step holds whatever the batch."""
+        resident = self.lengths[0].resident
+        on_ranks = ""
+        if self.world_size > 1:
+            on_ranks = f" on each of {self.world_size} ranks"
+        gradients = ""
+        if resident.gradients:
+            gradients = f", gradients that stay {format_bytes(resident.gradients)}"
+        lines = [
+            f"fixed{on_ranks}: {format_bytes(resident.total)}: parameters"
+            f" {format_bytes(resident.parameters)}, optimizer state"
+            f" {format_bytes(resident.optimizer)}{gradients}, buffers"
+            f" {format_bytes(resident.buffers)}"
+        ]
+        step_bytes = self.lengths[0].optimizer_peak_bytes
+        if step_bytes is not None:
+            size = format_bytes(step_bytes)
+            lines.append(f"optimizer's step: {size} at its peak, whatever the batch")
+        return lines
+
     def table_of_changes(self) -> str:
-        """Aligned text: what each single change would bring, the best first."""
+        """Return aligned text: what each single change would bring, the best first."""
         if not self.changes:
             return ""
         length = self.lengths[0]
-        now = [self.bound(length, device) for device in self.devices]
-        columns = [["key=value", "(as it is)", *(" ".join(one.overrides) for one in self.changes)]]
+        overrides = [" ".join(change.overrides) for change in self.changes]
+        columns = [["key=value", "(as it is)", *overrides]]
         for number, device in enumerate(self.devices):
-            bounds = [now[number], *(one.bounds[number] for one in self.changes)]
-            columns.append([device.name, *map(self.format_rows, bounds)])
-            if speed := self.fit(length, device).modelled_tokens_per_second:
-                speeds = [speed, *(one.modelled_tokens_per_second[number] for one in self.changes)]
-                columns.append([_MODELLED, *map(_rounded, speeds)])
-        costs = ("  what it costs", "", *(f"  {one.cost}" for one in self.changes))
-        lines = [
-            f"{line}{cost}"
-            for line, cost in zip(_aligned(zip(*columns, strict=True)), costs, strict=True)
-        ]
-        return "\n".join(
-            [
-                (
-                    "what one change would bring, in rows of"
-                    f" {count(length.sequence_length, 'token')}:"
-                ),
-                *lines,
-            ]
-        )
+            bounds = [change.bounds[number] for change in self.changes]
+            cells = [self.bound(length, device), *bounds]
+            columns.append([device.name, *map(self.format_rows, cells)])
+            speed = self.fit(length, device).modelled_tokens_per_second
+            if speed:
+                speeds = [change.modelled_tokens_per_second[number] for change in self.changes]
+                columns.append([_MODELLED, *map(_rounded, [speed, *speeds])])
+        costs = ["  what it costs", "", *(f"  {change.cost}" for change in self.changes)]
+        tokens = count(length.sequence_length, "token")
+        lines = [f"what one change would bring, in rows of {tokens}:"]
+        for line, cost in zip(_aligned(columns), costs, strict=True):
+            lines.append(f"{line}{cost}")
+        return "\n".join(lines)
 
     def _bytes_per_row(self, length: LengthEstimate, rows: int) -> float:
         return float(length.curve.highest(max(2, rows)).bytes_per_row)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as dicts and lists, with what each size is made of; sizes in bytes."""
+        """Return all of it as dicts and lists, with what each size is made of; sizes in bytes."""
         values = asdict(self)
         for device in values["devices"]:
             for length, fit in zip(self.lengths, device["lengths"], strict=True):
@@ -409,9 +418,8 @@ class MemoryEstimate:
 
     def save(self, path: Path) -> None:
         """Write it as JSON, whole or not at all."""
-        atomic_write(
-            path, json.dumps(self.as_json(), indent=2, default=float)
-        )  # a fraction of the curve as a number
+        # Fractions of the curve become numbers.
+        atomic_write(path, json.dumps(self.as_json(), indent=2, default=float))
 
 
 def read_estimate(path: Path) -> MemoryEstimate | None:
@@ -422,30 +430,33 @@ def read_estimate(path: Path) -> MemoryEstimate | None:
         )
     except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    is_whole = (
-        estimate.devices
-        and estimate.lengths
-        and all(length.breakdowns for length in estimate.lengths)
-    )
-    return estimate if is_whole else None
+    if not estimate.devices or not estimate.lengths:
+        return None
+    if not all(length.breakdowns for length in estimate.lengths):
+        return None
+    return estimate
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """Build a value of an annotated type (dataclass, tuple, ``X | None``, number, text) from what
-    JSON holds.
+    """Build a value of an annotated type from JSON.
+
+    A type is a dataclass, a tuple, ``X | None``, a number or a text.
     """
     if is_dataclass(kind):
         hints = get_type_hints(kind)
-        return kind(
-            **{one.name: _from_json(hints[one.name], value[one.name]) for one in fields(kind)}
-        )  # type: ignore[operator]
+        names = [field.name for field in fields(kind)]
+        arguments = {name: _from_json(hints[name], value[name]) for name in names}
+        return kind(**arguments)  # type: ignore[operator]
     if get_origin(kind) is UnionType:
-        return None if value is None else _from_json(get_args(kind)[0], value)
+        if value is None:
+            return None
+        return _from_json(get_args(kind)[0], value)
     if get_origin(kind) is tuple:
         if not isinstance(value, list):
             raise TypeError(f"{value!r} is not a list")
         kinds = get_args(kind)
-        kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
         return tuple(_from_json(*pair) for pair in zip(kinds, value, strict=True))
     if kind in (float, Fraction):
         return kind(value)
@@ -455,32 +466,37 @@ def _from_json(kind: Any, value: Any) -> Any:
 
 
 def _rounded(speed: float | None) -> str:
-    return f"{float(f'{speed:.3g}'):.0f}" if speed else "-"
+    if not speed:
+        return "-"
+    three_digits = float(f"{speed:.3g}")
+    return f"{three_digits:.0f}"
 
 
 def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
-    """Changes that let more fit on some device, the one with the greatest gain first; what is least
-    to type breaks ties.
+    """Return the changes that let more fit on some device, the one with the greatest gain first.
+
+    The one with the fewest keys breaks ties.
     """
     gains: dict[Change, float] = {}
     for change in changes:
-        pairs = [
-            (math.inf if rows is None else rows, before)
-            for rows, before in zip(change.bounds, now, strict=False)
-        ]
-        if any(rows > before for rows, before in pairs):
-            gains[change] = sum(rows / max(0.5, before) for rows, before in pairs)
+        lets_more_fit = False
+        gain = 0.0
+        for rows, current_rows in zip(change.bounds, now, strict=False):
+            changed_rows = math.inf if rows is None else rows
+            lets_more_fit = lets_more_fit or changed_rows > current_rows
+            gain += changed_rows / max(0.5, current_rows)
+        if lets_more_fit:
+            gains[change] = gain
     return tuple(sorted(gains, key=lambda change: (-gains[change], len(change.overrides))))
 
 
-def _aligned(cells: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table: the first column to the left, the others to the right."""
-    columns = list(zip(*cells, strict=True))
-    padded = [
-        [
-            cell.rjust(max(map(len, column))) if number else cell.ljust(max(map(len, column)))
-            for cell in column
-        ]
-        for number, column in enumerate(columns)
-    ]
+def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table: the first column to the left, the others to the right."""
+    padded = []
+    for number, column in enumerate(columns):
+        width = max(map(len, column))
+        if number:
+            padded.append([cell.rjust(width) for cell in column])
+        else:
+            padded.append([cell.ljust(width) for cell in column])
     return [" ".join(row) for row in zip(*padded, strict=True)]

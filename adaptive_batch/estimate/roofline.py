@@ -52,8 +52,14 @@ def _backward_flops(
     return attention_flops(query, key, value, is_causal) * 5 // 2
 
 
-_FREE = {aten._unsafe_view, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}  # fmt: skip
-_WRITTEN = (aten.copy_, aten.fill_, aten.zero_, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.new_ones)  # fmt: skip
+_FREE = {
+    *(aten._unsafe_view, aten.lift_fresh, aten.empty, aten.empty_like, aten.empty_strided),
+    *(aten.new_empty, aten.new_empty_strided),
+}
+_WRITTEN = (
+    *(aten.copy_, aten.fill_, aten.zero_, aten.zeros_like, aten.ones_like, aten.full_like),
+    *(aten.new_zeros, aten.new_ones),
+)
 _LOOKED_UP = (aten.embedding, aten.index, aten.index_select, aten.gather, aten.nll_loss_forward)
 # Places of arguments that an operation does not read, or only in part.
 _NOT_READ = {**dict.fromkeys((*_WRITTEN, *_LOOKED_UP), 0), aten.nll_loss_backward: 1}
@@ -77,7 +83,7 @@ class DeviceSpeed:
     bytes_per_second: float
 
     def peak(self, dtype: torch.dtype) -> float | None:
-        """Return FLOPs a second in a dtype; float32 is multiplied as TF32 where PyTorch is set to."""
+        """Return FLOPs a second in a dtype; of float32 as TF32 where PyTorch is set to that."""
         fp16, bf16, tf32, fp32 = self.flops_per_second
         takes_tf32 = torch.get_float32_matmul_precision() != "highest"
         of_32 = (takes_tf32 and tf32) or fp32

@@ -257,20 +257,22 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             self._explained[number] = LiveMemory(self._last, self._by_site())
 
     def _by_site(self) -> tuple[tuple[OpSite, int], ...]:
-        held: Counter[OpSite] = Counter()
+        live_bytes: Counter[OpSite] = Counter()
         for key, size in self._sizes.items():
             if key not in self._resident:
-                held[self._made_by[key]] += size
-        return tuple((where, size) for where, size in held.most_common() if size)
+                live_bytes[self._made_by[key]] += size
+        return tuple((site, size) for site, size in live_bytes.most_common() if size)
 
     def _counts(self, tensor: torch.Tensor) -> bool:
-        return True  # fake tensors stand for real ones
+        # Fake tensors stand for real ones.
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (
-            func is torch.ops.prim.device.default
-        ):  # the most frequent call on fake tensors, and no operation
-            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        # The most frequent call on fake tensors, and no operation.
+        if func is torch.ops.prim.device.default:
+            if isinstance(args[0], FakeTensor):
+                return args[0].fake_device
+            return func(*args)
         if self._names is not None:
             backward = current_graph_task_id() != -1
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")
@@ -281,13 +283,16 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
                 result = self._instead[func](*args, **(kwargs or {}))
             self._is_inside = False
         else:
-            self._is_lifted = func is torch.ops.aten.lift_fresh.default  # a number of Python's
+            # A number of Python's.
+            self._is_lifted = func is torch.ops.aten.lift_fresh.default
             result = super().__torch_dispatch__(func, types, args, kwargs)
         counts = (
             self._live_bytes_after_each and not self._is_inside and result is not NotImplemented
         )
-        if counts and (cost := cost_of(func, args, kwargs or {}, result)):
-            self.costs.append(cost)
+        if counts:
+            cost = cost_of(func, args, kwargs or {}, result)
+            if cost:
+                self.costs.append(cost)
         return result
 
 
@@ -346,7 +351,8 @@ class ModuleNames(TorchFunctionMode):
 
     def current(self) -> str:
         """Return the name of the innermost module; empty outside of all."""
-        if self._stack:  # forward, or recomputing
+        # Forward, or recomputing.
+        if self._stack:
             return self._stack[-1]
         if current_graph_task_id() == -1:
             return ""
