@@ -98,7 +98,9 @@ class MemoryCurve:
                 limits.append(math.floor((budget_bytes - line.fixed_bytes) / line.bytes_per_row))
             elif line.fixed_bytes > budget_bytes:
                 return 0
-        return max(0, min(limits)) if limits else None
+        if not limits:
+            return None
+        return max(0, min(limits))
 
 
 def _upper_envelope(lines: Iterable[Line]) -> list[Line]:

@@ -27,8 +27,16 @@ from .tracker import MemoryTracker, storage_bytes
 GIB = 1024**3
 
 _UNITS = {
-    "b": 1, "bytes": 1, "kib": 1024, "mib": 1024**2, "gib": GIB, "tib": 1024**4, "kb": 10**3, "mb": 10**6, "gb": 10**9,
-}  # fmt: skip
+    "b": 1,
+    "bytes": 1,
+    "kib": 1024,
+    "mib": 1024**2,
+    "gib": GIB,
+    "tib": 1024**4,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
@@ -53,7 +61,8 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     allocator's, a driver's or a library's text for it, and any error raised *from* one of these. A
     ``ValueError`` that merely mentions memory does not.
     """
-    seen: set[int] = set()  # an error can be its own cause
+    # An error can be its own cause.
+    seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -71,16 +80,15 @@ _ALLOCATED = re.compile(r"Of the allocated memory (\d+(?:\.\d+)? \w+) is allocat
 
 
 def wanted_bytes(message: str) -> int | None:
-    """Return what an allocator's out-of-memory message says was allocated and asked for; None where
-    it does not say both.
+    """Return the allocated and requested bytes of an allocator's out-of-memory message.
+
+    None where it does not say both.
     """
-    asked = _ASKED.search(message)
+    requested = _ASKED.search(message)
     allocated = _ALLOCATED.search(message)
-    return (
-        sum(parse_size(one[1], total_bytes=GIB) for one in (asked, allocated))
-        if asked and allocated
-        else None
-    )
+    if requested is None or allocated is None:
+        return None
+    return parse_size(requested[1], total_bytes=GIB) + parse_size(allocated[1], total_bytes=GIB)
 
 
 def parse_size(value: int | float | str, *, total_bytes: int) -> int:
@@ -94,7 +102,8 @@ def parse_size(value: int | float | str, *, total_bytes: int) -> int:
         return int(value * total_bytes)
     if isinstance(value, int) and not isinstance(value, bool) and value > 1:
         return value
-    if isinstance(value, str) and (match := _SIZE.fullmatch(value)):
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    if match:
         unit = _UNITS.get(match[2].lower())
         if unit and float(match[1]) > 0:
             return int(float(match[1]) * unit)
@@ -237,11 +246,9 @@ def device_memory(device: torch.device, *, shared_by: int = 1) -> DeviceMemory:
     """Return the memory of a device: counted on a CPU, which `shared_by` processes share, asked of
     the allocator elsewhere.
     """
-    return (
-        CountedMemory(device, shared_by=shared_by)
-        if device.type == "cpu"
-        else AcceleratorMemory(device)
-    )
+    if device.type == "cpu":
+        return CountedMemory(device, shared_by=shared_by)
+    return AcceleratorMemory(device)
 
 
 class CountedMemory:
@@ -263,8 +270,11 @@ class CountedMemory:
         return f"cpu ({os.cpu_count()} cores, {self.total_bytes() / GIB:.1f} GiB{share})"
 
     def total_bytes(self) -> int:
+        total = _physical_bytes()
         limit = _cgroup_bytes("memory.max")
-        return (min(_physical_bytes(), limit) if limit else _physical_bytes()) // self._shared_by
+        if limit:
+            total = min(total, limit)
+        return total // self._shared_by
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
         return min(
@@ -282,7 +292,8 @@ class CountedMemory:
             with torch.compiler.set_stance("force_eager"), counter:
                 yield usage
         finally:
-            usage.peak_bytes, usage.trace = counter.peak_bytes, counter.trace()
+            usage.peak_bytes = counter.peak_bytes
+            usage.trace = counter.trace()
 
     def release(self) -> None:
         gc.collect()
@@ -316,13 +327,11 @@ class AcceleratorMemory:
 
     def check_it_can_be_measured(self) -> None:
         if not hasattr(self._backend, "memory_stats"):
-            why = (
+            remedy = (
                 f"torch {torch.__version__} does not report its peak memory, so no batch can be"
-                " probed there"
+                " probed there; train with a configured batch_size"
             )
-            raise SettingError(
-                "device", str(self.device), f"{why}; train with a configured batch_size"
-            )
+            raise SettingError("device", str(self.device), remedy)
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -356,38 +365,43 @@ class AcceleratorMemory:
     def release(self) -> None:
         gc.collect()
         self._backend.synchronize(self.device)
-        if hasattr(self._backend, "empty_cache"):  # torch.accelerator has it since torch 2.9
+        # torch.accelerator has it since torch 2.9.
+        if hasattr(self._backend, "empty_cache"):
             self._backend.empty_cache()
-        if hasattr(
-            self._backend, "reset_peak_memory_stats"
-        ):  # after it: until then the cache is in the peak
+        # Afterwards, since until then the cache is in the peak.
+        if hasattr(self._backend, "reset_peak_memory_stats"):
             self._backend.reset_peak_memory_stats(self.device)
 
     def room(self) -> Room | None:
-        held = self._statistic("memory_allocated")
+        allocated = self._statistic("memory_allocated")
         reserved = self._statistic("memory_reserved")
+        # The backend does not count.
+        if not reserved:
+            return None
         free, total = self._free_and_total()
-        most = min(free, int(self._fraction() * total) - reserved)
-        return Room(held, max(0, most) + reserved - held) if reserved else None
+        reservable = max(0, min(free, int(self._fraction() * total) - reserved))
+        return Room(allocated, reservable + reserved - allocated)
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
         """Let the allocator itself refuse what passes the budget, where it has a limit."""
         limit: Callable[[float, torch.device], None] | None
         limit = getattr(self._backend, "set_per_process_memory_fraction", None)
-        before = self._fraction()
+        fraction = self._fraction()
         if limit is None:
             yield
             return
-        limit(min(before, budget_bytes / self.total_bytes()), self.device)
+        limit(min(fraction, budget_bytes / self.total_bytes()), self.device)
         try:
             yield
         finally:
-            limit(before, self.device)
+            limit(fraction, self.device)
 
     def _fraction(self) -> float:
         ask = getattr(self._backend, "get_per_process_memory_fraction", None)
-        return float(ask(self.device)) if ask else 1.0
+        if ask is None:
+            return 1.0
+        return float(ask(self.device))
 
     def _free_and_total(self) -> tuple[int, int]:
         ask = getattr(self._backend, "mem_get_info", None) or torch.accelerator.get_memory_info
@@ -396,11 +410,15 @@ class AcceleratorMemory:
 
     def _statistic(self, name: str) -> int:
         ask = getattr(self._backend, name, None)
-        return int(ask(self.device)) if ask else 0
+        if ask is None:
+            return 0
+        return int(ask(self.device))
 
     def num_retries(self) -> int:
         statistics = getattr(self._backend, "memory_stats", None)
-        return int(statistics(self.device).get("num_alloc_retries", 0)) if statistics else 0
+        if statistics is None:
+            return 0
+        return int(statistics(self.device).get("num_alloc_retries", 0))
 
 
 def host_available_bytes() -> int:
@@ -414,7 +432,8 @@ def host_available_bytes() -> int:
     used = _cgroup_bytes("memory.current")
     if limit is None or used is None:
         return available
-    cache = _kernel_fields("/sys/fs/cgroup/memory.stat")  # of files: given back when it is needed
+    # The cache of files is given back when it is needed.
+    cache = _kernel_fields("/sys/fs/cgroup/memory.stat")
     return min(
         available,
         max(0, limit - used + cache.get("active_file", 0) + cache.get("inactive_file", 0)),
@@ -438,5 +457,6 @@ def _kernel_fields(path: str) -> dict[str, int]:
 def _cgroup_bytes(name: str) -> int | None:
     try:
         return int(Path("/sys/fs/cgroup", name).read_text())
-    except (OSError, ValueError):  # no control group of version 2, or "max"
+    except (OSError, ValueError):
+        # No control group of version 2, or "max".
         return None

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,8 @@ class OptimizerInBackward:
         self._fresh: set[nn.Parameter] = set()
         for parameter in self.optimizers:
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._step)  # type: ignore[no-untyped-call]
+                register: Any = parameter.register_post_accumulate_grad_hook
+                register(self._step)
 
     def _step(self, parameter: torch.Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
@@ -41,16 +43,20 @@ class OptimizerInBackward:
         # parameter, not the model.
         weights = TensorSnapshot([parameter])
         fresh = parameter in self._fresh
-        before = OptimizerSnapshot(optimizer) if not fresh or not optimizer.state else None
+        snapshot = None
+        if not fresh or not optimizer.state:
+            snapshot = OptimizerSnapshot(optimizer)
         try:
             optimizer.step()
             optimizer.zero_grad()
+            # The state that was made stays until the dry run ends.
             if fresh:
-                before = None  # the state that was made stays until the dry run ends
+                snapshot = None
         finally:
             weights.restore()
-            if before:  # also what a step that ran out of memory left half made
-                before.restore()
+            # Also what a step that ran out of memory has half made.
+            if snapshot:
+                snapshot.restore()
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:

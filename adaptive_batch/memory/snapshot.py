@@ -1,4 +1,4 @@
-"""Copy what training has to the host and put it back bit for bit, so that a trial leaves no trace."""
+"""Copy training's state to the host and restore it bit for bit, so that a trial leaves no trace."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ class TensorSnapshot:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._tensors = [plain.detach() for tensor in tensors for plain in plain_tensors(tensor)]
+        plain = chain.from_iterable(map(plain_tensors, tensors))
+        self._tensors = [tensor.detach() for tensor in plain]
         self._copies: list[torch.Tensor] = []
         if not self._tensors:
             return
-        with (
-            disable_current_modes()
-        ):  # the copies are the host's, not the device's that is being measured
+        # The copies are the host's, not the device's that is being measured.
+        with disable_current_modes():
             self._copies = [tensor.to("cpu", copy=True) for tensor in self._tensors]
 
     def restore(self) -> None:
@@ -96,13 +97,13 @@ class RandomState:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._which = (
-            () if device.type == "mps" else (device,)
-        )  # there is one MPS, and it takes no device
+        # There is one MPS, and it takes no device.
+        self._which = () if device.type == "mps" else (device,)
         self._state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
         if device.type != "cpu":
             self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
-        if numpy := _numpy():
+        numpy = _numpy()
+        if numpy:
             self._state["numpy"] = numpy.random.get_state()
 
     def restore(self) -> None:
@@ -124,7 +125,8 @@ class RandomState:
         if self._device.type in state:
             getattr(torch, self._device.type).set_rng_state(state[self._device.type], *self._which)
         random.setstate(state["python"])
-        if "numpy" in state and (numpy := _numpy()):
+        numpy = _numpy()
+        if "numpy" in state and numpy:
             numpy.random.set_state(state["numpy"])
 
 
@@ -159,10 +161,12 @@ class TrainingSnapshot:
     ) -> None:
         reshard(model)
         optimizers = list(optimizers)
-        stepped = [one for one in model.parameters() if parameters_change and one.requires_grad]
-        saved = [*model.buffers(), *stepped]
+        saved = list(model.buffers())
+        if parameters_change:
+            saved += [parameter for parameter in model.parameters() if parameter.requires_grad]
         needed = storage_bytes([*saved, *optimizer_state_tensors(optimizers)])
-        if needed > (available := host_available_bytes() // distributed.local_world_size()):
+        available = host_available_bytes() // distributed.local_world_size()
+        if needed > available:
             raise DoesNotFitError(
                 f"the probe copies {format_bytes(needed)} of weights and optimizer state to the"
                 f" host, which has {format_bytes(available)} available; free host memory, or set"
@@ -207,7 +211,8 @@ def _emptied(state: dict[str, Any]) -> bool:
         return False
     with disable_current_modes(), torch.no_grad():
         for key, tensor in tensors.items():
-            if not key.startswith("qmap"):  # the quantization maps are constants
+            # The quantization maps are constants.
+            if not key.startswith("qmap"):
                 tensor.zero_()
     state["step"] = 0
     return True
@@ -219,6 +224,7 @@ def _tensors_in(tree: Any) -> Iterator[torch.Tensor]:
 
 def optimizer_state_tensors(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
     """Return the tensors in the state of some optimizers."""
-    return _tensors_in(
-        [dict(state) for optimizer in optimizers for state in optimizer.state.values()]
-    )
+    states: list[dict[Any, Any]] = []
+    for optimizer in optimizers:
+        states += map(dict, optimizer.state.values())
+    return _tensors_in(states)

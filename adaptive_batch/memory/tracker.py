@@ -7,6 +7,7 @@ import weakref
 from array import array
 from collections.abc import Iterable, Iterator
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,24 +30,21 @@ def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            if isinstance(
-                inner := getattr(tensor, name), torch.Tensor
-            ):  # a DTensor also names its mesh
+            inner = getattr(tensor, name)
+            # A DTensor also names its mesh.
+            if isinstance(inner, torch.Tensor):
                 yield from plain_tensors(inner)
     else:
         yield tensor
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages under some tensors; a storage that several share counts once."""
-    return sum(
-        {
-            storage._cdata: storage.nbytes()
-            for t in tensors
-            for p in plain_tensors(t)
-            if (storage := p.untyped_storage())
-        }.values()
-    )
+    """Return the bytes of the distinct storages under some tensors; a shared one counts once."""
+    sizes: dict[int, int] = {}
+    for tensor in chain.from_iterable(map(plain_tensors, tensors)):
+        storage = tensor.untyped_storage()
+        sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
 class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -67,7 +65,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._resident: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._gathered: dict[int, None] = {}  # by FSDP, in its order
+        # What FSDP has gathered, in its order.
+        self._gathered: dict[int, None] = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count what is alive before anything runs."""
@@ -102,13 +101,14 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
         size = storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
+        counted = self._sizes.get(key)
+        if counted is None:
             self._storages[key] = weakref.ref(storage, lambda _: self._forget(key))
-            known = 0
-        if size != known or not known:  # new, or resized in place
+            counted = 0
+        # It is new, or was resized in place.
+        if size != counted or not counted:
             self._sizes[key] = size
-            self.live_bytes += size - known
+            self.live_bytes += size - counted
 
     def _forget(self, key: int) -> None:
         self.live_bytes -= self._sizes.pop(key)
@@ -166,7 +166,8 @@ class MemoryTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # the wrapper unwraps itself; its inner tensors come back here
+            # The wrapper unwraps itself; its inner tensors come back here.
+            return NotImplemented
         if self._gathered:
             self._see_freed()
         result = self._run(func, args, kwargs or {})
@@ -201,7 +202,8 @@ def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.element_size() != storage.nbytes():
         return None
-    holder: Any = tensor  # torch does not declare the method
+    # torch does not declare the method.
+    holder: Any = tensor
     return storage_use_count(storage._cdata), holder._use_count(), sys.getrefcount(tensor)
 
 
@@ -210,7 +212,8 @@ def _references_of_autograd() -> tuple[int, ...] | None:
     """Return the references to a gradient that autograd alone holds, as an operation on it sees
     them.
     """
-    with disable_current_modes(), torch.enable_grad(), _FirstSum() as mode:  # type: ignore[no-untyped-call]
+    first_sum = _FirstSum()  # type: ignore[no-untyped-call]
+    with disable_current_modes(), torch.enable_grad(), first_sum as mode:
         leaf = torch.ones(2, device="cpu", requires_grad=True)
         (leaf.exp() + leaf.sin()).sum().backward()  # type: ignore[no-untyped-call]
     references: tuple[int, ...] | None = mode.references
