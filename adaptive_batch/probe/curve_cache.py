@@ -17,14 +17,15 @@ _FORMAT = 1
 
 
 class CachedCurve:
-    """A curve that is kept on disk, under the name of all that it depends on; with several ranks
-    rank zero keeps it for all.
+    """A curve that is kept on disk, under the name of all that it depends on.
 
-    Where `on` is False nothing is read or written.
+    With several ranks, rank zero keeps it for all. Where `on` is False nothing is read or written.
     """
 
     def __init__(self, name: str, *, on: bool = True) -> None:
-        self._path = cache_directory() / "curves" / f"{name}.json" if on else None
+        self._path = None
+        if on:
+            self._path = cache_directory() / "curves" / f"{name}.json"
 
     def read(self) -> MemoryCurve | None:
         """Return the curve; None where there is none, or it cannot be read."""
@@ -32,7 +33,8 @@ class CachedCurve:
 
     def learn(self, trials: Iterable[Trial]) -> None:
         """Keep the curve that trials have measured, if they have."""
-        if curve := measured_curve(trials):
+        curve = measured_curve(trials)
+        if curve:
             self.write(curve)
 
     def write(self, curve: MemoryCurve) -> None:
@@ -42,19 +44,22 @@ class CachedCurve:
                 [str(line.fixed_bytes), str(line.bytes_per_row), line.operation]
                 for line in curve.lines
             ]
+            # A full disk costs a later search some trials, and must not end this run.
             with contextlib.suppress(OSError):
                 atomic_write(self._path, json.dumps({"format": _FORMAT, "lines": lines}))
 
     def _read(self) -> MemoryCurve | None:
+        # A file that is absent, torn or of another make is no curve, and no reason to stop.
         with contextlib.suppress(
             OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError
         ):
-            record = json.loads(self._path.read_text()) if self._path else {"format": None}
+            if self._path is None:
+                return None
+            record = json.loads(self._path.read_text())
             if record["format"] == _FORMAT and record["lines"]:
-                return MemoryCurve(
-                    tuple(
-                        Line(Fraction(fixed), Fraction(each), int(number))
-                        for fixed, each, number in record["lines"]
-                    )
-                )
+                lines = [
+                    Line(Fraction(fixed), Fraction(per_row), int(number))
+                    for fixed, per_row, number in record["lines"]
+                ]
+                return MemoryCurve(tuple(lines))
         return None

@@ -1,5 +1,6 @@
-"""How many rows to try next, from the peaks of the trials so far: what is safe, and what a
-confirmed curve allows.
+"""How many rows to try next, from the peaks of the trials so far.
+
+That is what is safe, or what a confirmed curve allows.
 """
 
 from __future__ import annotations
@@ -8,25 +9,33 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-KNEE = (
-    3 / 8
-)  # share of the budget up to which measured peaks stayed flat or gentle before they turned steep
-STEEPEST = 1.35  # no peak grows faster than rows ** 1.35: the targets go to 1.3, and a little more
-GENTLE = (
-    1 / 4
-)  # the rows' part of the peak below which the ops that will fill the budget have not shown yet
-LEAP = 32  # a line, however straight, is believed up to this many times the rows that were tried
-EXACT = 1e-4  # peaks that agree to this part of their rise carry no noise, which is rather 1e-2
-UNCERTAIN = 0.01  # what a noisy peak may be off by
-NOISE = 0.007  # what it is off by as a rule: the root mean square of +-1% is 0.006
-HALFWAY, NEARLY = 0.9, 0.975  # shares of the budget that a noisy search aims at on its way
-FINE = 0.01  # steps near the end of a noisy search, so that its answer is within 1% of the truth
-REACHED = 0.002  # an estimated end as near as this is reached
+# Share of the budget up to which measured peaks stayed flat or gentle before they turned steep.
+KNEE = 3 / 8
+# No peak grows faster than rows ** 1.35: the targets go to 1.3, and a little more.
+STEEPEST = 1.35
+# The rows' part of the peak below which the ops that will fill the budget have not shown yet.
+GENTLE = 1 / 4
+# A line, however straight, is believed up to this many times the rows that were tried.
+LEAP = 32
+# Peaks that agree to this part of their rise carry no noise, which is rather 1e-2.
+EXACT = 1e-4
+# The error that a noisy peak may have.
+UNCERTAIN = 0.01
+# The error that it has as a rule: the root mean square of +-1% is 0.006.
+NOISE = 0.007
+# Shares of the budget that a noisy search aims at on its way.
+HALFWAY = 0.9
+NEARLY = 0.975
+# Steps near the end of a noisy search, so that its answer is within 1% of the truth.
+FINE = 0.01
+# An estimated end as near as this is reached.
+REACHED = 0.002
 
 
 class Point(NamedTuple):
-    """One trial that fitted: its rows, and its peak as a share of the budget, both without what was
-    resident.
+    """One trial that fitted: its rows, and its peak as a share of the budget.
+
+    Peak and budget are without what was resident.
     """
 
     rows: float
@@ -34,7 +43,7 @@ class Point(NamedTuple):
 
 
 def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) -> float | None:
-    """Rows to try after these trials, which are in growing order; None when not one row more fits.
+    """Return the rows to try after some trials, in growing order; None if not one row more fits.
 
     The peak is a maximum of straight lines in the rows, one for each op, none of them below 0 at 0
     rows: convex, and often flat at first. Two things follow. Growing rows as budget / peak always
@@ -54,55 +63,66 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     last = points[-1]
     if len(points) == 1:
         return max(2.0, _grow(last, STEEPEST))
-    before = points[-2]
-    bends = last.share / before.share > (last.rows / before.rows) ** 1.001
-    safe = _grow(last, STEEPEST if bends or len(points) == 2 else 1.1)
+    previous = points[-2]
+    bends = last.share / previous.share > (last.rows / previous.rows) ** 1.001
+    power_of_growth = 1.1
+    if bends or len(points) == 2:
+        power_of_growth = STEEPEST
+    safe = _grow(last, power_of_growth)
     noisy = _noisy(points, rounding)
     triples = zip(points, points[1:], points[2:], strict=False)
-    proportional = _straight(Point(0, 0.0), before, last, rounding)
-    exact = proportional or (not noisy and any(_straight(*triple, rounding) for triple in triples))
-    row = (last.share - before.share) / (last.rows - before.rows)
-    if last.share + row > (1 + 1e-9 if exact else 1.05):  # a byte or so is lost in floats
+    proportional = _straight(Point(0, 0.0), previous, last, rounding)
+    has_line = any(_straight(*triple, rounding) for triple in triples)
+    exact = proportional or (has_line and not noisy)
+    row = (last.share - previous.share) / (last.rows - previous.rows)
+    # A byte or so is lost in floats.
+    full = 1 + 1e-9 if exact else 1.05
+    if last.share + row > full:
         return None
-    if proportional:  # nothing is fixed, so this is the steepest line there can be
-        return min(_reach(before, last, 1, 1.0), LEAP * last.rows)
+    # Nothing is fixed, so this is the steepest line there can be.
+    if proportional:
+        return min(_reach(previous, last, 1, 1.0), LEAP * last.rows)
+    # Otherwise a peak that is flat close below the budget would take a trial for each row.
     if resident_known and row * last.rows < GENTLE * last.share:
-        return max(
-            safe, 1.25 * last.rows
-        )  # or a peak that is flat close below the budget takes a trial for each row
-    if (
-        len(points) >= 3
-        and last.share > before.share
-        and _straight(points[-3], before, last, rounding)
-    ):
-        return _follow(before, last, 1, safe)
-    if len(points) >= 4 and (power := _power(*points[-4:-1])):
-        error = last.share - _at(points[-4], before, power, last.rows)
+        return max(safe, 1.25 * last.rows)
+    rises = last.share > previous.share
+    if len(points) >= 3 and rises and _straight(points[-3], previous, last, rounding):
+        return _follow(previous, last, 1, safe)
+    power = None
+    if len(points) >= 4:
+        power = _power(*points[-4:-1])
+    if power:
+        error = last.share - _at(points[-4], previous, power, last.rows)
         if abs(error) <= max(EXACT * (last.share - points[-4].share), rounding):
-            target = _follow(before, last, power, safe)
-            return target if target >= last.rows + 0.95 else None
-    return _next_rows_in_noise(points, safe) if noisy else safe
+            target = _follow(previous, last, power, safe)
+            if target < last.rows + 0.95:
+                return None
+            return target
+    if noisy:
+        return _next_rows_in_noise(points, safe)
+    return safe
 
 
-def _follow(before: Point, last: Point, power: float, safe: float) -> float:
-    """Rows at which a proven curve fills the budget; below the knee, halfway to what is safe from
-    the knee on.
+def _follow(previous: Point, last: Point, power: float, safe: float) -> float:
+    """Return the rows at which a proven curve fills the budget.
+
+    Below the knee, go no further than is safe from the knee on.
     """
-    end = _reach(before, last, power, 1.0)
+    end = _reach(previous, last, power, 1.0)
     if last.share > KNEE:
         return min(end, LEAP * last.rows)
-    knee = Point(_reach(before, last, power, KNEE), KNEE)
+    knee = Point(_reach(previous, last, power, KNEE), KNEE)
     return max(safe, min(end, _grow(knee, 2)))
 
 
 def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
-    """Follow ``fixed + c * rows ** power`` as far as noise lets it be known; None where the end is
-    near enough.
+    """Follow ``fixed + c * rows ** power`` as far as noise lets it be known.
 
-    What is fixed is the mean of the trials that do not rise clear of noise. The first that does
-    tells no power, so the steepest is taken from it, to `HALFWAY`; the next two tell one, good for
-    a step to `NEARLY`; from there each estimate of the end is as good as its peak, so their mean is
-    taken, a little below. Where a row is more than noise a line will do.
+    The answer is None where the end is near enough. What is fixed is the mean of the trials that do
+    not rise clear of noise. The first that does tells no power, so the steepest is taken from it,
+    to `HALFWAY`; the next two tell one, good for a step to `NEARLY`; from there each estimate of
+    the end is as good as its peak, so their mean is taken, a little below. Where a row is more than
+    noise a line will do.
     """
     last = points[-1]
     lowest = min(point.share for point in points)
@@ -121,7 +141,8 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
         power = math.log(rise / (first.share - fixed)) / math.log(last.rows / first.rows)
         power = min(max(power, 0.85), STEEPEST)
     if last.share < NEARLY - 2 * UNCERTAIN:
-        goal = HALFWAY if len(risen) == 1 else NEARLY
+        is_first_rise = len(risen) == 1
+        goal = HALFWAY if is_first_rise else NEARLY
         return max(safe, last.rows * math.pow(max(1.0, (goal - fixed) / rise), 1 / power))
     near = [point for point in risen if point.share > NEARLY - 4 * UNCERTAIN]
     ends = [point.rows * math.pow(room / (point.share - fixed), 1 / power) for point in near]
@@ -132,8 +153,9 @@ def _next_rows_in_noise(points: Sequence[Point], safe: float) -> float | None:
 
 
 def _next_row_of_few(points: Sequence[Point], safe: float) -> float:
-    """Follow the line from the nearest trial clear of noise, held back by noise; near the end by a
-    row or so.
+    """Follow the line from the nearest trial that is clear of noise.
+
+    It is held back by noise, near the end by a row or so.
     """
     last = points[-1]
     first = next(
@@ -142,43 +164,45 @@ def _next_row_of_few(points: Sequence[Point], safe: float) -> float:
     low = Point(first.rows, first.share * (1 - NOISE))
     high = Point(last.rows, last.share * (1 + NOISE))
     target = max(safe, _reach(low, high, 1.05, 1.0))
-    return (
-        min(target, last.rows * 1.03, LEAP * last.rows)
-        if last.share > 0.97
-        else min(target, LEAP * last.rows)
-    )
+    # So near the budget a step is small.
+    if last.share > 0.97:
+        target = min(target, last.rows * 1.03)
+    return min(target, LEAP * last.rows)
 
 
 def _noisy(points: Sequence[Point], rounding: float) -> bool:
-    """Whether a peak dips below the first, or the line through two before it, as a maximum of lines
-    never does.
+    """Return whether a peak lies where a maximum of lines never does.
+
+    That is below the first peak, below the line through the two before it, or above the budget.
     """
-    dips = (
-        _above(*triple) < -max(10 * EXACT * abs(triple[2].share - triple[0].share), rounding)
-        for triple in zip(points, points[1:], points[2:], strict=False)
-    )
-    return (
-        points[-1].share > 1 + rounding or points[1].share < points[0].share - rounding or any(dips)
-    )
+    if points[-1].share > 1 + rounding:
+        return True
+    if points[1].share < points[0].share - rounding:
+        return True
+    for first, second, third in zip(points, points[1:], points[2:], strict=False):
+        tolerance = max(10 * EXACT * abs(third.share - first.share), rounding)
+        if _above(first, second, third) < -tolerance:
+            return True
+    return False
 
 
 def _grow(point: Point, power: float) -> float:
-    """Rows at which the budget is full if the whole peak grows like ``rows ** power``."""
+    """Return the rows that fill the budget if the whole peak grows like ``rows ** power``."""
     return point.rows * math.pow(min(1.0, point.share), -1 / power)
 
 
 def _at(first: Point, second: Point, power: float, rows: float) -> float:
-    """Share at `rows` on the curve ``fixed + c * rows ** power`` through two points."""
+    """Return the share at `rows` on the curve ``fixed + c * rows ** power`` through two points."""
     start = math.pow(first.rows, power)
     end = math.pow(second.rows, power)
-    return first.share + (second.share - first.share) * (math.pow(rows, power) - start) / (
-        end - start
-    )
+    rise = second.share - first.share
+    return first.share + rise * (math.pow(rows, power) - start) / (end - start)
 
 
 def _reach(first: Point, second: Point, power: float, share: float) -> float:
-    """Rows at which ``fixed + c * rows ** power`` through two points reaches `share`; the last rows
-    if flat.
+    """Return the rows at which ``fixed + c * rows ** power`` through two points reaches `share`.
+
+    Where it is flat, return those of the second point.
     """
     if second.share <= first.share:
         return second.rows
@@ -189,28 +213,30 @@ def _reach(first: Point, second: Point, power: float, share: float) -> float:
 
 
 def _above(first: Point, second: Point, third: Point) -> float:
-    """How far the third point lies above the line through the first two."""
+    """Return how far the third point lies above the line through the first two."""
     return third.share - _at(first, second, 1, third.rows)
 
 
 def _straight(first: Point, second: Point, third: Point, rounding: float) -> bool:
-    """Whether three points lie on one line, as exactly as bytes can say."""
-    return abs(_above(first, second, third)) <= max(
-        EXACT * abs(third.share - first.share), rounding
-    )
+    """Return whether three points lie on one line, as exactly as bytes can say."""
+    tolerance = max(EXACT * abs(third.share - first.share), rounding)
+    return abs(_above(first, second, third)) <= tolerance
 
 
 def _power(first: Point, second: Point, third: Point) -> float | None:
-    """Exponent of the curve ``fixed + c * rows ** power`` through three points, 0.3 to 3; None if
-    they do not rise.
+    """Return the exponent of ``fixed + c * rows ** power`` through three points, 0.3 to 3.
+
+    It is None where they do not rise.
     """
     if not first.share < second.share < third.share:
         return None
+    # Bisection: with a higher exponent the curve through the first two rises more beyond them.
     low = 0.3
     high = 3.0
     for _ in range(50):
         power = (low + high) / 2
-        low, high = (
-            (power, high) if _at(first, second, power, third.rows) < third.share else (low, power)
-        )
+        if _at(first, second, power, third.rows) < third.share:
+            low = power
+        else:
+            high = power
     return low

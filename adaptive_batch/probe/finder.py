@@ -19,7 +19,8 @@ from .throughput import Throughput
 log = logging.getLogger("adaptive_batch")
 
 _FORMAT = 4
-_KEPT = 31  # results of other lengths, devices or settings that a file keeps
+# Results of other lengths, devices or settings that a file keeps beside the newest.
+_KEPT = 31
 
 
 @dataclass(frozen=True)
@@ -68,80 +69,104 @@ class ProbeResult:
         return sum(not (trial.fits or trial.retried) for trial in self.trials)
 
     def peak_bytes(self) -> int | None:
-        """Peak of the bound's own trial, the optimizer's phase included."""
-        own = [
-            trial for trial in self.trials if trial.fits and trial.batch_size == self.max_batch_size
-        ]
-        peaks = [peak for trial in own for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)]
+        """Return the peak of the bound's own trial, the optimizer's phase included."""
+        fitting = [trial for trial in self.trials if trial.fits]
+        peaks = []
+        for trial in fitting:
+            if trial.batch_size == self.max_batch_size:
+                peaks += [trial.peak_bytes, trial.optimizer_peak_bytes]
         return max((peak for peak in peaks if peak is not None), default=None)
 
     def bytes_per_row(self) -> float | None:
-        """Slope of the peak between the two largest sizes that fit; None where fewer than two were
-        measured.
+        """Return the slope of the peak between the two largest sizes that fit.
+
+        None where fewer than two were measured.
         """
+        fitting = [trial for trial in self.trials if trial.fits]
+        # A size may have been tried twice; its last peak counts.
         peaks = {
-            t.batch_size: t.peak_bytes for t in self.trials if t.fits and t.peak_bytes is not None
+            trial.batch_size: trial.peak_bytes for trial in fitting if trial.peak_bytes is not None
         }
-        measured = sorted(peaks.items())
-        if len(measured) < 2:
+        if len(peaks) < 2:
             return None
-        (smaller, below), (larger, above) = measured[-2:]
-        return (above - below) / (larger - smaller)
+        smaller, larger = sorted(peaks)[-2:]
+        return (peaks[larger] - peaks[smaller]) / (larger - smaller)
 
     def table(self) -> str:
-        """Aligned text: a line for each trial, then what is fixed, what a row costs, what is left
-        free, and the bound.
+        """Return the trials, the memory and the bound as aligned text.
+
+        A line for each trial, then what is fixed, what a row costs, what is left free, and the
+        bound.
         """
         lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
         for trial, seconds in zip(self.trials, self.seconds, strict=True):
-            peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
-            rate = f"{trial.batch_size / seconds:.1f}" if seconds and trial.fits else "-"
-            lines.append(
-                f"{trial.batch_size:>6} {self.sequence_length or '-':>7} {peak:>10}"
-                f" {'yes' if trial.fits else 'no':>5} {seconds:>8.2f} {rate:>8}"
-            )
+            lines.append(self._line_of_trial(trial, seconds))
+        lines += self._lines_of_memory()
+        if self.budgets_of_ranks:
+            lines.append(self._line_of_ranks())
+        lines += self._lines_of_bound()
+        if self.throughput:
+            lines.append(self.throughput.table())
+        return "\n".join(lines)
+
+    def _line_of_trial(self, trial: Trial, seconds: float) -> str:
+        length = self.sequence_length or "-"
+        peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
+        fits = "yes" if trial.fits else "no"
+        # A trial that stopped half-way has no rate.
+        rate = f"{trial.batch_size / seconds:.1f}" if seconds and trial.fits else "-"
+        return f"{trial.batch_size:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f} {rate:>8}"
+
+    def _lines_of_memory(self) -> list[str]:
         fixed = format_bytes(self.resident_bytes)
-        lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, gradients that stay)")
+        lines = [f"fixed: {fixed} (weights, buffers, optimizer state, gradients that stay)"]
         optimizer_peaks = [
-            t.optimizer_peak_bytes for t in self.trials if t.optimizer_peak_bytes is not None
+            trial.optimizer_peak_bytes
+            for trial in self.trials
+            if trial.optimizer_peak_bytes is not None
         ]
         if optimizer_peaks:
-            lines.append(
-                f"optimizer's step: {format_bytes(max(optimizer_peaks))} at its peak, whatever the"
-                " batch"
-            )
-        if (slope := self.bytes_per_row()) is not None:
-            lines.append(
-                f"each row: {format_bytes(slope)} more, between the two largest sizes that fit"
-            )
-        if (bound_peak := self.peak_bytes()) is not None:
+            peak = format_bytes(max(optimizer_peaks))
+            lines.append(f"optimizer's step: {peak} at its peak, whatever the batch")
+        slope = self.bytes_per_row()
+        if slope is not None:
+            row = format_bytes(slope)
+            lines.append(f"each row: {row} more, between the two largest sizes that fit")
+        bound_peak = self.peak_bytes()
+        if bound_peak is not None:
             free = format_bytes(max(0, self.budget_bytes - bound_peak))
-            lines.append(
-                f"free at the bound: {free} of the {format_bytes(self.budget_bytes)} allowed"
-            )
-        if budgets := self.budgets_of_ranks:
-            least = min(budgets)
-            most = max(budgets)
-            of_ranks = f"{len(budgets)} ranks, which all must have room"
-            if most > 1.01 * least:
-                which = ", ".join(
-                    str(rank) for rank, budget in enumerate(budgets) if budget <= 1.01 * least
-                )
-                of_ranks += (
-                    f": rank {which} may use least, {format_bytes(least)}, others up to"
-                    f" {format_bytes(most)}"
-                )
-            lines.append(of_ranks)
-        cached = ", known from before and tried again" if self.from_cache else ""
-        is_rounded = self.batch_size != self.max_batch_size
-        rounded = f"; rounded down to a power of two: {self.batch_size}" if is_rounded else ""
-        if (with_retries := self.max_batch_size_with_retries) is not None:
+            allowed = format_bytes(self.budget_bytes)
+            lines.append(f"free at the bound: {free} of the {allowed} allowed")
+        return lines
+
+    def _line_of_ranks(self) -> str:
+        budgets = self.budgets_of_ranks
+        line = f"{len(budgets)} ranks, which all must have room"
+        smallest = min(budgets)
+        # Budgets this close are the same for the reader: no rank holds the others back.
+        about_smallest = 1.01 * smallest
+        if max(budgets) <= about_smallest:
+            return line
+        ranks = [str(rank) for rank, budget in enumerate(budgets) if budget <= about_smallest]
+        return (
+            f"{line}: rank {', '.join(ranks)} may use least, {format_bytes(smallest)}, others up to"
+            f" {format_bytes(max(budgets))}"
+        )
+
+    def _lines_of_bound(self) -> list[str]:
+        lines = []
+        with_retries = self.max_batch_size_with_retries
+        if with_retries is not None:
             lines.append(
                 f"max_batch_size_with_retries: {with_retries or 'not tried'} (the allocator gives"
                 " back its cache and asks again, which is slow)"
             )
-        lines.append(f"max_batch_size: {self.bound}{cached}{rounded}")
-        return "\n".join([*lines, self.throughput.table()] if self.throughput else lines)
+        bound = f"max_batch_size: {self.bound}"
+        if self.from_cache:
+            bound += ", known from before and tried again"
+        if self.batch_size != self.max_batch_size:
+            bound += f"; rounded down to a power of two: {self.batch_size}"
+        return [*lines, bound]
 
 
 def run_search(
@@ -173,22 +198,21 @@ def run_search(
         trial = _agree(run_trial(size))
         seconds.append(time.perf_counter() - start)
         trials.append(trial)
-        peak = "" if trial.peak_bytes is None else f", peak {format_bytes(trial.peak_bytes)}"
-        went = rows_fit(size) if trial.fits else f"{count(size, 'row')} did not fit"
-        again = " without the allocator asking again" if trial.retried else ""
-        log.info("trial %d: %s%s%s", len(trials), went, again, peak)
+        log.info("trial %d: %s", len(trials), _outcome(trial))
         return trial
 
     while (size := search.candidate) is not None:
         search.record(run(size))
-    bound = batch_size = search.best
+    bound = search.best
+    batch_size = bound
     if round_to_power_of_two and bound:
         fitting = {trial.batch_size for trial in trials if trial.fits}
         power = 1 << (bound.bit_length() - 1)
+        # The power of two may not have been tried yet, and need not fit although more rows did.
         while power and power not in fitting and not run(power).fits:
             power //= 2
         batch_size = power or bound
-    retried = max((trial.batch_size for trial in trials if trial.retried), default=0)
+    largest_retried = max((trial.batch_size for trial in trials if trial.retried), default=0)
     return ProbeResult(
         bound,
         batch_size,
@@ -198,12 +222,24 @@ def run_search(
         resident_bytes,
         budget_bytes,
         maximum=search.maximum,
-        max_batch_size_with_retries=retried if retried > bound else None,
+        max_batch_size_with_retries=largest_retried if largest_retried > bound else None,
     )
 
 
+def _outcome(trial: Trial) -> str:
+    if trial.fits:
+        text = rows_fit(trial.batch_size)
+    else:
+        text = f"{count(trial.batch_size, 'row')} did not fit"
+    if trial.retried:
+        text += " without the allocator asking again"
+    if trial.peak_bytes is not None:
+        text += f", peak {format_bytes(trial.peak_bytes)}"
+    return text
+
+
 def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:
-    """Try a bound that was found before once more; None where it no longer fits."""
+    """Try an earlier bound again; return None where it no longer fits."""
     start = time.perf_counter()
     trial = _agree(run_trial(known.max_batch_size))
     if not trial.fits:
@@ -217,8 +253,13 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
 
 
 def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: str = "") -> None:
-    """Write a result as JSON, with the fingerprint of all it depends on, and of settings alone;
-    earlier ones of others are kept.
+    """Write a result as JSON, and keep earlier results that have another fingerprint.
+
+    Args:
+        result: the result; traces are left out, which would make the file large.
+        path: the file, of this result and earlier ones.
+        fingerprint: a digest of all that the result depends on.
+        settings: a digest of the settings alone, whatever the device has free.
     """
     earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
     result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
@@ -228,22 +269,28 @@ def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: 
 
 
 def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
-    """Read a result that :func:`save_result` wrote; None where there is none, it is torn, or it
-    depends on something else.
+    """Read a result that :func:`save_result` wrote.
+
+    None where there is none, it is torn, or it depends on something else.
     """
     records = _read_records(path)
-    record = next((record for record in records if record["fingerprint"] == fingerprint), None)
-    if record is None and records:
+    for record in records:
+        if record["fingerprint"] == fingerprint:
+            return _result(record, path)
+    if records:
         log.info("%s is of other settings, other rows or another device; probing again", path)
-    return _result(record, path) if record else None
+    return None
 
 
 def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
-    """Read the last result of some settings, whatever the device had free then; None where there is
-    none.
+    """Read the last result of some settings, whatever the device had free then.
+
+    None where there is none.
     """
     records = [record for record in _read_records(path) if record.get("settings") == settings]
-    return _result(records[-1], path) if records else None
+    if not records:
+        return None
+    return _result(records[-1], path)
 
 
 def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
@@ -251,12 +298,12 @@ def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
         values = {name: record[name] for name in ProbeResult.__dataclass_fields__}
         trials = tuple(Trial(**trial) for trial in values.pop("trials"))
         values |= {name: tuple(values[name]) for name in ("seconds", "budgets_of_ranks")}
-        values["throughput"] = values["throughput"] and Throughput.from_dict(values["throughput"])
+        if values["throughput"]:
+            values["throughput"] = Throughput.from_dict(values["throughput"])
         result = ProbeResult(trials=trials, **values)
-        if not {trial.batch_size for trial in trials if trial.fits} >= {
-            result.max_batch_size,
-            result.batch_size,
-        }:
+        # Only a size that was tried may be trained with, whatever the file claims.
+        fitting = {trial.batch_size for trial in trials if trial.fits}
+        if not fitting >= {result.max_batch_size, result.batch_size}:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
         return result
     except (ValueError, KeyError, TypeError) as error:
@@ -265,7 +312,7 @@ def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
 
 
 def _read_records(path: Path) -> list[dict[str, Any]]:
-    """The results in a file, oldest first; none where it is not there, torn, or of another format."""
+    """Return the results in a file, oldest first; none where it cannot be read."""
     try:
         latest = json.loads(path.read_text())
         records = [*latest.pop("earlier"), latest]
@@ -280,22 +327,41 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def _agree(trial: Trial) -> Trial:
-    """One trial for all ranks: fits where it fits everywhere, the largest peaks, and the trace of
-    rank zero, whose shards are largest.
+    """Return one trial for all ranks.
+
+    It fits where it fits everywhere; its peaks are the largest, its trace is that of rank zero,
+    whose shards are largest.
     """
     if distributed.world_size() == 1:
         return trial
-    mine = (-1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes))
-    fails, fails_again, *most = distributed.all_reduce_max(
-        [not trial.fits, not (trial.fits or trial.retried), *mine]
+    fails = not trial.fits
+    # A rank that ran with retries does not fit, but has not run out of memory.
+    is_out_of_memory = fails and not trial.retried
+    fails_anywhere, is_out_of_memory_anywhere, peak, optimizer_peak = distributed.all_reduce_max(
+        [
+            fails,
+            is_out_of_memory,
+            _as_number(trial.peak_bytes),
+            _as_number(trial.optimizer_peak_bytes),
+        ]
     )
-    peak, optimizer_peak = (None if one < 0 else one for one in most)
-    trace = distributed.from_rank_zero(lambda: trial.trace) if not fails else None
+    trace = None
+    if not fails_anywhere:
+        trace = distributed.from_rank_zero(lambda: trial.trace)
     return Trial(
         trial.batch_size,
-        not fails,
-        peak,
-        optimizer_peak,
+        not fails_anywhere,
+        _as_peak(peak),
+        _as_peak(optimizer_peak),
         trace,
-        retried=bool(fails and not fails_again),
+        retried=bool(fails_anywhere and not is_out_of_memory_anywhere),
     )
+
+
+def _as_number(peak_bytes: int | None) -> int:
+    """Return a peak as ranks exchange it: a negative number where it is not known."""
+    return -1 if peak_bytes is None else peak_bytes
+
+
+def _as_peak(number: int) -> int | None:
+    return None if number < 0 else number

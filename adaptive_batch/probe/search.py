@@ -4,8 +4,8 @@ Three searches for the largest number of rows that fits. Each is a state machine
 it names a candidate, records how the trial of it went, and names the next one until the search is
 over. Its state is the list of trials.
 
-    Halving        start, start/2, ... until one fits       an OOM for each halving BinarySearch
-    bisection of 1..maximum                  exact; log2(maximum) trials, many of them OOMs
+    Halving        start, start/2, ... until one fits       an OOM for each halving
+    BinarySearch   bisection of 1..maximum                  exact; log2(maximum) trials, many OOMs
     Predictive     from the peaks that trials report        about five trials, mostly without an OOM
 
 Whatever the answers are, also contradictory ones, every candidate lies between the largest size
@@ -24,16 +24,15 @@ from adaptive_batch.memory import MemoryCurve, Trace
 
 from .extrapolation import UNCERTAIN, Point, next_rows
 
-# share of the budget to which an expected curve is trusted at first, where bytes are not counted
+# Share of the budget to which an expected curve is trusted at first, where bytes are not counted.
 SURE = 0.95
-# by what part of its rise a peak may differ from the expected one before the curve is no longer
-# believed
+# A peak that differs from the expected one by more than this part of its rise refutes the curve.
 ALIKE = 0.1
-EQUAL = 1e-6  # the same where bytes are counted: another peak is of another step
-# by what part of it an expectation is lowered at which the allocator only asked again, doubled each
-# time
+# The same where bytes are counted: another peak is of another step.
+EQUAL = 1e-6
+# An expectation at which the allocator only asked again is lowered by this part, doubled each time.
 NEAR = 0.05
-# after an OOM, a gap of this part of the rows is not worth a trial that may be another OOM
+# After an OOM, a gap of this part of the rows is not worth a trial that may be another OOM.
 CLOSE = 0.012
 
 
@@ -62,8 +61,9 @@ class Trial:
 
 
 def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
-    """Return the curve through the two largest sizes that fit, where they ran the same operations
-    and their bytes were counted.
+    """Return the curve through the two largest sizes that fit, or None.
+
+    There is one where both ran the same operations and their bytes were counted.
     """
     traced = sorted(
         {t.batch_size: t.trace for t in trials if t.fits and t.trace is not None}.items()
@@ -74,11 +74,12 @@ def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
 
 
 class Search(ABC):
-    """A search: while there is a candidate, try it and record the trial. The answer lies in an open
-    interval.
+    """A search: while there is a candidate, try it and record the trial.
+
+    The answer lies in an open interval.
 
     Attributes:
-        maximum: no more rows are tried.
+        maximum: the most rows that are tried.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -105,8 +106,10 @@ class Search(ABC):
         )
 
     def record(self, trial: Trial) -> None:
-        """Take in how the trial of the candidate went; a ValueError refuses one of another size, or
-        after the end.
+        """Record how the trial of the candidate went.
+
+        Raises:
+            ValueError: the trial has another size, or the search is over.
         """
         candidate = self.candidate
         if candidate is None:
@@ -128,12 +131,18 @@ class Halving(Search):
     def candidate(self) -> int | None:
         if self.best:
             return None
-        return (self._too_many // 2 or None) if self._trials else self.maximum
+        if not self._trials:
+            return self.maximum
+        half = self._too_many // 2
+        if half == 0:
+            return None
+        return half
 
 
 class BinarySearch(Search):
-    """Plain bisection of ``1..maximum``, as in torchtune's RFC (pull request 2199): exact, and
-    blind to peaks.
+    """Plain bisection of ``1..maximum``, exact and blind to peaks.
+
+    It is the search of torchtune's RFC (pull request 2199).
     """
 
     def __init__(self, *, maximum: int) -> None:
@@ -142,19 +151,20 @@ class BinarySearch(Search):
     @property
     def candidate(self) -> int | None:
         middle = (self.best + self._too_many) // 2
-        return middle if middle > self.best else None
+        if middle <= self.best:
+            return None
+        return middle
 
 
 class Predictive(Search):
-    """Chooses each next size so that it fits by what the peaks have shown, and stops where the next
-    row would not.
+    """Chooses each next size so that it fits by the peaks of the trials before.
 
-    Starts from one row. Ends on the exact maximum while nothing runs out of memory, and within 1.2%
-    below it otherwise. Without peaks it doubles, then bisects. Where trials tell the bytes alive at
-    each operation, two of them tell the maximum, and a third tries it. Where a curve is expected,
-    the first trial is at what it allows, the next at what it allows once it is scaled to the peak
-    that was measured; where peaks are not counted to the byte, it then ends within 3% below the
-    maximum.
+    Starts from one row, and stops where the next row would not fit. Ends on the exact maximum while
+    nothing runs out of memory, and within 1.2% below it otherwise. Without peaks it doubles, then
+    bisects. Where trials tell the bytes alive at each operation, two of them tell the maximum, and
+    a third tries it. Where a curve is expected, the first trial is at what it allows, the next at
+    what it allows once it is scaled to the peak that was measured; where peaks are not counted to
+    the byte, it then ends within 3% below the maximum.
 
     Args:
         budget_bytes: most bytes that a trial may hold.
@@ -178,8 +188,8 @@ class Predictive(Search):
     ) -> None:
         super().__init__("maximum", maximum)
         if budget_bytes < 1 or resident_bytes < 0 or granularity_bytes < 1:
-            given = f"{budget_bytes=}, {resident_bytes=}, {granularity_bytes=}"
-            raise ValueError(f"{given}: give at least 1 byte, of resident_bytes at least 0")
+            sizes = f"{budget_bytes=}, {resident_bytes=}, {granularity_bytes=}"
+            raise ValueError(f"{sizes}: give at least 1 byte, of resident_bytes at least 0")
         self._budget_bytes = budget_bytes
         self._resident_bytes = resident_bytes
         self._free_bytes = max(1, budget_bytes - resident_bytes)
@@ -196,73 +206,103 @@ class Predictive(Search):
             return self._rows_by_expectation(self._expected)
         if not self._trials:
             return 1
-        if best == 0 and too_many > 1 and self._expected is not None:  # an expectation was too high
-            nearly = 1 - NEAR * 2 ** (len(self._trials) - 1) if self._trials[-1].retried else 0.5
-            return max(1, math.floor(too_many * max(nearly, 0.5)))
-        if best == 0 or too_many - best <= (max(1, CLOSE * best) if failed else 1):
+        # An expectation was too high.
+        if best == 0 and too_many > 1 and self._expected is not None:
+            part = 0.5
+            if self._trials[-1].retried:
+                part = 1 - NEAR * 2 ** (len(self._trials) - 1)
+            return max(1, math.floor(too_many * max(part, 0.5)))
+        if best == 0:
             return None
-        known = self._rows_by_trace()
-        if known is not None and known < too_many:  # else a trial has shown that it is not so
-            return known if known > best else None
+        resolution = 1.0
+        if failed:
+            resolution = max(1, CLOSE * best)
+        if too_many - best <= resolution:
+            return None
+        traced = self._rows_by_trace()
+        # From `too_many` on, a trial has shown that the traces are wrong.
+        if traced is not None and traced < too_many:
+            if traced <= best:
+                return None
+            return traced
         points = self._points()
-        if not points or points[-1].rows != best:  # the device could not say
-            return (best + too_many) // 2 if failed else min(2 * best, self.maximum)
+        # The device does not report the peak.
+        if not points or points[-1].rows != best:
+            if failed:
+                return (best + too_many) // 2
+            return min(2 * best, self.maximum)
         target = next_rows(points, rounding=self._rounding, resident_known=self._resident_bytes > 0)
         if target is None:
             return None
-        # a prediction was too high once: keep part of the gap in reserve, less of it after a near
-        # miss
+        # A prediction was too high once: keep part of the gap in reserve, less after a near miss.
         if failed:
-            part = 0.7 if 1.03 * best < too_many < 1.2 * best else 0.5
+            is_near_miss = 1.03 * best < too_many < 1.2 * best
+            part = 0.7 if is_near_miss else 0.5
             target = min(target, best + part * (too_many - best))
         return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
 
     def _bears_out(self, curve: MemoryCurve) -> bool:
-        """Whether nothing that was tried contradicts a curve."""
+        """Return whether nothing that was tried contradicts a curve."""
         if any(not trial.fits for trial in self._trials):
             return False
-        may_differ = EQUAL if self._granularity_bytes == 1 else ALIKE
+        is_counted = self._granularity_bytes == 1
+        may_differ = EQUAL if is_counted else ALIKE
         return all(abs(self._scale(curve, trial) - 1) <= may_differ for trial in self._trials)
 
     def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
-        """How a trial's peak compares with the expected one, without what was resident; infinity
-        where it is not known.
+        """Return a trial's peak over the expected one, both without what was resident.
+
+        It is infinity where the peak is not known.
         """
         if trial.peak_bytes is None:
             return math.inf
         rise = curve.peak_bytes(trial.batch_size) - self._resident_bytes
-        return (trial.peak_bytes - self._resident_bytes) / rise if rise > 0 else math.inf
+        if rise <= 0:
+            return math.inf
+        return (trial.peak_bytes - self._resident_bytes) / rise
 
     def _rows_by_expectation(self, curve: MemoryCurve) -> int | None:
-        """What a curve allows, scaled to the last trial; None where that is no more than what fits."""
+        """Return what a curve allows, scaled to the last trial; None where no more than fits."""
         is_counted = self._granularity_bytes == 1
         if not self._trials:
-            return max(1, self._allowed(curve, self._budget_bytes * (1 if is_counted else SURE)))
+            budget_bytes: float = self._budget_bytes
+            if not is_counted:
+                budget_bytes *= SURE
+            return max(1, self._allowed(curve, budget_bytes))
         scale = self._scale(curve, self._trials[-1])
         resident = self._resident_bytes
         room = (self._budget_bytes - self._resident_bytes) / scale
         rows = self._allowed(curve, resident + room)
         best = self.best
-        if (
-            not is_counted and CLOSE * rows > 1
-        ):  # noise decides over the last percent, and an error is not worth it
+        # Noise decides over the last percent, and an error is not worth it.
+        if not is_counted and CLOSE * rows > 1:
             rows = math.floor(rows * (1 - UNCERTAIN))
-            return rows if rows - best > CLOSE * best else None
-        if (
-            not is_counted and rows <= best < self.maximum
-        ):  # a row is much, and blocks may have been half empty
-            short = curve.peak_bytes(best + 1) - resident - room
-            return best + 1 if short <= 2 * self._granularity_bytes / scale else None
-        return rows if rows > best else None
+            if rows - best <= CLOSE * best:
+                return None
+            return rows
+        # A row is much, and blocks may have been half empty.
+        if not is_counted and rows <= best < self.maximum:
+            missing_bytes = curve.peak_bytes(best + 1) - resident - room
+            is_near = missing_bytes <= 2 * self._granularity_bytes / scale
+            if not is_near:
+                return None
+            return best + 1
+        if rows <= best:
+            return None
+        return rows
 
     def _allowed(self, curve: MemoryCurve, budget_bytes: float) -> int:
         rows = curve.max_rows(int(budget_bytes))
-        return self.maximum if rows is None else min(rows, self.maximum)
+        if rows is None:
+            return self.maximum
+        return min(rows, self.maximum)
 
     def _rows_by_trace(self) -> int | None:
-        """Most rows that fit, where the curve has been measured."""
+        """Return the rows that fit, where the curve has been measured."""
         curve = measured_curve(self._trials)
-        return self._allowed(curve, self._budget_bytes) if curve else None
+        if curve is None:
+            return None
+        return self._allowed(curve, self._budget_bytes)
 
     def _points(self) -> list[Point]:
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]

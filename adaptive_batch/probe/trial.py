@@ -1,13 +1,13 @@
-"""Trials: forward and backward of some rows with all that is resident in training, measured,
-without a trace.
+"""Trials: forward and backward of some rows, measured, without a trace.
 
-With several ranks all try the same at the same time, and what does not fit on one does not fit.
+All that is resident in training is resident in a trial. With several ranks all try the same at the
+same time, and what does not fit on one does not fit.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from types import TracebackType
@@ -39,35 +39,36 @@ from .search import Trial
 
 
 class DryRun:
-    """Runs trials of a training step; entering copies what training has, leaving puts it back bit
-    for bit.
+    """Runs trials of a training step.
 
-    Entering also tries one whole step with a single row, so that the optimizer's state is resident
-    during every trial as it is in training, and so that the optimizer's own phase, which does not
-    grow with the batch, is measured once.
+    Entering copies what training has, and leaving puts it back bit for bit. Entering also tries one
+    whole step with a single row, so that the optimizer's state is resident during every trial as it
+    is in training, and so that the optimizer's own phase, which does not grow with the batch, is
+    measured once.
 
     Args:
         model: weights loaded; put into training mode unless it is in it, where modules that are
             frozen in evaluation mode stay so.
         optimizer: the optimizer, or the optimizers in backward.
-        forward_backward: runs this many of the longest rows through the code that training runs,
-            ``backward`` included.
-        step: what training does once gradients are there: clipping and ``optimizer.step()``.
-        accumulates: some step may have two micro-batches or more, so gradients are already there
-            when a forward begins.
+        forward_backward: a function that runs so many of the longest rows through the code that
+            training runs, ``backward`` included.
+        step: the end of a training step, once gradients are there: clipping and
+            ``optimizer.step()``.
+        accumulates: True where a step may have two micro-batches or more, so that gradients are
+            already there when a forward begins.
         memory: the device.
-        budget_bytes: what a trial may use, all that is resident included.
-        row: how an error calls a single row, its length included.
-        sharding: of the model; needed where there are several ranks.
-        keep_gradients: runs a micro-batch of one row that leaves its gradients unsharded, as in the
-            middle of a step.
-        steps: of a caching allocator, which varying lengths fragment: the micro-batches of steps of
-            training whose largest has so many rows. A trial is all of these then, from a fresh
-            cache, and on leaving the cache stays as the last one left it.
+        budget_bytes: bytes that a trial may use, all that is resident included.
+        row: the name of a single row in an error, its length included.
+        sharding: the sharding of the model; needed where there are several ranks.
+        keep_gradients: a function that runs a micro-batch of one row and leaves its gradients
+            unsharded, as in the middle of a step.
+        steps: a function that returns the micro-batches of steps of training whose largest has so
+            many rows, for a caching allocator, which varying lengths fragment. A trial is all of
+            these then, from a fresh cache, and on leaving the cache stays as the last one left it.
         remedies: the end of the error that one row does not fit.
 
     Attributes:
-        resident_bytes: alive before a trial; known after entering, as is the rest.
+        resident_bytes: bytes alive before a trial; known after entering, as is the rest.
         optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
             backward.
 
@@ -96,15 +97,21 @@ class DryRun:
         self.resident_bytes = 0
         self.optimizer_peak_bytes: int | None = None
         self._model = model
-        self._in_backward = optimizer if isinstance(optimizer, OptimizerInBackward) else None
-        self._optimizers = [] if isinstance(optimizer, OptimizerInBackward) else [optimizer]
+        self._in_backward: OptimizerInBackward | None = None
+        self._optimizers: list[Optimizer] = []
+        if isinstance(optimizer, OptimizerInBackward):
+            self._in_backward = optimizer
+        else:
+            self._optimizers = [optimizer]
         self._forward_backward = forward_backward
         self._step = step
         self._accumulates = accumulates
         self._memory = memory
         self._row = row
         self._sharding = sharding or Sharding(model)
-        self._keep_gradients = keep_gradients if accumulates else None
+        self._keep_gradients = None
+        if accumulates:
+            self._keep_gradients = keep_gradients
         self._remedies = remedies
         self._steps = steps
         self._retried = False
@@ -149,28 +156,29 @@ class DryRun:
             RankLostError: out of memory where the other ranks cannot be told; whether the
                 ``trial_rows`` in its facts fit is not known.
         """
-        what = f"a trial of {count(batch_size, 'row')}"
+        phase = f"a trial of {count(batch_size, 'row')}"
         try:
             if self._steps is None:
                 usage = self._measure(
-                    lambda: self._forward_backward(batch_size), what, self.budget_bytes
+                    lambda: self._forward_backward(batch_size), phase, self.budget_bytes
                 )
             else:
                 self._drop_gradients()
                 run = partial(self._run_steps, self._steps(batch_size))
-                usage = self._measure(run, what, self.budget_bytes, prepare=False)
+                usage = self._measure(run, phase, self.budget_bytes, prepare=False)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
-        peak, trace = (usage.peak_bytes, usage.trace) if usage else (None, None)
-        retried = usage is None and self._retried
-        return Trial(batch_size, usage is not None, peak, self.optimizer_peak_bytes, trace, retried)
+        optimizer_peak_bytes = self.optimizer_peak_bytes
+        if usage is None:
+            return Trial(batch_size, False, None, optimizer_peak_bytes, None, self._retried)
+        return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
     def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
-        """Run micro-batches one after the other; return the seconds of each, of the slowest rank,
-        None where they do not fit.
+        """Run micro-batches one after the other, and return the seconds that each took.
 
-        Where memory is counted, which takes time, it is not.
+        They are those of the slowest rank; None where the micro-batches do not fit. Where memory is
+        counted in Python, which takes time, it is not counted here.
         """
         seconds: list[float] = []
 
@@ -186,13 +194,11 @@ class DryRun:
             run, "timing micro-batches", self.budget_bytes, prepare=False, is_timed=True
         )
         self._drop_gradients()
-        return (
-            None
-            if usage is None
-            else [
-                each / 1e9 for each in distributed.all_reduce_max([int(1e9 * s) for s in seconds])
-            ]
-        )
+        if usage is None:
+            return None
+        # Ranks exchange whole numbers.
+        nanoseconds = [int(1e9 * duration) for duration in seconds]
+        return [duration / 1e9 for duration in distributed.all_reduce_max(nanoseconds)]
 
     def _run_steps(self, steps: Iterator[Sequence[Callable[[], None]]]) -> None:
         for micro_batches in steps:
@@ -203,38 +209,41 @@ class DryRun:
             self._drop_gradients()
 
     def _keep_place_of_state(self) -> None:
-        """Until a new optimizer makes its state in its first step, keep the memory that it had in
-        trials from being used otherwise.
+        """Reserve the memory that the state of a new optimizer had in trials.
+
+        It is free for that state alone: it is released when the optimizer's first step begins.
         """
         for optimizer in self._optimizers:
             place = list(optimizer_state_tensors([optimizer]))
             optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())
 
     def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
-        """Try to evaluate `batch_size` rows: in evaluation mode, with what training has between two
-        of its steps resident.
+        """Try to evaluate `batch_size` rows, in evaluation mode.
+
+        What training has between two of its steps is resident.
         """
         self._drop_gradients()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
-            what = f"a trial of evaluating {count(batch_size, 'row')}"
+            phase = f"a trial of evaluating {count(batch_size, 'row')}"
             usage = self._measure(
-                lambda: evaluate(batch_size), what, self.budget_bytes, prepare=False
+                lambda: evaluate(batch_size), phase, self.budget_bytes, prepare=False
             )
         finally:
-            self._model.train()  # a module may do more in it than note its mode
+            # A module may do more in train() than note its mode.
+            self._model.train()
             for module, training in modes:
                 module.training = training
-        return (
-            Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
-            if usage
-            else Trial(batch_size, False)
-        )
+        if usage is None:
+            return Trial(batch_size, False)
+        return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
 
     def _try_one_step(self, snapshot: TrainingSnapshot) -> None:
-        """Run one row, so that the optimizer's state is there; raise an error with numbers if it
-        does not fit.
+        """Run one whole step with one row, so that the optimizer's state is there.
+
+        Raises:
+            DoesNotFitError: the row does not fit; the error says how much it needs.
         """
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:
@@ -244,37 +253,37 @@ class DryRun:
             self.resident_bytes = usage.resident_bytes
             return
         needs = f"more than {format_bytes(self.budget_bytes)}"
-        snapshot.restore_optimizers()  # a step that ran out of memory leaves states half made
+        # A step that ran out of memory leaves states half made.
+        snapshot.restore_optimizers()
         available = self._memory.available_bytes(self._resident())
-        if not distributed.any_of_ranks(
-            available <= self.budget_bytes
-        ):  # beyond the budget it can be measured
-            again, peaks = self._whole_step(available)
-            if again is None and peaks:
+        # With more than the budget the step may fit, and its peak says how much it needs.
+        if not distributed.any_of_ranks(available <= self.budget_bytes):
+            failed_again, peaks = self._whole_step(available)
+            if failed_again is None and peaks:
                 needs = format_bytes(max(peaks))
         raise self._does_not_fit(failed, needs)
 
     def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
-        where = (
-            f"rank {distributed.rank()}"
-            if distributed.world_size() > 1
-            else str(self._memory.device)
-        )
+        place = str(self._memory.device)
+        if distributed.world_size() > 1:
+            place = f"rank {distributed.rank()}"
         allowed = format_bytes(self.budget_bytes)
-        return DoesNotFitError(f"{what} needs {needs}, {where} allows {allowed}; {self._remedies}")
+        return DoesNotFitError(f"{what} needs {needs}, {place} allows {allowed}; {self._remedies}")
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
-        """Run forward and backward of one row, the optimizer's step, and the former again; return
-        what did not fit, and the peaks.
+        """Run forward and backward of one row, the optimizer's step, and the former again.
+
+        Returns:
+            The phase that did not fit, or None, and the peaks of the phases before it.
         """
         phases: list[tuple[str, Callable[[], object]]] = [(self._row, self._one_row)] * 2
         if not self._in_backward:
             phases.insert(1, ("the optimizer's step", self._step))
         peaks: list[int] = []
-        for what, run in phases:
-            usage = self._measure(run, what, budget_bytes, prepare=run != self._step)
+        for phase, run in phases:
+            usage = self._measure(run, phase, budget_bytes, prepare=run != self._step)
             if usage is None:
-                return what, peaks
+                return phase, peaks
             if usage.peak_bytes is not None:
                 peaks.append(usage.peak_bytes)
             if run == self._step:
@@ -293,8 +302,10 @@ class DryRun:
         prepare: bool = True,
         is_timed: bool = False,
     ) -> Usage | None:
-        """Run, and return what it used; None where it does not fit. Memory is released after the
-        except block has been left.
+        """Run, and return what it used; None where it does not fit.
+
+        Memory is released after the except block has been left: until then the error's traceback
+        keeps tensors alive.
         """
         fits = has_run = self._retried = False
         is_prepared = distributed.world_size() == 1
@@ -305,7 +316,10 @@ class DryRun:
             is_prepared = True
             counts_in_python = self._memory.granularity_bytes == 1
             measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
-            with nullcontext(Usage(0)) if is_timed and counts_in_python else measuring as usage:
+            # Counting in Python would be timed along with the run.
+            if is_timed and counts_in_python:
+                measuring = nullcontext(Usage(0))
+            with measuring as usage:
                 run()
                 has_run = True
             self._retried = usage.retried
@@ -317,7 +331,8 @@ class DryRun:
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
             message = str(error) or type(error).__name__
         if not (has_run or (is_prepared and self._sharding.can_finish)):
-            if run == self._one_row:  # the first of all, before which there was none to learn from
+            # The first of all, before which there was none to learn from.
+            if run == self._one_row:
                 raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
             raise self._lost(what, message, budget_bytes)
         try:
@@ -333,7 +348,9 @@ class DryRun:
         if fits and not fits_everywhere:
             self._drop_gradients()
             self._memory.release()
-        return usage if fits_everywhere else None
+        if not fits_everywhere:
+            return None
+        return usage
 
     def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
         return RankLostError(
@@ -349,9 +366,9 @@ class DryRun:
             if tensor.grad is not None:
                 yield tensor.grad
         yield from self._sharding.kept_gradients()
-        optimizers = (
-            self._in_backward.optimizers.values() if self._in_backward else self._optimizers
-        )
+        optimizers: Iterable[Optimizer] = self._optimizers
+        if self._in_backward:
+            optimizers = self._in_backward.optimizers.values()
         yield from optimizer_state_tensors(optimizers)
 
     def _prepare_gradients(self) -> None:
