@@ -43,10 +43,11 @@ DARK: Mapping[str, str] = {
     "ochre": "#d9b84a",
     "red": "#ff6b78",
 }
+# Of the page, and of a figure.
 GROUNDS = {
     "light": ("#ffffff", "#f6f8fa"),
     "dark": ("#0d1117", "#161b22"),
-}  # of the page, of a figure
+}
 # matplotlib's marker of each kind of event, the same as a character, and its colour; the shapes
 # alone tell them apart.
 MARKS: Mapping[str, tuple[str, str, str]] = {
@@ -63,11 +64,17 @@ MARKS: Mapping[str, tuple[str, str, str]] = {
 _WIDTH = 380
 _HEIGHT = 280
 _FONT = 11
-_MOST_MARKS, _MOST_RULES = 40, 12  # of one kind in one figure: marks above it, lines across it
-_LANE = 12  # points: the height of a row of marks above the axes
-_LARGEST = 1e100  # matplotlib cannot scale an axis beyond it: such a number is marked as not finite
-_POINTS = 300  # of a running mean
-_STYLE: Any = {  # for matplotlib.rc_context, whose type is another in each release
+# Of one kind in one figure: marks above it, lines across it.
+_MOST_MARKS = 40
+_MOST_RULES = 12
+# Height of a row of marks above the axes, in points.
+_LANE = 12
+# matplotlib cannot scale an axis beyond it: such a number is marked as not finite.
+_LARGEST = 1e100
+# Points of a running mean.
+_POINTS = 300
+# For matplotlib.rc_context, whose type is another in each release.
+_STYLE: Any = {
     **dict.fromkeys(
         ("font.size", "axes.labelsize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize"),
         _FONT,
@@ -83,7 +90,8 @@ _STYLE: Any = {  # for matplotlib.rc_context, whose type is another in each rele
     "axes.facecolor": "none",
     "text.color": LIGHT["text"],
     "grid.color": LIGHT["grid"],
-    "svg.fonttype": "none",  # text stays text
+    # Text stays text.
+    "svg.fonttype": "none",
     "path.simplify_threshold": 0.5,
 }
 
@@ -122,11 +130,9 @@ class Points:
         not finite is left out.
         """
         last = len(self.x) - 1
-        places = (
-            sorted({round(part * last / (_POINTS - 1)) for part in range(_POINTS)})
-            if self.x
-            else []
-        )
+        places: list[int] = []
+        if self.x:
+            places = sorted({round(part * last / (_POINTS - 1)) for part in range(_POINTS)})
         windows = [
             Points((), self.y[max(0, place + 1 - window) : place + 1]).finite for place in places
         ]
@@ -146,13 +152,16 @@ class Points:
                 f" {max(finite):.4g}."
             )
         left_out = len(self.y) - len(finite)
-        return f"{words} Values that are not finite: {left_out:,}." if left_out else words
+        if left_out:
+            words += f" Values that are not finite: {left_out:,}."
+        return words
 
 
 def plot(axes: Axes, points: Points, label: str, colour: str, **style: Any) -> None:
     """Draw a line, and a cross at the upper edge where a value is nan or infinite."""
+    # A line of one point is not seen.
     if len(points.finite) < 25:
-        style.setdefault("marker", ".")  # a line of one point is not seen
+        style.setdefault("marker", ".")
     axes.plot(points.x, points.y, color=LIGHT[colour], label=label or "_", **style)
     crosses = _thinned([x for x, y in zip(points.x, points.y, strict=True) if math.isnan(y)])
     if crosses:
@@ -174,11 +183,10 @@ def mark_events(axes: Axes, timeline: Timeline, *, seconds: float | None = None)
     """
     axes.set_xlim(left=0)
     for lane, event in enumerate(marks_of(timeline)):
-        places = {
-            one.seconds / seconds if seconds else one.samples
-            for mark, one in timeline.marked
-            if mark == event
-        }
+        marked = [step for mark, step in timeline.marked if mark == event]
+        places: set[float] = {step.samples for step in marked}
+        if seconds:
+            places = {step.seconds / seconds for step in marked}
         xs = _thinned(sorted(places))
         marker, _, colour = MARKS[event]
         style: dict[str, Any] = {
@@ -240,8 +248,10 @@ def require_libraries() -> None:
         import jinja2  # noqa: F401
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
-        why = f"the report is drawn with matplotlib and jinja2 ({error})"
-        raise AdaptiveBatchError(f"{why}: pip install 'adaptive-batch[report]'") from None
+        raise AdaptiveBatchError(
+            f"the report is drawn with matplotlib and jinja2 ({error}): pip install"
+            " 'adaptive-batch[report]'"
+        ) from None
 
 
 def to_svg(figure: Figure) -> str:
@@ -258,9 +268,8 @@ def to_svg(figure: Figure) -> str:
         without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         canvas.savefig(drawn, format="svg", transparent=True, metadata=without)
     svg = drawn.getvalue().partition("<svg ")[2]
-    svg = re.sub(
-        r'(\bid="|url\(#|href="#)', rf"\g<1>{figure.name}-", svg
-    )  # figures of one page share no id
+    # Figures of one page share no id.
+    svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{figure.name}-", svg)
     return f'<svg role="img" aria-labelledby="{figure.name}-title {figure.name}-text" {svg}'
 
 

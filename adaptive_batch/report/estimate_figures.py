@@ -18,6 +18,7 @@ from .drawing import LIGHT, Figure, Points, add_legend, plot
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+# Of the kinds, the lowest first.
 _COLOURS = (
     "blue",
     "ochre",
@@ -25,16 +26,17 @@ _COLOURS = (
     "green",
     "vermilion",
     "muted",
-)  # of the kinds, the lowest first
-_DASHES = ("--", "-.", ":", (0, (8, 2)))  # of the devices
+)
+# Of the devices.
+_DASHES = ("--", "-.", ":", (0, (8, 2)))
 
 
 def estimate_figures(estimate: MemoryEstimate) -> list[Figure]:
     """Return a figure for each length, all of one height in GiB."""
     highest = max(target.budget_bytes for target in estimate.devices)
     # Where nothing fits, the least that a step holds is higher than what any device allows.
-    least = max(length.peak_bytes(1) for length in estimate.lengths)
-    top = max(1.12 * highest, 1.1 * least) / GIB
+    largest_step = max(length.peak_bytes(1) for length in estimate.lengths)
+    top = max(1.12 * highest, 1.1 * largest_step) / GIB
     return [
         _figure(estimate, length, number, top)
         for number, length in enumerate(estimate.lengths, start=1)
@@ -46,8 +48,8 @@ def summary_lines(estimate: MemoryEstimate) -> list[str]:
     lines = []
     for target in estimate.devices:
         fits = (
-            f"{_rows_that_fit(estimate, one, target)} of {one.sequence_length:,} tokens"
-            for one in estimate.lengths
+            f"{_rows_that_fit(estimate, length, target)} of {length.sequence_length:,} tokens"
+            for length in estimate.lengths
         )
         lines.append(
             f"{target.name}: {'; '.join(fits)}. {format_bytes(target.budget_bytes)} may be used."
@@ -61,8 +63,8 @@ def _rows_that_fit(estimate: MemoryEstimate, length: LengthEstimate, target: Tar
 
 
 def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: float) -> Figure:
-    most = max(estimate.bound(length, target) for target in estimate.devices)
-    last = max(4, min(math.ceil(1.12 * most), estimate.maximum))
+    largest_bound = max(estimate.bound(length, target) for target in estimate.devices)
+    last = max(4, min(math.ceil(1.12 * largest_bound), estimate.maximum))
     rows = _corners(length, last)
     parts = [_composition(length, count) for count in rows]
     of_optimizer = (length.optimizer_peak_bytes or 0) / GIB
@@ -91,45 +93,48 @@ def _figure(estimate: MemoryEstimate, length: LengthEstimate, number: int, top: 
                 linestyle=dashes,
                 label=label,
             )
-            if bound := estimate.bound(length, target):
+            bound = estimate.bound(length, target)
+            if bound:
                 at_bound = Points([bound], [estimate.fit(length, target).reserved_bytes / GIB])
                 plot(axes, at_bound, "", "text", marker="o", clip_on=False)
         axes.set_xlim(1, last)
         axes.set_ylim(0, top)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_xlabel(
-            "rows at once"
-            + (f", each of {estimate.world_size} ranks" if estimate.world_size > 1 else "")
-        )
+        label = "rows at once"
+        if estimate.world_size > 1:
+            label += f", each of {estimate.world_size} ranks"
+        axes.set_xlabel(label)
         axes.set_ylabel("peak memory (GiB)")
         add_legend(axes)
 
     of_step = format_bytes(length.optimizer_peak_bytes or 0)
-    words = (
-        [f"The optimizer's step holds {of_step} with any number of rows."] if of_optimizer else []
-    )
+    words = []
+    if of_optimizer:
+        words.append(f"The optimizer's step holds {of_step} with any number of rows.")
     for target in estimate.devices:
         bound = estimate.bound(length, target)
         fits = _rows_that_fit(estimate, length, target)
         needs = f"{format_bytes(estimate.fit(length, target).reserved_bytes)}."
-        words.append(
-            f"{target.name}: {fits}, {needs}"
-            if bound
-            else f"{target.name}: {fits} fits; one needs {needs}"
-        )
+        if bound:
+            words.append(f"{target.name}: {fits}, {needs}")
+        else:
+            words.append(f"{target.name}: {fits} fits; one needs {needs}")
     shares = [
         f"{kind} {format_bytes(size)}"
-        for kind, size in _composition(length, max(1, most)).items()
+        for kind, size in _composition(length, max(1, largest_bound)).items()
         if size > 0
     ]
-    words.append(f"Forward and backward, {max(1, most)} at once: {', '.join(shares)}.")
+    words.append(f"Forward and backward, {max(1, largest_bound)} at once: {', '.join(shares)}.")
     title = f"Estimated memory, rows of {length.sequence_length:,} tokens"
     return Figure(f"estimate-{number}", title, " ".join(words), draw)
 
 
 def _step_bytes(length: LengthEstimate, rows: int) -> int:
     """Return the peak of forward and backward."""
-    return length.one_row_bytes if rows == 1 else length.curve.peak_bytes(rows)
+    # A single row often runs other operations.
+    if rows == 1:
+        return length.one_row_bytes
+    return length.curve.peak_bytes(rows)
 
 
 def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
@@ -140,7 +145,9 @@ def _composition(length: LengthEstimate, rows: int) -> dict[str, float]:
     resident = length.resident
     stays = [resident.parameters, resident.buffers, resident.optimizer, resident.gradients, 0, 0]
     passing = sum(kinds.values()) - resident.total
-    factor = (_step_bytes(length, rows) - resident.total) / passing if passing else 1.0
+    factor = 1.0
+    if passing:
+        factor = (_step_bytes(length, rows) - resident.total) / passing
     return {
         kind: kept + factor * (size - kept)
         for (kind, size), kept in zip(kinds.items(), stays, strict=True)

@@ -1,5 +1,6 @@
-"""The report of a run: one page that needs no other file and no network, and the same figures as a
-picture.
+"""The report of a run: a page, and the same figures as a picture.
+
+The page needs no other file and no network.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ import json
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,24 +18,25 @@ from adaptive_batch import __version__
 from adaptive_batch._util import atomic_write
 from adaptive_batch.errors import SettingError
 
-from .run_history import Event, Timeline, as_number
+from .run_history import Event, Step, Timeline, as_number
 from .run_log import read_records
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
-_MOST_ROWS = 100  # of one kind in the table of events
+# Rows of one kind in the table of events: a long run may save a thousand times.
+_MOST_ROWS = 100
 
 
 def write_report(output_dir: str | Path, *, output: str | Path | None = None) -> tuple[Path, Path]:
     """Write the page and the picture of a run; return their paths.
 
     Args:
-        output_dir: of the run; its ``run.jsonl``, ``probe.json`` and ``estimate.json`` are read,
-            where they are there.
-        output: the page; None for ``adaptive_batch/report.html`` in `output_dir`. The picture has
-            its name, with .png.
+        output_dir: folder of the run; its ``run.jsonl``, ``probe.json`` and ``estimate.json`` are
+            read, where they are there.
+        output: path of the page; None for ``adaptive_batch/report.html`` in `output_dir`. The
+            picture has its name, with .png.
 
     Raises:
         SettingError: there is neither log nor probe nor estimate, or the page cannot be written
@@ -43,15 +45,20 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     """
     from .drawing import require_libraries
 
+    # A missing library is named before a long log is read.
     require_libraries()
     from adaptive_batch.estimate import read_estimate
 
     folder = Path(output_dir) / "adaptive_batch"
-    page = Path(output) if output is not None else folder / "report.html"
-    if page.is_dir() or page.suffix == ".png" or (output is not None and not page.parent.is_dir()):
-        raise SettingError(
-            "--output", str(page), "give a file that ends in .html, in a folder that is there"
-        )
+    page = folder / "report.html"
+    is_in_folder = True
+    if output is not None:
+        page = Path(output)
+        is_in_folder = page.parent.is_dir()
+    # The picture, which ends in .png, would overwrite a page of the same name.
+    if page.is_dir() or page.suffix == ".png" or not is_in_folder:
+        remedy = "give a file that ends in .html, in a folder that is there"
+        raise SettingError("--output", str(page), remedy)
     has_log = (folder / "run.jsonl").is_file()
     probe = read_probe(folder / "probe.json")
     estimate = read_estimate(folder / "estimate.json")
@@ -61,10 +68,9 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
             " output_dir"
         )
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
-    timeline = Timeline.of(read_records(folder / "run.jsonl") if has_log else [])
-    text, picture = render(
-        timeline, probe, estimate, name=_printable(Path(output_dir).resolve().name)
-    )
+    records = read_records(folder / "run.jsonl") if has_log else []
+    name = _printable(Path(output_dir).resolve().name)
+    text, picture = render(Timeline.of(records), probe, estimate, name=name)
     _write(page, _printable(text))
     _write(page.with_suffix(".png"), picture)
     return page, page.with_suffix(".png")
@@ -73,15 +79,17 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
 def read_probe(path: Path) -> dict[str, Any] | None:
     """Return the newest result in a ``probe.json``; None where there is none that can be read."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        probe = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return probe if isinstance(probe, dict) else None
 
 
 def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
-    """Write the figures of an estimate as a PNG; an AdaptiveBatchError says that matplotlib is not
-    installed.
+    """Write the figures of an estimate as a PNG.
+
+    Raises:
+        AdaptiveBatchError: matplotlib is not installed.
     """
     from .drawing import require_libraries, to_png
 
@@ -90,13 +98,13 @@ def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
 
     figures = estimate_figures(estimate)
     columns = min(2, len(figures))
+    # matplotlib breaks no line: what is wider than the figures would be cut.
     wrapper = textwrap.TextWrapper(60 * columns, subsequent_indent="    ")
-    lines = [part for line in summary_lines(estimate) for part in wrapper.wrap(line)]
-    _write(
-        path,
-        to_png(figures, heading="Estimated memory", lines=lines, columns=columns),
-        key="output_dir",
-    )
+    lines: list[str] = []
+    for line in summary_lines(estimate):
+        lines += wrapper.wrap(line)
+    picture = to_png(figures, heading="Estimated memory", lines=lines, columns=columns)
+    _write(path, picture, key="output_dir")
 
 
 def render(
@@ -114,18 +122,12 @@ def render(
     from .run_figures import figures_of
 
     figures, missing = figures_of(timeline, probe)
+    kind = _kind_of(timeline, probe)
     if estimate:
         figures = [*estimate_figures(estimate), *figures]
-        missing = (
-            missing if timeline.events or timeline.steps or probe else []
-        )  # it may be an estimate and no run
-    kind = (
-        "Run report"
-        if timeline.events or timeline.steps
-        else "Probe report"
-        if probe
-        else "Memory estimate"
-    )
+        # An estimate alone has no run whose figures could be missing.
+        if kind == "Memory estimate":
+            missing = []
     facts = facts_of(timeline, probe)
     notes = _notes_of(timeline, missing)
     events = marks_of(timeline)
@@ -148,11 +150,21 @@ def render(
         dark=DARK,
         grounds=GROUNDS,
     )
-    lines = [
-        "     ".join(f"{k}: {v}" for k, v in facts[place : place + 7])
-        for place in range(0, len(facts), 7)
-    ]
+    # Seven facts fill the width of the picture.
+    lines = []
+    for place in range(0, len(facts), 7):
+        pairs = facts[place : place + 7]
+        lines.append("     ".join(f"{fact}: {value}" for fact, value in pairs))
     return text, to_png(figures, heading=f"{kind}: {name}", lines=[*lines, *notes], events=events)
+
+
+def _kind_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> str:
+    """Return the kind of report, by the first of run, probe and estimate that is there."""
+    if timeline.events or timeline.steps:
+        return "Run report"
+    if probe:
+        return "Probe report"
+    return "Memory estimate"
 
 
 def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[str, str]]:
@@ -160,50 +172,71 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
     steps = timeline.steps
     events = timeline.events
     starts = [event.values for event in events if event.values["kind"] == "start"]
-    validated = [
-        as_number(e.values["val_loss"])
-        for e in events
-        if "val_loss" in e.values and not e.rolled_back
-    ]
-    facts: dict[str, float | str] = {
-        "rows": as_number(starts[-1].get("rows")) if starts else math.nan
-    }
+    # The order of the facts is that of the page.
+    facts: dict[str, float | str] = {}
+    if starts:
+        facts["rows"] = as_number(starts[-1].get("rows"))
     if steps:
         last = steps[-1]
-        facts |= {"epochs": last.value("epoch") + 1, "steps": last.number}
-        facts |= {"samples": last.samples, "tokens": last.value("tokens_seen")}
-    bound, most = (as_number((probe or {}).get(key)) for key in ("max_batch_size", "maximum"))
-    facts["bound"] = f"{bound:,.0f}+" if bound >= most > 0 else bound
+        facts["epochs"] = last.value("epoch") + 1
+        facts["steps"] = last.number
+        facts["samples"] = last.samples
+        facts["tokens"] = last.value("tokens_seen")
+    if probe:
+        bound = as_number(probe.get("max_batch_size"))
+        # At the maximum the probe stopped, and more rows may fit.
+        is_at_maximum = bound >= as_number(probe.get("maximum")) > 0
+        facts["bound"] = f"{bound:,.0f}+" if is_at_maximum else bound
     if steps:
         facts["first batch"] = steps[0].value("batch_size")
-        before, rows = (
-            steps[-2:][0],
-            last.value("batch_size"),
-        )  # the last step may be the short end of an epoch
-        full = before.value("batch_size")
-        is_short = rows < full and before.values.get("epoch") == last.values.get("epoch")
-        facts["last batch"] = f"{full:,.0f} (last step {rows:,.0f})" if is_short else rows
+        facts["last batch"] = _last_batch(steps)
         if "loss" in last.values:
             loss = last.value("loss")
             facts["final loss"] = f"{loss:.4g}" if math.isfinite(loss) else str(last.values["loss"])
-    facts["final val_loss"] = (
-        f"{validated[-1]:.4g}" if validated and math.isfinite(validated[-1]) else ""
-    )
+    validation_losses = [
+        as_number(event.values["val_loss"])
+        for event in events
+        if "val_loss" in event.values and not event.rolled_back
+    ]
+    if validation_losses and math.isfinite(validation_losses[-1]):
+        facts["final val_loss"] = f"{validation_losses[-1]:.4g}"
     if events or steps:
         facts["time"] = _duration(timeline.seconds)
         facts["restarts"] = str(sum(event.mark == "restarted" for event in events))
-    facts["out of memory"] = last.value("oom_count") if steps else math.nan
-    facts["began"] = _clock(as_number(starts[0].get("time"))) if starts else ""
-    shown = {
-        name: f"{fact:,.0f}" if isinstance(fact, int | float) and math.isfinite(fact) else fact
-        for name, fact in facts.items()
-    }
-    return [(name, fact) for name, fact in shown.items() if isinstance(fact, str) and fact]
+    if steps:
+        facts["out of memory"] = last.value("oom_count")
+    if starts:
+        facts["began"] = _clock(as_number(starts[0].get("time")))
+    texts = [(name, _as_text(fact)) for name, fact in facts.items()]
+    return [(name, text) for name, text in texts if text]
+
+
+def _last_batch(steps: Sequence[Step]) -> float | str:
+    """Return the batch size at the end of a run, with that of a short last step behind it."""
+    last = steps[-1]
+    previous = steps[-2:][0]
+    last_rows = last.value("batch_size")
+    full_rows = previous.value("batch_size")
+    # The last step of an epoch may have fewer rows: that is no change of the batch size.
+    is_same_epoch = previous.values.get("epoch") == last.values.get("epoch")
+    if last_rows < full_rows and is_same_epoch:
+        return f"{full_rows:,.0f} (last step {last_rows:,.0f})"
+    return last_rows
+
+
+def _as_text(fact: float | str) -> str:
+    """Return a fact as text; empty where it is a number that is not finite."""
+    if isinstance(fact, str):
+        return fact
+    return f"{fact:,.0f}" if math.isfinite(fact) else ""
 
 
 def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
-    """Return what a reader should know of the run, one sentence each; `missing` are titles of
-    figures without data.
+    """Return what a reader should know of the run, one sentence each.
+
+    Args:
+        timeline: run.
+        missing: titles of figures without data.
     """
     notes = []
     if timeline.events and not timeline.steps:
@@ -213,9 +246,11 @@ def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
             f"Only the last run of the file is shown; other runs in it: {timeline.other_runs}."
         )
     notes += [f"{line[0].upper()}{line[1:]}." for line in timeline.losses_not_finite.lines()]
-    if num := sum(map(len, timeline.rolled_back)):
+    num_rolled_back = sum(map(len, timeline.rolled_back))
+    if num_rolled_back:
         notes.append(
-            f"Steps that restarts rolled back: {num:,}. The figures of loss show them dotted."
+            f"Steps that restarts rolled back: {num_rolled_back:,}."
+            " The figures of loss show them dotted."
         )
     if missing:
         names = ", ".join(title[0].lower() + title[1:] for title in missing)
@@ -224,20 +259,24 @@ def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
 
 
 def _printable(text: str) -> str:
-    """Return a text with what no UTF-8 can hold, as of a folder's name that is none, written out."""
+    """Return a text in which what UTF-8 cannot hold is written out."""
+    # The name of a folder may be any bytes.
     return text.encode(errors="backslashreplace").decode()
 
 
 def _duration(seconds: float) -> str:
     """Return a time as people write it: 48 s, 2:05 min, 3:20:00 h."""
     minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
     if minutes < 60:
-        return f"{minutes}:{rest:02d} min" if minutes else f"{rest} s"
+        return f"{minutes}:{rest:02d} min"
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d} h"
 
 
 def _clock(seconds: float) -> str:
     """Return a moment in UTC; empty where it is none."""
+    # A log may hold any number as its time.
     try:
         return datetime.fromtimestamp(seconds, tz=timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
     except (ValueError, OverflowError, OSError):
@@ -245,8 +284,9 @@ def _clock(seconds: float) -> str:
 
 
 def _shown_events(timeline: Timeline) -> list[Event | str]:
-    """Return the events; of a kind that is there very often the first and the last, with a line on
-    those between.
+    """Return the events, with a line of text in place of many of one kind.
+
+    Of a kind that is there very often, the first and the last are returned.
     """
     counts = Counter(event.values["kind"] for event in timeline.events)
     seen = Counter[str]()
@@ -266,6 +306,5 @@ def _write(path: Path, content: str | bytes, *, key: str = "--output") -> None:
     try:
         atomic_write(path, content)
     except OSError as error:
-        raise SettingError(
-            key, str(path), f"it cannot be written ({error}); give another file"
-        ) from None
+        remedy = f"it cannot be written ({error}); give another file"
+        raise SettingError(key, str(path), remedy) from None

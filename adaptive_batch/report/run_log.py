@@ -101,7 +101,8 @@ def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Return the records of a file; lines that a kill has torn are left out, with a warning."""
     records = list(iterate_records(path))
-    if torn := records.count(None):
+    torn = records.count(None)
+    if torn:
         log.warning("%s: torn lines that are left out: %d", path, torn)
     return [record for record in records if record is not None]
 
@@ -110,7 +111,8 @@ def _locked(file: TextIO) -> bool:
     """Lock the file until it is closed or this process ends by any means; return whether nobody
     else had.
     """
-    if sys.platform == "win32":  # it has no locks of this kind
+    # It has no locks of this kind.
+    if sys.platform == "win32":
         return True
     import fcntl
 
@@ -118,7 +120,8 @@ def _locked(file: TextIO) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:
+        # A file system without locks.
         return True
     return True
 
