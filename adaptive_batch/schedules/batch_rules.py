@@ -40,11 +40,9 @@ class ClampedBatch:
 
     def describe(self, before: int) -> str:
         """Return one line, such as ``batch_size 16 -> 24 (asked for 32, cut to the bound 24)``."""
-        line = (
-            f"batch_size {before} -> {self.after}"
-            if self.after != before
-            else f"batch_size {before} unchanged"
-        )
+        line = f"batch_size {before} unchanged"
+        if self.after != before:
+            line = f"batch_size {before} -> {self.after}"
         if self.after == self.requested:
             return line
         reason = "cut to" if self.after == self.maximum else "already above"
@@ -62,9 +60,10 @@ def request_batch(
     """
     call = f"{KEY} {_name_of(rule)}({progress})"
     requested = _call(rule, progress, call=call, least=1, remedy="what a step on one device holds")
-    return ClampedBatch(
-        requested, requested if maximum is None else min(requested, maximum), maximum
-    )
+    rows = requested
+    if maximum is not None:
+        rows = min(requested, maximum)
+    return ClampedBatch(requested, rows, maximum)
 
 
 def next_batch_size(
@@ -90,25 +89,29 @@ def next_batch_size(
         remedy="how many rows to add to batch_size",
     )
     requested = batch_size + rows
-    return ClampedBatch(
-        requested,
-        requested if maximum is None else min(requested, max(maximum, batch_size)),
-        maximum,
-    )
+    clamped = requested
+    # A batch that is above the bound already does not shrink.
+    if maximum is not None:
+        clamped = min(requested, max(maximum, batch_size))
+    return ClampedBatch(requested, clamped, maximum)
 
 
 def _call(
     function: Callable[..., object], /, *arguments: object, call: str, least: int, remedy: str
 ) -> int:
-    """Call a function of the user's and check its answer; `call` and `remedy` are for the message."""
+    """Call a user's function and check its answer; `call` and `remedy` are for the message."""
     try:
         answer = function(*arguments)
     except (Exception, SystemExit) as error:
         raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
     number = whole_number(answer)
     if number is None or not least <= number <= MOST_ROWS:
-        bits = (number or 0).bit_length()  # Python refuses to print thousands of digits
-        shown = f"a number of {bits} bits" if bits > 64 else reprlib.repr(answer)
+        bits = (number or 0).bit_length()
+        # Python refuses to print thousands of digits.
+        if bits > 64:
+            shown = f"a number of {bits} bits"
+        else:
+            shown = reprlib.repr(answer)
         raise GrowthFunctionError(
             f"{call} returned {shown}: it must return {remedy}: a whole number, {least} to"
             f" {MOST_ROWS}"
@@ -142,7 +145,8 @@ def _check_call(function: object, /, *arguments: object, key: str, form: str) ->
         )
     try:
         signature = inspect.signature(function)
-    except (ValueError, TypeError):  # some builtins have none
+    except (ValueError, TypeError):
+        # Some builtins have none.
         return
     try:
         signature.bind(*arguments)
@@ -180,8 +184,7 @@ def whole_number(value: object) -> int | None:
 def _name_of(function: object) -> str:
     """Return how a message names a function: its path, or the object's own `repr`."""
     qualified = getattr(function, "__qualname__", None)
-    return (
-        repr(function)
-        if qualified is None
-        else f"{getattr(function, '__module__', '?')}.{qualified}"
-    )
+    if qualified is None:
+        return repr(function)
+    module = getattr(function, "__module__", "?")
+    return f"{module}.{qualified}"

@@ -20,7 +20,8 @@ from .progress import Duration, Progress, parse_duration
 
 @dataclass(frozen=True, repr=False)
 class _Rule:
-    made_by: str  # the call that makes it
+    # The call that makes it.
+    made_by: str
 
     def __repr__(self) -> str:
         return self.made_by
@@ -31,9 +32,8 @@ class Stages(_Rule):
     """A schedule of stages of one batch each."""
 
     batches: tuple[int, ...]
-    ends: tuple[
-        tuple[Fraction, Duration], ...
-    ]  # each stage but the last ends at this part of a duration
+    # Each stage but the last ends at this part of a duration.
+    ends: tuple[tuple[Fraction, Duration], ...]
 
     def __call__(self, progress: Progress) -> int:
         return self.batches[self.stage(progress)]
@@ -52,7 +52,9 @@ class Stages(_Rule):
         if stage == 0:
             return "the start"
         part, duration = self.ends[stage - 1]
-        return str(duration) if part == 1 else f"{part} of {duration}"
+        if part == 1:
+            return str(duration)
+        return f"{part} of {duration}"
 
 
 def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
@@ -92,9 +94,9 @@ def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
             shown,
             "give all in one unit: which of two units comes first is not known beforehand",
         )
-    for before, after in pairwise(ends):
-        if before.amount >= after.amount:
-            raise SettingError(key, shown, f"they must rise, and {after} comes after {before}")
+    for end, next_end in pairwise(ends):
+        if end.amount >= next_end.amount:
+            raise SettingError(key, shown, f"they must rise, and {next_end} comes after {end}")
     made_by = f"steps(batch_sizes={sizes}, thresholds={shown})"
     return Stages(made_by, tuple(sizes), tuple((Fraction(1), end) for end in ends))
 
@@ -172,7 +174,9 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
             end,
             "it is odd, so no smaller batch doubles up to it; give an even number",
         )
-    first = halves[0] if start is None else _whole(f"{KEY}.start", start)
+    first = halves[0]
+    if start is not None:
+        first = _whole(f"{KEY}.start", start)
     if first not in halves[:-1]:
         choices = ", ".join(map(str, halves[:-1]))
         raise SettingError(
@@ -207,14 +211,16 @@ class _ByNoiseScale(_Rule):
             return now
         if noise > now * (1 + self.margin):
             grown = max(now + 1, math.floor(now * self.factor + 0.5))
-            return grown if self.maximum is None else min(grown, max(now, self.maximum))
+            if self.maximum is None:
+                return grown
+            return min(grown, max(now, self.maximum))
+        if self.monotone:
+            return now
         shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
-        # the second is implied but for rounding: what is given up must not be requested again at
-        # once
-        is_below = noise < now / ((1 + self.margin) * self.factor) and noise <= shrunk * (
-            1 + self.margin
-        )
-        return shrunk if is_below and not self.monotone else now
+        is_below = noise < now / ((1 + self.margin) * self.factor)
+        # Implied but for rounding: what is given up must not be requested again at once.
+        stays_below = noise <= shrunk * (1 + self.margin)
+        return shrunk if is_below and stays_below else now
 
 
 def by_noise_scale(
@@ -255,8 +261,8 @@ def by_noise_scale(
     """
     first = _whole(f"{KEY}.start", start)
     gap = _whole(f"{KEY}.every", every)
-    most = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
-    if most is not None and first > most:
+    max_rows = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
+    if max_rows is not None and first > max_rows:
         raise SettingError(f"{KEY}.maximum", maximum, f"must be start={first} or more")
     if not _is_finite(factor) or factor <= 1:
         raise SettingError(f"{KEY}.factor", factor, "must be a number above 1, such as 2.0")
@@ -265,8 +271,8 @@ def by_noise_scale(
     check_bool(f"{KEY}.monotone", monotone)
     factor = float(factor)
     margin = float(margin)
-    made_by = f"by_noise_scale({first}, {most}, {factor=}, {margin=}, every={gap}, {monotone=})"
-    return _ByNoiseScale(made_by, first, most, factor, margin, gap, monotone)
+    made_by = f"by_noise_scale({first}, {max_rows}, {factor=}, {margin=}, every={gap}, {monotone=})"
+    return _ByNoiseScale(made_by, first, max_rows, factor, margin, gap, monotone)
 
 
 @dataclass(frozen=True, repr=False)
@@ -274,7 +280,7 @@ class Seesaw(_Rule):
     """What :func:`seesaw` makes; training couples it to the schedule of the rate."""
 
     factor: float | None
-    most: int | None
+    max_rows: int | None
     start: int = 0
     decay: Callable[[Progress], float] | None = None
 
@@ -282,18 +288,20 @@ class Seesaw(_Rule):
         """Return it with the batch that it starts from, and the part of its peak that the rate's
         schedule has at a progress.
         """
-        if self.most is not None and start > self.most:
+        if self.max_rows is not None and start > self.max_rows:
             raise SettingError(
-                f"{KEY}.maximum", self.most, f"training starts with {start}; give that or more"
+                f"{KEY}.maximum", self.max_rows, f"training starts with {start}; give that or more"
             )
         return replace(self, start=start, decay=decay)
 
     def __call__(self, progress: Progress) -> int:
         assert self.decay is not None, f"{self} is not coupled to a schedule of the rate"
-        growth = 1 / max(self.decay(progress), 1 / MOST_ROWS)  # a schedule may end at 0
-        if self.factor is not None:  # a power of it may be missed by its rounding
+        # A schedule may end at 0.
+        growth = 1 / max(self.decay(progress), 1 / MOST_ROWS)
+        # A power of the factor may be missed by its rounding.
+        if self.factor is not None:
             growth = self.factor ** math.floor(math.log(growth, self.factor) + 1e-9)
-        return min(self.most or MOST_ROWS, math.floor(self.start * growth + 0.5))
+        return min(self.max_rows or MOST_ROWS, math.floor(self.start * growth + 0.5))
 
 
 def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
@@ -304,8 +312,9 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
     batch and has 1 / sqrt(a) of the peak rate (Meterez et al. 2025, arXiv 2510.14717, algorithm 1;
     for normalized SGD, and Adam where noise dominates). With
 
-        f(t)  the schedule, at the part t of the data that is trained: a decay takes the data that
-        it takes alone d(t)  f(t) / the highest f so far, which is 1 in a warm-up: it is not touched
+        f(t)  the schedule, at the part t of the data that is trained; a decay takes the data that
+              it takes alone
+        d(t)  f(t) / the highest f so far, which is 1 in a warm-up: it is not touched
         B0    the configured batch
 
     a step holds B = round(B0 / d) and has the rate lr x f x sqrt(B / B0), by the global batch that
@@ -330,15 +339,16 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
         raise SettingError(
             f"{KEY}.factor", factor, "must be a number above 1, such as 2.0, or null"
         )
-    most = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
+    max_rows = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
     factor = factor and float(factor)
-    return Seesaw(f"seesaw({factor=}, maximum={most})", factor, most)
+    return Seesaw(f"seesaw({factor=}, maximum={max_rows})", factor, max_rows)
 
 
 @dataclass(frozen=True, repr=False)
 class _ByCriticalBatch(_Rule):
     start: int
-    points: tuple[tuple[Duration, int], ...]  # measured; rising, all of one unit
+    # What was measured; rising, all of one unit.
+    points: tuple[tuple[Duration, int], ...]
 
     @property
     def reads_tokens(self) -> bool:
@@ -348,14 +358,15 @@ class _ByCriticalBatch(_Rule):
     def __call__(self, progress: Progress) -> int:
         last, _ = self.points[-1]
         now = math.sqrt(last.share(progress))
-        before = 0.0
+        previous = 0.0
         batch = self.start
         for duration, measured in self.points:
             at = math.sqrt(duration.amount / last.amount)
             grown = max(batch, measured)
-            if duration.share(progress) < 1:  # which is exact
-                return math.floor(batch + (grown - batch) * (now - before) / (at - before))
-            before = at
+            # The share is exact, its square root is not.
+            if duration.share(progress) < 1:
+                return math.floor(batch + (grown - batch) * (now - previous) / (at - previous))
+            previous = at
             batch = grown
         return batch
 
@@ -430,7 +441,10 @@ def at_epochs(additions: Mapping[int | str, int]) -> Increment:
     for given_epoch, given_rows in additions.items():
         # Digits as text: keys of a mapping that came through JSON or the command line.
         is_text = isinstance(given_epoch, str) and given_epoch.isascii() and given_epoch.isdigit()
-        epoch = int(given_epoch) if is_text else whole_number(given_epoch)
+        if is_text:
+            epoch: int | None = int(given_epoch)
+        else:
+            epoch = whole_number(given_epoch)
         rows = whole_number(given_rows)
         if epoch is None or epoch < 0 or rows is None or not 0 <= rows <= MOST_ROWS:
             remedy = (

@@ -31,9 +31,9 @@ class Clock:
         """
         if value is None:
             return cls()
-        units: dict[str, Any] = (
-            dict(value) if isinstance(value, Mapping) else {"warmup": value, "decay": value}
-        )
+        units: dict[str, Any] = {"warmup": value, "decay": value}
+        if isinstance(value, Mapping):
+            units = dict(value)
         units = {key: "samples" if unit is None else unit for key, unit in units.items()}
         if not units.keys() <= {"warmup", "decay"} or not all(
             unit in UNITS for unit in units.values()
@@ -46,11 +46,9 @@ class Clock:
         return cls(**units)
 
     def __str__(self) -> str:
-        return (
-            self.decay
-            if self.warmup == self.decay
-            else f"warm-up in {self.warmup}, decay in {self.decay}"
-        )
+        if self.warmup == self.decay:
+            return self.decay
+        return f"warm-up in {self.warmup}, decay in {self.decay}"
 
     @property
     def counts_tokens(self) -> bool:
@@ -123,17 +121,20 @@ def time_by(unit: str, progress: Progress) -> float:
     if unit == "tokens":
         return epochs_done + progress.epoch_tokens * reference.steps / plan.tokens
     if not plan.is_estimate:
-        slots = reference.slots if plan.stepped_rows == reference.stepped_rows else plan.slots
+        slots = plan.slots
+        if plan.stepped_rows == reference.stepped_rows:
+            slots = reference.slots
         return epochs_done + progress.epoch_rows * reference.steps / slots
-    by_steps = progress.epoch_steps / plan.most_steps if plan.most_steps else 0.0
+    by_steps = 0.0
+    if plan.most_steps:
+        by_steps = progress.epoch_steps / plan.most_steps
     return epochs_done + max(progress.epoch_rows / plan.rows, by_steps) * reference.steps
 
 
 def decay_of(schedule: Callable[[float], float]) -> Callable[[float], float]:
-    """Return what a schedule has left of the highest value that it had up to a time of the clock: 1
-    as long as it rises.
-    """
-    peaks = [0.0]  # up to each whole time
+    """Return a schedule's value over its highest up to then: 1 as long as it rises."""
+    # The highest value up to each whole time.
+    peaks = [0.0]
 
     def decay(time: float) -> float:
         while len(peaks) < int(time) + 2:

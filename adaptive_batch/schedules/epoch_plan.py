@@ -34,16 +34,16 @@ class EpochPlan:
     def of(
         cls, rows: int, *, step_rows: int, drop_last: bool, max_steps: int | None = None
     ) -> EpochPlan:
-        """Divide `rows` into steps; the last, short one is dropped or trained; `max_steps` cuts the
-        epoch.
+        """Divide `rows` into steps; the last, short one is dropped or trained.
+
+        `max_steps` cuts the epoch; None cuts nothing.
         """
-        steps = rows // step_rows if drop_last else -(-rows // step_rows)
-        return cls(
-            rows,
-            step_rows,
-            steps if max_steps is None else min(steps, max_steps),
-            most_steps=max_steps,
-        )
+        steps = rows // step_rows
+        if not drop_last and rows % step_rows:
+            steps += 1
+        if max_steps is not None:
+            steps = min(steps, max_steps)
+        return cls(rows, step_rows, steps, most_steps=max_steps)
 
     @classmethod
     def of_sizes(
@@ -66,7 +66,9 @@ class EpochPlan:
     @property
     def stepped_rows(self) -> int:
         """Rows that the epoch's steps have."""
-        return min(self.rows, self.slots) if self.sizes is None else sum(self.sizes)
+        if self.sizes is None:
+            return min(self.rows, self.slots)
+        return sum(self.sizes)
 
     @property
     def slots(self) -> int:
@@ -75,8 +77,10 @@ class EpochPlan:
         """
         if self.sizes is None:
             return self.steps * self.step_rows
-        alike = len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]
-        return len(self.sizes) * self.sizes[0] if alike else sum(self.sizes)
+        # Steps of one size but for a short last one.
+        if len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]:
+            return len(self.sizes) * self.sizes[0]
+        return sum(self.sizes)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""The learning rate as a function of the base rate, the schedule and the progress; recomputed,
-never accumulated.
+"""The learning rate as a function of the base rate, the schedule and the progress.
+
+It is recomputed for each step, never accumulated.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from adaptive_batch.errors import SettingError
 
 RULES = ("none", "linear", "sqrt")
 SCALED_WITH_BATCH: Mapping[str, str] = {"beta2": "half_life", "weight_decay": "per_token"}
+# The key of a parameter group that holds each of them.
 _IN_GROUP = {"beta2": "betas", "weight_decay": "weight_decay"}
 
 
@@ -31,18 +33,29 @@ class Reference:
     unit: Literal["rows", "tokens"]
 
     def __str__(self) -> str:
-        amount = int(self.amount) if float(self.amount).is_integer() else self.amount
-        return f"{amount} {self.unit[:-1] if amount == 1 else self.unit}"
+        # As a whole number where it is one: "64 rows", not "64.0 rows".
+        amount: int | float = self.amount
+        if float(amount).is_integer():
+            amount = int(amount)
+        unit: str = self.unit
+        if amount == 1:
+            unit = unit.removesuffix("s")
+        return f"{amount} {unit}"
 
 
 def parse_reference(value: object) -> Reference:
-    """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens; raise ValueError for all else."""
+    """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens.
+
+    Raises:
+        ValueError: it is neither.
+    """
     if type(value) is int and 1 <= value <= LARGEST_NUMBER:
         return Reference(float(value), "rows")
     if isinstance(value, str) and value.endswith("tok"):
         try:
             amount = float(value.removesuffix("tok"))
         except ValueError:
+            # Not a number, so it falls through to the refusal below.
             amount = math.nan
         if 0 < amount <= LARGEST_NUMBER:
             return Reference(amount, "tokens")
@@ -73,44 +86,47 @@ def scale_learning_rate(learning_rate: float, batch: float, reference: float, ru
 
 
 def scale_beta2(beta2: float, ratio: float) -> float:
-    """Scale the beta2 of one batch to one of `ratio` times as much, so that its half-life in data
-    stays.
+    """Scale the beta2 of one batch to a batch of `ratio` times as much data.
 
-    beta2 ** ratio (Marek et al. 2025, arXiv 2507.07101), kept within 0.9 to 0.9999 or what was
-    configured.
+    Its half-life in data stays: beta2 ** ratio (Marek et al. 2025, arXiv 2507.07101), kept within
+    0.9 to 0.9999 or what was configured.
     """
-    return float(min(max(beta2**ratio, min(beta2, 0.9)), max(beta2, 0.9999)))
+    lowest = min(beta2, 0.9)
+    highest = max(beta2, 0.9999)
+    return float(min(max(beta2**ratio, lowest), highest))
 
 
 def scale_weight_decay(weight_decay: float, ratio: float, rate_factor: float) -> float:
-    """Scale the weight decay of one batch to one of `ratio` times as much, so that the decay for
-    each row or token stays.
+    """Scale the weight decay of one batch to a batch of `ratio` times as much data.
 
-    A step of AdamW decays weights by rate x weight decay. Of `ratio` times the data, it has to by
-    `ratio` times that, of which the rate brings `rate_factor`: rate x weight decay / batch is kept
-    (the timescale of Wang and Aitchison 2024, arXiv 2405.13698). So the rule ``linear`` keeps the
-    weight decay, ``sqrt`` multiplies it by sqrt(ratio), and ``none`` by `ratio`.
+    The decay for each row or token stays. A step of AdamW decays weights by rate x weight decay. A
+    step of `ratio` times the data decays them by `ratio` times as much, of which the rate brings
+    `rate_factor`: rate x weight decay / batch is kept (the timescale of Wang and Aitchison 2024,
+    arXiv 2405.13698). So the rule ``linear`` keeps the weight decay, ``sqrt`` multiplies it by
+    sqrt(ratio), and ``none`` by `ratio`.
     """
     return weight_decay * ratio / rate_factor
 
 
 def check_scaled(name: str, value: object) -> Mapping[str, str]:
-    """Read what is scaled with the batch, such as ``{beta2: half_life}``; raise SettingError for
-    what is not known.
+    """Read the values that are scaled with the batch, such as ``{beta2: half_life}``.
+
+    Raises:
+        SettingError: it is no block, or names a value or a way of scaling that does not exist.
     """
-    known = ", ".join(f"{key}: {how}" for key, how in SCALED_WITH_BATCH.items())
+    choices = ", ".join(f"{key}: {method}" for key, method in SCALED_WITH_BATCH.items())
     if not isinstance(value, Mapping):
-        raise SettingError(name, value, f"give a block of {known}")
-    for key, how in value.items():
-        if key not in SCALED_WITH_BATCH or how not in (None, SCALED_WITH_BATCH[key]):
+        raise SettingError(name, value, f"give a block of {choices}")
+    for key, method in value.items():
+        if key not in SCALED_WITH_BATCH or method not in (None, SCALED_WITH_BATCH[key]):
             raise SettingError(
-                f"{name}.{key}", how, f"give {known}; null or nothing for what stays"
+                f"{name}.{key}", method, f"give {choices}; null or nothing for what stays"
             )
-    return {str(key): how for key, how in value.items() if how is not None}
+    return {str(key): method for key, method in value.items() if method is not None}
 
 
 class _Scaled(NamedTuple):
-    """A value of parameter group `number` that was scaled: as it was before, and as it was applied."""
+    """A scaled value of parameter group `number`: unscaled, and as it was applied."""
 
     number: int
     group: dict[str, Any]
@@ -125,10 +141,10 @@ class _Scaled(NamedTuple):
 
 
 class LearningRate:
-    """Set the rate of optimizers for a step: the unscaled rate x rule(batch / reference), which the
-    step alone sees.
+    """Set the rate of optimizers for one step, scaled by its batch.
 
-    So it does with beta2 and the weight decay, where these are to follow the batch.
+    The step alone sees this rate: the unscaled rate x rule(batch / reference). Beta2 and the weight
+    decay are set the same way where they are to follow the batch.
 
     The unscaled rate is base x schedule(clock); without a scheduler it is the one that the groups
     hold, which anybody may change between two steps. The groups hold it again as soon as
@@ -147,13 +163,13 @@ class LearningRate:
             Lightning wraps is taken.
         rule: ``none``, ``linear`` or ``sqrt``, see :func:`scale_learning_rate`.
         reference: the global batch that the base rates were chosen for; rows where it is a number.
-        scale_with_batch: what else follows the batch: ``beta2``, ``weight_decay``; see
+        scale_with_batch: other values that follow the batch: ``beta2``, ``weight_decay``; see
             :func:`scale_beta2`, :func:`scale_weight_decay`.
 
     Attributes:
         rule, reference: as given.
-        scaled: what else was applied last, by name, of the first group where it is not 0; before
-            the first step, what it is scaled from.
+        scaled: the other values that were applied last, by name, of the first group where they are
+            not 0; before the first step, the values that they are scaled from.
 
     Raises:
         SettingError: a scheduler that keeps its own count, or an optimizer without what is to
@@ -173,54 +189,75 @@ class LearningRate:
     ) -> None:
         if rule not in RULES:
             raise ValueError(f"rule={rule!r}: give one of {', '.join(RULES)}")
-        self._follow = check_scaled("scale_with_batch", scale_with_batch or {})
-        if (rule != "none" or self._follow) and reference is None:
-            what = "scale_with_batch" if rule == "none" else f"rule={rule!r}"
+        if scale_with_batch is None:
+            scale_with_batch = {}
+        self._follow = check_scaled("scale_with_batch", scale_with_batch)
+        scales = rule != "none" or bool(self._follow)
+        if scales and reference is None:
+            key = f"rule={rule!r}"
+            if rule == "none":
+                key = "scale_with_batch"
             raise ValueError(
-                f"{what}: give the reference too, the global batch that the rate was chosen for"
+                f"{key}: give the reference too, the global batch that the rate was chosen for"
             )
-        several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
-        self._optimizers: list[Optimizer] = [_unwrapped(each, "optimizer") for each in several]
+        if not isinstance(reference, Reference | None):
+            reference = parse_reference(reference)
+        self.rule = rule
+        self.reference = reference
+        if isinstance(optimizers, Optimizer):
+            optimizers = [optimizers]
+        self._optimizers: list[Optimizer] = [
+            _unwrapped(optimizer, "optimizer") for optimizer in optimizers
+        ]
         self._first = self._optimizers[0]
         self._scheduler = _unwrapped(scheduler, "scheduler")
-        self.rule = rule
-        self.reference = (
-            reference if isinstance(reference, Reference | None) else parse_reference(reference)
-        )
-        self._scaled: dict[Optimizer, list[_Scaled]] = {}  # for a step that is still to be taken
-        self._overwritten: list[_Scaled] = []  # before the step
-        if not follows_clock(self._scheduler):
-            remedy = (
-                "it keeps its own count; leave it out here and step it in your own loop after"
-                " optimizer.step(): the rate that it sets is scaled"
-            )
-            raise SettingError("lr_scheduler", type(self._scheduler).__name__, remedy)
-        built_around = _unwrapped(getattr(self._scheduler, "optimizer", self._first), "optimizer")
-        if built_around is not self._first:
-            name = type(self._scheduler).__name__
-            raise ValueError(
-                f"{name} was built around another optimizer: give the one that it was built around"
-                " first"
-            )
+        # Values that are scaled for a step that is still to be taken.
+        self._scaled: dict[Optimizer, list[_Scaled]] = {}
+        # Values that somebody else changed between set() and the step.
+        self._overwritten: list[_Scaled] = []
+        self._check_scheduler()
         self._remember_bases()
         for optimizer in self._optimizers:
             _check_has(optimizer, self._follow)
             if "beta2" in self._follow and hasattr(optimizer, "_subclass_zeros"):
                 _let_beta2_be_a_tensor(optimizer)
         self.scaled = self._read_scaled()
-        for optimizer in self._optimizers if rule != "none" or self._follow else ():
-            with suppress(
-                AttributeError
-            ):  # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it
-                optimizer.register_step_post_hook(lambda stepped, *_: self._after_step(stepped))
+        if scales:
+            self._register_hooks()
+
+    def _check_scheduler(self) -> None:
+        """Refuse a scheduler that keeps its own count, or was built around another optimizer."""
+        name = type(self._scheduler).__name__
+        if not follows_clock(self._scheduler):
+            remedy = (
+                "it keeps its own count; leave it out here and step it in your own loop after"
+                " optimizer.step(): the rate that it sets is scaled"
+            )
+            raise SettingError("lr_scheduler", name, remedy)
+        built_around = _unwrapped(getattr(self._scheduler, "optimizer", self._first), "optimizer")
+        if built_around is not self._first:
+            raise ValueError(
+                f"{name} was built around another optimizer: give the one that it was built around"
+                " first"
+            )
+
+    def _register_hooks(self) -> None:
+        """Let each optimizer restore its unscaled values after its step, and save only those."""
+
+        def restore_after_step(optimizer: Optimizer, *_: Any) -> None:
+            self._after_step(optimizer)
+
+        for optimizer in self._optimizers:
+            # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it.
+            with suppress(AttributeError):
+                optimizer.register_step_post_hook(restore_after_step)
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 
     def set(self, clock: float, *, batch: float | None = None) -> float:
-        """Apply the rate that belongs to a point of training and to the batch that is stepped
-        there.
+        """Apply the rate of one step, which its time and its batch decide.
 
         Args:
-            clock: in steps of a constant batch.
+            clock: time of the step, in steps of a constant batch.
             batch: global batch of this step, in the unit of the reference; rule ``none`` does
                 without.
 
@@ -233,63 +270,76 @@ class LearningRate:
             ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has
                 moved then.
         """
-        factor = ratio = 1.0
-        if self.rule != "none" or self._follow:
-            assert self.reference is not None
-            if batch is None:
-                raise ValueError(
-                    f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step"
-                )
-            factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
-            ratio = batch / self.reference.amount
-        overwritten = self._overwritten
-        self._overwritten = []
-        for one in overwritten:
-            if not one.is_there:
-                key, value = (
-                    ("lr_scaling", self.rule)
-                    if one.key == "lr"
-                    else ("scale_with_batch", str(self._follow))
-                )
-                remedy = (
-                    f"another {one.key} was set after the step's own and before optimizer.step(),"
-                    " and is not scaled; set it before or after both"
-                )
-                raise SettingError(key, value, remedy)
-            _write(
-                one.group, one.key, one.unscaled
-            )  # torch's get_optimizer_state_dict has taken a step at a rate of 0
+        ratio, rate_factor = self._scaling_of(batch)
+        # The groups hold the unscaled values again, so that no scaling comes on top of another.
+        self._settle_overwritten()
         self.restore()
         if self._scheduler is not None:
             self._schedule(self._scheduler, clock)
-        keys = [*(["lr"] if factor != 1.0 else []), *(_IN_GROUP[name] for name in self._follow)]
-        for optimizer in self._optimizers if keys else ():
-            # all are read first: groups may share a tensor
-            before = [
-                (at, group, key, _read(group, key))
-                for at, group in enumerate(optimizer.param_groups)
-                for key in keys
-            ]
-            for _, group, key, value in before:
-                _write(group, key, _scale(optimizer, key, value, ratio, factor))
-            self._scaled[optimizer] = [
-                _Scaled(*one, applied=_read(one[1], one[2])) for one in before
-            ]
+        self._scale_optimizers(ratio, rate_factor)
         self.scaled = self._read_scaled()
+        applied_rates = [float(group["lr"]) for group in self._first.param_groups]
         if self._scheduler is not None:
-            self._scheduler._last_lr = [
-                float(group["lr"]) for group in self._first.param_groups
-            ]  # for its get_last_lr()
-        return float(self._first.param_groups[0]["lr"])
+            # The attribute that the scheduler's get_last_lr() returns.
+            self._scheduler._last_lr = applied_rates
+        return applied_rates[0]
+
+    def _scaling_of(self, batch: float | None) -> tuple[float, float]:
+        """Return batch / reference, and the factor of the rate that follows from it."""
+        if self.rule == "none" and not self._follow:
+            return 1.0, 1.0
+        assert self.reference is not None
+        if batch is None:
+            raise ValueError(
+                f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step"
+            )
+        rate_factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
+        return batch / self.reference.amount, rate_factor
+
+    def _scale_optimizers(self, ratio: float, rate_factor: float) -> None:
+        """Scale the values of all groups, and remember them for :meth:`restore`."""
+        keys = [_IN_GROUP[name] for name in self._follow]
+        # A rate that stays is left alone: somebody else may change it before the step.
+        if rate_factor != 1.0:
+            keys.insert(0, "lr")
+        if not keys:
+            return
+        for optimizer in self._optimizers:
+            self._scaled[optimizer] = _scale_groups(optimizer, keys, ratio, rate_factor)
+
+    def _settle_overwritten(self) -> None:
+        """Unscale what had another value at the last step; refuse what was set by somebody else."""
+        # Emptied first: a refusal is raised once.
+        overwritten = self._overwritten
+        self._overwritten = []
+        for scaled in overwritten:
+            if not scaled.is_there:
+                setting = "scale_with_batch"
+                value = str(self._follow)
+                if scaled.key == "lr":
+                    setting = "lr_scaling"
+                    value = self.rule
+                remedy = (
+                    f"another {scaled.key} was set after the step's own and before"
+                    " optimizer.step(), and is not scaled; set it before or after both"
+                )
+                raise SettingError(setting, value, remedy)
+            # torch's get_optimizer_state_dict has taken a step at a rate of 0.
+            _write(scaled.group, scaled.key, scaled.unscaled)
 
     def restore(self, optimizer: Optimizer | None = None) -> None:
-        """Put the unscaled rates back, of all optimizers or one, where nobody has changed what
-        :meth:`set` wrote.
+        """Restore the unscaled rates, where nobody has changed what :meth:`set` wrote.
+
+        Args:
+            optimizer: optimizer to restore; None for all.
         """
-        for each in self._optimizers if optimizer is None else [optimizer]:
-            for one in self._scaled.pop(each, ()):
-                if one.is_there:
-                    _write(one.group, one.key, one.unscaled)
+        optimizers = self._optimizers
+        if optimizer is not None:
+            optimizers = [optimizer]
+        for owner in optimizers:
+            for scaled in self._scaled.pop(owner, ()):
+                if scaled.is_there:
+                    _write(scaled.group, scaled.key, scaled.unscaled)
 
     @property
     def base(self) -> float:
@@ -298,28 +348,35 @@ class LearningRate:
         return float(group.get("initial_lr", group["lr"]))
 
     def _read_scaled(self) -> dict[str, float]:
-        groups = self._first.param_groups
-        return {
-            name: next(filter(None, (_number(g[_IN_GROUP[name]]) for g in groups)), 0.0)
-            for name in self._follow
-        }
+        """Return what follows the batch, by name, of the first group where it is not 0."""
+        values = {}
+        for name in self._follow:
+            numbers = [_number(group[_IN_GROUP[name]]) for group in self._first.param_groups]
+            values[name] = next(filter(None, numbers), 0.0)
+        return values
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        self._overwritten += [one for one in self._scaled.get(optimizer, ()) if not one.is_there]
+        """Restore an optimizer's unscaled values, and note what somebody else has changed."""
+        scaled_values = self._scaled.get(optimizer, ())
+        self._overwritten += [scaled for scaled in scaled_values if not scaled.is_there]
         self.restore(optimizer)
 
     def _save_unscaled(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        for one in self._scaled.get(optimizer, ()):
-            if one.is_there:
-                saved = state["param_groups"][one.number]
-                in_tensor = one.key == "lr" and isinstance(saved["lr"], torch.Tensor)
-                saved[one.key] = (
-                    torch.full_like(saved["lr"], one.unscaled) if in_tensor else one.unscaled
-                )
+        """Write the unscaled values into an optimizer's state dict."""
+        for scaled in self._scaled.get(optimizer, ()):
+            if not scaled.is_there:
+                continue
+            group = state["param_groups"][scaled.number]
+            unscaled = scaled.unscaled
+            # A new tensor: the one in the state dict is the group's own.
+            if scaled.key == "lr" and isinstance(group["lr"], torch.Tensor):
+                unscaled = torch.full_like(group["lr"], unscaled)
+            group[scaled.key] = unscaled
 
     def _remember_bases(self) -> None:
-        """Keep the base rate of each group where an optimizer's state dict keeps it: its lr is
-        saved as it was scheduled.
+        """Keep the base rate of each group in its ``initial_lr``.
+
+        The state dict of an optimizer keeps that; its lr is saved as it was scheduled.
         """
         if self._scheduler is None:
             return
@@ -329,7 +386,7 @@ class LearningRate:
 
     def _schedule(self, scheduler: LRScheduler, clock: float) -> None:
         """Write the scheduled rates."""
-        part, factors = _evaluate(scheduler, clock)
+        current, factors = _evaluate(scheduler, clock)
         num_groups = len(self._first.param_groups)
         if num_groups != len(factors):
             remedy = (
@@ -337,40 +394,59 @@ class LearningRate:
                 f"{num_groups}; add groups before it is built"
             )
             raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
+        # Groups may have been added since the last step.
         self._remember_bases()
-        for group, base, factor in zip(
-            self._first.param_groups, part.base_lrs, factors, strict=True
-        ):
+        bases = current.base_lrs
+        for group, base, factor in zip(self._first.param_groups, bases, factors, strict=True):
             write_rate(group, float(base) * factor)
         for optimizer in self._optimizers[1:]:
             groups = optimizer.param_groups
-            # an optimizer with other groups follows the first group's schedule
-            shared = factors if len(factors) == len(groups) else factors[:1] * len(groups)
+            shared = factors
+            # An optimizer with other groups follows the first group's schedule.
+            if len(factors) != len(groups):
+                shared = factors[:1] * len(groups)
             for group, factor in zip(groups, shared, strict=True):
                 write_rate(group, float(group["initial_lr"]) * factor)
 
 
-def _unwrapped(one: Any, name: str) -> Any:
-    """Return the optimizer or the scheduler that accelerate's or Lightning's wrapper holds; itself
-    where it is none.
-    """
-    while isinstance(inner := getattr(one, name, None), Optimizer | LRScheduler):
-        one = inner
-    return one
+def _unwrapped(wrapper: Any, name: str) -> Any:
+    """Return what accelerate's or Lightning's wrapper holds; itself where there is no wrapper."""
+    inner = getattr(wrapper, name, None)
+    while isinstance(inner, Optimizer | LRScheduler):
+        wrapper = inner
+        inner = getattr(wrapper, name, None)
+    return wrapper
 
 
 def write_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the rate of a parameter group, in place where it is a tensor, as torchao's optimizers
-    keep it.
-    """
+    """Set the rate of a parameter group, in place where it is a tensor, as torchao keeps it."""
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
 
 
+def _scale_groups(
+    optimizer: Optimizer, keys: Sequence[str], ratio: float, rate_factor: float
+) -> list[_Scaled]:
+    """Scale values of all parameter groups, and return what was scaled."""
+    unscaled = []
+    # All are read first: groups may share a tensor.
+    for number, group in enumerate(optimizer.param_groups):
+        unscaled += [(number, group, key, _read(group, key)) for key in keys]
+    for _, group, key, value in unscaled:
+        _write(group, key, _scale(optimizer, key, value, ratio, rate_factor))
+    return [
+        _Scaled(number, group, key, value, applied=_read(group, key))
+        for number, group, key, value in unscaled
+    ]
+
+
 def _read(group: dict[str, Any], key: str) -> Any:
-    return float(group[key]) if key == "lr" else group[key]
+    # A number, as a rate may be a tensor that is changed in place.
+    if key == "lr":
+        return float(group["lr"])
+    return group[key]
 
 
 def _write(group: dict[str, Any], key: str, value: Any) -> None:
@@ -381,21 +457,22 @@ def _write(group: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _scale(optimizer: Optimizer, key: str, value: Any, ratio: float, rate_factor: float) -> Any:
-    """Return what becomes of a value of a parameter group at a batch of `ratio` times the
-    reference.
-    """
+    """Return a value of a parameter group, scaled to a batch of `ratio` times the reference."""
     if key == "lr":
         return value * rate_factor
-    # torchao's low-bit optimizers compile their step for each number that is no tensor
-    kept = torch.tensor if hasattr(optimizer, "_subclass_zeros") else float
+    convert: Callable[[float], Any] = float
+    # torchao's low-bit optimizers compile their step for each number that is no tensor.
+    if hasattr(optimizer, "_subclass_zeros"):
+        convert = torch.tensor
     if key == "betas":
-        return (value[0], kept(scale_beta2(value[1], ratio)), *value[2:])
-    return kept(scale_weight_decay(value, ratio, rate_factor))
+        return (value[0], convert(scale_beta2(value[1], ratio)), *value[2:])
+    return convert(scale_weight_decay(value, ratio, rate_factor))
 
 
 def _let_beta2_be_a_tensor(optimizer: Any) -> None:
     """Give the states of torchao's low-bit optimizers the one operation that they lack for it."""
-    if math.isinf(optimizer.block_size):  # its AdamW without low-bit states
+    # Its AdamW without low-bit states.
+    if math.isinf(optimizer.block_size):
         return
     kind = type(
         optimizer._subclass_zeros(torch.zeros(optimizer.block_size), True, optimizer.block_size)
@@ -403,19 +480,24 @@ def _let_beta2_be_a_tensor(optimizer: Any) -> None:
 
     @kind.implements(torch.ops.aten.lerp.Tensor)  # type: ignore[untyped-decorator]
     def lerp(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return func(
-            *(each.dequantize() if isinstance(each, kind) else each for each in args), **kwargs
-        )
+        tensors = []
+        for arg in args:
+            if isinstance(arg, kind):
+                arg = arg.dequantize()
+            tensors.append(arg)
+        return func(*tensors, **kwargs)
 
 
 def _number(value: Any) -> float:
-    """Return the weight decay, or of betas the second."""
-    return float(value[1] if isinstance(value, tuple | list) else value)
+    """Return a weight decay as it is, and of betas the second."""
+    if isinstance(value, tuple | list):
+        return float(value[1])
+    return float(value)
 
 
 def _check_has(optimizer: Optimizer, names: Mapping[str, str]) -> None:
     """Refuse an optimizer whose groups do not have what is to follow the batch."""
-    for name, how in names.items():
+    for name, method in names.items():
         key = _IN_GROUP[name]
         kind = type(optimizer).__name__
         if not all(key in group for group in optimizer.param_groups):
@@ -423,27 +505,32 @@ def _check_has(optimizer: Optimizer, names: Mapping[str, str]) -> None:
                 f"the parameter groups of {kind} have no {key}; remove it, or take"
                 " torch.optim.AdamW"
             )
-            raise SettingError(f"scale_with_batch.{name}", how, remedy)
+            raise SettingError(f"scale_with_batch.{name}", method, remedy)
+        # Scaling 0 would change nothing, without a word.
         if not any(_number(group[key]) for group in optimizer.param_groups):
             raise SettingError(
-                f"scale_with_batch.{name}", how, f"{name} of {kind} is 0; set it, or remove this"
+                f"scale_with_batch.{name}", method, f"{name} of {kind} is 0; set it, or remove this"
             )
 
 
 def follows_clock(scheduler: Any) -> bool:
-    """Whether a scheduler is a function of the step alone, and keeps no count; so is None."""
+    """Return whether a scheduler is a function of the step alone; so is None.
+
+    Such a scheduler keeps no count of its own.
+    """
+    if scheduler is None:
+        return True
     if type(scheduler) is SequentialLR:
         are_lambdas = all(
             isinstance(part, LambdaLR) and follows_clock(part) for part in scheduler._schedulers
         )
         return are_lambdas and scheduler._milestones == sorted(scheduler._milestones)
-    is_lambda = isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
-    return scheduler is None or is_lambda
+    # A subclass with a get_lr() of its own may count.
+    return isinstance(scheduler, LambdaLR) and type(scheduler).get_lr is LambdaLR.get_lr
 
 
 def schedule_of(scheduler: LRScheduler | None) -> Callable[[float], float]:
-    """Return a schedule as a function of the clock: what it multiplies the first group's base rate
-    by.
+    """Return a schedule as a function of the clock: its factor of the first group's base rate.
 
     Raises:
         SettingError: there is none, or it keeps its own count.
@@ -454,18 +541,27 @@ def schedule_of(scheduler: LRScheduler | None) -> Callable[[float], float]:
             "a batch that follows the decay of the rate needs a LambdaLR, such as torchtune's"
             " cosine schedule"
         )
-        raise SettingError("lr_scheduler", unwrapped and type(unwrapped).__name__, remedy)
-    return lambda clock: _evaluate(unwrapped, clock)[1][0]
+        kind = None
+        if unwrapped is not None:
+            kind = type(unwrapped).__name__
+        raise SettingError("lr_scheduler", kind, remedy)
+
+    def first_factor(clock: float) -> float:
+        _, factors = _evaluate(unwrapped, clock)
+        return factors[0]
+
+    return first_factor
 
 
 def _evaluate(scheduler: LRScheduler, clock: float) -> tuple[LambdaLR, list[float]]:
-    """Return the part of a schedule that is in force, and what it multiplies the base rate of each
-    group by.
-    """
-    # torch calls the functions with whole numbers
-    time = int(clock) if clock == int(clock) else clock
+    """Return the part of a schedule that is in force, and its factor for each group's base rate."""
+    time = clock
+    # torch calls the functions with whole numbers.
+    if clock == int(clock):
+        time = int(clock)
     if isinstance(scheduler, SequentialLR):
         index = bisect_right(scheduler._milestones, time)
+        # Each part but the first counts from the milestone where it begins.
         if index:
             time -= scheduler._milestones[index - 1]
         scheduler = scheduler._schedulers[index]

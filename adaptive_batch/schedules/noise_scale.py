@@ -12,10 +12,10 @@ being the sum of what its rows give. With l the expected label tokens of a row, 
 and the noise of a row is d = (its part of s - its label tokens x G) / l, which is 0 on average: a
 ratio of sums, to first order, has S = E|d|^2. Then
 
-    E[L |g|^2] = b l |G|^2 + l S (1 + order of 1 / b)        since L |g|^2 = L |G|^2 + 2 l G .
-    sum(d) + |l sum(d)|^2 / L E[L^2 |g|^2] = b^2 l^2 |G|^2 + b tr(covariance of a row's part of s)
-    exactly
+    E[L |g|^2]   = b l |G|^2 + l S (1 + order of 1 / b)
+    E[L^2 |g|^2] = b^2 l^2 |G|^2 + b tr(covariance of a row's part of s)
 
+The first holds as L |g|^2 = L |G|^2 + 2 l G . sum(d) + |l sum(d)|^2 / L, and the second exactly,
 whatever length and gradient of a row have to do with each other. Two sizes of the first give S and
 two of the second |G|^2, with the step's own L / B for l, which leaves an error of order 1 / B.
 Where rows are equally long, both are the paper's. Assumed is that rows are independent, and that
@@ -84,8 +84,9 @@ class NoiseSample:
 class NoiseScale:
     """The noise scale of a run so far, smoothed.
 
-    S and |G|^2 are averaged apart and then divided: the ratio of one step's estimates is biased, and has no mean where
-    |G|^2 may be near zero. The averages are exponential moving ones, corrected for their start.
+    S and |G|^2 are averaged apart and then divided: the ratio of one step's estimates is biased,
+    and has no mean where |G|^2 may be near zero. The averages are exponential moving ones,
+    corrected for their start.
 
     Args:
         decay: what an average keeps at each sample, 0 or more and below 1; about 1 / (1 - decay)
@@ -104,10 +105,12 @@ class NoiseScale:
         self._min_samples = min_samples
         self._every = every
         self._samples = 0
-        self._weight = self._noise = self._squared_gradient = 0.0
+        self._weight = 0.0
+        self._noise = 0.0
+        self._squared_gradient = 0.0
 
     def is_due(self, steps: int) -> bool:
-        """Return whether the step after so many is to be sampled: each, until there may be a value."""
+        """Return whether the step after so many is sampled: each, until there may be a value."""
         return self._samples < self._min_samples or steps % self._every == 0
 
     def update(self, sample: NoiseSample) -> None:
@@ -151,10 +154,13 @@ class NoiseScale:
 
 
 def small_batch(rows: int) -> int:
-    """Return how many rows of a step are its small batch where micro-batches follow lengths: a
-    quarter; 0 of one row.
+    """Return the rows of a step's small batch where micro-batches follow lengths.
+
+    A quarter of the step; 0 of one row.
     """
-    return min(max(1, rows // 4), rows - 1) if rows else 0
+    if not rows:
+        return 0
+    return min(max(1, rows // 4), rows - 1)
 
 
 def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -167,7 +173,7 @@ def squared_norm(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     by_type: dict[torch.dtype, list[torch.Tensor]] = {}
     for gradient in gradients:
         by_type.setdefault(torch.promote_types(gradient.dtype, torch.float32), []).append(gradient)
-    norms = [
-        norm for dtype, those in by_type.items() for norm in foreach_norm(those, 2, dtype=dtype)
-    ]
+    norms: list[torch.Tensor] = []
+    for dtype, of_type in by_type.items():
+        norms += foreach_norm(of_type, 2, dtype=dtype)
     return torch.stack([norm.to(gradients[0].device) for norm in norms]).square().sum()

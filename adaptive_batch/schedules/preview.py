@@ -17,7 +17,8 @@ from .batch_rules import KEY, Increment, next_batch_size
 from .batch_schedules import Stages
 from .progress import Progress
 
-SHOWN = 10  # first stages and last ones, where not all fit on a screen
+# First stages, and last ones, that are shown where not all fit on a screen.
+SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,9 @@ def table(stages: Sequence[Stage], *, unit: str, ranks: int, notes: Sequence[str
     if not stages:
         return "\n".join(["no step is left", *notes])
     places = ("from", "step", "sample", "to", "step", "sample")
-    rates = [cell for name in stages[0].rates_first for cell in (f"{name} at start", "at end")]
+    rates: list[str] = []
+    for name in stages[0].rates_first:
+        rates += [f"{name} at start", "at end"]
     head = (*places, f"batch ({unit})", "micro-batches", "global batch", *rates, "steps")
     lines = [head, *(_cells(stage, ranks) for stage in stages)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -156,7 +159,9 @@ def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
 
 
 def _range(first: int, last: int) -> str:
-    return f"{first:,}" if first == last else f"{first:,} to {last:,}"
+    if first == last:
+        return f"{first:,}"
+    return f"{first:,} to {last:,}"
 
 
 def as_record(stages: Sequence[Stage]) -> list[dict[str, Any]]:
@@ -200,7 +205,9 @@ def check_stages(
     if not isinstance(rule, Stages):
         return []
     for batch in rule.batches:
-        rows = batch if maximum is None else min(batch, maximum)
+        rows = batch
+        if maximum is not None:
+            rows = min(batch, maximum)
         if unit == "rows" and drop_last and rows * ranks > rows_per_epoch:
             remedy = (
                 f"{rows} rows on each of {ranks} devices are more than an epoch's {rows_per_epoch},"
@@ -272,9 +279,8 @@ def batch_sizes_ahead(
 
 
 def _copy_of(increment: Increment) -> Increment:
-    """Return a copy where there can be one, so that a function that counts its calls does not count
-    those made ahead.
-    """
-    with suppress(Exception):  # what holds a file or a lock, for instance, has no copy
+    """Return a copy where there can be one: a function that counts calls counts none made ahead."""
+    # What holds a file or a lock, for instance, has no copy.
+    with suppress(Exception):
         return copy.deepcopy(increment)
     return increment

@@ -57,7 +57,9 @@ class Progress:
     @property
     def epochs(self) -> float:
         """Epochs that are done, and the part of this one."""
-        return self.epoch + (self.epoch_rows / self.rows_per_epoch if self.rows_per_epoch else 0.0)
+        if not self.rows_per_epoch:
+            return float(self.epoch)
+        return self.epoch + self.epoch_rows / self.rows_per_epoch
 
     def after_step(self, *, rows: int, tokens: int) -> Progress:
         """Return the progress after one optimizer step of that many rows and real tokens, over all
@@ -100,10 +102,12 @@ class Progress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return it as plain numbers, which ``torch.load(weights_only=True)`` reads;
+        """Return it as plain numbers, which ``torch.load(weights_only=True)`` reads.
+
         ``Progress(**state)`` restores it.
         """
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "pace"}
+        names = [field.name for field in fields(self) if field.name != "pace"]
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -133,11 +137,15 @@ class Duration:
                 {"ba": progress.steps, "sp": progress.samples, "tok": progress.tokens}[self.unit]
             )
         rows = progress.rows_per_epoch
-        return progress.epoch + (Fraction(progress.epoch_rows, rows) if rows else Fraction(0))
+        if not rows:
+            return Fraction(progress.epoch)
+        return progress.epoch + Fraction(progress.epoch_rows, rows)
 
     def __str__(self) -> str:
         short = f"{self.amount:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
-        return f"{short if float(short) == self.amount else self.amount}{self.unit}"
+        if float(short) != self.amount:
+            return f"{self.amount}{self.unit}"
+        return f"{short}{self.unit}"
 
 
 def parse_duration(value: object, *, key: str) -> Duration:
@@ -148,17 +156,17 @@ def parse_duration(value: object, *, key: str) -> Duration:
         SettingError: it is 0, has no unit or no finite number, or a fraction of something other
             than epochs.
     """
-    found = (
-        re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", value.strip()) if isinstance(value, str) else None
-    )
-    if found is None:
+    match = None
+    if isinstance(value, str):
+        match = re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", value.strip())
+    if match is None:
         raise SettingError(
             key,
             value,
             "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps), 10000sp"
             " (samples) or 1e6tok (tokens)",
         )
-    number, unit = found.groups()
+    number, unit = match.groups()
     try:
         amount = float(number)
     except ValueError:
