@@ -1,4 +1,4 @@
-"""What the recipes for torchtune are made of; the only package that imports torchtune or omegaconf."""
+"""The parts of the recipes; the only package that imports torchtune or omegaconf."""
 
 from .adapter_model import AdapterModel, builder_of
 from .advice import advise, estimate_spending, tokens_per_second

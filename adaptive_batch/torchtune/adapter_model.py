@@ -1,4 +1,4 @@
-"""Adapters on a frozen base: LoRA, QLoRA and DoRA, as torchtune's builders put them into a model."""
+"""Adapters on a frozen base: LoRA, QLoRA and DoRA, as torchtune's builders make them."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ from .model import (
 
 
 class AdapterModel(FullModel):
-    """Adapters train, and the base stays as it is; an epoch holds the adapters, and both merged
-    unless they are saved alone.
+    """Adapters train, and the base stays as it is.
+
+    An epoch holds the adapters, and the base with them merged unless they are saved alone.
     """
 
     keeps_base = True
@@ -48,9 +49,8 @@ class AdapterModel(FullModel):
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        common_utils._use_low_cpu_ram = bool(
-            cfg.get("low_cpu_ram", False)
-        )  # which torchtune's builders read
+        # torchtune's builders read this global.
+        common_utils._use_low_cpu_ram = bool(cfg.get("low_cpu_ram", False))
         return super().skeleton(cfg, dtype=dtype)
 
     def freeze(self, model: torch.nn.Module) -> None:
@@ -66,8 +66,9 @@ class AdapterModel(FullModel):
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
-        """Return the adapters and their configuration and, unless `save_adapter_weights_only`, the
-        weights with them merged.
+        """Return the adapters and their configuration, and the weights with them merged.
+
+        With `save_adapter_weights_only`, there are no merged weights.
         """
         block = cfg.model
         on_output = bool(block.get("apply_lora_to_output", False))
@@ -80,13 +81,13 @@ class AdapterModel(FullModel):
             "target_modules": modules,
         }
         if block.get("use_dora", False):
-            described["use_dora"] = (
-                True  # which torchtune's recipe leaves out, and PEFT takes it for LoRA
-            )
-        found: dict[str, Any] = {training.ADAPTER_CONFIG: {**described, "peft_type": "LORA"}}
+            # torchtune's recipe leaves it out, and PEFT takes it for LoRA.
+            described["use_dora"] = True
+        content: dict[str, Any] = {training.ADAPTER_CONFIG: {**described, "peft_type": "LORA"}}
         if cfg.get("save_adapter_weights_only", False):
-            adapters = {name: _whole(one.detach()).cpu() for name, one in self.state(model).items()}
-            return found | {training.ADAPTER_KEY: adapters}
+            state = self.state(model)
+            adapters = {name: _whole(part.detach()).cpu() for name, part in state.items()}
+            return content | {training.ADAPTER_KEY: adapters}
         # Merging changes tensors in place, and on a CPU these would be the model's own.
         if distributed.world_size() == 1:
             state = {
@@ -94,8 +95,8 @@ class AdapterModel(FullModel):
             }
         else:
             state = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
-        found[training.ADAPTER_KEY] = get_adapter_state_dict(state)
-        return found | {
+        content[training.ADAPTER_KEY] = get_adapter_state_dict(state)
+        return content | {
             training.MODEL_KEY: get_merged_lora_ckpt(state, block.lora_rank, block.lora_alpha)
         }
 
@@ -103,8 +104,9 @@ class AdapterModel(FullModel):
         self, model: torch.nn.Module, weights: Weights, state: Mapping[str, Any], cfg: DictConfig
     ) -> None:
         with refusing_other_weights(model, state, cfg):
-            found = model.load_state_dict(state, strict=False)
-        self._check_base(model, map(parameter_name, found.missing_keys), found.unexpected_keys, cfg)
+            keys = model.load_state_dict(state, strict=False)
+        missing = map(parameter_name, keys.missing_keys)
+        self._check_base(model, missing, keys.unexpected_keys, cfg)
         self._load_adapters(model, weights)
 
     def _load_sharded(
@@ -116,16 +118,19 @@ class AdapterModel(FullModel):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
+        offload = bool(cfg.get("fsdp_cpu_offload", False))
+        parameter_device = device
+        if offload:
+            parameter_device = torch.device("cpu")
         with training.set_default_dtype(dtype), device:
             for module in model.modules():
                 if hasattr(module, "adapter_params"):
-                    module.to_empty(
-                        device=torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device
-                    )
+                    module.to_empty(device=parameter_device)
                     module.initialize_parameters()  # type: ignore[operator]
         compute_rotary_buffers(model, dtype=dtype, device=device)
         base = weights.load_weights()
         parameters = named_parameters(model)
+        # Only rank zero has the base, and every rank has to know its names.
         names = set(distributed.from_rank_zero(lambda: list(base)))
         self._check_base(
             model, sorted(parameters.keys() - names), sorted(names - parameters.keys()), cfg
@@ -134,12 +139,12 @@ class AdapterModel(FullModel):
         load_from_rank_zero(
             model, {name: base[name] for name in base if name not in quantized}, cfg, strict=False
         )
-        for name in sorted(quantized):  # which torch's own function cannot divide
+        # torch's own function cannot divide four-bit tensors.
+        for name in sorted(quantized):
             whole = torch.empty(parameters[name].shape, dtype=dtype, device=device)
             if name in base:
                 whole.copy_(base[name])
             distributed.broadcast(whole)
-            offload = bool(cfg.get("fsdp_cpu_offload", False))
             training.load_from_full_model_state_dict(
                 model, {name: whole}, device, cpu_offload=offload
             )
@@ -153,18 +158,20 @@ class AdapterModel(FullModel):
         unexpected: Iterable[str],
         cfg: DictConfig,
     ) -> None:
-        lacks = [f"it has no {name}" for name in missing if name not in self.state(model)]
-        differs = [*lacks, *(f"its {name} is none of the model's" for name in unexpected)]
-        if differs:
+        # Adapters are no part of a base.
+        differences = [f"it has no {name}" for name in missing if name not in self.state(model)]
+        differences += [f"its {name} is none of the model's" for name in unexpected]
+        if differences:
             remedy = (
-                f"the checkpoint is of another one: {differs[0]}; give the model that the"
+                f"the checkpoint is of another one: {differences[0]}; give the model that the"
                 " checkpoint is of"
             )
             raise SettingError("model", str(cfg.model._component_), remedy)
 
     def _load_adapters(self, model: torch.nn.Module, weights: Weights) -> None:
-        """Load those that were saved, or leave new ones as they were drawn; DoRA's magnitudes begin
-        as the base has them.
+        """Load the adapters that were saved, or leave new ones as they were drawn.
+
+        DoRA's magnitudes begin as the base has them.
         """
         for module in model.modules():
             if hasattr(module, "initialize_dora_magnitude"):
@@ -174,27 +181,31 @@ class AdapterModel(FullModel):
             weights.load_divided(state)
         with torch.no_grad():
             for name, saved in weights.load_adapters().items():
-                one = state[name]
-                if isinstance(one, DTensor):
-                    saved = distribute_tensor(
-                        saved.to(one.to_local()), one.device_mesh, one.placements
-                    )
-                one.copy_(saved)
+                target = state[name]
+                if isinstance(target, DTensor):
+                    saved = saved.to(target.to_local())
+                    saved = distribute_tensor(saved, target.device_mesh, target.placements)
+                target.copy_(saved)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.full_tensor()
+    return tensor
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def builder_of(cfg: DictConfig) -> ModelBuilder | None:
-    """Return what builds the model that is configured, by the keys that torchtune's builders of
-    adapters take; None for a full one.
+    """Return the builder of the configured model; None for full fine-tuning.
+
+    It is chosen by the keys that torchtune's builders of adapters take.
     """
     block = cfg.get("model", None)
-    return (
-        AdapterModel() if isinstance(block, DictConfig) and "lora_attn_modules" in block else None
-    )
+    if isinstance(block, DictConfig) and "lora_attn_modules" in block:
+        return AdapterModel()
+    return None

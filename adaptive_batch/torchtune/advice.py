@@ -1,6 +1,4 @@
-"""What memory that is left could buy: settings that save it in return for time, given back, by an
-estimate or timed.
-"""
+"""Settings that spend the memory that is left to save time, by an estimate or timed."""
 
 from __future__ import annotations
 
@@ -33,17 +31,16 @@ from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 
-_LEAST_ROOM = 0.15  # of what may be used, below which nothing is advised
+# Unused share of the budget below which nothing is advised.
+_LEAST_ROOM = 0.15
 _NO_OFFLOADING = "enable_activation_offloading=False"
 
-Spending = tuple[
-    tuple[str, ...], Fit, Fit
-]  # joint settings; what fits of so many rows, and all of them where memory has no end
+# Joint settings; what fits of so many rows, and all of them where memory has no end.
+Spending = tuple[tuple[str, ...], Fit, Fit]
 
 
 def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending]:
-    """Estimate the configuration as it is, which comes first, and joint settings that spend memory
-    to save time.
+    """Estimate the configuration as it is, then joint settings that spend memory to save time.
 
     All ranks call it. It is empty where no such setting is on, and where no estimate can be made,
     which is logged.
@@ -51,28 +48,33 @@ def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending
     ranks = distributed.world_size()
     random_state = RandomState(job.device)
     settings = spending(job.cfg, world_size=ranks)
-    here = this_device(job.device, result.budget_bytes)
-    asked = [
+    device = this_device(job.device, result.budget_bytes)
+    overrides = [
         f"probe.maximum={rows}",
         f"estimate.world_size={ranks}",
         "estimate.context=0",
         "estimate.headroom=0",
     ]
-    devices = [here, replace(here, total_bytes=2**50)]
+    devices = [device, replace(device, total_bytes=2**50)]
     tokens = result.sequence_length
     estimate = partial(
-        _estimate, with_overrides(job.cfg, asked), job.builder, settings, devices, tokens
+        _estimate, with_overrides(job.cfg, overrides), job.builder, settings, devices, tokens
     )
 
     def apart() -> list[Spending]:
-        with ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn")
-        ) as pool:  # without a process group
+        # A process without a process group.
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=spawn) as pool:
             return pool.submit(estimate).result()
 
     try:
-        return distributed.from_rank_zero(apart if ranks > 1 else estimate) if settings else []
-    except Exception as error:  # it only advises
+        if not settings:
+            return []
+        if ranks > 1:
+            return distributed.from_rank_zero(apart)
+        return distributed.from_rank_zero(estimate)
+    except Exception as error:
+        # It only advises, so training does not fail by it.
         log.info(
             "no advice on settings, as no estimate could be made: %s: %s",
             type(error).__name__,
@@ -89,59 +91,72 @@ def _estimate(
     tried = Estimator(cfg, Settings.from_config(cfg), devices, builder).tried(
         [Candidate((), ""), *settings], tokens
     )
-    found = {one.overrides: fits for one, fits in tried}
-    if isinstance(found[()], str):
-        raise ValueError(found[()])
+    fits_of = {candidate.overrides: fits for candidate, fits in tried}
+    unchanged = fits_of[()]
+    if isinstance(unchanged, str):
+        raise ValueError(unchanged)
     return [
         (overrides, fits[0], fits[1])
-        for overrides, fits in found.items()
+        for overrides, fits in fits_of.items()
         if not isinstance(fits, str)
     ]
 
 
 def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str:
-    """Return up to three joint settings that would save time with the memory that a micro-batch
-    leaves unused, the best first.
+    """Return up to three joint settings that would save time with unused memory, the best first.
 
     Args:
-        result: of the search of this run; nothing is said on one that was known before.
-        batch_size: to train with.
+        job: job of the run.
+        data: data that it trains on.
+        result: result of the search of this run; one from the cache gets no advice.
+        batch_size: batch size to train with.
     """
     sizer = data.new_sizer()
     sizer.assume(result)
     budget = result.budget_bytes
+    # The batch may need fewer rows at once than fit.
     bound = result.max_batch_size
     rows = min(bound, data.shapes.rows_within(sizer.limit(batch_size), result.sequence_length))
     used = (result.peak_bytes() or budget) - round((bound - rows) * (result.bytes_per_row() or 0))
     if result.from_cache or used > (1 - _LEAST_ROOM) * budget:
         return ""
     estimated = estimate_spending(job, result, rows)
+    if not estimated:
+        return ""
     better = []
+    _, _, unchanged = estimated[0]
+    current_speed = unchanged.modelled_tokens_per_second or 1
     for overrides, fit, whole in estimated[1:]:
-        before, after = (fit.modelled_tokens_per_second or 1 for fit in (estimated[0][2], whole))
-        if fit.max_batch_size == rows and (after > 1.005 * before or _NO_OFFLOADING in overrides):
+        speed = whole.modelled_tokens_per_second or 1
+        is_faster = speed > 1.005 * current_speed or _NO_OFFLOADING in overrides
+        if fit.max_batch_size == rows and is_faster:
             better.append(
                 (
-                    -after,
+                    -speed,
                     whole.reserved_bytes,
-                    f"{' '.join(overrides)}: {1 - before / after:.0%} less time",
+                    f"{' '.join(overrides)}: {1 - current_speed / speed:.0%} less time",
                 )
             )
+    if not better:
+        return ""
     lines = [f"  {name}, peak {format_bytes(peak)}" for _, peak, name in sorted(better)[:3]]
     unused = (
         f"{count(rows, 'row')} at once leave {1 - used / budget:.0%} of {format_bytes(budget)}"
         " unused; settings that would"
     )
-    how = this_device(job.device, budget).source or "FLOPs alone"
-    told = f"{unused} use it, modelled by {how} (adaptive_probe with probe.tune=True times them):"
-    return "\n".join([told, *lines]) if lines else ""
+    basis = this_device(job.device, budget).source or "FLOPs alone"
+    heading = (
+        f"{unused} use it, modelled by {basis} (adaptive_probe with probe.tune=True times them):"
+    )
+    return "\n".join([heading, *lines])
 
 
 def tokens_per_second(
     trainer: Trainer, result: ProbeResult, rows: Sequence[Any], *, repeats: int = 3
 ) -> float:
-    """Return the real tokens a second of what a search chose; else of its rows at once, the median
-    of repeats after one that is not counted.
+    """Return the real tokens a second of what a search chose, measured if it did not time it.
+
+    The time of the rows is the median of the repeats, after one that is not counted.
     """
     if result.throughput is not None:
         return result.throughput.tokens_per_second

@@ -1,5 +1,6 @@
-"""Where a run resumes: from the latest complete checkpoint, of a step or an epoch, saved by any
-number of ranks.
+"""Where a run resumes: from the latest complete checkpoint, of a step or an epoch.
+
+Any number of ranks may have saved it.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ class Found:
     """What rank zero found to begin or to resume from.
 
     Attributes:
-        source: where the weights are.
-        recipe_state: what was saved with weights and optimizer; None unless resuming.
-        point, epoch: the resume point or the epoch; None at the base.
-        passed_over: a line for each newer checkpoint that was skipped.
-        holds_earlier_run: training begins in a folder where something else was saved.
+        source: place of the weights, in words.
+        recipe_state: state that was saved with weights and optimizer; None unless resuming.
+        point, epoch: resume point or epoch; None at the base.
+        passed_over: lines, one for each newer checkpoint that was skipped.
+        holds_earlier_run: True where training begins in a folder that holds an earlier run.
     """
 
     source: str
@@ -74,21 +75,21 @@ class Checkpoints:
     they share.
 
     Args:
-        cfg: the configuration.
-        settings: the same, checked.
-        keeps_base: checkpoints are of adapters, on a base that is read again; see
+        cfg: configuration of the run.
+        settings: settings of the configuration, checked.
+        keeps_base: True where checkpoints are of adapters, on a base that is read again; see
             :class:`.ModelBuilder`.
-        only: the one to resume from; None for the newest.
+        only: path of the checkpoint to resume from; None for the newest.
         on_failure: function that is called with the error of a resume point that failed in the
             background; None logs a warning.
 
     Attributes:
-        found: to begin or to resume from.
-        is_divided: each rank reads its own part of what trains.
+        found: checkpoint that the run begins with or resumes from.
+        is_divided: True where each rank reads its own part of what trains.
 
     Raises:
-        CheckpointError: resuming, and nothing complete is there.
-        SettingError: resuming, and what is there is of another kind of fine-tuning.
+        CheckpointError: the run resumes, and nothing complete is there.
+        SettingError: the run resumes, and what is there is of another kind of fine-tuning.
     """
 
     def __init__(
@@ -118,20 +119,21 @@ class Checkpoints:
         self.found = distributed.from_rank_zero(self._find)
         self._run = _run(self.found.recipe_state)
         self._base: dict[str, dict[str, int]] = {}
-        if not settings.preview:  # which needs no weights
+        # A preview needs no weights.
+        if not settings.preview:
             epoch = None if keeps_base else self.found.epoch
             epochs = distributed.on_rank_zero(lambda: EpochCheckpoints(cfg.checkpointer, epoch))
-            self._epochs = cast(EpochCheckpoints, epochs)  # on rank zero
+            # On other ranks this is None, and nothing there asks it.
+            self._epochs = cast(EpochCheckpoints, epochs)
         self.is_divided = self.found.point is not None
 
     # --- looking
-    # ----------------------------------------------------------------------------------------------------
 
     def begin_job(self, run: str) -> None:
-        """Write down which run torchrun has started, so that after a restart this run, and no
-        earlier one, is resumed.
+        """Write down which run torchrun has started, so that a restart resumes this run.
 
-        Under adapters, the files of the base are read, whose checksums every checkpoint has.
+        Without it, a restart could resume an earlier run. Under adapters, the files of the base
+        are read, whose checksums every checkpoint has.
 
         Raises:
             CheckpointError: the base is not that on which a checkpoint was trained.
@@ -144,110 +146,124 @@ class Checkpoints:
             atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
 
     def _find(self) -> Found:
-        if found := self._find_of_job():
-            return found
+        restarted = self._find_of_job()
+        if restarted is not None:
+            return restarted
         if self._cfg.resume_from_checkpoint:
             block = self._cfg.checkpointer
-            if (given := block.get("recipe_checkpoint")) and not Path(
-                block.output_dir, given
-            ).exists():
+            recipe_checkpoint = block.get("recipe_checkpoint")
+            if recipe_checkpoint and not Path(block.output_dir, recipe_checkpoint).exists():
                 remedy = (
                     f"there is no such file in {block.output_dir}; leave it out: resuming finds the"
                     " recipe state itself"
                 )
-                raise SettingError("checkpointer.recipe_checkpoint", given, remedy)
+                raise SettingError("checkpointer.recipe_checkpoint", recipe_checkpoint, remedy)
             return self._find_saved()
         saved, skipped = self._saved()
-        return Found(
-            "the base checkpoint",
-            holds_earlier_run=bool(saved) or any(one.is_ours for one in skipped),
-        )
+        holds_earlier_run = bool(saved) or any(checkpoint.is_ours for checkpoint in skipped)
+        return Found("the base checkpoint", holds_earlier_run=holds_earlier_run)
 
     def _find_of_job(self) -> Found | None:
         """Find what the run has saved that torchrun has restarted; None where that is nothing."""
         try:
             job = json.loads(self._job.read_text())
+            # The file is of an earlier launch: this one was ended before it wrote its own.
             if job["launch"] != self._launch:
-                return None  # an earlier launch's: this one was ended before it wrote its own
-            found = self._find_saved()
+                return None
+            saved = self._find_saved()
         except (OSError, ValueError, KeyError, CheckpointError):
             return None
-        return found if _run(found.recipe_state) == job["run"] else None
+        if _run(saved.recipe_state) != job["run"]:
+            return None
+        return saved
 
     def _find_saved(self) -> Found:
-        found = self._newest_saved()
-        holds_adapters = "base" in (found.recipe_state or {}).get(STATE_KEY, {})
-        if found.epoch:
-            holds_adapters = (found.epoch.path / ADAPTERS).exists()
+        saved = self._newest_saved()
+        holds_adapters = "base" in (saved.recipe_state or {}).get(STATE_KEY, {})
+        # torchtune's own recipes save no state of ours: the files of an epoch tell what it holds.
+        if saved.epoch:
+            holds_adapters = (saved.epoch.path / ADAPTERS).exists()
         if holds_adapters != self._keeps_base:
-            other, is_here = (
-                ("adaptive_lora_finetune", "weights")
-                if holds_adapters
-                else ("adaptive_full_finetune", "adapters")
-            )
-            held = "adapters" if holds_adapters else "weights without adapters"
+            if holds_adapters:
+                content = "adapters"
+                trained = "weights"
+                recipe = "adaptive_lora_finetune"
+            else:
+                content = "weights without adapters"
+                trained = "adapters"
+                recipe = "adaptive_full_finetune"
             remedy = (
-                f"{found.source} holds {held}, and {is_here} are trained here; resume it with `tune"
-                f" run {other}`"
+                f"{saved.source} holds {content}, and {trained} are trained here; resume it with"
+                f" `tune run {recipe}`"
             )
             raise SettingError(
                 "resume_from_checkpoint", True, f"{remedy}, or give another output_dir"
             )
-        return found
+        return saved
 
     def _newest_saved(self) -> Found:
-        newest, others = newest_complete(*self._saved())
-        passed_over = [passed.describe() for passed in others]
+        newest, skipped = newest_complete(*self._saved())
+        passed_over = [checkpoint.describe() for checkpoint in skipped]
         if newest is None:
             raise CheckpointError(self._nothing_complete(passed_over))
         state = _recipe_state(newest)
-        if any(one.is_ours for one in others) and self._last_run() not in (None, _run(state)):
-            remedy = (
-                "restore what was saved, remove it to resume the earlier run, or begin again"
-                " (resume_from_checkpoint=False)"
-            )
-            raise CheckpointError(
-                f"{'; '.join(passed_over)}; {newest.path} is of an earlier run: {remedy}"
-            )
+        # What is damaged may be all of the latest run: resuming an earlier one would go unnoticed.
+        if any(checkpoint.is_ours for checkpoint in skipped):
+            last_run = self._last_run()
+            if last_run is not None and last_run != _run(state):
+                remedy = (
+                    "restore what was saved, remove it to resume the earlier run, or begin again"
+                    " (resume_from_checkpoint=False)"
+                )
+                raise CheckpointError(
+                    f"{'; '.join(passed_over)}; {newest.path} is of an earlier run: {remedy}"
+                )
         if isinstance(newest, SavedEpoch):
             return Found(str(newest.path), state, None, newest, passed_over)
-        if given := self._cfg.checkpointer.get("recipe_checkpoint"):
+        recipe_checkpoint = self._cfg.checkpointer.get("recipe_checkpoint")
+        if recipe_checkpoint:
             passed_over.append(
-                f"checkpointer.recipe_checkpoint={given} has no effect: {newest.path.name} is newer"
+                f"checkpointer.recipe_checkpoint={recipe_checkpoint} has no effect:"
+                f" {newest.path.name} is newer"
             )
         return Found(str(newest.path), state, newest, None, passed_over)
 
     def _last_run(self) -> str | None:
         """Return which run was started last in the folder; None where that is not known."""
         path = self._output_dir / "adaptive_batch" / "run.jsonl"
-        starts = (
-            [record for record in read_records(path) if record["kind"] == "start"]
-            if path.exists()
-            else []
-        )
-        return starts[-1]["run"] if starts else None
+        if not path.exists():
+            return None
+        starts = [record for record in read_records(path) if record["kind"] == "start"]
+        if not starts:
+            return None
+        run: str = starts[-1]["run"]
+        return run
 
     def _saved(self) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
-        """Return all that there is to resume from, as far as its sizes tell, and what only looks
-        like it.
-        """
-        saved, skipped = checkpoints_in(self._output_dir)
+        """Return the checkpoints to resume from, as far as sizes tell, and those to skip."""
+        steps, skipped = checkpoints_in(self._output_dir)
+        saved: list[Checkpoint | SavedEpoch] = [*steps]
         epoch = inspect_epoch(self._cfg.checkpointer)
-        if isinstance(epoch, SkippedCheckpoint):
+        if isinstance(epoch, SavedEpoch):
+            saved.append(epoch)
+        elif epoch is not None:
             skipped.append(epoch)
-        found: list[Checkpoint | SavedEpoch] = [
-            *saved,
-            *([epoch] if isinstance(epoch, SavedEpoch) else []),
-        ]
-        wanted = [one for one in found if self._only in (None, one.path)]
-        return wanted, [one for one in skipped if self._only in (None, one.path)]
+        if self._only is not None:
+            saved = [checkpoint for checkpoint in saved if checkpoint.path == self._only]
+            skipped = [checkpoint for checkpoint in skipped if checkpoint.path == self._only]
+        return saved, skipped
 
     def after_end(self) -> str:
-        """Return what is resumed from if the run ends now, as the end of a sentence; on rank zero."""
+        """Return what a run that ends now resumes from, as the end of a sentence; on rank zero."""
+        # A resume point in the background may yet become complete; several ranks would have to
+        # wait together, and only rank zero asks.
         with contextlib.suppress(CheckpointError):
             if distributed.world_size() == 1:
                 self._manager.wait()
-        newest = max(self._saved()[0], key=lambda one: (one.order, one.step), default=None)
+        saved, _ = self._saved()
+        newest = max(
+            saved, key=lambda checkpoint: (checkpoint.order, checkpoint.step), default=None
+        )
         if newest is not None and _run(_recipe_state(newest)) == self._run:
             return f"resume_from_checkpoint=True resumes from {newest.path}"
         return (
@@ -276,22 +292,21 @@ class Checkpoints:
         )
 
     # --- loading
-    # ----------------------------------------------------------------------------------------------------
 
     def load_weights(self) -> Mapping[str, Any]:
-        """Load the state dict of the model, or of the base of adapters, in torchtune's naming, on
-        rank zero; nothing on others.
+        """Load the state dict of the model, or of the base of adapters, on rank zero.
 
-        Nothing on rank zero either where the model is divided; but torchtune's checkpointer learns
-        from reading the base how to save, so it is read in any case.
+        Its names are torchtune's. It is empty on other ranks, and on rank zero too where the model
+        is divided.
         """
-        weights = distributed.on_rank_zero(lambda: self._epochs.load_weights()) or {}
-        return {} if self.is_divided and not self._keeps_base else weights
+        # torchtune's checkpointer learns from reading the base how to save: read it in any case.
+        weights = distributed.on_rank_zero(lambda: self._epochs.load_weights())
+        if weights is None or (self.is_divided and not self._keeps_base):
+            return {}
+        return weights
 
     def load_adapters(self) -> Mapping[str, torch.Tensor]:
-        """Load the adapters of the epoch that is resumed from, on each rank; none where there is
-        none.
-        """
+        """Load the adapters of the epoch that is resumed from, on each rank, if there is one."""
         if not (self._keeps_base and self.found.epoch):
             return {}
         path = self.found.epoch.path / ADAPTERS
@@ -321,7 +336,6 @@ class Checkpoints:
             load_named_optimizer_state(state, trainer.optimizers, trainer.names_of_parameters)
 
     # --- saving
-    # -----------------------------------------------------------------------------------------------------
 
     def save_epoch(
         self, trainer: Trainer, *, recipe_state: Mapping[str, Any] | None, epoch: int
@@ -334,25 +348,22 @@ class Checkpoints:
             CheckpointError: saving failed; what was saved before is untouched.
         """
         self._settle()
-        optimizer: Any
         content = trainer.to_save()
+        state: dict[str, Any] | None = None
         if distributed.world_size() == 1:
-            optimizer = trainer.optimizer.state_dict()
-        else:
+            if recipe_state is not None:
+                state = self._with_base(recipe_state)
+                state[training.OPT_KEY] = trainer.optimizer.state_dict()
+        elif recipe_state is not None:
             named = named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
-            if recipe_state is not None and distributed.any_of_ranks(_holds_low_bit(named)):
-                # which cannot be put together: the epoch holds the weights alone, and a resume
-                # point what it takes to resume
-                self.save_step(
-                    recipe_state[STATE_KEY]["progress"]["steps"], trainer, state=recipe_state
-                )
-                recipe_state = None
-            optimizer = {} if recipe_state is None else _whole_on_rank_zero(named)
-        state = (
-            None
-            if recipe_state is None
-            else {**self._with_base(recipe_state), training.OPT_KEY: optimizer}
-        )
+            # Low-bit states cannot be put together: the epoch holds the weights alone, and a
+            # resume point holds what it takes to resume.
+            if distributed.any_of_ranks(_holds_low_bit(named)):
+                steps = recipe_state[STATE_KEY]["progress"]["steps"]
+                self.save_step(steps, trainer, state=recipe_state)
+            else:
+                state = self._with_base(recipe_state)
+                state[training.OPT_KEY] = _whole_on_rank_zero(named)
 
         def save() -> None:
             try:
@@ -385,8 +396,10 @@ class Checkpoints:
 
     def _with_base(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a recipe state that names the files of the base, where there is one."""
-        base = {"base": self._base} if self._keeps_base else {}
-        return {**state, STATE_KEY: {**state[STATE_KEY], **base}}
+        ours = dict(state[STATE_KEY])
+        if self._keeps_base:
+            ours["base"] = self._base
+        return {**state, STATE_KEY: ours}
 
     def wait(self) -> None:
         """Wait for a resume point that is being written; raise a CheckpointError if it failed."""
@@ -397,9 +410,7 @@ class Checkpoints:
         self._manager.close()
 
     def _settle(self) -> None:
-        """Wait for a resume point that is being written in the background; a failure is reported,
-        not raised.
-        """
+        """Wait for a resume point that is being written; report a failure without raising it."""
         try:
             self._manager.wait()
         except CheckpointError as error:
@@ -411,9 +422,9 @@ def _warn_of_failure(error: CheckpointError) -> None:
 
 
 def _recipe_state(saved: Checkpoint | SavedEpoch) -> dict[str, Any]:
-    state: dict[str, Any] = (
-        saved.load_small_state() if isinstance(saved, Checkpoint) else saved.state
-    )
+    if isinstance(saved, SavedEpoch):
+        return saved.state
+    state: dict[str, Any] = saved.load_small_state()
     return state
 
 
@@ -424,20 +435,26 @@ def _run(recipe_state: Mapping[str, Any] | None) -> str | None:
 
 
 def _whole_on_rank_zero(tree: Any) -> Any:
-    """Put the tensors of a tree together on the host of rank zero; a collective, which leaves None
-    on other ranks.
+    """Put the tensors of a tree together on the host of rank zero, and None on other ranks.
+
+    A collective.
     """
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
-        whole: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        return whole.cpu() if distributed.is_rank_zero() else None
+        whole = tensor
+        if isinstance(tensor, DTensor):
+            whole = tensor.full_tensor()
+        if not distributed.is_rank_zero():
+            return None
+        return whole.cpu()
 
     return tree_map_only(torch.Tensor, gathered, tree)
 
 
 def _holds_low_bit(tree: Any) -> bool:
-    """Whether this rank's part of a DTensor in a tree wraps other tensors, as torchao's low-bit
-    states do.
+    """Whether this rank's part of a DTensor in a tree wraps tensors, as low-bit states do.
+
+    Such states are torchao's.
     """
     parts = (leaf.to_local() for leaf in tree_leaves(tree) if isinstance(leaf, DTensor))
     return any(map(is_traceable_wrapper_subclass, parts))

@@ -87,10 +87,10 @@ def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
 
 
 def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
-    """Refuse a loss without `ignore_index`: it is not one of next tokens."""
+    """Refuse a loss without `ignore_index`: it is not a next-token loss."""
     if not isinstance(getattr(loss_fn, "ignore_index", None), int):
         remedy = (
-            "it has no ignore_index, so it is none of next tokens (preferences and rewards are not"
+            "not a next-token loss: it has no ignore_index (preferences and rewards are not"
             " trained on here); give torchtune.modules.loss.CEWithChunkedOutputLoss or"
             " torch.nn.CrossEntropyLoss"
         )
@@ -439,7 +439,10 @@ def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
     """Return why the rows of a micro-batch cannot be packed as configured; empty where they can."""
     checks = (
         (config.get("collate_fn"), "collate_fn makes batches of its own"),
-        (config.get("compile"), "compile is on, and packed micro-batches are of ever other shapes"),
+        (
+            config.get("compile"),
+            "compile is on, and packed micro-batches change shape every step, which recompiles",
+        ),
         (
             int(config.get("tensor_parallel_dim", 1) or 1) > 1,
             "tensor_parallel_dim divides attention among ranks",

@@ -53,9 +53,9 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
     blocks = value if several and isinstance(value, list) and value else [value]
     for block in blocks:
         if not (isinstance(block, dict) and isinstance(block.get("_component_"), str)):
-            raise SettingError(
-                key, block.get("_component_", block) if isinstance(block, dict) else block, _BLOCK
-            )
+            if isinstance(block, dict):
+                block = block.get("_component_", block)
+            raise SettingError(key, block, _BLOCK)
 
 
 @contextmanager
@@ -69,11 +69,12 @@ def building(
         yield
     except (AdaptiveBatchError, OmegaConfBaseException):
         raise
-    except Exception as error:  # the user's code, and the libraries that fetch and parse, have many
-        kind = "" if isinstance(error, InstantiationError) else f"{type(error).__name__}: "
-        raise SettingError(
-            key, value, f"it cannot be built: {kind}{one_line(error)}; {remedy}"
-        ) from error
+    except Exception as error:
+        # The user's code, and the libraries that fetch and parse, raise errors of many kinds.
+        message = one_line(error)
+        if not isinstance(error, InstantiationError):
+            message = f"{type(error).__name__}: {message}"
+        raise SettingError(key, value, f"it cannot be built: {message}; {remedy}") from error
 
 
 def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> Any:
@@ -106,7 +107,8 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
     elif isinstance(error, InstantiationError):
         named = re.match("Error loading '([^']*)'", str(error))
         plain = SettingError("_component_", named and named[1], one_line(error))
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a log
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        # Raised by writing a log; checkpoints raise an error of their own.
         resumes = "resume_from_checkpoint=True resumes from what was saved, if anything was"
         plain = AdaptiveBatchError(f"{error.strerror}: free disk space in output_dir; {resumes}")
     if plain is not None:
@@ -121,7 +123,9 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [
         type(error).__name__
     ]
-    return " ".join(lines if len(lines) <= 4 else (lines[0], "...", lines[-1]))
+    if len(lines) > 4:
+        lines = [lines[0], "...", lines[-1]]
+    return " ".join(lines)
 
 
 def check_file(path: str, arguments: Sequence[str] = ()) -> None:
@@ -141,15 +145,16 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
                 path,
                 f"it has the key {key!r}; give each a name, and none the name config",
             )
-    removed = [
-        given for given in arguments if given.startswith("~")
-    ]  # which is done before anything is set
-    for given in arguments:
-        values: Any = OmegaConf.to_container(cfg)  # for each anew, as it is changed in place
-        with _reading("argument", given):
-            _merge_yaml_and_cli_args(
-                Namespace(**values), [given] if given in removed else [*removed, given]
-            )
+    # Keys are removed before anything is set.
+    removals = [argument for argument in arguments if argument.startswith("~")]
+    for argument in arguments:
+        # Made for each argument, as it is changed in place.
+        values: Any = OmegaConf.to_container(cfg)
+        merged = [*removals, argument]
+        if argument in removals:
+            merged = [argument]
+        with _reading("argument", argument):
+            _merge_yaml_and_cli_args(Namespace(**values), merged)
 
 
 @contextmanager

@@ -68,11 +68,14 @@ class Data:
         self._ignored = job.loss_fn.ignore_index
         self.packed = packed
         self.tokenizer = tokenizer
-        self.pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
-        first = dataset._datasets[0] if isinstance(dataset, ConcatDataset) else dataset
-        self._pack_padding: int = getattr(
-            first, "padding_idx", self.pad_id
-        )  # torchtune's builders leave it at 0
+        self.pad_id: int = 0
+        if tokenizer is not None:
+            self.pad_id = tokenizer.pad_id
+        first = dataset
+        if isinstance(dataset, ConcatDataset):
+            first = dataset._datasets[0]
+        # torchtune's builders leave it at 0.
+        self._pack_padding: int = getattr(first, "padding_idx", self.pad_id)
         collate = load_function(
             job.cfg.get("collate_fn") or "torchtune.data.padded_collate_sft", key="collate_fn"
         )
@@ -104,7 +107,7 @@ class Data:
         """Read the configured tokenizer and datasets.
 
         Raises:
-            SettingError: not all of the model is trained, the loss is none of next tokens, or the
+            SettingError: not all of the model is trained, the loss is no next-token loss, or the
                 dataset is empty or has fewer rows than there are ranks.
         """
         job.check_model()
@@ -114,9 +117,10 @@ class Data:
         with building("tokenizer", job.cfg.tokenizer._component_, remedy):
             tokenizer = config.instantiate(job.cfg.tokenizer)
         dataset, packed = _dataset(job, "dataset", tokenizer)
-        dataset_val, packed_val = (
-            _dataset(job, "dataset_val", tokenizer) if job.settings.validation else (None, False)
-        )
+        dataset_val = None
+        packed_val = False
+        if job.settings.validation:
+            dataset_val, packed_val = _dataset(job, "dataset_val", tokenizer)
         rows = len(dataset)
         ranks = distributed.data_parallel_size()
         if rows < ranks:
@@ -181,9 +185,8 @@ class Data:
     def _lengthened(self, rows: Sequence[dict[str, Any]], length: int) -> Sequence[dict[str, Any]]:
         if length <= max(len(row["tokens"]) for row in rows):
             return rows
-        if any(
-            row.get("labels") is None for row in rows
-        ):  # a function that makes them would label the padding, too
+        # A function that makes labels would label the padding, too.
+        if any(row.get("labels") is None for row in rows):
             remedy = (
                 "rows are padded to one length before it makes their labels; have the dataset give"
                 " each row its labels"
@@ -192,7 +195,6 @@ class Data:
         return lengthened(rows, length, pad_id=self.pad_id, ignore_index=self._ignored)
 
     # --- rows
-    # -------------------------------------------------------------------------------------------------------
 
     def read_row(self, row: int) -> Any:
         """Return one row, leaving no trace in the random numbers that reading it may draw."""
@@ -211,9 +213,10 @@ class Data:
     def dummy_row(self) -> Any:
         """The first row, every token of it labelled, for a rank that has none when others have."""
         row = self.read_row(0)
-        tokens = (
-            row["tokens"] if len(row["tokens"]) > 1 else [*row["tokens"]] * 2
-        )  # one has no label after the shift
+        tokens = row["tokens"]
+        # A single token has no label after the shift.
+        if len(tokens) == 1:
+            tokens = [*tokens] * 2
         return {**row, "tokens": tokens, "labels": tokens}
 
     @property
@@ -224,10 +227,11 @@ class Data:
 
     def _without_padding(self, row: Mapping[str, Any]) -> int:
         real = (row["tokens"] != self._pack_padding).nonzero()
-        return int(real[-1]) + 1 if len(real) else 0
+        if not len(real):
+            return 0
+        return int(real[-1]) + 1
 
     # --- batches
-    # ----------------------------------------------------------------------------------------------------
 
     def new_sizer(
         self,
@@ -246,8 +250,10 @@ class Data:
         rows = self._settings.micro_batch_size
         tokens = self._settings.micro_batch_tokens
         if not searches:
-            rows = rows if rows != "auto" else None
-            tokens = tokens if tokens != "auto" else None
+            if rows == "auto":
+                rows = None
+            if tokens == "auto":
+                tokens = None
         return MicroBatchSizer(
             micro_batch_size=rows,
             micro_batch_tokens=tokens,
@@ -259,16 +265,14 @@ class Data:
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured."""
         settings = self._settings
-        same = {
-            each.name: getattr(settings, each.name)
-            for each in fields(Batching)
-            if hasattr(settings, each.name)
-        }
+        names = [field.name for field in fields(Batching)]
+        same = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+        # The seed of torchtune's sampler.
+        if settings.sample_order == "dataloader":
+            seed = 0
         same |= {
             "shuffle": bool(self._job.cfg.shuffle),
-            "seed": (
-                0 if settings.sample_order == "dataloader" else seed
-            ),  # 0 is the seed of torchtune's sampler
+            "seed": seed,
             "max_steps_per_epoch": max_steps_per_epoch,
         }
         return Batching(**same)
@@ -289,12 +293,12 @@ class Data:
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
-        if settings.micro_batch_layout == "packed" and (why := self.why_unpacked):
-            raise SettingError("micro_batch_layout", "packed", f"{why}; give grouped")
+        if settings.micro_batch_layout == "packed" and self.why_unpacked:
+            remedy = f"{self.why_unpacked}; give grouped"
+            raise SettingError("micro_batch_layout", "packed", remedy)
+        # A row that the model does not take is refused now, not when training needs its length.
         if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
-            _ = (
-                self.dataset.lengths
-            )  # a row that the model does not take is refused now, not when training asks
+            _ = self.dataset.lengths
         if isinstance(settings.micro_batch_tokens, int):
             needed = self.shapes.padded(int(self.dataset.lengths.max()))
             if settings.micro_batch_tokens < needed:
@@ -345,29 +349,29 @@ class Data:
     @property
     def why_unpacked(self) -> str:
         """Why the rows of a micro-batch cannot be packed; empty where they can."""
-        others = ", ".join(self._measured_by_more)
-        why = (
-            "pad_to_multiple_of is set"
-            if self._settings.pad_to_multiple_of > 1
-            else why_unpacked(self._job.cfg)
-        )
-        return why or (f"rows have {others}" if others else "")
+        if self._settings.pad_to_multiple_of > 1:
+            return "pad_to_multiple_of is set"
+        reason = why_unpacked(self._job.cfg)
+        columns = ", ".join(self._measured_by_more)
+        if not reason and columns:
+            reason = f"rows have {columns}"
+        return reason
 
     def _check_tokens_measure_rows(self) -> None:
         settings = self._settings
         keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
-        keys += (
-            ["micro_batch_layout"] if settings.micro_batch_layout not in (None, "padded") else []
-        )
-        keys += ["pad_to_multiple_of"] if settings.pad_to_multiple_of > 1 else []
+        if settings.micro_batch_layout not in (None, "padded"):
+            keys.append("micro_batch_layout")
+        if settings.pad_to_multiple_of > 1:
+            keys.append("pad_to_multiple_of")
         if not keys:
             return
-        others = self._measured_by_more
-        if not others:
+        columns = self._measured_by_more
+        if not columns:
             return
         key = next((key for key in keys if self._job.cfg.get(key) is not None), keys[0])
         remedy = (
-            f"rows have {', '.join(others)}, which no tokens measure; remove it, and use"
+            f"rows have {', '.join(columns)}, which no tokens measure; remove it, and use"
             " micro_batch_size"
         )
         raise SettingError(key, self._job.cfg.get(key), remedy)
@@ -391,13 +395,14 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
 def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
     """Build the dataset of one block, and refuse one that has no rows by number."""
     name = _names(block)
-    remedy = (
-        "set streaming=False" if block.get("streaming", False) else "check its source and arguments"
-    )
+    remedy = "check its source and arguments"
+    if block.get("streaming", False):
+        remedy = "set streaming=False"
     with building(key, name, remedy):
         try:
             dataset = config.instantiate(block, tokenizer)
-        except StopIteration:  # what `datasets` makes of an empty file
+        except StopIteration:
+            # What `datasets` makes of an empty file.
             dataset = []
         count_rows(dataset, key=key, name=name)
     return dataset

@@ -46,7 +46,8 @@ from .config_errors import instantiate
 log = logging.getLogger("adaptive_batch")
 
 STATE_KEY = "adaptive_batch"
-ADAPTERS = "adapter_model.pt"  # in the folder of an epoch, as torchtune names it
+# In the folder of an epoch, as torchtune names it.
+ADAPTERS = "adapter_model.pt"
 _MANIFEST = "adaptive_batch.json"
 _RECIPE_STATE = Path("recipe_state") / "recipe_state.pt"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -126,17 +127,18 @@ def orders_of_epochs(output_dir: Path) -> Iterator[int]:
 
 
 def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
-    """Find the epoch that the recipe state belongs to; files are compared by their sizes, and not
-    read. None where none was saved.
+    """Return the epoch that the recipe state belongs to; None where none was saved.
+
+    Files are compared by their sizes, and not read.
 
     Args:
         cfg: the `checkpointer` block of the configuration.
     """
     output_dir = Path(cfg.output_dir)
-    given = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
-    state_file = (
-        given if given.exists() else output_dir / _RECIPE_STATE
-    )  # of a run that torchrun starts again, too
+    state_file = output_dir / (cfg.get("recipe_checkpoint") or _RECIPE_STATE)
+    # A run that torchrun starts again may be configured with a file that it has replaced.
+    if not state_file.exists():
+        state_file = output_dir / _RECIPE_STATE
     with_state = [
         (folder, manifest) for folder, manifest in _manifests(output_dir) if manifest.recipe_state
     ]
@@ -151,50 +153,65 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
             )
         folder, manifest = max(with_state, key=lambda found: found[1].identity["order"])
         files = dict([manifest.files(state_file).popitem()])
-        why = changed_size(folder, files) or changed_content(folder, files) or reason(error)
-        return SkippedCheckpoint(folder, why, True, manifest.identity["order"])
-    folder = output_dir / (
-        identity["folder"] if identity else f"epoch_{state[training.EPOCHS_KEY] - 1}"
-    )
-    files = cfg.get("checkpoint_files")
-    for name in files if not isinstance(files, DictConfig) and files else ():
-        typed = output_dir / str(name)
-        if typed.exists() and typed.resolve().parent != folder.resolve():
-            remedy = "leave checkpoint_files as it was: resuming finds its own files"
-            why = (
-                f"checkpoint_files names {typed}, but {state_file} was saved with {folder.name};"
-                f" {remedy}"
-            )
-            return SkippedCheckpoint(folder, why, False)
+        damage = changed_size(folder, files) or changed_content(folder, files) or reason(error)
+        return SkippedCheckpoint(folder, damage, True, manifest.identity["order"])
+    folder_name = f"epoch_{state[training.EPOCHS_KEY] - 1}"
+    if identity:
+        folder_name = identity["folder"]
+    folder = output_dir / folder_name
+    other_file = _file_of_another_epoch(cfg, folder)
+    if other_file is not None:
+        mismatch = (
+            f"checkpoint_files names {other_file}, but {state_file} was saved with {folder.name};"
+            " leave checkpoint_files as it was: resuming finds its own files"
+        )
+        return SkippedCheckpoint(folder, mismatch, False)
     if identity is None:
         return _of_torchtune(state, state_file, folder, dict(with_state).get(folder))
-    for place in (
-        folder,
-        folder.with_name(_REPLACED + folder.name),
-    ):  # where a killed save has left it
-        for found, manifest in with_state:
-            if found == place and manifest.identity["id"] == identity["id"]:
+    # A killed save has left the replaced folder under another name.
+    for place in (folder, folder.with_name(_REPLACED + folder.name)):
+        for saved_folder, manifest in with_state:
+            if saved_folder == place and manifest.identity["id"] == identity["id"]:
                 state[STATE_KEY]["preempted"] = manifest.preempted
                 return _of_ours(state, state_file, place, manifest)
+    return SkippedCheckpoint(folder, _why_weights_are_others(folder), True, identity["order"])
+
+
+def _file_of_another_epoch(cfg: DictConfig, folder: Path) -> Path | None:
+    """Return a configured file of weights that exists, and is not in the folder of the epoch."""
+    names = cfg.get("checkpoint_files")
+    # A block describes the base's files by a pattern.
+    if not names or isinstance(names, DictConfig):
+        return None
+    for name in names:
+        path = Path(cfg.output_dir) / str(name)
+        if path.exists() and path.resolve().parent != folder.resolve():
+            return path
+    return None
+
+
+def _why_weights_are_others(folder: Path) -> str:
+    """Return why a folder of weights is not the one that was saved with the recipe state."""
     try:
         _Manifest.read(folder)
-        why = (
-            "its weights are of another save than the recipe state; restore the folder that was"
-            " saved with it"
-        )
     except OSError as error:
-        why = f"incomplete: {_MANIFEST} cannot be read ({error.strerror})"
+        return f"incomplete: {_MANIFEST} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError):
-        why = f"{_MANIFEST} is truncated or changed"
-    return SkippedCheckpoint(folder, why, True, identity["order"])
+        return f"{_MANIFEST} is truncated or changed"
+    return (
+        "its weights are of another save than the recipe state; restore the folder that was saved"
+        " with it"
+    )
 
 
 def _read_state(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
-    """Return a recipe state without its optimizer, and the identity of its save; None for a recipe
-    of torchtune's own.
+    """Return a recipe state without its optimizer, and the identity of its save.
+
+    The identity is None for a recipe of torchtune's own.
     """
     state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    if missing := [key for key in _OF_A_RECIPE if key not in state]:
+    missing = [key for key in _OF_A_RECIPE if key not in state]
+    if missing:
         raise ValueError(
             f"it holds no {', '.join(missing)}: it is not the state of a fine-tuning recipe"
         )
@@ -214,8 +231,9 @@ def _of_ours(
 ) -> SavedEpoch | SkippedCheckpoint:
     files = manifest.files(state_file)
     order = manifest.identity["order"]
-    if why := changed_size(folder, files):
-        return SkippedCheckpoint(folder, why, True, order)
+    damage = changed_size(folder, files)
+    if damage:
+        return SkippedCheckpoint(folder, damage, True, order)
     return SavedEpoch(
         folder, order, [folder / name for name in manifest.weights], state, state_file, files
     )
@@ -224,17 +242,21 @@ def _of_ours(
 def _of_torchtune(
     state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest | None
 ) -> SavedEpoch | SkippedCheckpoint:
-    """Return an epoch without checksums, unless it is of ours and the recipe state has lost that to
-    damage.
+    """Return an epoch without checksums.
+
+    It has them if it is one of ours, whose recipe state has lost its identity to damage.
     """
-    if manifest and isinstance(ours := _of_ours(state, state_file, folder, manifest), SavedEpoch):
-        return ours
+    if manifest:
+        ours = _of_ours(state, state_file, folder, manifest)
+        if isinstance(ours, SavedEpoch):
+            return ours
     weights = _weights_in(folder)
     indexed: set[str] = set()
     for index in folder.glob("*.index.json"):
         with suppress(ValueError, KeyError, AttributeError):
             indexed |= set(json.loads(index.read_text())["weight_map"].values())
-    if missing := sorted(indexed - {path.name for path in weights}):
+    missing = sorted(indexed - {path.name for path in weights})
+    if missing:
         return SkippedCheckpoint(folder, f"{missing[0]} is missing", False, 0)
     if not weights:
         return SkippedCheckpoint(
@@ -275,13 +297,15 @@ class EpochCheckpoints:
         try:
             self._checkpointer = instantiate("checkpointer", cfg, **overrides)
         except SettingError as error:
-            if not isinstance(cause := error.__cause__, OSError | ValueError):
+            cause = error.__cause__
+            if not isinstance(cause, OSError | ValueError):
                 raise
             key = "checkpoint_files" if "No file with name" in str(cause) else "checkpoint_dir"
             remedy = f"{reason(cause).rstrip('.')}; give what `tune download` wrote"
             raise SettingError(f"checkpointer.{key}", cfg[key], remedy) from cause
         with suppress(OSError):
-            self._temporary.rmdir()  # which torchtune's checkpointer makes
+            # torchtune's checkpointer has made it.
+            self._temporary.rmdir()
 
     def load_weights(self) -> dict[str, Any]:
         """Load the model's state dict, in torchtune's naming.
@@ -293,10 +317,11 @@ class EpochCheckpoints:
             state: dict[str, Any] = self._checkpointer.load_checkpoint()[training.MODEL_KEY]
         except Exception as error:
             for path in self._checkpointer._checkpoint_paths:
-                if why := _unreadable(Path(path)):
+                damage = _unreadable(Path(path))
+                if damage:
                     raise CheckpointError(
-                        f"checkpoint file {path} cannot be read ({why}); copy or download it again,"
-                        " or take another checkpoint"
+                        f"checkpoint file {path} cannot be read ({damage}); copy or download it"
+                        " again, or take another checkpoint"
                     ) from error
             raise
         return state
@@ -311,16 +336,16 @@ class EpochCheckpoints:
             CheckpointError: they differ; the file is named.
         """
         paths = [Path(path) for path in self._checkpointer._checkpoint_paths]
-        found = {path.name: asdict(SavedFile.of(path)) for path in paths}
-        if saved is not None and saved != found:
-            name = next(name for name in (*saved, *found) if saved.get(name) != found.get(name))
+        files = {path.name: asdict(SavedFile.of(path)) for path in paths}
+        if saved is not None and saved != files:
+            name = next(name for name in (*saved, *files) if saved.get(name) != files.get(name))
             remedy = "give the checkpoint_dir and checkpoint_files that it began with"
-            where = "is not" if name in found else "is not among checkpoint_files, but was"
+            verb = "is not" if name in files else "is not among checkpoint_files, but was"
             raise CheckpointError(
-                f"{name} of {paths[0].parent} {where} the base that the adapters were trained on;"
+                f"{name} of {paths[0].parent} {verb} the base that the adapters were trained on;"
                 f" {remedy}"
             )
-        return found
+        return files
 
     def save(
         self,
@@ -352,9 +377,8 @@ class EpochCheckpoints:
         saved = self._temporary / target.name
         new_state = self._temporary / _RECIPE_STATE
 
-        def replace_recipe_state() -> (
-            None
-        ):  # once the weights that it names are there, and while those before are
+        # Called once the weights that it names are there, while the earlier ones still are.
+        def replace_recipe_state() -> None:
             if recipe_state is not None:
                 state_file = self._output_dir / _RECIPE_STATE
                 state_file.parent.mkdir(parents=True, exist_ok=True)
@@ -370,9 +394,10 @@ class EpochCheckpoints:
             if training.ADAPTER_CONFIG in content:
                 self._order_rows_for_peft(saved)
             weights = {path.name: SavedFile.of(path) for path in _weights_in(saved)}
-            manifest = _Manifest(
-                identity, weights, None if recipe_state is None else SavedFile.of(new_state)
-            )
+            state_file = None
+            if recipe_state is not None:
+                state_file = SavedFile.of(new_state)
+            manifest = _Manifest(identity, weights, state_file)
             (saved / _MANIFEST).write_text(manifest.text())
             _flush_to_disk(self._temporary)
             move_into_place(saved, target, then=replace_recipe_state)
@@ -396,7 +421,11 @@ class EpochCheckpoints:
                 "k_proj": config["num_key_value_heads"],
             }
             in_turns = self._checkpointer._model_type != training.ModelType.QWEN2
-            kind, halves = ("lora_magnitude_vector", (-1, 2)) if in_turns else ("lora_B", (2, -1))
+            kind = "lora_B"
+            halves = (2, -1)
+            if in_turns:
+                kind = "lora_magnitude_vector"
+                halves = (-1, 2)
             for name, rows in adapters.items():
                 module = next((part for part in name.split(".") if part in heads), None)
                 if module and kind in name:
@@ -415,7 +444,8 @@ class EpochCheckpoints:
             try:
                 _, identity = _read_state(self._output_dir / _RECIPE_STATE)
                 is_needed = bool(identity) and _Manifest.read(replaced).identity == identity
-            except Exception:  # whichever of both is damaged, it is not resumed from
+            except Exception:
+                # Whichever of both is damaged, it is not resumed from.
                 is_needed = False
             if is_needed:
                 target = replaced.with_name(replaced.name.removeprefix(_REPLACED))

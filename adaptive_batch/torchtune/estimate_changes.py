@@ -15,7 +15,8 @@ from torchtune import modules
 from adaptive_batch.estimate import AllocatorSettings
 
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-_FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")  # those that can be
+# Optimizers that have a fused step.
+_FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
 
 
 @dataclass(frozen=True)
@@ -34,23 +35,46 @@ class Candidate:
 def candidates(
     cfg: DictConfig, model: torch.nn.Module, *, tokens: int, world_size: int
 ) -> Iterator[Candidate]:
-    """Yield the changes that apply to a configuration with rows of so many tokens; the model may be
-    without memory.
+    """Yield the changes that apply to a configuration with rows of so many tokens.
+
+    Args:
+        model: model of the configuration; it may be without memory.
     """
-    optimizer = str(cfg.optimizer._component_)
-    loss = str(cfg.loss._component_)
+    yield from _of_activations(cfg, model)
+    yield from _of_optimizer(cfg, world_size)
+    yield from _of_operations(cfg, model)
+    if tokens >= 256:
+        half = tokens // 2
+        yield Candidate(
+            (f"tokenizer.max_seq_len={half}",),
+            f"rows are cut to {half} tokens",
+            sequence_length=half,
+        )
+    if "lora_attn_modules" in cfg.model:
+        yield from _of_adapters(cfg.model)
+    yield from _of_ranks(cfg, world_size)
+
+
+def _of_activations(cfg: DictConfig, model: torch.nn.Module) -> Iterator[Candidate]:
+    """Yield changes of the allocator, and of what is kept for backward."""
     if str(cfg.device) != "cpu" and not AllocatorSettings.from_environment().expandable_segments:
         cost = (
             "an environment variable; PyTorch's allocator then leaves less of what it has taken"
             " unused"
         )
         yield Candidate((_EXPANDABLE,), cost, allocator=AllocatorSettings(expandable_segments=True))
-    recomputed = _share_of_layers(model) / 3  # of the compute
+    # Share of the compute.
+    recomputed = _share_of_layers(model) / 3
     if not cfg.get("enable_activation_checkpointing", False) and cfg.get("ac_mode", None) is None:
         cost = f"each layer's forward runs again in backward: about {recomputed:.0%} more compute"
         yield Candidate(("enable_activation_checkpointing=True",), cost)
         cost = f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute"
         yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
+
+
+def _of_optimizer(cfg: DictConfig, world_size: int) -> Iterator[Candidate]:
+    """Yield changes of the optimizer, its states and its step."""
+    optimizer = str(cfg.optimizer._component_)
     if not cfg.get("optimizer_in_bwd", False) and not (
         world_size > 1 and optimizer.startswith("torchao.")
     ):
@@ -76,6 +100,11 @@ def candidates(
             ("optimizer.fused=True",),
             "the optimizer's step is one kernel: results differ by rounding",
         )
+
+
+def _of_operations(cfg: DictConfig, model: torch.nn.Module) -> Iterator[Candidate]:
+    """Yield changes of norms, of the loss and of the dtype."""
+    loss = str(cfg.loss._component_)
     is_half = str(cfg.dtype) in ("bf16", "bfloat16", "fp16", "float16")
     if is_half and any(type(module) is modules.RMSNorm for module in model.modules()):
         yield Candidate(
@@ -96,15 +125,10 @@ def candidates(
             ("dtype=bf16",),
             "weights, gradients and states with 8 bits of precision: results differ",
         )
-    if tokens >= 256:
-        half = tokens // 2
-        yield Candidate(
-            (f"tokenizer.max_seq_len={half}",),
-            f"rows are cut to {half} tokens",
-            sequence_length=half,
-        )
-    if "lora_attn_modules" in cfg.model:
-        yield from _of_adapters(cfg.model)
+
+
+def _of_ranks(cfg: DictConfig, world_size: int) -> Iterator[Candidate]:
+    """Yield changes of what FSDP gathers and reduces, and more devices."""
     if world_size > 1 and not cfg.get("fsdp_reshard_after_forward", True):
         yield Candidate(
             ("fsdp_reshard_after_forward=True",), "each layer is gathered again in backward"
@@ -151,20 +175,18 @@ def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
     every = bool(cfg.get("enable_activation_checkpointing", False))
     mode = cfg.get("ac_mode", None)
     off = ("enable_activation_checkpointing=False",) if every else ("ac_mode=null",)
-    recomputing = (
-        [off, (*off[:every], "ac_mode=selective", "ac_option=2")] if every or mode == "full" else []
-    )
-    if cfg.get("enable_activation_offloading", False):  # which needs that every layer is recomputed
-        recomputing = [(*one, "enable_activation_offloading=False") for one in (*recomputing, ())]
+    recomputing: list[tuple[str, ...]] = []
+    if every or mode == "full":
+        recomputing = [off, (*off[:every], "ac_mode=selective", "ac_option=2")]
+    # Offloading needs that every layer is recomputed.
+    if cfg.get("enable_activation_offloading", False):
+        recomputing = [(*keys, "enable_activation_offloading=False") for keys in (*recomputing, ())]
     is_chunked = str(cfg.loss._component_).endswith("CEWithChunkedOutputLoss")
     ways = [[off] if mode == "selective" and not every else recomputing]
-    ways.append(
-        [("loss.num_output_chunks=1",)]
-        if is_chunked and cfg.loss.get("num_output_chunks", 8) > 1
-        else []
-    )
-    reshards = world_size > 1 and cfg.get("fsdp_reshard_after_forward", True)
-    ways.append([("fsdp_reshard_after_forward=False",)] if reshards else [])
+    if is_chunked and cfg.loss.get("num_output_chunks", 8) > 1:
+        ways.append([("loss.num_output_chunks=1",)])
+    if world_size > 1 and cfg.get("fsdp_reshard_after_forward", True):
+        ways.append([("fsdp_reshard_after_forward=False",)])
     return [
         Candidate(tuple(chain(*some)), "memory") for some in product(*((*way, ()) for way in ways))
     ][:-1][:8]
@@ -180,7 +202,8 @@ def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
             block, _, key = key[1:].rpartition(".")
             OmegaConf.select(changed, block).pop(key)
         elif not key.startswith(("--", "PYTORCH")):
-            key += "._component_" if key in ("model", "optimizer", "loss") else ""
+            if key in ("model", "optimizer", "loss"):
+                key += "._component_"
             OmegaConf.update(
                 changed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True
             )
@@ -193,14 +216,11 @@ def _share_of_layers(model: torch.nn.Module) -> float:
     """
     sizes = {"layers": 0, "others": 0}
     for name, parameter in model.named_parameters():
-        if "embeddings" not in name or not hasattr(
-            model, "output"
-        ):  # looking up multiplies nothing
+        # Looking up multiplies nothing.
+        if "embeddings" not in name or not hasattr(model, "output"):
             sizes["layers" if "layers." in name else "others"] += parameter.numel()
-    if not isinstance(getattr(model, "output", None), torch.nn.Linear) and hasattr(
-        model, "tok_embeddings"
-    ):
-        sizes["others"] += cast(
-            torch.nn.Embedding, model.tok_embeddings
-        ).weight.numel()  # a tied output layer
+    has_output = isinstance(getattr(model, "output", None), torch.nn.Linear)
+    # A tied output layer multiplies by the embeddings.
+    if not has_output and hasattr(model, "tok_embeddings"):
+        sizes["others"] += cast(torch.nn.Embedding, model.tok_embeddings).weight.numel()
     return sizes["layers"] / max(1, sum(sizes.values()))

@@ -1,7 +1,8 @@
 """Estimate of the memory on devices that are not here: the configuration's training step on fake
 tensors, and single changes.
 
-tune run adaptive_estimate --config NAME estimate.devices=80GiB [estimate.sequence_lengths=[1024,2048]] [estimate.world_size=8]
+tune run adaptive_estimate --config NAME estimate.devices=80GiB
+    [estimate.sequence_lengths=[1024,2048]] [estimate.world_size=8]
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
 
-_LEAST_SHORTER = (
-    8  # tokens that half of the rows are shorter than the longest by, at least, where lengths vary
-)
-_STEPS = 5  # of training's own, after one of the longest rows
+# Tokens that half of the rows are shorter than the longest by, at least, where lengths vary.
+_LEAST_SHORTER = 8
+# Steps of training's own that follow one of the longest rows.
+_STEPS = 5
 
 
 def estimate_devices(
@@ -79,19 +80,19 @@ def estimate_devices(
     start = time.perf_counter()
     settings = Settings.from_config(cfg)
     complete(cfg, needs=TO_PLAN)
-    asked = settings.estimate
+    estimate_settings = settings.estimate
     if distributed.is_launched():
         remedy = "run the estimate in one process; give ranks by estimate.world_size"
-        raise SettingError("estimate.devices", asked.devices, remedy)
+        raise SettingError("estimate.devices", estimate_settings.devices, remedy)
     for keys in without_effect_on("adaptive_estimate", settings, cfg):
         show(str(keys))
-    estimator = Estimator(cfg, settings, parse_devices(asked.devices), builder)
+    estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices), builder)
     lengths, devices, not_counted = estimator.lengths()
     estimate = MemoryEstimate(
         devices=devices,
         lengths=lengths,
         maximum=settings.probe.maximum,
-        world_size=asked.world_size,
+        world_size=estimate_settings.world_size,
         left_out=tuple(not_counted),
         seconds=round(time.perf_counter() - start, 2),
     )
@@ -99,7 +100,7 @@ def estimate_devices(
     show(f"\n{estimate.table()}")
     for sentence in estimate.left_out:
         show(f"left out: {sentence}")
-    if asked.changes:
+    if estimate_settings.changes:
         now = [estimate.bound(estimate.lengths[0], target) for target in estimate.devices]
         tried = list(estimator.changes(estimate.lengths[0]))
         estimate = replace(
@@ -136,7 +137,7 @@ class Estimator:
         context = estimate.context if self._on_accelerator else 0
         self._devices = devices
         self._targets = [
-            one.target(context_bytes=context, headroom=estimate.headroom) for one in devices
+            device.target(context_bytes=context, headroom=estimate.headroom) for device in devices
         ]
         self._alike = alike(devices) if self._on_accelerator else [list(range(len(devices)))]
         self._first_length: int | str = "longest"
@@ -146,10 +147,15 @@ class Estimator:
         """Estimate each length; return what it holds, the devices with what fits there, and what is
         not counted.
         """
-        asked = self._settings.estimate
-        wanted = [self._resolved(length) for length in asked.lengths_of(self._settings.probe)[1]]
-        self._first_length = wanted[0]
-        lengths, fits, run = self._estimate(self._cfg, wanted, asked.world_size)
+        estimate_settings = self._settings.estimate
+        sequence_lengths = [
+            self._resolved(length)
+            for length in estimate_settings.lengths_of(self._settings.probe)[1]
+        ]
+        self._first_length = sequence_lengths[0]
+        lengths, fits, run = self._estimate(
+            self._cfg, sequence_lengths, estimate_settings.world_size
+        )
         self._skeleton = run.job.skeleton
         not_counted = list(run.left_out)
         if self._settings.fits_itself:
@@ -159,7 +165,8 @@ class Estimator:
             )
         if self._on_accelerator:
             not_counted += left_out(
-                [one.architecture for one in self._devices], world_size=asked.world_size
+                [device.architecture for device in self._devices],
+                world_size=estimate_settings.world_size,
             )
         else:
             not_counted.append("what is no tensor: Python, libraries, the dataset")
@@ -187,17 +194,22 @@ class Estimator:
         fits: list[list[Fit]] = [[] for _ in self._targets]
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
-        for members in reversed(self._alike):  # so that the first kind's stay
+        # Reversed, so that the lengths of the first kind stay.
+        for members in reversed(self._alike):
             targets = [self._targets[number] for number in members]
             lengths = []
             with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
-                for one in wanted:
-                    explains = not is_change and 0 in members and one == wanted[-1]
-                    length, found = step.estimate(
-                        one, targets, is_exact=not is_change, explains=explains, allocator=allocator
+                for sequence_length in wanted:
+                    explains = not is_change and 0 in members and sequence_length == wanted[-1]
+                    length, length_fits = step.estimate(
+                        sequence_length,
+                        targets,
+                        is_exact=not is_change,
+                        explains=explains,
+                        allocator=allocator,
                     )
                     lengths.append(length)
-                    for number, fit in zip(members, found, strict=True):
+                    for number, fit in zip(members, length_fits, strict=True):
                         fits[number].append(fit)
         return tuple(lengths), fits, step.run
 
@@ -210,7 +222,8 @@ class Estimator:
             limit = block.max_seq_len
         else:
             takes = inspect.signature(load_function(block._component_, key="tokenizer")).parameters
-            if "max_seq_len" not in takes:  # only the tokenizer itself knows
+            # Only the tokenizer itself knows.
+            if "max_seq_len" not in takes:
                 return length
             limit = takes["max_seq_len"].default
         if limit is None:
@@ -223,39 +236,48 @@ class Estimator:
 
     def changes(self, length: LengthEstimate) -> Iterator[Change]:
         """Estimate each single change at a length."""
-        asked = {"tokens": length.sequence_length, "world_size": self._settings.estimate.world_size}
         maximum = self._settings.probe.maximum
         assert self._skeleton is not None
-        for one, fits in self.tried(
-            candidates(self._cfg, self._skeleton, **asked), self._first_length
-        ):
+        changes = candidates(
+            self._cfg,
+            self._skeleton,
+            tokens=length.sequence_length,
+            world_size=self._settings.estimate.world_size,
+        )
+        for candidate, fits in self.tried(changes, self._first_length):
             if isinstance(fits, str):
-                yield Change(one.overrides, one.cost, refused=fits)
-            else:
-                rows = tuple(
-                    None if fit.max_batch_size == maximum else fit.max_batch_size for fit in fits
-                )
-                speeds = tuple(fit.modelled_tokens_per_second for fit in fits)
-                yield Change(one.overrides, one.cost, rows, modelled_tokens_per_second=speeds)
+                yield Change(candidate.overrides, candidate.cost, refused=fits)
+                continue
+            # At the maximum any number of rows may fit.
+            bounds = tuple(
+                None if fit.max_batch_size == maximum else fit.max_batch_size for fit in fits
+            )
+            yield Change(
+                candidate.overrides,
+                candidate.cost,
+                bounds,
+                modelled_tokens_per_second=tuple(fit.modelled_tokens_per_second for fit in fits),
+            )
 
     def tried(
         self, changes: Iterable[Candidate], length: int | str
     ) -> Iterator[tuple[Candidate, tuple[Fit, ...] | str]]:
-        """Yield for each change what fits on each device at a length, or why it cannot be
-        estimated.
-        """
-        for one in changes:
+        """Yield for each change what fits on each device, or why it cannot be estimated."""
+        for candidate in changes:
             try:
-                cfg = with_overrides(self._cfg, one.overrides)
-                ranks = self._settings.estimate.world_size
-                wanted = [one.sequence_length or length]
+                cfg = with_overrides(self._cfg, candidate.overrides)
+                ranks = candidate.world_size or self._settings.estimate.world_size
+                sequence_lengths = [candidate.sequence_length or length]
                 _, fits, _ = self._estimate(
-                    cfg, wanted, one.world_size or ranks, is_change=True, allocator=one.allocator
+                    cfg, sequence_lengths, ranks, is_change=True, allocator=candidate.allocator
                 )
-                yield one, tuple(some[0] for some in fits)
-            except Exception as error:  # components refuse each other in many ways
-                why = "" if isinstance(error, AdaptiveBatchError) else f"{type(error).__name__}: "
-                yield one, why + str(error).partition("\n")[0]
+                yield candidate, tuple(device_fits[0] for device_fits in fits)
+            except Exception as error:
+                # Components refuse each other in many ways.
+                message = str(error).partition("\n")[0]
+                if not isinstance(error, AdaptiveBatchError):
+                    message = f"{type(error).__name__}: {message}"
+                yield candidate, message
 
     @contextmanager
     def _step(
@@ -271,7 +293,8 @@ class Estimator:
             )
             device = FakeDevice(of.kernels if self._on_accelerator else None)
             try:
-                with warnings.catch_warnings():  # of torch about bf16 norms
+                with warnings.catch_warnings():
+                    # torch warns of bf16 norms.
                     warnings.filterwarnings(
                         "ignore", message="Mismatch dtype between input and weight"
                     )
@@ -282,7 +305,8 @@ class Estimator:
                         lengths,
                     )
             except Exception as error:
-                if (remedy := needs_values(error)) is None:
+                remedy = needs_values(error)
+                if remedy is None:
                     raise
                 raise _named(cfg, error, remedy) from error
 
@@ -310,7 +334,8 @@ class _Step:
             worst = bounds.rows_of(length)
             tokens = worst.length
 
-            def rows(count: int) -> list[dict[str, Any]]:  # also more than the dataset has
+            # Also more rows than the dataset has.
+            def rows(count: int) -> list[dict[str, Any]]:
                 some = worst.first(min(count, len(self.run.data.dataset)))
                 return [some[number % len(some)] for number in range(count)]
 
@@ -318,7 +343,8 @@ class _Step:
             assert isinstance(length, int)
             tokens = length
 
-            row = made_up_row(length, packed=self.run.data.packed)  # on the host, and not counted
+            # It is on the host, and not counted.
+            row = made_up_row(length, packed=self.run.data.packed)
 
             def rows(count: int) -> list[dict[str, Any]]:
                 return [row] * count
@@ -358,8 +384,9 @@ class _Step:
     def _of_steps(
         self, longest: Run, tokens: int
     ) -> Callable[[int], Sequence[Run | Between]] | None:
-        """A step of the longest rows, and training's first steps; None where all rows are of about
-        one length.
+        """Return a step of the longest rows and training's first steps, given the rows at once.
+
+        None where all rows are of about one length.
         """
         lengths = self.run.data.dataset.lengths
         shorter = sorted(map(int, lengths))[len(lengths) // 2]
@@ -370,18 +397,13 @@ class _Step:
         traces_alike(self._step, short)
 
         def of_steps(rows: int) -> list[Run | Between]:
-            of_each = (range(number * rows, (number + 1) * rows) for number in range(_STEPS))
-            padded = (
-                self.run.data.shapes.padded(max(drawn[i % len(drawn)] for i in one))
-                for one in of_each
-            )
-            return [
-                longest,
-                *(
-                    Between(short, longest, Fraction(one - shorter, tokens - shorter))
-                    for one in padded
-                ),
-            ]
+            steps: list[Run | Between] = [longest]
+            for step in range(_STEPS):
+                numbers = range(step * rows, (step + 1) * rows)
+                longest_drawn = max(drawn[number % len(drawn)] for number in numbers)
+                padded = self.run.data.shapes.padded(longest_drawn)
+                steps.append(Between(short, longest, Fraction(padded - shorter, tokens - shorter)))
+            return steps
 
         return of_steps
 

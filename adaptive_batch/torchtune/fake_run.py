@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -64,9 +65,8 @@ class FakeRun:
         self.left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
-        if (
-            settings.micro_batch_layout == "packed" and not one_kernel
-        ):  # each number of rows would run other operations
+        # Each number of rows would run other operations.
+        if settings.micro_batch_layout == "packed" and not one_kernel:
             self._leave_out(
                 "micro_batch_layout=packed: rows are counted beside each other, of which all have"
                 " the longest's length"
@@ -119,7 +119,6 @@ class FakeRun:
             self.left_out.append(sentence)
 
     # --- data
-    # -------------------------------------------------------------------------------------------------------
 
     def _make_up_data(self) -> Data:
         self.job.check_model()
@@ -139,9 +138,8 @@ class FakeRun:
                 raise
             key, lengths = self.job.settings.estimate.lengths_of(self.job.settings.probe)
             value: object = lengths[0] if len(lengths) == 1 else list(lengths)
-            if not any(
-                isinstance(length, str) for length in lengths
-            ):  # then rows are read for it alone
+            # Then rows are read for it alone.
+            if not any(isinstance(length, str) for length in lengths):
                 key = "collate_fn"
                 value = self.job.cfg.collate_fn
             remedy = f"the rows of the dataset that it takes are not at hand ({error})"
@@ -164,7 +162,6 @@ class FakeRun:
         return batch
 
     # --- model and optimizer
-    # ----------------------------------------------------------------------------------------
 
     def step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool = False) -> FakeStep:
         """Build model and optimizer, and return the step that training would run; for the arguments
@@ -201,9 +198,8 @@ class FakeRun:
         job = self.job
         if distributed.world_size() > 1:
             model = build_sharded(job.cfg, job.builder, dtype=job.dtype, device=job.device)
-            compute_rotary_buffers(
-                model, dtype=job.dtype, device=job.device
-            )  # some look at their values
+            # Some models read their values.
+            compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
             self._device.move(model)
         else:
             model = self._device.build(lambda: job.builder.skeleton(job.cfg, dtype=job.dtype))
@@ -228,10 +224,8 @@ class FakeRun:
         if component.startswith(_COMPILED_OPTIMIZERS):
             from torchao.optim import subclass_4bit, subclass_8bit
 
-            for states in (
-                subclass_4bit,
-                subclass_8bit,
-            ):  # tables that are looked into when they are made, and kept
+            # Tables whose values are read when they are made, and kept.
+            for states in (subclass_4bit, subclass_8bit):
                 states.get_qmap_signed()
                 states.get_qmap_unsigned()
         with self._device.mode:
@@ -240,7 +234,8 @@ class FakeRun:
             return optimizer
         is_plain = all(optimizer.defaults.get(key) is None for key in ("fused", "foreach"))
         if component.startswith("torch.optim.") and is_plain and "foreach" in optimizer.defaults:
-            for group in optimizer.param_groups:  # what torch takes there
+            # What torch takes there.
+            for group in optimizer.param_groups:
                 group["foreach"] = True
         if component.startswith(_COMPILED_OPTIMIZERS):
             self._leave_out(
@@ -290,8 +285,8 @@ def expected_curve(
             "flex attention, which packed rows have here, cannot run on fake tensors",
         )
     step = run.step(rows, accumulates=accumulates)
-    few, more = ((size, one.trace) for size, one in traces_alike(step))
-    return MemoryCurve.from_traces(few, more)
+    few, more = traces_alike(step)
+    return MemoryCurve.from_traces((few[0], few[1].trace), (more[0], more[1].trace))
 
 
 @contextmanager
@@ -305,13 +300,13 @@ def _offline() -> Iterator[None]:
         (datasets.config, "HF_HUB_OFFLINE"),
         (datasets.config, "HF_DATASETS_OFFLINE"),
     )
-    before = [getattr(module, name) for module, name in places]
+    values = [getattr(module, name) for module, name in places]
     for module, name in places:
         setattr(module, name, True)
     try:
         yield
     finally:
-        for (module, name), value in zip(places, before, strict=True):
+        for (module, name), value in zip(places, values, strict=True):
             setattr(module, name, value)
 
 
@@ -351,12 +346,15 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        for parameter in (
-            p for group in self.param_groups for p in group["params"] if p.grad is not None
-        ):
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
             state = self.state[parameter]
             is_8bit = self._is_8bit and parameter.numel() >= 4096
-            for number in range(self._moments if not state else 0):
+            if state:
+                continue
+            for number in range(self._moments):
                 dtype = torch.uint8 if is_8bit else torch.float32
                 state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
                 if is_8bit:

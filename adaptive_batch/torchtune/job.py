@@ -46,7 +46,9 @@ class Job:
         needs: Sequence[str] = TO_TRAIN,
     ) -> None:
         complete(cfg, needs=needs)
-        self.cfg, self.settings, self.builder = cfg, settings, builder or FullModel()
+        self.cfg = cfg
+        self.settings = settings
+        self.builder = builder or FullModel()
         self.ranks = distributed.data_parallel_size()
         self.device = _usable(
             "device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device)
@@ -84,9 +86,9 @@ class Job:
         try:
             return self.skeleton
         except Exception as error:
-            if isinstance(error, AdaptiveBatchError) and not isinstance(
-                error.__cause__, RuntimeError
-            ):  # torch's own
+            # torch's own errors are RuntimeErrors.
+            is_torchs = isinstance(error.__cause__, RuntimeError)
+            if isinstance(error, AdaptiveBatchError) and not is_torchs:
                 raise
             log.debug("the model cannot be built without memory: %s", error)
             return None

@@ -88,32 +88,37 @@ def key(
 
 def keys_of(block: type) -> dict[str, Key]:
     """Return the keys of a dataclass of settings, by name."""
-    return {each.name: each.metadata["key"] for each in fields(block)}
+    return {field.name: field.metadata["key"] for field in fields(block)}
+
+
+def _fields_by_name(block: type) -> dict[str, Field[Any]]:
+    return {key_field.name: key_field for key_field in fields(block)}
 
 
 def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     """Read and check what is given of the keys of a dataclass; null is as good as absent."""
-    return {
-        each.name: each.metadata["key"].read(prefix + each.name, config.get(each.name))
-        for each in fields(block)
-        if each.default is MISSING or config.get(each.name) is not None
-    }
+    values = {}
+    for name, key_field in _fields_by_name(block).items():
+        value = config.get(name)
+        if key_field.default is MISSING or value is not None:
+            values[name] = key_field.metadata["key"].read(prefix + name, value)
+    return values
 
 
 def block(keys: type[T]) -> Callable[[str, Any], T]:
     """Return the reader of a key whose value is a block of keys, which a dataclass has."""
 
     def read(name: str, value: Any) -> T:
-        known = list(keys_of(keys))
+        names = list(keys_of(keys))
         if not isinstance(value, Mapping):
-            raise SettingError(name, value, f"give a block of keys, such as {name}.{known[0]}=...")
-        for each in value:
-            full = f"{name}.{each}"
-            if each not in known:
-                meant = (
-                    f"{RENAMED[full]} is meant" if full in RENAMED else nearest(str(each), known)
-                )
-                raise SettingError(full, value[each], f"there is no such key; {meant}")
+            raise SettingError(name, value, f"give a block of keys, such as {name}.{names[0]}=...")
+        for key in value:
+            if key not in names:
+                full_name = f"{name}.{key}"
+                suggestion = nearest(str(key), names)
+                if full_name in RENAMED:
+                    suggestion = f"{RENAMED[full_name]} is meant"
+                raise SettingError(full_name, value[key], f"there is no such key; {suggestion}")
         return keys(**read_keys(keys, value, prefix=f"{name}."))
 
     return read
@@ -122,20 +127,23 @@ def block(keys: type[T]) -> Callable[[str, Any], T]:
 def table(block: type, *, prefix: str = "") -> str:
     """Return the keys of a dataclass as a table in Markdown."""
     rows = [
-        f"| `{prefix}{each.name}` | {_default(each)} | {each.metadata['key'].doc} |"
-        for each in fields(block)
-        if each.metadata["key"].doc
+        f"| `{prefix}{field.name}` | {_default(field)} | {field.metadata['key'].doc} |"
+        for field in fields(block)
+        if field.metadata["key"].doc
     ]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])
 
 
-def _default(each: Field[Any]) -> str:
-    shown: str = each.metadata["key"].shown
-    return shown or ("null" if each.default is None else f"`{each.default}`")
+def _default(field: Field[Any]) -> str:
+    shown: str = field.metadata["key"].shown
+    if shown:
+        return shown
+    if field.default is None:
+        return "null"
+    return f"`{field.default}`"
 
 
 # --- how a value is read
-# ------------------------------------------------------------------------------------------------
 
 
 def one_of(*options: str) -> Callable[[str, Any], str]:
@@ -159,7 +167,9 @@ def auto_or_whole(name: str, value: Any) -> int | str:
 def names_of_keys(name: str, value: Any) -> tuple[str, ...]:
     """Read one name, or a list of them."""
     names = [value] if isinstance(value, str) else value
-    if not isinstance(names, list | tuple) or not all(isinstance(one, str) for one in names):
+    if not isinstance(names, list | tuple) or not all(
+        isinstance(name_of_key, str) for name_of_key in names
+    ):
         raise SettingError(name, value, "give the names of keys, such as [dataset]")
     return tuple(names)
 
@@ -180,21 +190,19 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
     """
 
     def read(name: str, value: Any) -> Any:
-        found = _load(value, key=name)
-        if example := next((example for build, example in EXAMPLES.items() if build is found), ""):
-            raise SettingError(
-                name,
-                value,
-                f"it builds the function; give a block: {name}={{_component_: {value}, {example}}}",
-            )
-        check(found, key=name)
-        return found
+        loaded = _load(value, key=name)
+        for builder, example in EXAMPLES.items():
+            if builder is loaded:
+                block = f"{name}={{_component_: {value}, {example}}}"
+                raise SettingError(name, value, f"it builds the function; give a block: {block}")
+        check(loaded, key=name)
+        return loaded
 
     return read
 
 
 def load_function(path: object, *, key: str) -> Any:
-    """Import what a dotted path names; refuse one that cannot be imported, naming what is missing."""
+    """Import what a dotted path names; refuse one that cannot be imported, with what is missing."""
     parts = path.split(".") if isinstance(path, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise SettingError(
@@ -203,20 +211,20 @@ def load_function(path: object, *, key: str) -> Any:
     for split in range(len(parts) - 1, 0, -1):
         module = ".".join(parts[:split])
         try:
-            found: Any = import_module(module)
+            loaded: Any = import_module(module)
         except (Exception, SystemExit) as error:
             if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
                 continue
-            why = (
-                str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
-            )
-            raise SettingError(key, path, f"importing {module} failed: {why}") from error
+            reason = str(error)
+            if not isinstance(error, ImportError):
+                reason = f"{type(error).__name__}: {reason}"
+            raise SettingError(key, path, f"importing {module} failed: {reason}") from error
         for part in parts[split:]:
-            if not hasattr(found, part):
-                names = [name for name in dir(found) if not name.startswith("_")]
+            if not hasattr(loaded, part):
+                names = [name for name in dir(loaded) if not name.startswith("_")]
                 raise SettingError(key, path, f"{module} has no {part}; {nearest(part, names)}")
-            found = getattr(found, part)
-        return found
+            loaded = getattr(loaded, part)
+        return loaded
     remedy = "run from the folder that holds it, or put that folder on PYTHONPATH"
     raise SettingError(key, path, f"no module {parts[0]} can be imported; {remedy}")
 

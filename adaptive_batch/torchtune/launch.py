@@ -1,6 +1,4 @@
-"""How a recipe's process begins and ends: its terminal, its configuration file, the ranks that were
-launched with it.
-"""
+"""How a recipe's process begins and ends: terminal, configuration file and launched ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,28 +28,31 @@ from .config_errors import as_dict, check_file, plainly
 
 log = logging.getLogger("adaptive_batch")
 
-_ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"  # that torchtune takes
+# What torchtune takes.
+_ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"
 _INTERRUPTED = "interrupted"
 
 
 def use_shipped_config(arguments: list[str]) -> None:
-    """Replace the name of a shipped config after ``--config`` by its path, in place; refuse what is
-    neither file nor shipped.
+    """Replace the name of a shipped config after ``--config`` by its path, in place.
 
-    Every other argument is ``key=value``, or ``~key``, which removes one.
+    Refuses a name that is neither a file's nor a shipped config's. Every other argument is
+    ``key=value``, or ``~key``, which removes one.
     """
     if "--config" not in arguments[:-1]:
         return
     index = arguments.index("--config") + 1
     name = arguments[index]
-    others = [*arguments[1 : index - 1], *arguments[index + 1 :]]
-    for given in others:
-        if not re.fullmatch(_ARGUMENT, given, re.DOTALL):
+    overrides = [*arguments[1 : index - 1], *arguments[index + 1 :]]
+    for override in overrides:
+        if not re.fullmatch(_ARGUMENT, override, re.DOTALL):
             remedy = (
                 "give key=value, without dashes, spaces around = or a second =; ~key removes a key"
             )
-            raise SettingError("argument", given, remedy)
-    path = Path(name) if Path(name).is_file() else config_path(name)
+            raise SettingError("argument", override, remedy)
+    path: Path | None = Path(name)
+    if not Path(name).is_file():
+        path = config_path(name)
     if path is None:
         names = ", ".join(name for name, _ in shipped_configs())
         raise SettingError(
@@ -59,14 +60,12 @@ def use_shipped_config(arguments: list[str]) -> None:
             name,
             f"there is no such file and no such shipped config; shipped are {names}",
         )
-    check_file(str(path), [given for given in others if not given.startswith("-")])
+    check_file(str(path), [override for override in overrides if not override.startswith("-")])
     arguments[index] = str(path)
 
 
 def set_up_terminal() -> None:
-    """Show decisions as they are made, and the errors of this package as one line without a
-    traceback.
-    """
+    """Show decisions as they are made, and this package's errors as one line, not a traceback."""
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
@@ -74,10 +73,13 @@ def set_up_terminal() -> None:
     usual = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        plain = None if "ADAPTIVE_BATCH_TRACEBACK" in os.environ else plainly(error)
+        if "ADAPTIVE_BATCH_TRACEBACK" in os.environ:
+            usual(kind, error, trace)
+            return
+        plain = plainly(error)
         if plain is not None:
             print(f"\n{type(plain).__name__}: {plain}", file=sys.stderr)
-        elif isinstance(error, KeyboardInterrupt) and "ADAPTIVE_BATCH_TRACEBACK" not in os.environ:
+        elif isinstance(error, KeyboardInterrupt):
             print(f"\n{str(error) or _INTERRUPTED}", file=sys.stderr)
         else:
             usual(kind, error, trace)
@@ -87,13 +89,12 @@ def set_up_terminal() -> None:
 
 @contextmanager
 def no_component_exits() -> Iterator[None]:
-    """Inside, a component that ends the program, a dataset that calls ``sys.exit``, raises an error
-    that says where.
-    """
+    """Inside, raise an error where a component, such as a dataset, calls ``sys.exit``."""
     try:
         yield
     except SystemExit as ended:
-        if ended.code == EXIT_STATUS:  # training has saved and ends as it was asked to
+        # Training has saved, and ends as it was asked to.
+        if ended.code == EXIT_STATUS:
             raise
         *_, where = traceback.extract_tb(ended.__traceback__)
         place = f"{where.name} ({where.filename}:{where.lineno})"
@@ -105,11 +106,12 @@ def no_component_exits() -> Iterator[None]:
 
 @contextmanager
 def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
-    """Inside, Ctrl-C, and SIGTERM where it is not waited for, end the process with a line that says
-    what comes next.
+    """Inside, end the process by Ctrl-C or SIGTERM with a line that says what comes next.
+
+    SIGTERM ends it where it is not waited for.
 
     Args:
-        after_end: returns that.
+        after_end: function that returns what comes next.
 
     Raises:
         KeyboardInterrupt: with that line; of a single process that was asked to end by SIGTERM,
@@ -118,9 +120,12 @@ def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        asked = isinstance(error, Terminated)
-        message = f"{'asked to end' if asked else _INTERRUPTED}: {after_end()}"
-        if asked and not distributed.is_launched():
+        is_request = isinstance(error, Terminated)
+        cause = _INTERRUPTED
+        if is_request:
+            cause = "asked to end"
+        message = f"{cause}: {after_end()}"
+        if is_request and not distributed.is_launched():
             log.info("%s", message)
             raise SystemExit(EXIT_STATUS) from None
         raise KeyboardInterrupt(message) from None
@@ -128,10 +133,10 @@ def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
-    """Inside, the ranks that were launched are one process group, and an error of one rank ends all
-    of them, with one message.
+    """Inside, join the launched ranks in one process group, which an error of one rank ends.
 
-    Yields the watchdog of this rank, or None where only this process was launched.
+    All ranks end with one message. Yields the watchdog of this rank, or None where only this
+    process was launched.
     """
     if not distributed.is_launched():
         check_parallel(cfg, world_size=1)
@@ -139,7 +144,8 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
             yield None
         return
     if int(os.environ["RANK"]):
-        for name in ("adaptive_batch", "torchtune"):  # rank zero logs for all
+        # Rank zero logs for all.
+        for name in ("adaptive_batch", "torchtune"):
             logging.getLogger(name).setLevel(logging.ERROR)
     watch = Watchdog()
     watch.start()
@@ -156,7 +162,10 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     except KeyboardInterrupt as error:
         watch.fail(str(error) or _INTERRUPTED)
     except BaseException as error:
-        facts = error.facts if isinstance(error, RankLostError) else {}
+        facts: Mapping[str, Any] = {}
+        if isinstance(error, RankLostError):
+            facts = error.facts
+        # Only a rank that ran out of memory tells its limit.
         kind = "out_of_memory" if "limit" in facts else "error"
         watch.fail(plainly(error) or error, kind=kind, facts=facts)
     watch.stop()
@@ -175,16 +184,16 @@ def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
             " (--nproc_per_node)"
         )
         raise SettingError("device", cfg.device, remedy) from error
-    on_host = bool(cfg.get("fsdp_cpu_offload", False)) or bool(
-        cfg.get("enable_async_checkpointing", False)
-    )
+    offloads = bool(cfg.get("fsdp_cpu_offload", False))
+    # Both send tensors that lie on the host, which NCCL cannot.
+    on_host = offloads or bool(cfg.get("enable_async_checkpointing", False))
     distributed.init_process_group(
         training.get_distributed_backend(
             device.type, offload_ops_to_cpu=on_host and device.type != "cpu"
         ),
         ranks_of_a_model=ranks_of_a_model,
     )
-    if cfg.get("fsdp_cpu_offload", False):
+    if offloads:
         training.set_torch_num_threads()
 
 
@@ -194,14 +203,14 @@ def _check_same(cfg: DictConfig) -> None:
     They are compared in the store: the process group itself depends on the configuration, and one
     that ranks begin differently is waited for.
     """
-    mine = {
-        key: json.dumps(value, sort_keys=True, default=str) for key, value in as_dict(cfg).items()
-    }
-    mine |= {"torch": torch.__version__}
+    own = {}
+    for key, value in as_dict(cfg).items():
+        own[key] = json.dumps(value, sort_keys=True, default=str)
+    own["torch"] = torch.__version__
     store, rank, _ = distributed.meet_ranks()
     if rank == 0:
-        store.set("configuration", json.dumps(mine))
+        store.set("configuration", json.dumps(own))
         return
-    for key, value, first in differences(mine, json.loads(store.get("configuration"))):
+    for key, value, first in differences(own, json.loads(store.get("configuration"))):
         whose = f"rank {rank} was started with this, and rank 0 with {first}"
         raise SettingError(key, value, f"{whose}; start all ranks with the same configuration")

@@ -81,9 +81,10 @@ class LimitFinder:
                 " change results"
             )
             self._log.event("batch_norm", message)
-        for key, which in TRIALS.items():
-            if rows := self._lost.trial_rows(key):
-                trial = f"a trial {which}of {count(rows, 'row')}"
+        for key, kind in TRIALS.items():
+            rows = self._lost.trial_rows(key)
+            if rows:
+                trial = f"a trial {kind}of {count(rows, 'row')}"
                 message = (
                     f"{trial} ended all ranks, so whether they fit is not known; up to half are"
                     " tried"
@@ -94,10 +95,10 @@ class LimitFinder:
             sizer.load_throughput(saved, kinds=choices.kinds)
             if sizer.throughput is not None:
                 choices = None
-        if settings.micro_batch_layout == "packed" and (
-            why := self._trainer.runner.why_not_packed(data.longest(2))
-        ):
-            raise SettingError("micro_batch_layout", "packed", f"{why}; or give grouped")
+        if settings.micro_batch_layout == "packed":
+            reason = self._trainer.runner.why_not_packed(data.longest(2))
+            if reason:
+                raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
         results = []
         if settings.needs_bound:
             results = self._search(choices, keeps_batch=keeps_batch)
@@ -114,10 +115,10 @@ class LimitFinder:
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
             self.try_longer(data.longest(1))
-        if results and (
-            advice := advise(self._job, data, results[-1], batch_size=planner.batch_size)
-        ):
-            self._log.event("advice", advice)
+        if results:
+            advice = advise(self._job, data, results[-1], batch_size=planner.batch_size)
+            if advice:
+                self._log.event("advice", advice)
 
     def _search(self, choices: Choices | None, *, keeps_batch: bool) -> list[ProbeResult]:
         """Search for the bound, and log each search."""
@@ -175,11 +176,12 @@ class LimitFinder:
                 self._log.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
             return batch_size
         if settings.use_maximum_batch_size and not is_scheduled:
-            before = batch_size
+            configured = batch_size
             batch_size = result.batch_size
-            message = f"batch_size {before} -> {batch_size} (use_maximum_batch_size; bound {bound})"
+            change = f"{configured} -> {batch_size}"
+            message = f"batch_size {change} (use_maximum_batch_size; bound {bound})"
             message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
-            self._log.event("batch_size", message, before=before, after=batch_size, bound=bound)
+            self._log.event("batch_size", message, before=configured, after=batch_size, bound=bound)
         if not (self._sizer.splits or is_scheduled) and batch_size > bound:
             smaller = (
                 f"set batch_size={bound} or less (gradient_accumulation_steps makes up for it)"
@@ -230,13 +232,13 @@ class LimitFinder:
         sizer.found_longer(
             result, tried_rows=tried_rows, rows_at_once=batch_size, can_split=can_split
         )
-        after = sizer.limit(batch_size)
+        new_limit = sizer.limit(batch_size)
         self._log.event(
             "limit",
-            f"{message}; a micro-batch holds {after}",
+            f"{message}; a micro-batch holds {new_limit}",
             before=limit.amount,
-            after=after.amount,
-            unit=after.unit,
+            after=new_limit.amount,
+            unit=new_limit.unit,
             length=length,
             trials=len(result.trials),
             out_of_memory=result.num_out_of_memory,
@@ -257,13 +259,14 @@ class LimitFinder:
             self._log.event(
                 "uniform_micro_batches",
                 f"the {rows} rows of a step divide into equal micro-batches of up to {fitting_rows}"
-                " only one by one, which is slow; a batch_size with divisors, such as a power of"
-                " two, would do",
+                " only one by one, which is slow; give a batch_size with divisors, such as a power"
+                " of two",
             )
 
 
 def _trials_out_of_memory(result: ProbeResult) -> int:
-    """Return the trials of this run that ran out of memory; a search of an earlier run has counted
-    its own.
-    """
-    return 0 if result.from_cache else result.num_out_of_memory
+    """Return the trials of this run that ran out of memory."""
+    # The search of an earlier run has counted its own.
+    if result.from_cache:
+        return 0
+    return result.num_out_of_memory

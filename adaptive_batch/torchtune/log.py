@@ -49,7 +49,9 @@ def keys_against_padding(settings: Settings, *, splits: bool) -> str:
         )
     if settings.sample_order != "seqlen":
         return "sample_order=seqlen with a sample_window brings rows of like length into a step"
-    return "a lower pad_to_multiple_of leaves less" if settings.pad_to_multiple_of > 1 else ""
+    if settings.pad_to_multiple_of > 1:
+        return "a lower pad_to_multiple_of leaves less"
+    return ""
 
 
 class TrainingLog:
@@ -68,11 +70,8 @@ class TrainingLog:
         self._record = RunLog(self._path, enabled=False)
         self._metrics: Any = None
         self._last_step = 0
-        self._ran = [
-            0.0,
-            0.0,
-            0,
-        ]  # tokens, with padding, and most micro-batches of a step, in the epoch so far
+        # Of the epoch so far: tokens, with padding, and the most micro-batches of a step.
+        self._ran = [0.0, 0.0, 0]
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
         self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
         if cfg.get("log_peak_memory_stats", False) and not self._memory:
@@ -126,7 +125,6 @@ class TrainingLog:
             yield bar
 
     # --- where a run begins
-    # -----------------------------------------------------------------------------------------
 
     def starts(self, checkpoints: Checkpoints, run: ResumedRun) -> None:
         """Log where training starts or resumes, and with which checkpoint."""
@@ -139,12 +137,12 @@ class TrainingLog:
         resumed = checkpoints.found.recipe_state is not None
         ranks = distributed.world_size()
         begins = f"resuming from {checkpoints.found.source}" if resumed else "starting"
-        within = (
-            f", row {progress.epoch_rows} of it (step {progress.steps})"
-            if progress.epoch_steps
-            else ""
-        )
-        of_ranks = f", {ranks} ranks" if ranks > 1 else ""
+        within = ""
+        if progress.epoch_steps:
+            within = f", row {progress.epoch_rows} of it (step {progress.steps})"
+        of_ranks = ""
+        if ranks > 1:
+            of_ranks = f", {ranks} ranks"
         event(
             "start",
             f"{begins} with epoch {progress.epoch}{within}; {count(rows, 'row')}{of_ranks}",
@@ -182,9 +180,11 @@ class TrainingLog:
         configured = settings.batch_size
         ranks = distributed.data_parallel_size()
         began_on = self._job.ranks
-        before = saved["steps"]["batch_size"] if saved else configured
+        current = configured
+        if saved:
+            current = saved["steps"]["batch_size"]
         if ranks != began_on:
-            rows = before * settings.gradient_accumulation_steps * began_on
+            rows = current * settings.gradient_accumulation_steps * began_on
             share = (
                 f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
             )
@@ -195,16 +195,17 @@ class TrainingLog:
                 f" learning rate stay; {share}"
             )
             event("ranks", message, before=began_on, after=ranks)
-        scheduled = settings.batch_size_schedule is not None  # which decides what a step holds
-        if configured != before and run.keeps_batch:
-            message = f"batch_size {before}: configured is {configured}, the checkpoint's is kept"
-            event("batch_size", message, before=before, after=before)
-        elif configured != before and not (scheduled or settings.use_maximum_batch_size):
+        # A schedule decides what a step holds.
+        scheduled = settings.batch_size_schedule is not None
+        if configured != current and run.keeps_batch:
+            message = f"batch_size {current}: configured is {configured}, the checkpoint's is kept"
+            event("batch_size", message, before=current, after=current)
+        elif configured != current and not (scheduled or settings.use_maximum_batch_size):
             message = (
                 f"batch_size {configured}: configured is {configured}, the checkpoint was trained"
-                f" with {before}"
+                f" with {current}"
             )
-            event("batch_size", message, before=before, after=configured)
+            event("batch_size", message, before=current, after=configured)
         for kind, message, facts in run.changes():
             event(kind, message, **facts)
         for keys in without_effect:
@@ -233,12 +234,13 @@ class TrainingLog:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
         settings = self._settings
         event = self.event
-        before = saved.get("learning_rate", {}).get("rule", settings.lr_scaling)
         now = settings.lr_scaling
-        if before != now:
-            changed = f"lr_scaling {before} -> {now}: not what the checkpoint was trained with"
-            event("lr_scaling", changed, before=before, after=now)
-        if message := rate.describe():
+        saved_rule = saved.get("learning_rate", {}).get("rule", now)
+        if saved_rule != now:
+            changed = f"lr_scaling {saved_rule} -> {now}: not what the checkpoint was trained with"
+            event("lr_scaling", changed, before=saved_rule, after=now)
+        message = rate.describe()
+        if message:
             event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
@@ -249,11 +251,11 @@ class TrainingLog:
 
     def _log_unscaled(self, rate: AdaptiveRate, batch: int) -> None:
         configured = self._settings.step_rows * self._job.ranks
-        if message := rate.describe_unscaled(batch, configured=configured):
+        message = rate.describe_unscaled(batch, configured=configured)
+        if message:
             self.event("lr", message, global_batch=batch)
 
     # --- training
-    # ---------------------------------------------------------------------------------------------------
 
     def epoch(self, epoch: int, batches: StepPlanner, rate: AdaptiveRate) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
@@ -263,15 +265,19 @@ class TrainingLog:
         if not settings.adaptive:
             return
         sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
-        least = min(sizes, default=0)
-        most = max(sizes, default=0)
-        rows = f"{least} to {most} rows" if least < most else count(most, "row")
-        what = f"{'about ' if plan.is_estimate else ''}{count(plan.steps, 'step')} of {rows}"
+        smallest = min(sizes, default=0)
+        largest = max(sizes, default=0)
+        rows = count(largest, "row")
+        if smallest < largest:
+            rows = f"{smallest} to {largest} rows"
+        content = f"{count(plan.steps, 'step')} of {rows}"
+        if plan.is_estimate:
+            content = f"about {content}"
         if settings.batch_tokens and settings.batch_size_schedule is None:
-            what += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
+            content += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
         self.event(
             "plan",
-            f"epoch {epoch}: {what}; a micro-batch holds {holds}",
+            f"epoch {epoch}: {content}; a micro-batch holds {holds}",
             epoch=epoch,
             global_batch=plan.step_rows,
             batch_size=batches.batch_size,
@@ -280,7 +286,8 @@ class TrainingLog:
             unit=holds.unit,
             steps=plan.steps,
         )
-        if settings.batch_size_schedule is None:  # whose plan shows its batches
+        # The plan of a schedule shows its batches.
+        if settings.batch_size_schedule is None:
             self._log_unscaled(rate, plan.step_rows)
 
     def epoch_ends(
@@ -296,14 +303,16 @@ class TrainingLog:
             )
             self.event("no_labels", message, steps=unlabelled)
         if nonfinite:
-            end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
+            end = ""
+            if self._settings.on_nonfinite_loss == "skip":
+                end = ", and were skipped"
             message = (
                 f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that"
                 f" are not finite{end}"
             )
             self.event("nonfinite_steps", message, steps=nonfinite)
         reasons = planner.epochs.left_out(progress)
-        left_out = "".join(f", {rows} left out by {why}" for why, rows in reasons.items())
+        left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
         self.event(
             "epoch",
             f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')}"
@@ -320,13 +329,13 @@ class TrainingLog:
         """
         tokens, padded, micro_batches = self._ran
         self._ran = [0.0, 0.0, 0]
-        share = 1 - tokens / padded if padded else 0.0
+        share = 0.0
+        if padded:
+            share = 1 - tokens / padded
         key = keys_against_padding(self._settings, splits=micro_batches > 1)
-        return (
-            f"; {share:.0%} of the tokens that ran were padding: {key}"
-            if share > _MUCH_PADDING and key
-            else ""
-        )
+        if share <= _MUCH_PADDING or not key:
+            return ""
+        return f"; {share:.0%} of the tokens that ran were padding: {key}"
 
     def step(
         self,
@@ -344,9 +353,11 @@ class TrainingLog:
         """
         self._last_step = progress.steps
         label_tokens = float(result.label_tokens)
-        tokens, padded, most = self._ran
-        ran = result.tokens / (1 - result.padding_fraction) if result.padding_fraction < 1 else 0.0
-        self._ran = [tokens + result.tokens, padded + ran, max(most, result.micro_batches)]
+        tokens, padded, max_micro_batches = self._ran
+        if result.padding_fraction < 1:
+            padded += result.tokens / (1 - result.padding_fraction)
+        max_micro_batches = max(max_micro_batches, result.micro_batches)
+        self._ran = [tokens + result.tokens, padded, max_micro_batches]
         metrics = {
             "loss": result.loss,
             **rates,
@@ -383,7 +394,7 @@ class TrainingLog:
 
     def failed_save(self, error: CheckpointError) -> None:
         """Log that a resume point could not be written."""
-        message = f"training goes on without a resume point: {error}"
+        message = f"training continues; this checkpoint was not saved: {error}"
         self.event("checkpoint_failed", message, step=self._last_step)
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:

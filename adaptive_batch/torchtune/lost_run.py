@@ -1,4 +1,4 @@
-"""What is to be known when a run is started again that ended on all ranks at once: ``lost.json``."""
+"""What a run that ended on all ranks at once leaves for its next start: ``lost.json``."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from adaptive_batch.data import MicroBatchLimit
 
 from .job import Job
 
+# Kinds of trials that ended all ranks, in words.
 TRIALS = {
     "trial_rows": "",
     "trial_rows_val": "of validation ",
-}  # that ended all ranks: which, in words
+}
 
 
 class LostRun:

@@ -1,6 +1,4 @@
-"""What differs between kinds of fine-tuning: how the model is built, on one rank or divided among
-many, what trains, what is saved.
-"""
+"""What differs between kinds of fine-tuning: how a model is built, what trains, what is saved."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from omegaconf import DictConfig
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchtune import config, modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
@@ -37,22 +35,22 @@ class Weights(Protocol):
     is_divided: bool
 
     def load_weights(self) -> Mapping[str, Any]:
-        """The state dict of the whole model, or of the base of adapters, on rank zero, and nothing
-        on others; a collective.
+        """Return the state dict of the model, or of the base of adapters; a collective.
 
-        Nothing either where the whole model is divided.
+        It is whole on rank zero, and empty on others and where the whole model is divided.
         """
 
     def load_adapters(self) -> Mapping[str, torch.Tensor]:
-        """The adapters of an epoch by name, whole, on each rank; none for a new run."""
+        """Return an epoch's adapters by name, whole, on each rank; none for a new run."""
 
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load into what :meth:`ModelBuilder.state` returns; a collective."""
 
 
 class ModelBuilder(Protocol):
-    """Builds the model of one kind of fine-tuning. Data, probe, loop and checkpoints are the same
-    for all kinds.
+    """Builds the model of one kind of fine-tuning.
+
+    Data, probe, loop and checkpoints are the same for all kinds.
 
     Attributes:
         keeps_base: what is saved is trained on top of a base that stays as it is, and that resuming
@@ -62,10 +60,10 @@ class ModelBuilder(Protocol):
     keeps_base: bool
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
-        """Refuse a model, perhaps without memory, that belongs to another kind of fine-tuning.
+        """Refuse a model that belongs to another kind of fine-tuning; it may be without memory.
 
         Raises:
-            SettingError: naming the key, and the recipe that fits.
+            SettingError: names the key, and the recipe that fits.
         """
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
@@ -74,17 +72,16 @@ class ModelBuilder(Protocol):
     def build(
         self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
     ) -> torch.nn.Module:
-        """Return the model with its weights on its device, divided where there are several ranks."""
+        """Return the model with its weights on its device, divided over several ranks."""
 
     def freeze(self, model: torch.nn.Module) -> None:
-        """Freeze the parameters that do not train; :meth:`build` calls it, and what estimates the
-        memory of a step.
+        """Freeze the parameters that do not train.
+
+        :meth:`build` calls it, and so does an estimate of a step's memory.
         """
 
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters that the optimizer is given, in which it leaves frozen ones as they
-        are.
-        """
+        """Return the optimizer's parameters, of which it leaves frozen ones as they are."""
 
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """Return what a resume point holds of the model by name, as this rank holds it."""
@@ -92,8 +89,9 @@ class ModelBuilder(Protocol):
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
-        """Return what torchtune's checkpointer saves of an epoch, by its keys, on rank zero and its
-        host; a collective.
+        """Return what torchtune's checkpointer saves of an epoch, by its keys; a collective.
+
+        It is on rank zero, on its host.
         """
 
 
@@ -116,7 +114,7 @@ class FullModel:
     def build(
         self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
     ) -> torch.nn.Module:
-        """Return the model with its weights on its device, compiled and checkpointed as configured."""
+        """Return the model with its weights on its device, compiled as configured."""
         if distributed.world_size() > 1:
             sharded = build_sharded(cfg, self, dtype=dtype, device=device)
             self._load_sharded(sharded, weights, cfg, dtype=dtype, device=device)
@@ -152,18 +150,18 @@ class FullModel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Give each rank its part of the weights: as it was saved, or of what rank zero has read."""
+        """Give each rank its part of the weights: as it was saved, or as rank zero has read it."""
         whole = weights.load_weights()
         if weights.is_divided:
-            model.to_empty(
-                device=torch.device("cpu") if cfg.get("fsdp_cpu_offload", False) else device
-            )
-            for module in model.modules():  # parameters alone are offloaded
-                buffers = {
-                    name: None if each is None else each.to(device)
-                    for name, each in module._buffers.items()
-                }
-                module._buffers.update(buffers)
+            parameter_device = device
+            if cfg.get("fsdp_cpu_offload", False):
+                parameter_device = torch.device("cpu")
+            model.to_empty(device=parameter_device)
+            # Parameters alone are offloaded.
+            for module in model.modules():
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = buffer.to(device)
         compute_rotary_buffers(model, dtype=dtype, device=device)
         if weights.is_divided:
             weights.load_divided(self.state(model))
@@ -200,32 +198,30 @@ def refusing_other_weights(
     """Inside, weights are loaded; refuse those of another model."""
     remedy = "give the model that the checkpoint is of"
     for name, tensor in named_parameters(model).items():
-        if name in weights and (saved := weights[name].shape) != tensor.shape:
-            why = (
-                f"its {name} is of shape {tuple(tensor.shape)}, and {tuple(saved)} in the"
-                " checkpoint"
-            )
-            raise SettingError("model", str(cfg.model._component_), f"{why}; {remedy}")
+        if name in weights and weights[name].shape != tensor.shape:
+            shape = tuple(tensor.shape)
+            saved_shape = tuple(weights[name].shape)
+            problem = f"its {name} is of shape {shape}, and {saved_shape} in the checkpoint"
+            raise SettingError("model", str(cfg.model._component_), f"{problem}; {remedy}")
     try:
         yield
     except RuntimeError as error:
         if "in loading state_dict" not in str(error):
             raise
         differs = str(error).splitlines()[1].strip()
-        why = f"the checkpoint is of another one: {differs[:150]} ..."
-        raise SettingError("model", str(cfg.model._component_), f"{why}; {remedy}") from error
+        problem = f"the checkpoint is of another one: {differs[:150]} ..."
+        raise SettingError("model", str(cfg.model._component_), f"{problem}; {remedy}") from error
 
 
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters by the names that checkpoints know them by, whatever wraps their
-    modules.
-    """
+    """Return the parameters by their names in checkpoints, whatever wraps their modules."""
     return {parameter_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 class FusedRMSNorm(modules.RMSNorm):  # type: ignore[misc]
-    """The norm as one operation, which keeps its input for backward; torchtune's keeps a float32
-    copy of input and output too.
+    """The norm as one operation, which keeps only its input for backward.
+
+    torchtune's keeps a float32 copy of input and output too.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -239,13 +235,16 @@ def _fuse_norms(model: torch.nn.Module, cfg: DictConfig) -> None:
     if not norms:
         remedy = f"{cfg.model._component_} has no RMSNorm of torchtune's; leave it out"
         raise SettingError("fused_rms_norm", True, remedy)
+    # Both classes have the same parameters, so the weights stay.
     for norm in norms:
         norm.__class__ = FusedRMSNorm
 
 
 def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Recompute activations as configured: those of each layer, or with `ac_mode` of the layers
-    that `ac_option` chooses.
+    """Recompute activations as configured.
+
+    These are the activations of each layer or, with `ac_mode`, of the layers that `ac_option`
+    chooses.
     """
     all_layers = bool(cfg.get("enable_activation_checkpointing", False))
     mode = cfg.get("ac_mode", None)
@@ -263,8 +262,9 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
 def build_sharded(
     cfg: DictConfig, builder: ModelBuilder, *, dtype: torch.dtype, device: torch.device
 ) -> torch.nn.Module:
-    """Return the model on the meta device, divided by tensor parallelism and FSDP2, in this order
-    as torchtune's recipe divides it.
+    """Return the model on the meta device, divided by tensor parallelism, then by FSDP2.
+
+    This is the order of torchtune's recipe.
 
     Raises:
         SettingError: it cannot be divided as configured.
@@ -281,46 +281,58 @@ def build_sharded(
     tied = _tied_modules(model)
     if dim > 1:
         plan = config.instantiate(cfg.tensor_parallel_plan)
-        for pattern in plan if isinstance(plan, Mapping) else ():
-            if any(fnmatch(name, pattern) for name in tied):
-                remedy = (
-                    f"the model's output layer is tied to {pattern}, whose weights the plan"
-                    " divides; give 1"
-                )
-                raise SettingError(
-                    "tensor_parallel_dim",
-                    dim,
-                    f"{remedy}, and ranks divide the model by FSDP alone",
-                )
+        _check_plan(plan, tied, dim)
         try:
             model = training.prepare_mha_for_tp(model, mesh["tp"])
-        except ValueError as error:  # the heads cannot be divided
+        except ValueError as error:
+            # The heads cannot be divided.
             raise SettingError(
                 "tensor_parallel_dim", dim, f"{one_line(error)} Give a divisor of both"
             ) from error
         parallelize_module(model, mesh["tp"], parallelize_plan=plan)
+    # Checkpointing wraps what tensor parallelism has divided, and FSDP wraps both.
     apply_checkpointing(model, cfg)
     if ranks > 1:
-        reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
-        apart = [name for name in cfg.get("custom_sharded_layers", None) or () if name in tied]
-        if apart and reshards:
-            needs = (
-                f"the output layer is tied to {apart[0]}, and needs its weights after it was called"
-            )
-            remedy = f"{needs}; leave it out, or set fsdp_reshard_after_forward=False"
-            raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
-        training.shard_model(
-            model=model,
-            shard_conditions=[
-                partial(
-                    training.get_shard_conditions, names_to_match=cfg.get("custom_sharded_layers")
-                )
-            ],
-            cpu_offload=bool(cfg.get("fsdp_cpu_offload", False)),
-            reshard_after_forward=reshards,
-            dp_mesh=mesh["dp"],
-        )
+        _shard(model, cfg, mesh["dp"], tied)
     return model
+
+
+def _check_plan(plan: object, tied: set[str], dim: int) -> None:
+    """Refuse a plan that divides weights which an output layer takes as its own."""
+    if not isinstance(plan, Mapping):
+        return
+    for pattern in plan:
+        if any(fnmatch(name, pattern) for name in tied):
+            remedy = (
+                f"the model's output layer is tied to {pattern}, whose weights the plan"
+                " divides; give 1"
+            )
+            raise SettingError(
+                "tensor_parallel_dim",
+                dim,
+                f"{remedy}, and ranks divide the model by FSDP alone",
+            )
+
+
+def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[str]) -> None:
+    """Shard the model by FSDP2; refuse a tied layer that gives its weights back too early."""
+    layers = cfg.get("custom_sharded_layers", None)
+    reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
+    tied_layers = [name for name in layers or () if name in tied]
+    if tied_layers and reshards:
+        problem = (
+            f"the output layer is tied to {tied_layers[0]}, and needs its weights after it was"
+            " called"
+        )
+        remedy = f"{problem}; leave it out, or set fsdp_reshard_after_forward=False"
+        raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
+    training.shard_model(
+        model=model,
+        shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
+        cpu_offload=bool(cfg.get("fsdp_cpu_offload", False)),
+        reshard_after_forward=reshards,
+        dp_mesh=mesh,
+    )
 
 
 def _tied_modules(model: torch.nn.Module) -> set[str]:
@@ -337,16 +349,19 @@ def _tied_modules(model: torch.nn.Module) -> set[str]:
 def load_from_rank_zero(
     model: torch.nn.Module, whole: Mapping[str, Any], cfg: DictConfig, *, strict: bool = True
 ) -> None:
-    """Give each rank its part of whole tensors that rank zero has; a collective. Not strict, the
-    model may have others.
+    """Give each rank its part of whole tensors that rank zero has; a collective.
+
+    Not strict, the model may have tensors that rank zero has not.
     """
+    # A checkpoint may be of another dtype than the model.
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     state = {name: tensor.to(dtypes.get(name, tensor.dtype)) for name, tensor in whole.items()}
     offload = bool(cfg.get("fsdp_cpu_offload", False))
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, strict=strict, cpu_offload=offload
     )
-    with warnings.catch_warnings():  # torch's own words to itself
+    with warnings.catch_warnings():
+        # torch warns of calls that it makes itself.
         warnings.filterwarnings(
             "ignore", message=".*_get_pg_default_device|Multiple backends are registered"
         )

@@ -49,7 +49,8 @@ class TrainingPreview:
         self._batch_sizes: dict[int, int] = {}
         self._unknown = ""
         self._stage_notes: list[str] = []
-        self._most_asked = 0  # of a schedule, on one device
+        # The largest batch that a schedule returns, on one device.
+        self._largest_scheduled = 0
 
     def check(self, progress: Progress) -> None:
         """Ask the rules ahead, so that mistakes show before weights load.
@@ -67,13 +68,19 @@ class TrainingPreview:
         if settings.batch_size_schedule is not None:
             self._stage_notes = self._check_stages(progress)
         elif function is not None:
-            if not (begun := progress.epoch_steps > 0):
+            has_begun = progress.epoch_steps > 0
+            # An epoch that has begun was asked about when it began.
+            if not has_begun:
                 grown = next_batch_size(
                     function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None
                 )
                 same_answers({"batch_increase_function": grown.after})
-            ahead = {"first_epoch": progress.epoch + begun, "epochs": settings.epochs}
-            check_increments(function, **ahead, batch_size=batches.batch_size)
+            check_increments(
+                function,
+                first_epoch=progress.epoch + has_begun,
+                epochs=settings.epochs,
+                batch_size=batches.batch_size,
+            )
         random_state.restore()
 
     def look_ahead(
@@ -87,9 +94,10 @@ class TrainingPreview:
         """Ask the growth function ahead for the epochs that come; find where schedules end.
 
         Args:
-            saved: the recipe's state in the checkpoint; empty without one.
-            first: the epoch at whose beginning progress is has not been asked about either.
-            changed: steps will be others than were planned when the checkpoint was saved.
+            progress: progress of training.
+            saved: recipe's state in the checkpoint; empty without one.
+            first: ask for the epoch at whose beginning progress is, too.
+            changed: steps differ from those planned when the checkpoint was saved.
 
         Raises:
             GrowthFunctionError: an answer for a later epoch cannot be used.
@@ -102,17 +110,20 @@ class TrainingPreview:
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             random_state = RandomState(self._job.device)
-            asked, why = batch_sizes_ahead(
+            grown_sizes, reason = batch_sizes_ahead(
                 settings.batch_increase_function,
-                first_epoch=epoch if first else epoch + 1,
+                # An epoch that was asked about keeps its batch.
+                first_epoch=epoch + (not first),
                 epochs=settings.epochs,
                 batch_size=batches.batch_size,
                 maximum=batches.maximum,
             )
             random_state.restore()
-            sizes = asked if first else [batches.batch_size, *asked]
-            if why:
-                self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {why}"
+            sizes = grown_sizes
+            if not first:
+                sizes = [batches.batch_size, *grown_sizes]
+            if reason:
+                self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {reason}"
         self._batch_sizes = dict(enumerate(sizes, start=epoch))
         same_answers(
             {
@@ -123,24 +134,27 @@ class TrainingPreview:
         reference = batches.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
-            most = max(sizes, default=1) * settings.gradient_accumulation_steps
-            if settings.batch_size_schedule is not None:  # one that measures has a maximum
-                most = getattr(settings.batch_size_schedule, "maximum", None) or self._most_asked
-                most = min(most, batches.maximum or most)
-            self.full_batch_rows = min(most * self._job.ranks, batches.epochs.num_rows)
+            largest = max(sizes, default=1) * settings.gradient_accumulation_steps
+            if settings.batch_size_schedule is not None:
+                # A schedule that measures has a maximum.
+                maximum = getattr(settings.batch_size_schedule, "maximum", None)
+                largest = maximum or self._largest_scheduled
+                largest = min(largest, batches.maximum or largest)
+            self.full_batch_rows = min(largest * self._job.ranks, batches.epochs.num_rows)
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
-            is_same = (
-                saved.get("epochs") == settings.epochs and not changed
-            )  # then what was estimated stays
-            known = saved["learning_rate"]["total_steps"] if is_same else None
-            self.schedule_steps = known or progress.steps + self._count_steps(progress)
+            # The estimate of a run that has not changed stays.
+            saved_steps = None
+            if saved.get("epochs") == settings.epochs and not changed:
+                saved_steps = saved["learning_rate"]["total_steps"]
+            self.schedule_steps = saved_steps or progress.steps + self._count_steps(progress)
 
     def table(
         self, progress: Progress, *, base_rate: float, saved: Mapping[str, Any]
     ) -> tuple[str, list[dict[str, Any]]]:
-        """The stages of what is left of training, for people and as a record; :meth:`look_ahead`
-        comes first.
+        """Return the stages of what is left of training, as text and as a record.
+
+        :meth:`look_ahead` comes first.
         """
         settings = self._settings
         batches = self._batches
@@ -170,20 +184,22 @@ class TrainingPreview:
     def alone(
         self, progress: Progress, *, bounds: BoundFinder, saved: Mapping[str, Any], resumes: bool
     ) -> str:
-        """Return the preview where nothing is tried or trained: with the bound that is known, if
-        any is needed.
+        """Return the preview of a run that tries and trains nothing, with the bound that is known.
 
-        `saved` is the recipe's state in the checkpoint, if any; if it `resumes`, the batch size is
-        the checkpoint's.
+        Args:
+            progress: progress of training.
+            bounds: source of the bound, where one is needed.
+            saved: recipe's state in the checkpoint; empty without one.
+            resumes: batch size is the checkpoint's.
         """
         settings = self._settings
         batches = self._batches
         batch_size = batches.batch_size
         lines = []
         if settings.needs_bound:
-            rows, tokens, why = bounds.known()
+            rows, tokens, source = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
-            lines.append(f"bound: {rows or unknown} ({why})")
+            lines.append(f"bound: {rows or unknown} ({source})")
             if rows:
                 self._sizer.assume(ProbeResult(rows, rows, (), (), sequence_length=tokens))
                 if (
@@ -191,15 +207,16 @@ class TrainingPreview:
                     and not resumes
                     and settings.batch_size_schedule is None
                 ):
-                    batch_size = (
-                        1 << rows.bit_length() - 1 if settings.probe.round_to_power_of_two else rows
-                    )
+                    batch_size = rows
+                    if settings.probe.round_to_power_of_two:
+                        batch_size = 1 << rows.bit_length() - 1
                     lines += filter(None, [left_by_rounding(rows, batch_size)])
         known_first = batches.first_batch_size
         batches.begin(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, first=batches.grows_now(progress))
-        if first := list(self._batch_sizes.values())[:1]:
-            batches.begin(progress, batch_size=first[0], first_batch_size=known_first or first[0])
+        if self._batch_sizes:
+            first = next(iter(self._batch_sizes.values()))
+            batches.begin(progress, batch_size=first, first_batch_size=known_first or first)
             self.look_ahead(progress, saved=saved)
         configured = saved.get("base_rate", self._job.cfg.optimizer.get("lr"))
         if configured is None:
@@ -210,13 +227,13 @@ class TrainingPreview:
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
         last = [self._batches.batch_size, *self._batch_sizes.values()][-1]
-        stays = dict.fromkeys(
-            unknown, last
-        )  # where it is not known, that nothing changes is the best guess
+        # The best guess for an epoch whose batch is not known is that nothing changes.
+        stays = dict.fromkeys(unknown, last)
         return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
 
     def _planned(self, progress: Progress, rate: AdaptiveRate) -> Iterator[PlannedStep]:
         lengths = self._data.dataset.real_lengths
+        # Micro-batches are cut once for each stage: steps of one batch size are cut alike.
         key = None
         num_micro_batches = 0
         scheduled = (
@@ -224,25 +241,31 @@ class TrainingPreview:
         )
         for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
             tokens = int(lengths[rows].sum())
-            if key != (key := (at.epoch, at.batch)):
-                limit = self._sizer.limit(at.batch if scheduled else self._batch_sizes[at.epoch])
+            previous_key = key
+            key = (at.epoch, at.batch)
+            if key != previous_key:
+                # A schedule changes the batch within an epoch, a growth function between two.
+                batch_size = at.batch
+                if not scheduled:
+                    batch_size = self._batch_sizes[at.epoch]
+                limit = self._sizer.limit(batch_size)
                 num_micro_batches = self._num_micro_batches(rows, limit)
+            batch = len(rows)
+            if rate.counts_tokens:
+                batch = tokens
             yield PlannedStep(
                 at,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                rates=rate.apply(
-                    replace(at, pace=self._batches.pace(plan)),
-                    batch=tokens if rate.counts_tokens else len(rows),
-                ),
+                rates=rate.apply(replace(at, pace=self._batches.pace(plan)), batch=batch),
                 tokens=tokens,
             )
 
     def _num_micro_batches(self, rows: list[int], limit: MicroBatchLimit) -> int:
         if self._sizer.waits_for_search:
             return 1
-        mine = self._batches.rows_of_rank(rows, limit)
-        lengths = self._data.dataset.lengths[[rows[position] for position in mine]].tolist()
+        rank_rows = self._batches.rows_of_rank(rows, limit)
+        lengths = self._data.dataset.lengths[[rows[position] for position in rank_rows]].tolist()
         return max(1, len(micro_batches(lengths, limit, self._data.shapes)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
@@ -253,11 +276,12 @@ class TrainingPreview:
         changes: dict[str, int] = {}
 
         def steps() -> Iterator[Progress]:
-            asked = 0
+            previous = 0
             for at, _, _ in batches.epochs.ahead(progress, sizes):
-                if at.batch != asked:
-                    asked = changes[f"batch_size_schedule at step {at.steps}"] = at.batch
-                self._most_asked = max(self._most_asked, at.batch)
+                if at.batch != previous:
+                    previous = at.batch
+                    changes[f"batch_size_schedule at step {at.steps}"] = at.batch
+                self._largest_scheduled = max(self._largest_scheduled, at.batch)
                 yield at
 
         assert settings.batch_size_schedule is not None
@@ -271,8 +295,7 @@ class TrainingPreview:
             maximum=batches.maximum,
             unit="tokens" if settings.batch_tokens else "rows",
         )
-        deque(
-            ahead, maxlen=0
-        )  # a rule of the user's has no stages to look for, and is asked about every step too
+        # A rule of the user's has no stages to look for, and is called for every step too.
+        deque(ahead, maxlen=0)
         same_answers(changes)
         return notes

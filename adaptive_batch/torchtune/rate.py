@@ -168,10 +168,11 @@ def check_scheduler(cfg: DictConfig) -> None:
             key,
             block._component_,
             "it is called with an optimizer, num_training_steps, last_epoch and its other keys:"
-            f" {error}; torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup would do",
+            f" {error}; give torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
         ) from None
     optimizer = optimizer_of_nothing(1.0)
-    steps = 10**6  # more than any warm-up
+    # More than any warm-up.
+    steps = 10**6
     built = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
     if isinstance(built, ReduceLROnPlateau):
         remedy = (
@@ -181,8 +182,8 @@ def check_scheduler(cfg: DictConfig) -> None:
         raise SettingError("lr_scheduler", type(built).__name__, remedy)
     if follows_clock(built):
         return
-    asked = Clock.from_config(as_dict(cfg).get("lr_clock"))
-    if cfg.get("lr_clock", None) is not None and asked != Clock("steps", "steps"):
+    clock = Clock.from_config(as_dict(cfg).get("lr_clock"))
+    if cfg.get("lr_clock", None) is not None and clock != Clock("steps", "steps"):
         raise SettingError(
             "lr_clock",
             cfg.lr_clock,
@@ -202,7 +203,8 @@ def stand_in(job: Job, rate: float) -> Optimizer:
     one that has not.
     """
     optimizer = optimizer_of_nothing(rate)
-    if scaled := job.settings.scale_with_batch:
+    scaled = job.settings.scale_with_batch
+    if scaled:
         configured = job.new_optimizer(
             [torch.nn.Parameter(torch.zeros(1, 1, dtype=job.dtype, device=job.device))]
         )

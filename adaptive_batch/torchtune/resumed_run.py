@@ -27,7 +27,8 @@ from .epoch_checkpoints import STATE_KEY
 from .job import Job
 from .settings import FILLS_STEPS, RESUME
 
-_KEPT = "optimizer_settings"  # which the optimizer's state in the checkpoint brings with it
+# Settings that the optimizer's state in the checkpoint brings with it.
+_KEPT = "optimizer_settings"
 # What is not: the first two have messages of their own, the others say how this machine computes a
 # step.
 _OWN_WORDS = ("_component_", "lr", "fused", "foreach", "capturable")
@@ -59,14 +60,13 @@ class ResumedRun:
         self._job = job
         self._settings = job.settings
         self.saved: dict[str, Any] = {} if state is None else state.get(STATE_KEY, {})
-        if self.saved:  # batches are counted as they were, whatever the number of ranks is now
+        # Batches are counted as they were, whatever the number of ranks is now.
+        if self.saved:
             job.ranks = self.saved["steps"]["ranks"]
         check_fewer_ranks(job)
         self._now = {"conditions": run_conditions(job, data), "optimizer": _kind_of_optimizer(job)}
-        self.progress, self.name = (
-            Progress(),
-            distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12]),
-        )
+        self.progress = Progress()
+        self.name = distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
         self.seed = seed
         self.max_steps_per_epoch = self._settings.max_steps_per_epoch
         self.differs: list[str] = []
@@ -81,16 +81,19 @@ class ResumedRun:
             ("seed", training.SEED_KEY),
             ("max_steps_per_epoch", training.MAX_STEPS_KEY),
         ):
-            if (configured := getattr(self, name)) != state[key]:
+            configured = getattr(self, name)
+            if configured != state[key]:
                 self._ignored[name] = configured, state[key]
                 setattr(self, name, state[key])
         saved = self.saved
         settings = self._settings
-        for key, value in self._now["optimizer"].items() if saved else ():
-            if (before := saved["optimizer"][key]) != value:
+        saved_optimizer = saved["optimizer"] if saved else self._now["optimizer"]
+        for key, value in self._now["optimizer"].items():
+            saved_value = saved_optimizer[key]
+            if saved_value != value:
                 remedy = (
-                    f"the optimizer's state in the checkpoint was saved with {before}; resume with"
-                    " that"
+                    f"the optimizer's state in the checkpoint was saved with {saved_value}; resume"
+                    " with that"
                 )
                 raise SettingError(key, value, remedy)
         if saved:
@@ -118,7 +121,8 @@ class ResumedRun:
         cfg = self._job.cfg
         kept = saved.get(_KEPT, now[_KEPT])
         if kept != now[_KEPT]:
-            self._job.check_optimizer()  # what has no effect must be known all the same
+            # Even what has no effect must name settings that exist.
+            self._job.check_optimizer()
             self._ignored["optimizer"] = (
                 _shown(_KEPT, now, saved),
                 _shown(_KEPT, saved, now) or "default",
@@ -139,10 +143,10 @@ class ResumedRun:
             return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and self.begins_epoch_again:
-            state["planned_by"] = []  # by the lengths of other rows
-        if (
-            name == "steps" and not self.keeps_batch
-        ):  # the configured batch counts, and growth begins with it
+            # It was planned by the lengths of other rows.
+            state["planned_by"] = []
+        # The configured batch counts, and growth begins with it.
+        if name == "steps" and not self.keeps_batch:
             state |= {"first_batch_size": None, "grown_in": -1}
             if self._settings.batch_size_schedule is None:
                 state["batch_size"] = self._settings.batch_size
@@ -175,7 +179,8 @@ class ResumedRun:
         states: list[dict[str, torch.Tensor]] = self.saved["random_states"]
         if len(states) == distributed.world_size():
             RandomState(self._job.device).load_state_dict(states[distributed.rank()])
-        else:  # no rank's is another's
+        else:
+            # No rank's state is another's.
             training.set_seed(seed=self.seed + progress.steps)
 
     def changes(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -185,9 +190,11 @@ class ResumedRun:
         now = self._now["conditions"]
         saved = self.saved.get("conditions", {})
         for name in self.differs:
-            before = _shown(name, saved, now)
-            after = _shown(name, now, saved)
-            message = f"{name} {before} -> {after}: not what the checkpoint was trained with"
+            saved_value = _shown(name, saved, now)
+            value_now = _shown(name, now, saved)
+            message = (
+                f"{name} {saved_value} -> {value_now}: not what the checkpoint was trained with"
+            )
             yield name, message, {"before": saved[name], "after": now[name]}
         for name, (value, kept) in self._ignored.items():
             message = f"{name}={value} has no effect: the checkpoint's {kept} is kept"
@@ -218,13 +225,13 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
     """Return what a run's results depend on besides its progress, as plain values."""
     plain = as_dict(job.cfg)
     settings = job.settings
-    found: dict[str, Any] = {}
+    conditions: dict[str, Any] = {}
     for name, policy in RESUME.items():
         if policy == "refuse" or (policy != "free" and not hasattr(settings, name)):
-            found[name] = plain.get(name)
+            conditions[name] = plain.get(name)
         elif policy != "free":
-            found[name] = getattr(settings, name)
-    return found | {
+            conditions[name] = getattr(settings, name)
+    return conditions | {
         "lr_clock": str(settings.lr_clock),
         "reference_batch_size": str(
             settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
@@ -248,12 +255,13 @@ def compare(
     """
     refused = {name for name, policy in RESUME.items() if policy == "refuse"}
     moves_rows = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
+    choices = refused | moves_rows | set(FILLS_STEPS)
     for name in allowed:
-        if name not in (known := refused | moves_rows | set(FILLS_STEPS)):
+        if name not in choices:
             raise SettingError(
                 "resume_allow_changes",
                 list(allowed),
-                f"{name} is none of {', '.join(sorted(known))}",
+                f"{name} is none of {', '.join(sorted(choices))}",
             )
     if now["batch_tokens"]:
         moves_rows |= set(FILLS_STEPS)
@@ -264,13 +272,12 @@ def compare(
         refused |= moves_rows
     for name in differs:
         if name in refused and name not in allowed:
-            after = _shown(name, now, saved)
-            before = _shown(name, saved, now)
+            saved_value = _shown(name, saved, now)
             remedy = (
-                f"the checkpoint was trained with {before!r}; resume with that, or set"
+                f"the checkpoint was trained with {saved_value!r}; resume with that, or set"
                 f" resume_allow_changes=[{name}]"
             )
-            raise SettingError(name, after, remedy)
+            raise SettingError(name, _shown(name, now, saved), remedy)
     return differs, in_mid_epoch and any(name in moves_rows for name in differs)
 
 
@@ -279,11 +286,12 @@ def _shown(name: str, conditions: Mapping[str, Any], others: Mapping[str, Any]) 
     of its fingerprint.
     """
     value = conditions[name]
-    other = others[name]
+    compared = others[name]
     if name == "dataset":
         return f"{count(conditions['rows'], 'row')}, {value[:8]}"
-    if isinstance(value, dict) and isinstance(other, dict):
-        return {key: value[key] for key in value if key not in other or value[key] != other[key]}
+    if isinstance(value, dict) and isinstance(compared, dict):
+        differing = [key for key in value if key not in compared or value[key] != compared[key]]
+        return {key: value[key] for key in differing}
     return value
 
 
@@ -292,8 +300,9 @@ def _name_of_rows(job: Job, data: Data) -> str:
     files are.
     """
     rows = len(data.dataset)
-    before = RandomState(job.device)
-    torch.manual_seed(0)  # rows that are augmented when they are read are read alike
+    random_state = RandomState(job.device)
+    # Rows that are augmented when they are read are read alike.
+    torch.manual_seed(0)
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -303,10 +312,12 @@ def _name_of_rows(job: Job, data: Data) -> str:
     try:
         sampled = [_tokens(data.dataset[number]) for number in numbers]
     finally:
-        before.restore()
+        random_state.restore()
     return fingerprint("rows", rows, numbers, sampled)
 
 
 def _tokens(row: Mapping[str, Any]) -> list[int]:
     tokens = row["tokens"]
-    return [int(token) for token in (tokens.tolist() if hasattr(tokens, "tolist") else tokens)]
+    if hasattr(tokens, "tolist"):
+        tokens = tokens.tolist()
+    return [int(token) for token in tokens]

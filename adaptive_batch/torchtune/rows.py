@@ -1,6 +1,4 @@
-"""The rows of a configured dataset: each is checked as it is read, and all of them are measured
-once.
-"""
+"""The rows of a configured dataset: checked as they are read, measured once."""
 
 from __future__ import annotations
 
@@ -33,18 +31,22 @@ from .sources import sources_of
 
 log = logging.getLogger("adaptive_batch")
 
-_TOKENS, _REAL, _WORST = range(3)  # what is measured of a row
+# What is measured of a row.
+_TOKENS = 0
+_REAL = 1
+_WORST = 2
 
 
 class Rows(Dataset[Any]):
     """The rows of ``dataset`` or ``dataset_val``, each as its dataset gives it.
 
     Args:
-        job: of the run; its model takes so many tokens of a row, out of its vocabulary.
-        key: of the configuration.
-        dataset: map-style, with rows.
-        name: of the dataset, for errors.
-        real_tokens: counts the tokens of a row that are not padding; None counts all.
+        job: job of the run; its model limits a row's length and token ids.
+        key: key of the configuration.
+        dataset: map-style dataset with rows.
+        name: name of the dataset, for errors.
+        real_tokens: function that counts the tokens of a row that are not padding; None counts
+            all.
 
     Raises:
         SettingError: a row that is read cannot be, or is none that the model takes; it names the
@@ -64,24 +66,24 @@ class Rows(Dataset[Any]):
         self._key = key
         self._dataset = dataset
         self._name = name
-        self._ahead = ReadAhead(
-            dataset
-        )  # each row is checked where it is used, not where it is read
-        if (
-            job.device.type != "cpu"
-        ):  # which training itself keeps busy: there it cost up to 3% of a step
+        # Each row is checked where it is used, not where it is read.
+        self._ahead = ReadAhead(dataset)
+        # Training keeps a CPU busy: reading ahead cost up to 3% of a step there.
+        if job.device.type != "cpu":
             self.expect = self._ahead.expect
         self._real_tokens = real_tokens or (lambda row: len(row["tokens"]))
         self._measured: Measured | None = None
         self._cache_file: Path | None = None
         self._trusts_cache = True
-        self._changed = ""  # how a row differs from what the cache says, as a sentence
+        # How a row differs from the cache, as a sentence.
+        self._changed = ""
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
-        with disable_current_modes():  # rows are real where an estimate reads them, too
+        # Rows are real where an estimate reads them, too.
+        with disable_current_modes():
             return self._read(number)
 
     @property
@@ -99,11 +101,10 @@ class Rows(Dataset[Any]):
         return self._real_tokens(row)
 
     def recount(self) -> str:
-        """Drop lengths that were read from the cache where a row that was read since, on any rank,
-        is not as long; return which row.
+        """Drop cached lengths where a row has another length; return which row.
 
-        They are counted again when they are asked for. A collective, if the lengths came from the
-        cache.
+        Rows that any rank has read since count. Lengths are counted again when they are asked for.
+        A collective, if the lengths came from the cache.
         """
         if (
             self._measured is None
@@ -126,40 +127,42 @@ class Rows(Dataset[Any]):
         except AdaptiveBatchError:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {one_line(error)}"
+            reason = f"{type(error).__name__}: {one_line(error)}"
             raise self._refused(
-                number, f"cannot be read ({why}); correct it, or filter it out"
+                number, f"cannot be read ({reason}); correct it, or filter it out"
             ) from error
         numbers = self._measure(number, row)
         self._check(number, numbers)
-        counted = (
-            int(self._measured.numbers[number, _TOKENS]) if self._measured else numbers[_TOKENS]
-        )
-        if counted != numbers[_TOKENS] and not self._changed:
-            self._changed = (
-                f"row {number} has {count(numbers[_TOKENS], 'token')}, and had {counted} when it"
-                " was counted"
-            )
-            if self._measured and not self._measured.is_cached:
-                message = (
-                    "rows change as they are read, so that a step may hold other than was planned"
-                )
-                log.warning("%s: %s; %s", self._key, self._changed, message)
+        if self._measured is not None:
+            self._compare(number, numbers[_TOKENS], self._measured)
         return row
+
+    def _compare(self, number: int, num_tokens: int, measured: Measured) -> None:
+        """Note the first row that has not the length that it was counted with."""
+        num_counted = int(measured.numbers[number, _TOKENS])
+        if num_counted == num_tokens or self._changed:
+            return
+        self._changed = (
+            f"row {number} has {count(num_tokens, 'token')}, and had {num_counted} when it was"
+            " counted"
+        )
+        # Lengths from the cache may be of an older dataset, and are counted again instead.
+        if not measured.is_cached:
+            message = "rows change as they are read, so that a step may hold other than was planned"
+            log.warning("%s: %s; %s", self._key, self._changed, message)
 
     @property
     def _numbers(self) -> torch.Tensor:
         if self._measured is None:
             self._measured = distributed.from_rank_zero(self._measure_all)
             numbers = self._measured.numbers
-            worst = (
+            worst_rows = (
                 numbers[:, _TOKENS].argmax(),
                 numbers[:, _WORST].argmin(),
                 numbers[:, _WORST].argmax(),
             )
-            for number in map(
-                int, worst
-            ):  # what was cached may have been measured for another model
+            # What was cached may have been measured for another model.
+            for number in map(int, worst_rows):
                 self._check(number, numbers[number].tolist())
         return self._measured.numbers
 
@@ -178,12 +181,15 @@ class Rows(Dataset[Any]):
         )
 
     def _measure(self, number: int, row: Any) -> list[int]:
-        """Return the tokens of a row, those that are not padding, and its token id that is most
-        likely outside of a vocabulary.
+        """Return a row's tokens, its real tokens, and its most extreme token id.
+
+        That is the one most likely outside of a vocabulary.
         """
-        tokens, labels = (
-            row.get(key) if isinstance(row, Mapping) else None for key in ("tokens", "labels")
-        )
+        tokens = None
+        labels = None
+        if isinstance(row, Mapping):
+            tokens = row.get("tokens")
+            labels = row.get("labels")
         ids = self._ids(number, "tokens", tokens)
         if not len(ids):
             raise self._refused(number, "has no tokens; filter it out")
@@ -203,24 +209,32 @@ class Rows(Dataset[Any]):
                     " token its label",
                 )
             targets = targets[targets != self._job.loss_fn.ignore_index]
-            extremes += [int(targets.min()), int(targets.max())] if len(targets) else []
-        least = min(extremes)
-        most = max(extremes)
-        return [len(ids), self._real_tokens(row), least if least < 0 else most]
+            if len(targets):
+                extremes += [int(targets.min()), int(targets.max())]
+        worst = min(extremes)
+        # No vocabulary has negative ids, so without one the largest decides.
+        if worst >= 0:
+            worst = max(extremes)
+        return [len(ids), self._real_tokens(row), worst]
 
     def _ids(self, number: int, key: str, ids: Any) -> np.ndarray[Any, Any]:
         """Return what a row has under a key as numbers `[tokens]`."""
-        ids = ids.cpu() if isinstance(ids, torch.Tensor) else ids
-        if isinstance(ids, list | tuple) or len(getattr(ids, "shape", ())) == 1:
-            try:  # numpy takes four times as long to find out what a list holds
-                packed = (
-                    struct.pack(f"{len(ids)}q", *ids) if isinstance(ids, list | tuple) else None
-                )
-                found = np.asarray(ids) if packed is None else np.frombuffer(packed, np.int64)
+        if isinstance(ids, torch.Tensor):
+            ids = ids.cpu()
+        is_list = isinstance(ids, list | tuple)
+        if is_list or len(getattr(ids, "shape", ())) == 1:
+            array: np.ndarray[Any, Any]
+            try:
+                if is_list:
+                    # numpy takes four times as long to find out what a list holds.
+                    packed = struct.pack(f"{len(ids)}q", *ids)
+                    array = np.frombuffer(packed, np.int64)
+                else:
+                    array = np.asarray(ids)
             except (TypeError, ValueError, struct.error):
-                found = np.empty((0, 0))
-            if found.ndim == 1 and found.dtype.kind in "iu":
-                return found
+                array = np.empty((0, 0))
+            if array.ndim == 1 and array.dtype.kind in "iu":
+                return array
         raise self._refused(
             number, f"must be a mapping with a list or 1-D tensor of whole numbers '{key}'"
         )
@@ -231,20 +245,19 @@ class Rows(Dataset[Any]):
         length = numbers[_TOKENS]
         worst = numbers[_WORST]
         if job.max_seq_len is not None and length > job.max_seq_len:
-            most = job.max_seq_len
             remedy = (
-                f"has {count(length, 'token')}, and the model takes {most} at most; set"
-                f" tokenizer.max_seq_len={most} or less"
+                f"has {count(length, 'token')}, and the model takes {job.max_seq_len} at most; set"
+                f" tokenizer.max_seq_len={job.max_seq_len} or less"
             )
             raise self._refused(number, remedy)
         if job.vocab_size is not None and not 0 <= worst < job.vocab_size:
-            has = (
+            problem = (
                 f"has the token id {worst}, and the model's vocabulary has 0 to"
                 f" {job.vocab_size - 1}"
             )
             raise self._refused(
-                number, f"{has}; give the tokenizer of this model, and the model its vocab_size"
+                number, f"{problem}; give the tokenizer of this model, and the model its vocab_size"
             )
 
-    def _refused(self, number: int, why: str) -> SettingError:
-        return SettingError(self._key, self._name, f"row {number} {why}")
+    def _refused(self, number: int, problem: str) -> SettingError:
+        return SettingError(self._key, self._name, f"row {number} {problem}")

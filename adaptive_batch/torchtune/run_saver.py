@@ -94,7 +94,9 @@ class RunSaver:
         every = self._settings.save_every_n_steps
         step = self._queue.progress.steps
         # One of several ranks ends when all of them know.
-        ends = self._preemption.requested if distributed.world_size() == 1 else self._all_know
+        ends = self._all_know
+        if distributed.world_size() == 1:
+            ends = self._preemption.requested
         if not (ends or (every and step % every == 0)):
             return
         self._log.sync()

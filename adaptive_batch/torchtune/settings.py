@@ -68,10 +68,9 @@ def _length(name: str, value: Any) -> int | str:
 def _lengths(name: str, value: Any) -> tuple[int | str, ...]:
     if not isinstance(value, list | tuple) or not value:
         raise SettingError(name, value, "give a list of lengths, such as [512, 1024, 2048]")
-    if twice := next(
-        (length for number, length in enumerate(value) if length in value[:number]), None
-    ):
-        raise SettingError(name, value, f"{twice} is there twice; leave one out")
+    for number, length in enumerate(value):
+        if length in value[:number]:
+            raise SettingError(name, value, f"{length} is there twice; leave one out")
     return tuple(_length(name, length) for length in value)
 
 
@@ -79,9 +78,10 @@ def _size(name: str, value: Any) -> int:
     try:
         if value == 0 and not isinstance(value, bool):
             return 0
-        return parse_size(
-            "" if isinstance(value, float) else value, total_bytes=0
-        )  # a share would be of nothing
+        # A share would be of nothing.
+        if isinstance(value, float):
+            raise ValueError
+        return parse_size(value, total_bytes=0)
     except ValueError:
         raise SettingError(
             name, value, 'give a size such as "600MiB", or a whole number of bytes'
@@ -105,9 +105,10 @@ def _reference(name: str, value: Any) -> Reference:
 
 
 def _number_of_batches(name: str, value: Any) -> int | None:
-    return (
-        None if value == -1 else check_whole(name, value)
-    )  # torchtune's later recipes write all so
+    # torchtune's later recipes write all so.
+    if value == -1:
+        return None
+    return check_whole(name, value)
 
 
 def _seed(name: str, value: Any) -> int:
@@ -118,9 +119,8 @@ def _seed(name: str, value: Any) -> int:
 
 def _norm(name: str, value: Any) -> float:
     try:
-        norm = (
-            math.nan if isinstance(value, bool) else float(value)
-        )  # torchtune's recipes take "inf"
+        # torchtune's recipes take "inf".
+        norm = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
         norm = math.nan
     if not norm > 0:
@@ -131,7 +131,7 @@ def _norm(name: str, value: Any) -> float:
 
 
 def _layers(name: str, value: Any) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not all(isinstance(layer, str) for layer in value):
         raise SettingError(
             name, value, "give a list of names, such as [tok_embeddings,output], or null"
         )
@@ -302,11 +302,9 @@ class ValidationSettings:
         """Return how many of the `rows` of a dataset are validated on: its first; `ranks` run a
         batch each at a time.
         """
-        return (
-            rows
-            if self.max_batches is None
-            else min(rows, self.max_batches * self.batch_size * ranks)
-        )
+        if self.max_batches is None:
+            return rows
+        return min(rows, self.max_batches * self.batch_size * ranks)
 
 
 @dataclass(frozen=True)
@@ -315,7 +313,8 @@ class Settings:
 
     batch_size: int = key(check_whole)
     gradient_accumulation_steps: int = key(check_whole)
-    epochs: int = key(partial(check_whole, most=10**6))  # each is previewed
+    # Limited, as each is previewed.
+    epochs: int = key(partial(check_whole, most=10**6))
     max_steps_per_epoch: int | None = key(check_whole, default=None)
     seed: int | None = key(_seed, default=None)
     log_every_n_steps: int | None = key(check_whole, default=None)
@@ -365,7 +364,7 @@ class Settings:
     micro_batch_size: int | str | None = key(
         auto_or_whole,
         "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see"
-        " `probe.objective`); or a number. The rows of a step run as as few micro-batches as that"
+        " `probe.objective`); or a number. The rows of a step run in as few micro-batches as that"
         " allows; a `batch_size` above the bound is then no error",
         default=None,
         resume="report",
@@ -507,7 +506,8 @@ class Settings:
         resume="report",
     )
     dataset_val: Any = key(
-        checked(lambda name, value: None),  # checked together with run_val_every_n_steps
+        # It is checked together with run_val_every_n_steps.
+        checked(lambda name, value: None),
         "a dataset block, or a list of them, to validate on",
         default=None,
         needs=("run_val_every_n_steps",),
@@ -679,9 +679,8 @@ class Settings:
         config = as_dict(given)
         check_names(cls, given)
         schedule = config.get("batch_size_schedule")
-        if (
-            config.get("batch_increase_function") is not None and schedule is not None
-        ):  # before either is imported
+        # Refused before either is imported.
+        if config.get("batch_increase_function") is not None and schedule is not None:
             remedy = (
                 "batch_increase_function is set too; both set how the batch grows, so remove one"
             )
@@ -691,9 +690,8 @@ class Settings:
             "micro_batch_size",
             "micro_batch_tokens",
         }:
-            values["micro_batch_tokens"] = (
-                "auto"  # the tokens of a step do not tell what fits at once
-            )
+            # The tokens of a step do not tell what fits at once.
+            values["micro_batch_tokens"] = "auto"
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
         values["lr_scaling"] = rate_rule(
@@ -708,15 +706,15 @@ class Settings:
 
 OURS = tuple(name for name in keys_of(Settings) if name not in TORCHTUNE_KEYS)
 RESUME: Mapping[str, Resume] = {
-    **{name: each.resume for name, each in keys_of(Settings).items()},
+    **{name: own_key.resume for name, own_key in keys_of(Settings).items()},
     **TORCHTUNE_KEYS,
 }
 # Keys that, with `batch_tokens`, decide which rows a step holds.
-FILLS_STEPS = tuple(name for name, each in keys_of(Settings).items() if each.fills_steps)
+FILLS_STEPS = tuple(name for name, own_key in keys_of(Settings).items() if own_key.fills_steps)
 
 
 def reference_tables() -> dict[str, str]:
-    """Return the tables of docs/configuration.md, each by the name that its two markers there have."""
+    """Return the tables of docs/configuration.md, by the name in the two markers of each."""
 
     def listed(names: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in names)

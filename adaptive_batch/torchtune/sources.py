@@ -16,7 +16,8 @@ from typing import Any
 
 from adaptive_batch._util import file_signature
 
-_MOST_ITEMS = 32  # of a list or a mapping that are followed: a dataset may hold its rows in one
+# Items of a list or a mapping that are followed: a dataset may hold its rows in one.
+_MOST_ITEMS = 32
 _MOST_OBJECTS = 10_000
 _DEEPEST = 8
 
@@ -30,8 +31,9 @@ def sources_of(*roots: object) -> list[Any]:
     dataset of Hugging Face its own fingerprint counts.
     """
     modules: dict[str, ModuleType] = {}
-    found: list[Any] = []
-    seen: dict[int, object] = {}  # keeps what it has seen, so that no number is given again
+    digests: list[Any] = []
+    # It keeps what it has seen, so that no id is given again.
+    seen: dict[int, object] = {}
     waiting = [(root, 0) for root in roots]
     while waiting and len(seen) < _MOST_OBJECTS:
         value, depth = waiting.pop()
@@ -41,21 +43,21 @@ def sources_of(*roots: object) -> list[Any]:
         if isinstance(value, str | Path):
             text = str(value)
             if os.path.isfile(text):
-                found.append([text, file_signature(text)])
+                digests.append([text, file_signature(text)])
             _add(modules, text.rpartition(".")[0])
             continue
         if isinstance(value, type | FunctionType):
             _add(modules, value.__module__)
         else:
             _add(modules, *(kind.__module__ for kind in type(value).__mro__))
-        if isinstance(digest := getattr(value, "__dict__", {}).get("_fingerprint"), str):
-            found.append(digest)
+        digest = getattr(value, "__dict__", {}).get("_fingerprint")
+        if isinstance(digest, str):
+            digests.append(digest)
             continue
         waiting.extend((part, depth + 1) for part in _parts(value))
-    files = {
-        str(file) for module in modules.values() if (file := getattr(module, "__file__", None))
-    }
-    return [sorted([file, file_signature(file)] for file in files), sorted(found, key=str)]
+    files = {getattr(module, "__file__", None) for module in modules.values()}
+    signatures = [[str(file), file_signature(str(file))] for file in files if file]
+    return [sorted(signatures), sorted(digests, key=str)]
 
 
 def _parts(value: Any) -> Iterator[Any]:
@@ -81,7 +83,8 @@ def _add(modules: dict[str, ModuleType], *names: str) -> None:
     waiting = list(names)
     while waiting:
         name = waiting.pop()
-        if name in modules or not isinstance(module := sys.modules.get(name), ModuleType):
+        module = sys.modules.get(name)
+        if name in modules or not isinstance(module, ModuleType):
             continue
         modules[name] = module
         if not _is_installed(getattr(module, "__file__", None) or ""):
@@ -91,10 +94,12 @@ def _add(modules: dict[str, ModuleType], *names: str) -> None:
 def _taken_from(values: Iterable[object]) -> Iterator[str]:
     """Yield the names of the modules, not installed, that some values are or were defined in."""
     for value in values:
-        name = (
-            value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-        )
-        module = sys.modules.get(name) if isinstance(name, str) else None
+        name = getattr(value, "__module__", None)
+        if isinstance(value, ModuleType):
+            name = value.__name__
+        module = None
+        if isinstance(name, str):
+            module = sys.modules.get(name)
         if module is not None and not _is_installed(getattr(module, "__file__", None) or ""):
             yield module.__name__
 

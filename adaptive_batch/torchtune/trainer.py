@@ -95,7 +95,8 @@ class Trainer:
         parameters = job.builder.trained(model)
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_bwd:
-            optimizers = {one: new_optimizer([one]) for one in parameters if one.requires_grad}
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            optimizers = {parameter: new_optimizer([parameter]) for parameter in trained}
             self.in_backward = OptimizerInBackward(optimizers)
             self.optimizer = training.create_optim_in_bwd_wrapper(model, optimizers)
             self.optimizers = list(optimizers.values())
@@ -131,9 +132,8 @@ class Trainer:
         `i + 1`.
         """
         labels = batch.pop("labels")
-        if (
-            self._offloading and self._activations.tracker
-        ):  # a step that failed has left it as it was
+        # A step that failed has left it as it was.
+        if self._offloading and self._activations.tracker:
             self._activations = training.OffloadActivations()
         with self._activations:
             logits = self.model(**batch)
@@ -163,9 +163,8 @@ class Trainer:
         ranks.
         """
         shrinks = self._job.settings.on_out_of_memory == "shrink"
-        if (
-            distributed.world_size() > 1 and shrinks and not self._job.cfg.compile
-        ):  # which would be for one row more
+        # A compiled model would be compiled for one row more.
+        if distributed.world_size() > 1 and shrinks and not self._job.cfg.compile:
             self.runner.learn_from_a_row()
 
     def step(self) -> None:
@@ -175,7 +174,8 @@ class Trainer:
             DoesNotFitError: out of memory; some weights are stepped already, so this cannot be
                 tried again.
         """
-        if self.in_backward:  # each parameter has been stepped
+        # Each parameter has been stepped.
+        if self.in_backward:
             return
         failure = None
         try:
@@ -184,9 +184,8 @@ class Trainer:
             if not is_out_of_memory(error):
                 raise
             failure = str(error)
-        if (
-            failure is not None
-        ):  # outside the except block, which keeps the tensors of the step alive
+        # Outside the except block, which keeps the tensors of the step alive.
+        if failure is not None:
             raise DoesNotFitError(
                 f"the optimizer's step ran out of memory on {self._device}: {failure}; some weights"
                 " are stepped and others are not, so it cannot be tried again: what was saved"

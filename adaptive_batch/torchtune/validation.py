@@ -83,23 +83,20 @@ class Validation:
         self._log.limit(change, kind="validation_limit")
 
     def run(self) -> float:
-        """The mean loss over the label tokens of the rows. Training goes on as if this had not
-        been.
-        """
+        """Return the mean loss over the label tokens of the rows; training's state is unchanged."""
         random_state = RandomState(self._job.device)
         try:
             loss = self._evaluator.run(self._rows())
         finally:
             random_state.restore()
-        if (
-            changed := self._data.dataset_val.recount()
-        ):  # a collective, which no rank that fails may begin alone
+        # A collective, which no rank that fails may begin alone.
+        changed = self._data.dataset_val.recount()
+        if changed:
             message = f"dataset_val: {changed}: the lengths that were cached are dropped"
             self._log.event("recounted", message)
         return loss
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        mine = range(
-            distributed.data_parallel_rank(), self.num_rows, distributed.data_parallel_size()
-        )
-        return (self._data.dataset_val[row] for row in mine)
+        first = distributed.data_parallel_rank()
+        rank_rows = range(first, self.num_rows, distributed.data_parallel_size())
+        return (self._data.dataset_val[row] for row in rank_rows)
