@@ -1,4 +1,4 @@
-"""The training loop: micro-batches, retry after running out of memory, evaluation, `AdaptiveLoop`."""
+"""The training loop: micro-batches, retries after running out of memory, evaluation."""
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question, differences, same_answers

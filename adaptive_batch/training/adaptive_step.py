@@ -309,7 +309,7 @@ class AdaptiveStep:
         return parts
 
     def learn_collectives(self, rows: Splittable) -> None:
-        """Once, so that even the first micro-batch can fail on one rank and be brought to its end."""
+        """Run once, so that even the first micro-batch can fail on one rank and come to its end."""
         if not self._learns_collectives:
             return
         self._learns_collectives = False

@@ -121,11 +121,10 @@ def same_answers(answers: Mapping[str, int]) -> None:
     Raises:
         GrowthFunctionError: naming the rank.
     """
-    first, *others = distributed.all_gather(
-        {asked: str(answer) for asked, answer in answers.items()}
-    )
-    for rank, mine in enumerate(others, start=1):
-        for name, value, of_first in differences(mine, first):
+    texts = {call: str(answer) for call, answer in answers.items()}
+    first, *later = distributed.all_gather(texts)
+    for rank, of_rank in enumerate(later, start=1):
+        for name, value, of_first in differences(of_rank, first):
             raise GrowthFunctionError(
                 f"{name} answers {value} on rank {rank} and {of_first} on rank 0; it must be the"
                 " same function of the same arguments on all ranks"

@@ -1,10 +1,10 @@
-"""The search for the largest batch whose whole training step fits: one search, whoever asks for it."""
+"""The search for the largest batch whose whole training step fits."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,9 +174,11 @@ class BoundSearch:
         """
         model = self._tried.runner.model
         optimizer = self._tried.optimizer
-        optimizers = (
-            [optimizer] if isinstance(optimizer, Optimizer) else optimizer.optimizers.values()
-        )
+        optimizers: Iterable[Optimizer]
+        if isinstance(optimizer, Optimizer):
+            optimizers = [optimizer]
+        else:
+            optimizers = optimizer.optimizers.values()
         resident = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
         available = self._memory.available_bytes(resident)
         if self._memory.device.type == "cpu":
@@ -276,17 +278,15 @@ class BoundSearch:
         )
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
-        """Try again what an earlier search found; where that no longer fits, or nothing is known,
-        search.
-        """
-        known = distributed.from_rank_zero(lambda: self._cache.known(budget))
+        """Try what an earlier search found; search where that is nothing, or too large now."""
+        earlier = distributed.from_rank_zero(lambda: self._cache.known(budget))
         if self._evaluation and not self._tried.runner.sharding.knows(evaluates=True):
             # From it a rank that fails knows what the others wait for.
             self._run_trial(1)
-        if known is not None:
-            again = try_again(known, self._run_trial)
-            if again is not None:
-                return again
+        if earlier is not None:
+            result = try_again(earlier, self._run_trial)
+            if result is not None:
+                return result
         search = self._build_search(
             budget_bytes=budget,
             maximum=self._maximum,
@@ -341,11 +341,9 @@ class BoundSearch:
         longest_steps = [partial(tried.try_rows, self._rows.first(size))] * per_step
         yield longest_steps
         limit = sizer.limit(size)
-        amount = (
-            sizer.layout.padded_tokens([self._rows.length] * size)
-            if limit.unit == "tokens"
-            else size
-        )
+        amount = size
+        if limit.unit == "tokens":
+            amount = sizer.layout.padded_tokens([self._rows.length] * size)
         limit = replace(limit, amount=amount)
         for step in range(_DRAWN_STEPS):
             drawn = in_order(step * per_step * size, per_step * size)
@@ -365,7 +363,9 @@ class BoundSearch:
     ) -> Search:
         if expected is not None:
             expected_rows = expected.max_rows(budget_bytes)
-            rows = maximum if expected_rows is None else min(expected_rows, maximum)
+            rows = maximum
+            if expected_rows is not None:
+                rows = min(expected_rows, maximum)
             log.info("about %d rows are expected to fit; each size that counts is tried", rows)
         return Predictive(
             budget_bytes=budget_bytes,

@@ -19,7 +19,9 @@ from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
 
-_ROWS_READ = 256  # at a time, at least; by tokens, so many times the limit:
+# Rows that are read at a time, at least.
+_ROWS_READ = 256
+# By tokens, what is read at a time is so many times the limit.
 _LIMITS_READ = 4
 
 
@@ -77,7 +79,9 @@ class Evaluator:
         of_ranks = distributed.all_gather((loss_sum, label_tokens))
         loss_sum = sum(loss for loss, _ in of_ranks)
         label_tokens = sum(labels for _, labels in of_ranks)
-        return loss_sum / label_tokens if label_tokens else float("nan")
+        if not label_tokens:
+            return float("nan")
+        return loss_sum / label_tokens
 
     def _read(self, unread: Iterator[Any]) -> list[Any]:
         """Read the next rows, enough for several micro-batches."""

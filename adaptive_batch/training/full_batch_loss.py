@@ -44,7 +44,9 @@ class FullBatchLoss:
         self._label_tokens += label_tokens
         if self._seen < self.rows:
             return None
-        mean = self._loss_sum / self._label_tokens if self._label_tokens else 0.0
+        mean = 0.0
+        if self._label_tokens:
+            mean = self._loss_sum / self._label_tokens
         self._seen = 0
         self._loss_sum = 0.0
         self._label_tokens = 0.0

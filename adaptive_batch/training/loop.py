@@ -202,7 +202,7 @@ class AdaptiveLoop:
         self._warned_unlabelled = False
 
     def _reference_on(self, ranks: int) -> Reference | int | str | None:
-        """Return the global batch that the rates belong to, of a run that began on so many ranks."""
+        """Return the global batch that the rates belong to; the run began on so many ranks."""
         if self._reference is not None:
             return self._reference
         batching = self._batches.planner.batching
@@ -311,7 +311,7 @@ class AdaptiveLoop:
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """What one micro-batch may hold now; lowered after an out-of-memory error, and grown back."""
+        """What one micro-batch may hold now; lowered where memory runs out, and grown back."""
         return self._sizer.limit(self._rows_at_most(self.batch_size))
 
     @property
@@ -505,9 +505,9 @@ class _RowsAhead:
 
 
 def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(rows) == len(others) and all(
-        row is other for row, other in zip(rows, others, strict=True)
-    )
+    if len(rows) != len(others):
+        return False
+    return all(first is second for first, second in zip(rows, others, strict=True))
 
 
 def _log_event(kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:

@@ -182,7 +182,8 @@ class MicroBatchRunner(StepRunner):
         with self.trial(is_last=is_last), self._collated(rows, self.loss) as batch:
             mean, count = self._loss_and_labels(batch)
             token_loss = mean * count
-            (token_loss if self._scale_gradients else mean).backward()  # type: ignore[no-untyped-call]
+            loss = token_loss if self._scale_gradients else mean
+            loss.backward()  # type: ignore[no-untyped-call]
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
         """Leave what is there in mid-step: unsharded gradients and, where noise is measured, the
@@ -232,7 +233,9 @@ class MicroBatchRunner(StepRunner):
             running = self.trial if is_trial else self.sharding.micro_batch
             with torch.no_grad(), running(evaluates=True):
                 mean, count = self._loss_and_labels(batch)
-                return (mean * count).item() if count else 0.0, int(count)
+                if not count:
+                    return 0.0, 0
+                return (mean * count).item(), int(count)
 
     @contextmanager
     def _collated(self, rows: Sequence[Row], loss: RowLoss, length: int = 0) -> Iterator[Batch]:
@@ -269,7 +272,7 @@ class MicroBatchRunner(StepRunner):
         return clip_gradients(self.model, self.sharding, self._max_grad_norm)
 
     def _attempt(self, rows: Sequence[Row], division: Division) -> StepResult:
-        """Run the micro-batches of a step; where a rank fails, all of them come to the end of it."""
+        """Run the micro-batches of a step; where a rank fails, all of them come to its end."""
         counts = division.counts or ()
         assert self._scale_gradients or sum(counts) == 1, (
             "with the optimizer in backward a step is one micro-batch"
@@ -291,9 +294,9 @@ class MicroBatchRunner(StepRunner):
                     num_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches
                 )
 
-        idle = (
-            MicroBatch([], 0) if rows else MicroBatch([0], self.loss.row_length(self._dummy_row()))
-        )
+        idle = MicroBatch([], 0)
+        if not rows:
+            idle = MicroBatch([0], self.loss.row_length(self._dummy_row()))
         self.run_micro_batches(division, run, idle=idle)
         return self._finish(sums, sum(counts))
 
@@ -304,7 +307,8 @@ class MicroBatchRunner(StepRunner):
         if piece is not None:
             with self._collated([rows[i] for i in piece.rows], self.loss, piece.length) as batch:
                 sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
-                if labels := self.loss.count_labels(batch):
+                labels = self.loss.count_labels(batch)
+                if labels:
                     self._backward(batch, labels, sums)
                     return
         if distributed.world_size() > 1:
@@ -319,14 +323,14 @@ class MicroBatchRunner(StepRunner):
         token_loss = mean * (0 if labels is None else count)
         if labels is not None:
             sums.add(token_loss.detach(), labels if together else count)
+        # With the optimizer in backward each parameter is stepped as soon as its gradient is there.
         if not self._scale_gradients and not together:
             token_loss = mean
-        elif (
-            not self._scale_gradients
-        ):  # each parameter is stepped as soon as its gradient is there
+        elif not self._scale_gradients:
             sums.all_reduce_sum()
+            # On no rank is there anything to step by.
             if not sums.label_tokens:
-                return  # on no rank is there anything to step by
+                return
             token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
         token_loss.backward()  # type: ignore[no-untyped-call]
 
@@ -342,18 +346,25 @@ class MicroBatchRunner(StepRunner):
             if sums.failed:
                 raise OutOfMemoryElsewhereError
         has_labels = bool(sums.label_tokens) if together else sums.micro_batches > 0
-        if has_labels and self._scale_gradients:  # FSDP has taken the mean over the ranks
+        # FSDP has taken the mean over the ranks.
+        if has_labels and self._scale_gradients:
             self._multiply_gradients_by(ranks / sums.label_tokens)
         elif not has_labels and together:
             self.drop_gradients()
         noise = self._noise(sums)
         copies = _copies_of_each_row()
+        loss = 0.0
+        if has_labels:
+            loss = float(sums.loss.item() / sums.label_tokens)
+        micro_batches = sums.micro_batches
+        if together:
+            micro_batches = count if has_labels else 0
         return StepResult(
-            loss=float(sums.loss.item() / sums.label_tokens) if has_labels else 0.0,
+            loss=loss,
             label_tokens=sums.label_tokens // copies,
             rows=sums.rows // copies,
             tokens=sums.tokens // copies,
-            micro_batches=(count if has_labels else 0) if together else sums.micro_batches,
+            micro_batches=micro_batches,
             padding_fraction=max(0.0, 1 - sums.tokens / max(1, sums.padded)),
             grad_norm=self.clip(),
             noise=noise,
@@ -368,15 +379,14 @@ class MicroBatchRunner(StepRunner):
         rows, labels, squared, micro_batches = sums.small
         whole = self._squared_norm()
         ranks = distributed.world_size()
-        is_part = 0 < micro_batches < sums.micro_batches  # on one rank, which waits for nothing
+        # Counted in micro-batches, so that one rank waits for nothing on its device.
+        is_part = 0 < micro_batches < sums.micro_batches
         if ranks > 1:
-            mine = (rows, labels, squared, whole)
-            total = torch.stack(
-                [
-                    torch.as_tensor(one, dtype=torch.float64, device=self.memory.device)
-                    for one in mine
-                ]
-            )
+            own_sums = [
+                torch.as_tensor(value, dtype=torch.float64, device=self.memory.device)
+                for value in (rows, labels, squared, whole)
+            ]
+            total = torch.stack(own_sums)
             distributed.all_reduce_sum(total)
             rows, labels, squared, whole = total
             is_part = bool(0 < labels < sums.label_tokens)
@@ -396,8 +406,10 @@ class MicroBatchRunner(StepRunner):
 
     def _squared_norm(self) -> torch.Tensor:
         """Return the squared norm of what this rank holds of the gradients."""
-        held = list(map(self.sharding.of_this_rank, self._gradients()))
-        return squared_norm(held) if held else torch.zeros(())
+        shards = [self.sharding.of_this_rank(gradient) for gradient in self._gradients()]
+        if not shards:
+            return torch.zeros(())
+        return squared_norm(shards)
 
     def _gradients(self) -> list[torch.Tensor]:
         return [
@@ -407,9 +419,8 @@ class MicroBatchRunner(StepRunner):
     def _multiply_gradients_by(self, scale: torch.Tensor) -> None:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
-                parameter.grad *= scale.to(
-                    parameter.grad.device
-                )  # which is the host's where parameters are offloaded
+                # It is on the host where parameters are offloaded.
+                parameter.grad *= scale.to(parameter.grad.device)
 
 
 def _split(
@@ -428,14 +439,16 @@ def _split(
     in_order = layout.keeps_order(limit)
     if small_rows is None or in_order or layout.uniform:
         pieces = micro_batches(lengths, limit, layout)
-        return (pieces[:1], pieces[1:]) if in_order and small_rows is not None else (pieces,)
-    others = tuple(sorted(set(range(len(lengths))) - set(small_rows)))
+        if in_order and small_rows is not None:
+            return pieces[:1], pieces[1:]
+        return (pieces,)
+    large_rows = sorted(set(range(len(lengths))) - set(small_rows))
 
     def split(part: Sequence[int]) -> list[MicroBatch]:
         pieces = micro_batches([lengths[row] for row in part], limit, layout)
         return [replace(piece, rows=[part[row] for row in piece.rows]) for piece in pieces]
 
-    return split(small_rows), split(others)
+    return split(small_rows), split(large_rows)
 
 
 class _Small(NamedTuple):
@@ -443,8 +456,10 @@ class _Small(NamedTuple):
 
     rows: Any
     label_tokens: Any
-    squared_norm: Any  # of the gradients, summed over its label tokens
-    micro_batches: int  # that have labels
+    # Squared norm of the gradients, summed over its label tokens.
+    squared_norm: Any
+    # Micro-batches that have labels.
+    micro_batches: int
 
 
 class _Sums:
@@ -467,8 +482,9 @@ class _Sums:
     def add(self, token_loss: torch.Tensor, label_tokens: torch.Tensor) -> None:
         """Add a micro-batch that has labels."""
         self.micro_batches += 1
+        # The dtype is that of a rank without labels.
         if distributed.world_size() > 1:
-            token_loss = token_loss.to(self.loss.dtype)  # that of a rank without labels
+            token_loss = token_loss.to(self.loss.dtype)
         self.loss = self.loss + token_loss
         self.label_tokens = self.label_tokens + label_tokens
 
@@ -478,8 +494,8 @@ class _Sums:
         """
         if distributed.world_size() == 1:
             return
-        others = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
-        counts = torch.cat([self.label_tokens[None], others]).to(self.loss.device)
+        numbers = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
+        counts = torch.cat([self.label_tokens[None], numbers]).to(self.loss.device)
         distributed.all_reduce_sum(counts, self.loss)
         self.label_tokens = counts[0]
         self.rows, self.tokens, self.padded, self.failed = counts[1:].tolist()

@@ -16,7 +16,8 @@ from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
 
-_NAMED = 3  # parameters that a message names, of however many
+# Parameters that a message names, of however many.
+_NAMED = 3
 
 
 def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
@@ -42,7 +43,8 @@ def has_batch_norm(model: nn.Module) -> bool:
 def is_compiled(model: nn.Module) -> bool:
     """Return whether the model, or a part of it, is compiled."""
     return any(
-        hasattr(one, "_orig_mod") or one._compiled_call_impl is not None for one in model.modules()
+        hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        for module in model.modules()
     )
 
 
@@ -70,23 +72,23 @@ def check_parameters(model: object, optimizer: object) -> None:
         )
         raise SettingError("optimizer", type(optimizer).__name__, remedy)
     reshard(model)
-    known = {id(parameter) for parameter in model.parameters()}
-    if not known:
+    parameters = {id(parameter) for parameter in model.parameters()}
+    if not parameters:
         raise SettingError("model", type(model).__name__, "it has no parameters")
-    others = sum(
-        id(one) not in known for group in optimizer.param_groups for one in group["params"]
-    )
-    if others:
+    num_foreign = 0
+    for group in optimizer.param_groups:
+        num_foreign += sum(id(tensor) not in parameters for tensor in group["params"])
+    if num_foreign:
         remedy = (
-            f"{others} tensors of the optimizer are no parameters of it; put all that is trained"
-            " into one nn.Module"
+            f"{num_foreign} tensors of the optimizer are no parameters of it; put all that is"
+            " trained into one nn.Module"
         )
         raise SettingError("model", type(model).__name__, remedy)
     stepped = _stepped_by(optimizer)
     left = [
         name
-        for name, one in model.named_parameters()
-        if one.requires_grad and id(one) not in stepped
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in stepped
     ]
     if left and distributed.is_rank_zero():
         log.warning(
@@ -98,7 +100,10 @@ def check_parameters(model: object, optimizer: object) -> None:
 
 
 def _stepped_by(optimizer: Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    stepped: set[int] = set()
+    for group in optimizer.param_groups:
+        stepped |= {id(parameter) for parameter in group["params"]}
+    return stepped
 
 
 def some_names(names: Sequence[str]) -> str:
@@ -120,7 +125,8 @@ def check_ranks(model: nn.Module, *, is_sharded: bool) -> None:
             " all of them"
         )
         raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
-    if whole := _undivided(model):
+    whole = _undivided(model)
+    if whole:
         needed = (
             f"{some_names(whole)} are not divided by fully_shard, so each rank would train its own"
         )
@@ -130,18 +136,18 @@ def check_ranks(model: nn.Module, *, is_sharded: bool) -> None:
 
 def _is_divided_by_rows(model: nn.Module) -> bool:
     """Whether each rank runs rows of its own: with tensor parallelism some run the same."""
-    dimensions = [
-        sum(not place.is_replicate() for place in one.placements) for one in _divided(model)
+    divided = _divided(model)
+    if any(parameter.device_mesh.size() != distributed.world_size() for parameter in divided):
+        return False
+    num_divisions = [
+        sum(not place.is_replicate() for place in parameter.placements) for parameter in divided
     ]
-    everywhere = all(one.device_mesh.size() == distributed.world_size() for one in _divided(model))
-    return everywhere and max(dimensions) <= 1
+    return max(num_divisions) <= 1
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Whether ranks also hold copies of parts, which they keep alike by collectives of another
-    kind.
-    """
-    return any(one.device_mesh.ndim > 1 for one in _divided(model))
+    """Return whether ranks also hold copies of parts, kept alike by other collectives."""
+    return any(parameter.device_mesh.ndim > 1 for parameter in _divided(model))
 
 
 def _divided(model: nn.Module) -> list[Any]:
@@ -149,16 +155,16 @@ def _divided(model: nn.Module) -> list[Any]:
 
 
 def _undivided(model: nn.Module) -> list[str]:
-    """The parameters that train and of which each rank holds a whole one."""
+    """Return the names of trained parameters of which each rank holds a whole one."""
     divided = {
-        id(one)
-        for one in _divided(model)
-        if not all(place.is_replicate() for place in one.placements)
+        id(parameter)
+        for parameter in _divided(model)
+        if not all(place.is_replicate() for place in parameter.placements)
     }
     return [
         name
-        for name, one in model.named_parameters()
-        if one.requires_grad and id(one) not in divided
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) not in divided
     ]
 
 
@@ -183,8 +189,8 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
     if not dirty:
         return
     stepped = _stepped_by(optimizer)
-    others = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
-    if len(others) < len(dirty):
+    foreign = [name for name, parameter in dirty.items() if id(parameter) not in stepped]
+    if len(foreign) < len(dirty):
         remedy = (
             "call optimizer.step() and optimizer.zero_grad() after each run. Accumulation belongs"
             " to the loop, which runs a step of any batch_size in micro-batches that fit: set"
@@ -192,7 +198,7 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
         )
     else:
         remedy = (
-            f"{some_names(others)} are not the optimizer's, so its zero_grad() leaves theirs;"
+            f"{some_names(foreign)} are not the optimizer's, so its zero_grad() leaves theirs;"
             " freeze them with requires_grad_(False), or call model.zero_grad() after each step"
         )
     raise ValueError(f"gradients are there before a step: {remedy}")

@@ -16,8 +16,10 @@ ON_NONFINITE_LOSS = ("warn", "stop", "skip")
 
 
 def norm_to_clip(max_grad_norm: float | None, on_nonfinite_loss: str) -> float | None:
-    """Return what to clip the norm of the gradients to; infinity where that is only to be measured."""
-    return math.inf if max_grad_norm is None and on_nonfinite_loss != "warn" else max_grad_norm
+    """Return what to clip the gradients' norm to; infinity where it is only measured."""
+    if max_grad_norm is None and on_nonfinite_loss != "warn":
+        return math.inf
+    return max_grad_norm
 
 
 class NonfiniteSteps:
@@ -67,8 +69,9 @@ class NonfiniteSteps:
             NonfiniteLossError: the policy is ``stop``.
         """
         for name, now in facts.items():
-            if (before := self._facts.get(name, now)) != now:
-                self._changes[name] = f"{name} {before} -> {now} at step {step}"
+            previous = self._facts.get(name, now)
+            if previous != now:
+                self._changes[name] = f"{name} {previous} -> {now} at step {step}"
         self._facts = facts
         wrong = self._wrong(result)
         if wrong is None:
@@ -78,15 +81,17 @@ class NonfiniteSteps:
         self._num_in_a_row += 1
         self._num_since_counted += 1
         changes = "".join(f"; {change}" for change in self._changes.values())
-        in_a_row = f" ({self._num_in_a_row} steps in a row)" if self._num_in_a_row > 1 else ""
+        in_a_row = ""
+        if self._num_in_a_row > 1:
+            in_a_row = f" ({self._num_in_a_row} steps in a row)"
         message = f"step {step}: {wrong}{in_a_row}, lr {lr:g}{self._before}{changes}"
-        would = "stop would end training" if self._is_taken else "skip or stop would not take it"
         skips = self._policy == "skip"
-        what_next = (
-            "it is skipped: weights and optimizer stay as they are"
-            if skips
-            else f"on_nonfinite_loss={would}"
-        )
+        if skips:
+            what_next = "it is skipped: weights and optimizer stay as they are"
+        elif self._is_taken:
+            what_next = "on_nonfinite_loss=stop would end training"
+        else:
+            what_next = "on_nonfinite_loss=skip or stop would not take it"
         self._event(
             "nonfinite_loss",
             f"{message}; {what_next}",
@@ -100,14 +105,12 @@ class NonfiniteSteps:
             return False
         self._drop_gradients()
         if self._policy == "stop":
-            which = (
-                "; the weights have been stepped by it"
-                if self._is_taken
-                else " before this step is taken"
-            )
+            state = " before this step is taken"
+            if self._is_taken:
+                state = "; the weights have been stepped by it"
             remedy = f"; {self._remedy()}" if self._remedy else ""
             raise NonfiniteLossError(
-                f"{message}; on_nonfinite_loss=stop ends training{which}{remedy}"
+                f"{message}; on_nonfinite_loss=stop ends training{state}{remedy}"
             )
         return True
 
@@ -129,5 +132,7 @@ class NonfiniteSteps:
         if not math.isfinite(result.loss):
             return f"the loss is {result.loss}"
         if self._policy != "warn" and not result.is_finite:
-            return f"the norm of the gradients is {float(result.grad_norm)}"  # type: ignore[arg-type]  # it is what is not finite
+            # The loss is finite, so the norm is there and is not.
+            assert result.grad_norm is not None
+            return f"the norm of the gradients is {float(result.grad_norm)}"
         return None

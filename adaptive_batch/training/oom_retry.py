@@ -179,13 +179,13 @@ class OOMRetry:
             evaluates: whether there is no backward.
         """
         own = [piece for piece in pieces if piece is not None]
-        fullest = self.sizer.limit(self._rows_at_once).fullest(own) if own else idle
+        fullest = idle
+        if own:
+            fullest = self.sizer.limit(self._rows_at_once).fullest(own)
         self.current = fullest
-        kinds = (
-            [{"evaluates": True}] * len(pieces)
-            if evaluates
-            else [{"is_last": each} for each in reduced]
-        )
+        kinds = [{"is_last": is_last} for is_last in reduced]
+        if evaluates:
+            kinds = [{"evaluates": True}] * len(pieces)
         for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
             if self.has_failed:
                 self._sharding.run_dummy_collectives(**kind)
@@ -229,7 +229,7 @@ class OOMRetry:
         request = self.sizer.after_out_of_memory(self.current, "", rows_at_once=self._rows_at_once)
         rows = request.rows
         length = request.length
-        after = request.limit
+        smaller_limit = request.limit
         limit = self.sizer.limit(self._rows_at_once)
         facts: dict[str, Any] = {
             "rows": rows,
@@ -238,10 +238,10 @@ class OOMRetry:
             "error": message,
         }
         what_next = self.remedies
-        if after is not None:
-            what_next = f"{after} would be less"
+        if smaller_limit is not None:
+            what_next = f"{smaller_limit} would be less"
             if self._is_of_training:
-                facts |= {"limit": after.amount, "unit": after.unit}
+                facts |= {"limit": smaller_limit.amount, "unit": smaller_limit.unit}
         size = f"{count(rows, 'row')} of {count(length, 'token')}"
         return RankLostError(
             f"{self.memory.device} ran out of memory {doing}, with {size} at once:"
@@ -258,14 +258,17 @@ class OOMRetry:
             request = self.sizer.after_out_of_memory(
                 self.current, self._error, rows_at_once=self._rows_at_once, failures=self._failures
             )
-        requests = {rank: each for rank, each in enumerate(distributed.all_gather(request)) if each}
-        for rank, each in requests.items():
-            if each.limit is None:
-                where = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
-                size = f"one row of {count(each.length, 'token')}"
+        requests = {}
+        for rank, rank_request in enumerate(distributed.all_gather(request)):
+            if rank_request:
+                requests[rank] = rank_request
+        for rank, rank_request in requests.items():
+            if rank_request.limit is None:
+                place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
+                size = f"one row of {count(rank_request.length, 'token')}"
                 raise DoesNotFitError(
-                    f"{size} ran out of memory on {where}, alone in its micro-batch: {each.error};"
-                    f" {self.remedies}"
+                    f"{size} ran out of memory on {place}, alone in its micro-batch:"
+                    f" {rank_request.error}; {self.remedies}"
                 )
         self.sizer.lower(requests, rows_at_once=self._rows_at_once)
 

@@ -31,7 +31,9 @@ class PackedAttention:
     def __init__(self, lengths: Sequence[int], attend: Callable[..., Tensor]) -> None:
         self.calls = 0
         self.dtype = torch.float32
-        self._lengths, self._longest, self._attend = list(lengths), max(lengths), attend
+        self._lengths = list(lengths)
+        self._longest = max(lengths)
+        self._attend = attend
         self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
     def __call__(
@@ -42,7 +44,7 @@ class PackedAttention:
         """
         tensors = (query, key, value)
         tokens = sum(self._lengths)
-        if any(one.dim() != 4 or one.shape[::2] != (1, tokens) for one in tensors):
+        if any(tensor.dim() != 4 or tensor.shape[::2] != (1, tokens) for tensor in tensors):
             raise ValueError(
                 f"attention of {list(query.shape)} to {list(key.shape)} cannot keep packed rows of"
                 f" {tokens} tokens in all apart; it can where both are [1, heads, tokens, head_dim]"
@@ -66,16 +68,14 @@ class PackedAttention:
             and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True))
         ):
             self._ends = self._ends.to(query.device)
-            where = self._ends, self._ends, self._longest, self._longest
-            out = _varlen_attention()(
-                *(one.squeeze(0).transpose(0, 1) for one in tensors), *where, scale=how.get("scale")
-            )
-            return out.transpose(0, 1)[None]
-        rows = zip(*(torch.split(one, self._lengths, 2) for one in tensors), strict=True)
-        # Joined as [1, tokens, heads, head_dim], which kernels return and models go on to ask for.
-        return torch.cat([self._attend(*row, **how).transpose(1, 2) for row in rows], 1).transpose(
-            1, 2
-        )
+            flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
+            bounds = (self._ends, self._ends, self._longest, self._longest)
+            output = _varlen_attention()(*flat, *bounds, scale=how.get("scale"))
+            return output.transpose(0, 1)[None]
+        rows = zip(*(torch.split(tensor, self._lengths, 2) for tensor in tensors), strict=True)
+        outputs = [self._attend(*row, **how).transpose(1, 2) for row in rows]
+        # Joined as [1, tokens, heads, head_dim], the layout that kernels return.
+        return torch.cat(outputs, 1).transpose(1, 2)
 
 
 @cache
@@ -83,9 +83,8 @@ def _varlen_attention() -> Callable[..., Tensor]:
     """PyTorch's kernel for rows of several lengths, as its version is asked for causal attention
     and grouped heads.
     """
-    attend: Any = import_module(
-        "torch.nn.attention.varlen"
-    ).varlen_attn  # takes two seconds to import
+    # Imported here, since the import takes two seconds.
+    attend: Any = import_module("torch.nn.attention.varlen").varlen_attn
     options = {"window_size": (-1, 0), "is_causal": True, "enable_gqa": True}
     return partial(
         attend, **{name: options[name] for name in signature(attend).parameters if name in options}
@@ -131,7 +130,7 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
         tokens]``. For transformers also an ``attention_mask`` of four dimensions and one element,
         in whose place it would make one of tokens by tokens.
     """
-    name = "tokens" if "tokens" in rows[0] else "input_ids"
+    name = _tokens_key(rows[0])
     ids, labels = (
         torch.cat([torch.as_tensor(row[key]).long() for row in rows]) for key in (name, "labels")
     )
@@ -143,6 +142,10 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
         "position_ids": positions[None],
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool),
     }
+
+
+def _tokens_key(row: Row) -> str:
+    return "tokens" if "tokens" in row else "input_ids"
 
 
 def packed_lengths(batch: Batch) -> list[int]:
@@ -161,12 +164,11 @@ def why_not_packed(
     collate: Callable[[Sequence[Row], int], Batch],
     pack: Callable[[Sequence[Row]], Batch],
 ) -> str:
-    """Return why packed rows would not train the model as rows alone do, and what to do about it;
-    "" if they would.
+    """Return why packed rows would not train the model as single rows do; empty if they would.
 
     Five forward passes, in evaluation mode, compare the loss of two short rows, packed in both
-    orders, with that of each alone. It may differ by a small share of what it changes that one row
-    sees the other, and by rounding. All else stays as it was.
+    orders, with that of each alone. It may differ by a small share of the change that the rows'
+    seeing each other would make, and by rounding. All else stays as it was.
 
     Args:
         model: called by `token_loss`, which returns the sum of the token losses of a batch that is
@@ -176,42 +178,31 @@ def why_not_packed(
         collate: makes an ordinary batch of rows, padded to a length.
         pack: makes a packed one.
     """
-    name = "tokens" if "tokens" in rows[0] else "input_ids"
+    name = _tokens_key(rows[0])
     longest = max(len(row[name]) for row in rows)
-    config: Any = getattr(model, "config", None)  # of transformers
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    is_full = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
-    windows: list[Any] = [
-        getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")
-    ]
-    if not is_full and (seen := min((one for one in windows if one), default=longest)) < longest:
+    window = _attention_window(model)
+    if window is not None and window < longest:
         return (
-            f"a layer sees {seen} tokens, and packed it would see all {longest} of the longest row:"
-            f" cut rows to {seen}"
+            f"a layer sees {window} tokens, and packed it would see all {longest} of the longest"
+            f" row: cut rows to {window}"
         )
-    short = [
-        {
-            key: (
-                one[:tokens]
-                if isinstance(one, list | tuple) or getattr(one, "ndim", False)
-                else one
-            )
-            for key, one in row.items()
-        }
-        | {"labels": row[name][:tokens]}
-        for row, tokens in zip(rows, (5, 8), strict=False)
+    short_rows = [
+        _first_tokens(row, name, tokens) for row, tokens in zip(rows, (5, 8), strict=False)
     ]
-    lengths = [len(row[name]) for row in short]
+    lengths = [len(row[name]) for row in short_rows]
     training = [module for module in model.modules() if module.training]
     random_state = RandomState(next(model.parameters()).device)
     model.eval()
     try:
         with torch.no_grad():
-            alone = sum(float(token_loss(collate([row], len(row[name])))) for row in short)
-            packed = []
-            for order, parts in ((1, lengths), (-1, lengths[::-1]), (1, [sum(lengths)])):
-                with rows_apart(parts) as attention:
-                    packed.append(float(token_loss(pack(short[::order]))))
+            alone = sum(float(token_loss(collate([row], len(row[name])))) for row in short_rows)
+            with rows_apart(lengths):
+                packed = float(token_loss(pack(short_rows)))
+            with rows_apart(lengths[::-1]):
+                reversed_order = float(token_loss(pack(short_rows[::-1])))
+            # As one row, in which the second row sees the first.
+            with rows_apart([sum(lengths)]) as attention:
+                mixed = float(token_loss(pack(short_rows)))
     except (TypeError, ValueError) as error:
         return f"it does not run on packed rows: {error}"
     finally:
@@ -223,19 +214,53 @@ def why_not_packed(
             "it does not attend by torch's scaled_dot_product_attention: load a model of"
             " transformers with attn_implementation='sdpa'"
         )
-    eps = torch.finfo(attention.dtype).eps
-    is_rounded = (
-        torch.tensor(packed, dtype=torch.float64).to(attention.dtype).tolist() == packed
-    )  # as the logits are
-    seen = max(eps, 2**-10) ** 0.5 * abs(
-        packed.pop() - alone
-    )  # float32 on CUDA may be multiplied in TF32, of 2**-10
-    allowed = seen + (2 * eps * is_rounded + 2**-13) * abs(alone)
-    if all(abs(one - alone) <= allowed for one in packed):
+    allowed = _allowed_difference([packed, reversed_order, mixed], alone, attention.dtype)
+    if abs(packed - alone) <= allowed and abs(reversed_order - alone) <= allowed:
         return ""
+    positions = "input_pos" if name == "tokens" else "position_ids"
     return (
-        f"the loss of two rows is {packed[0]:.6g} packed, {packed[1]:.6g} in the other order and"
-        f" {alone:.6g} alone: the model must be causal, use"
-        f" {'input_pos' if name == 'tokens' else 'position_ids'}, and mix tokens by torch's"
+        f"the loss of two rows is {packed:.6g} packed, {reversed_order:.6g} in the other order and"
+        f" {alone:.6g} alone: the model must be causal, use {positions}, and mix tokens by torch's"
         " scaled_dot_product_attention alone"
     )
+
+
+def _attention_window(model: nn.Module) -> int | None:
+    """Return the tokens that a layer of a transformers model sees; None where it sees all."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    if set(getattr(config, "layer_types", None) or ()) == {"full_attention"}:
+        return None
+    sizes = (
+        getattr(config, "sliding_window", None),
+        getattr(config, "attention_chunk_size", None),
+    )
+    return min((size for size in sizes if size), default=None)
+
+
+def _first_tokens(row: Row, name: str, tokens: int) -> dict[str, Any]:
+    """Return the first tokens of a row, all of them labels."""
+    short: dict[str, Any] = {}
+    for key, value in row.items():
+        has_tokens = isinstance(value, list | tuple) or getattr(value, "ndim", False)
+        short[key] = value[:tokens] if has_tokens else value
+    short["labels"] = row[name][:tokens]
+    return short
+
+
+def _allowed_difference(losses: Sequence[float], alone: float, dtype: torch.dtype) -> float:
+    """Return by how much the loss of packed rows may differ from that of the rows alone.
+
+    Args:
+        losses: of the packed rows; the last of them as one row.
+        alone: sum of the losses of the rows alone.
+        dtype: that attention was computed in.
+    """
+    eps = torch.finfo(dtype).eps
+    # float32 on CUDA may be multiplied in TF32, which rounds by 2**-10.
+    allowed: float = max(eps, 2**-10) ** 0.5 * abs(losses[-1] - alone)
+    exact = torch.tensor(losses, dtype=torch.float64)
+    # Logits in the dtype of attention give losses that are rounded to it.
+    is_rounded = exact.to(dtype).tolist() == list(losses)
+    return allowed + (2 * eps * is_rounded + 2**-13) * abs(alone)

@@ -140,11 +140,10 @@ class RowsOfBatch:
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some rows; the script's own tensors of all of them."""
         if len(rows) == self.num_rows:
-            # What a function pops from its batch is there when memory has run out and it is called
-            # again.
-            return (
-                copy.copy(self._batch) if isinstance(self._batch, Mapping | list) else self._batch
-            )
+            # A copy, since a function may pop from its batch and be called again.
+            if isinstance(self._batch, Mapping | list):
+                return copy.copy(self._batch)
+            return self._batch
         width = None
         used_width = None
         if self._trims and self.lengths is not None:
@@ -159,7 +158,9 @@ class RowsOfBatch:
         def cut(tensor: torch.Tensor) -> torch.Tensor:
             some_rows = tensor[index]
             has_width = tensor.dim() == 2 and tensor.shape[1] == width
-            return some_rows[:, :used_width] if has_width else some_rows
+            if has_width:
+                return some_rows[:, :used_width]
+            return some_rows
 
         return self._map(self._batch, cut, index)
 
@@ -176,7 +177,9 @@ class RowsOfBatch:
 
     def _map(self, value: Any, cut: Callable[[torch.Tensor], torch.Tensor], index: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return cut(value) if value.dim() and len(value) == self.num_rows else value
+            if not value.dim() or len(value) != self.num_rows:
+                return value
+            return cut(value)
         if isinstance(value, Mapping):
             return _like(value, {key: self._map(item, cut, index) for key, item in value.items()})
         if not isinstance(value, list | tuple):
@@ -186,7 +189,10 @@ class RowsOfBatch:
             numbers = range(self.num_rows)[index] if isinstance(index, slice) else index
             return type(value)(value[number] for number in numbers)
         items = [self._map(item, cut, index) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        # A named tuple.
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
 
 
 def _first_dimension(value: Any) -> int | None:

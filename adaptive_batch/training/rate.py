@@ -65,7 +65,9 @@ class AdaptiveRate:
         total_steps: int = 0,
     ) -> None:
         check_choice("lr_scaling", lr_scaling, RULES)
-        self._clock = lr_clock if isinstance(lr_clock, Clock) else Clock.from_config(lr_clock)
+        if not isinstance(lr_clock, Clock):
+            lr_clock = Clock.from_config(lr_clock)
+        self._clock = lr_clock
         self._scales = lr_scaling != "none" or bool(scale_with_batch)
         reference = _reference(reference_batch_size)
         if self._scales and reference is None:
@@ -125,7 +127,11 @@ class AdaptiveRate:
         Raises:
             SettingError: what the clock or the reference needs is missing.
         """
-        name, own_batch = ("tokens", tokens) if self.counts_tokens else ("rows", rows)
+        name = "rows"
+        own_batch = rows
+        if self.counts_tokens:
+            name = "tokens"
+            own_batch = tokens
         if self._scales and own_batch is None:
             raise SettingError(
                 name,
@@ -154,7 +160,9 @@ class AdaptiveRate:
             batch: rows that the step holds on all ranks, or real tokens where the rate
                 :attr:`counts_tokens`.
         """
-        time = self._training_clock.at(progress) if self._has_scheduler else 0.0
+        time = 0.0
+        if self._has_scheduler:
+            time = self._training_clock.at(progress)
         return {"lr": self._rate.set(time, batch=max(1, batch)), **self._rate.scaled}
 
     def restore(self) -> None:

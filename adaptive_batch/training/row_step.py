@@ -1,4 +1,4 @@
-"""Rows of a dataset as a step: collated or packed, trained by AdaptiveStep, counted over all ranks."""
+"""Rows of a dataset as a step: collated or packed, trained, and counted over all ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,9 @@ class _RowsOfStep:
             collated = RowsOfBatch(self.part(range(self.num_rows)), trims=False)
         except SettingError:
             return self
-        return collated if collated.num_rows == self.num_rows else self
+        if collated.num_rows != self.num_rows:
+            return self
+        return collated
 
 
 class RowStep:
@@ -158,7 +160,9 @@ class RowStep:
             return None
         with self._rows_apart(part.batch):
             loss = check_loss(self._mean_loss(self._to_device(part.batch)))
-            weighted = loss * part.share if part.share != 1.0 else loss
+            weighted = loss
+            if part.share != 1.0:
+                weighted = loss * part.share
             weighted.backward()  # type: ignore[no-untyped-call]
         return weighted.detach(), num_labels
 
@@ -178,7 +182,9 @@ class RowStep:
         results = self.step.run(step_rows, rows_at_once=rows_at_once, question=question)
         trained = [result for result in results if result is not None]
         losses = [loss for loss, _ in trained]
-        loss = float(torch.stack(losses).sum()) if losses else 0.0
+        loss = 0.0
+        if losses:
+            loss = float(torch.stack(losses).sum())
         num_labels = sum(labels for _, labels in trained)
         num_tokens = sum(step_rows.lengths)
         padded_tokens = sum(piece.padded_tokens for piece in self.step.pieces)
@@ -242,9 +248,10 @@ class RowStep:
         dataset = self.dataset
         # Reading a row of some datasets draws from it.
         random_state = RandomState(self.step.memory.device)
-        choices = self._choices(
-            self._rows_of_tokens(batch_tokens) if batch_tokens else step_rows, options.objective
-        )
+        rows_of_step = step_rows
+        if batch_tokens:
+            rows_of_step = self._rows_of_tokens(batch_tokens)
+        choices = self._choices(rows_of_step, options.objective)
         numbers = order()
         (longest,) = dataset.longest(1)
         random_state.restore()
@@ -418,7 +425,8 @@ class RowStep:
         on_device = {"batch": batch}
         to_device(on_device)
         with apart:
-            check_loss(self._mean_loss(on_device["batch"])).backward()  # type: ignore[no-untyped-call]
+            loss = check_loss(self._mean_loss(on_device["batch"]))
+            loss.backward()  # type: ignore[no-untyped-call]
 
     # --- state
 

@@ -190,7 +190,9 @@ class _LoweredLimit:
         self._has_grown = False
 
     def forget(self) -> None:
-        self.current = self.ceiling = self._held = None
+        self.current = None
+        self.ceiling = None
+        self._held = None
 
     def hold(self, limit: MicroBatchLimit) -> None:
         """Hold no more than this from now on, and grow back to no more."""
@@ -211,7 +213,10 @@ class _LoweredLimit:
     def lower(self, change: LimitChange) -> None:
         """Take a smaller limit; one that follows a growth closely makes the next growth later."""
         too_early = self._has_grown and (change.out_of_memory or self.ceiling is None)
-        self._relapses = self._relapses + too_early if self.good_steps < self.stretch else 0
+        if self.good_steps >= self.stretch:
+            self._relapses = 0
+        else:
+            self._relapses += too_early
         self.ceiling = self.ceiling or change.before
         self._take(change)
 
@@ -261,7 +266,7 @@ class _LoweredLimit:
 
 @dataclass(frozen=True)
 class _ConfiguredSize:
-    """Size of a micro-batch as configured: a number, ``auto`` or None, in rows or in padded tokens."""
+    """Configured size of a micro-batch: a number, ``auto`` or None, in rows or in padded tokens."""
 
     micro_batch_size: int | str | None
     micro_batch_tokens: int | str | None
@@ -279,9 +284,7 @@ class _ConfiguredSize:
         return MicroBatchLimit(NO_LIMIT, "tokens" if self.micro_batch_tokens else "rows")
 
     def limit(self, rows_at_once: int, max_batch_size: int | None) -> MicroBatchLimit:
-        """Return the limit, where a search has found so many rows; not of
-        ``micro_batch_tokens="auto"``.
-        """
+        """Return the limit, given the bound of a search; not of ``micro_batch_tokens="auto"``."""
         if self.micro_batch_tokens is not None:
             return MicroBatchLimit(int(self.micro_batch_tokens), "tokens")
         if self.micro_batch_size == "auto":
@@ -349,11 +352,11 @@ class _Room:
         if room is None:
             return None
         if self._cost is None:
-            wanted = wanted_bytes(error)
-            if wanted is None or wanted <= room.held_bytes:
+            needed = wanted_bytes(error)
+            if needed is None or needed <= room.held_bytes:
                 return None
-            # At least: the allocator names what was wanted when it failed.
-            self._cost = LimitCost(amount, wanted, (wanted - room.held_bytes) / amount)
+            # At least: the allocator names what was needed when it failed.
+            self._cost = LimitCost(amount, needed, (needed - room.held_bytes) / amount)
         return self._cost.fits(room.total_bytes)
 
     def remember(self) -> None:
@@ -382,7 +385,9 @@ class _Room:
             self._memory.release()
 
     def _now(self) -> Room | None:
-        return self._memory.room() if self._memory is not None else None
+        if self._memory is None:
+            return None
+        return self._memory.room()
 
     def state_dict(self) -> dict[str, Any]:
         return {"cost": self._cost and asdict(self._cost)}
@@ -614,7 +619,10 @@ class MicroBatchSizer:
             request = SmallerLimit(rows, fullest.length, smaller, "")
         self.must_ease = False
         gathered = enumerate(distributed.all_gather(request))
-        requests = {rank: each for rank, each in gathered if each and each.limit}
+        requests = {}
+        for rank, rank_request in gathered:
+            if rank_request and rank_request.limit:
+                requests[rank] = rank_request
         if requests:
             self._retries_until_eased = 0
             self.lower(requests, rows_at_once=rows_at_once)
@@ -629,23 +637,25 @@ class MicroBatchSizer:
             requests: limits by rank, none of them None.
             rows_at_once: see :meth:`limit`.
         """
-        limits = {rank: each.limit for rank, each in requests.items() if each.limit is not None}
-        assert limits, "somebody has to ask for a limit"
+        limits = {}
+        for rank, request in requests.items():
+            assert request.limit is not None
+            limits[rank] = request.limit
         rank = min(limits, key=lambda rank: limits[rank].amount)
         request = requests[rank]
         current = self.limit(rows_at_once)
-        after = replace(current, amount=limits[rank].amount)
+        smaller = replace(current, amount=limits[rank].amount)
         ranks = tuple(requests) if distributed.world_size() > 1 else ()
         has_failed = bool(request.error)
         change = LimitChange(
-            current, after, request.rows, request.length, has_failed, request.error, ranks
+            current, smaller, request.rows, request.length, has_failed, request.error, ranks
         )
         self.num_out_of_memory += has_failed
         self._room.remember()
         self._lowered.lower(change)
         self._on_change(change)
         lowered = self.limit(rows_at_once)
-        assert lowered.amount <= after.amount, f"lowered to {after}, and the limit is {lowered}"
+        assert lowered.amount <= smaller.amount, f"lowered to {smaller}, and the limit is {lowered}"
 
     def keep_below(self, limit: MicroBatchLimit, *, rows_at_once: int) -> MicroBatchLimit:
         """Begin with a limit below which an earlier attempt of the run ended; return the limit."""

@@ -58,7 +58,9 @@ class _BackwardCatcher(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.backward:
             loss = args[0].detach().double().sum()
-            self.loss = loss if self.loss is None else self.loss + loss
+            if self.loss is not None:
+                loss = loss + self.loss
+            self.loss = loss
             return None
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype in (torch.bfloat16, torch.float16):
@@ -242,7 +244,7 @@ class SplitCheck:
     def _decide(
         self, rows: Splittable, pieces: Sequence[Sequence[int]], losses: Sequence[float | None]
     ) -> None:
-        """Take the way of counting labels that gives the loss of the whole batch, over all ranks."""
+        """Choose how labels are counted: the way that gives the loss of the whole batch."""
         seen = [loss for loss in losses if loss is not None]
         if distributed.any_of_ranks(len(seen) < len(losses)):
             self._way = 0

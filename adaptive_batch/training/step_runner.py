@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TypeVar
 
 from torch import nn
@@ -111,7 +112,7 @@ class StepRunner:
         def attempt_within(limit: MicroBatchLimit) -> Result:
             # Where memory has run out there are more micro-batches now.
             current = divisions.pop() if divisions else divide(limit)
-            pieces = [piece for part in current.parts for piece in part]
+            pieces = list(chain(*current.parts))
             if pieces:
                 # What runs out of memory before the first of them, is too large with the fullest.
                 self.retry.current = limit.fullest(pieces)

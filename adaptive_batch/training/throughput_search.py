@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput
 
 from .trials import TriedStep, WorstRows
 
-_MODELLED_ROWS = 256  # of training, at least, whose micro-batches are modelled
-_ROUNDS = 2  # that a timed micro-batch runs; the faster counts
-_TIMED = 10  # samples that are timed in the seconds that a search may take
-_LEAST_TOKENS = 1024  # of a sample: fewer say little
+# Rows of training, at least, whose micro-batches are modelled.
+_MODELLED_ROWS = 256
+# Times that a micro-batch is timed; the faster counts.
+_ROUNDS = 2
+# Samples that are timed in the seconds that a search may take.
+_TIMED = 10
+# Tokens of a sample, at least: the time of fewer is noise.
+_LEAST_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -64,30 +68,31 @@ class ThroughputSearch:
         seconds; None where nothing else fits.
         """
         step_rows = self._choices.step_rows or bound
-        before = self._layout
         steps = [
             self._in_order(step * step_rows, step_rows)
             for step in range(max(1, _MODELLED_ROWS // step_rows))
         ]
         lengths = [list(map(self._tried.row_length, rows)) for rows in steps]
-        layouts = [replace(before, kind=kind) for kind in self._choices.kinds]
-        longest = before.padded(self._worst.length)
+        layouts = [replace(self._layout, kind=kind) for kind in self._choices.kinds]
+        longest = self._layout.padded(self._worst.length)
         capacity = dict.fromkeys(self._choices.kinds, bound)
 
         def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
             by_rows = layout.is_usual and self._choices.unit == "rows"
-            of_step = step_rows if by_rows else max(map(layout.padded_tokens, lengths))
-            least = 1 if by_rows else longest
-            most = max(least, min(capacity[layout.kind] * least, of_step))
-            amounts = [
-                most >> halvings
-                for halvings in range(most.bit_length())
-                if most >> halvings >= least
-            ]
-            return [
-                MicroBatchLimit(amount, "rows" if by_rows else "tokens")
-                for amount in reversed(amounts)
-            ]
+            if by_rows:
+                unit: Literal["rows", "tokens"] = "rows"
+                row_amount = 1
+                step_amount = step_rows
+            else:
+                unit = "tokens"
+                row_amount = longest
+                step_amount = max(map(layout.padded_tokens, lengths))
+            amount = max(row_amount, min(capacity[layout.kind] * row_amount, step_amount))
+            amounts = []
+            while amount >= row_amount:
+                amounts.append(amount)
+                amount //= 2
+            return [MicroBatchLimit(amount, unit) for amount in reversed(amounts)]
 
         pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
         (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
@@ -110,10 +115,14 @@ class ThroughputSearch:
                 step_seconds=of_step[1],
                 objective=self._choices.objective,
             )
-            if (fastest := search()) is None:
+            fastest = search()
+            if fastest is None:
                 return None
-            of_longest = fastest.limit.amount // (1 if fastest.limit.unit == "rows" else longest)
-            with self._tried.runner.sizer.trying(before.of_kind(fastest.kind, time=fastest.time)):
+            of_longest = fastest.limit.amount
+            if fastest.limit.unit == "tokens":
+                of_longest //= longest
+            layout = self._layout.of_kind(fastest.kind, time=fastest.time)
+            with self._tried.runner.sizer.trying(layout):
                 trial = self._dry_run(of_longest)
             if trial.fits:
                 return fastest.with_peak(trial.peak_bytes)
@@ -121,13 +130,15 @@ class ThroughputSearch:
         return None
 
     def _time(self, sample: Sequence[Any], pieces: Sequence[Pieces]) -> list[list[float] | None]:
-        """Return the seconds of each micro-batch of the sample's rows, in each of some layouts;
+        """Return the seconds of each micro-batch of the sample's rows, in each of some layouts.
+
         None where they do not fit.
         """
-        taken: list[list[float] | None] = [[] for _ in pieces]
+        fastest_times: list[list[float] | None] = [[] for _ in pieces]
         for _ in range(_ROUNDS):
             for number, (of_layout, layout) in enumerate(pieces):
-                if (before := taken[number]) is None:
+                earlier = fastest_times[number]
+                if earlier is None:
                     continue
                 last = len(of_layout)
                 with self._tried.runner.sizer.trying(layout):
@@ -141,5 +152,5 @@ class ThroughputSearch:
                             for place, piece in enumerate(of_layout, start=1)
                         ]
                     )
-                taken[number] = seconds and list(map(min, seconds, before or seconds))
-        return taken
+                fastest_times[number] = seconds and list(map(min, seconds, earlier or seconds))
+        return fastest_times
