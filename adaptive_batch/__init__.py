@@ -12,13 +12,15 @@ usable alone:
 `AdaptiveLoop` is the four put together. The packages below this one, lowest first:
 
     schedules     what training has consumed, how the batch size and the learning rate follow it
-    distributed   ranks: collectives, FSDP2, the watchdog, preemption data          lengths and
-    order of rows, batches that grow, micro-batches, balance across ranks memory        device
-    memory, live bytes, the curve of the peak, snapshots of the training state probe         the
-    search for the maximum batch size estimate      a training step on fake tensors: what a device
-    that is not here would hold checkpoint    resume points that are complete or absent training
-    the step, retry after running out of memory, the search, the rate, the loop, evaluation report
-    the run log, the audit, figures and the page torchtune     what the recipes are made of
+    distributed   ranks: collectives, FSDP2, the watchdog, preemption
+    data          lengths and order of rows, batches that grow, micro-batches, balance across ranks
+    memory        device memory, live bytes, the curve of the peak, snapshots of the training state
+    probe         the search for the maximum batch size
+    estimate      a training step on fake tensors: what a device that is not here would hold
+    checkpoint    resume points that are complete or absent
+    training      the step, retry after running out of memory, the search, the rate, evaluation
+    report        the run log, the audit, figures and the page
+    torchtune     what the recipes are made of
 
 Importing this package imports no torch: a name is imported when it is first used.
 """

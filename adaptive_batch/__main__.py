@@ -64,60 +64,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument(
         "--output", metavar="FILE", help="the page, if not OUTPUT_DIR/adaptive_batch/report.html"
     )
-    for stream in (
-        sys.stdout,
-        sys.stderr,
-    ):  # a folder's name may be anything, and a terminal may know ASCII alone
+    # A folder's name may be anything, and a terminal may know ASCII alone.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        return _run(given)
+        return _run(options)
     except SettingError as error:
-        commands.choices[given.command].error(str(error))
+        commands.choices[options.command].error(str(error))
     except AdaptiveBatchError as error:
-        print(f"{given.command}: {error}", file=sys.stderr)
+        print(f"{options.command}: {error}", file=sys.stderr)
         return 1
 
 
-def _run(given: argparse.Namespace) -> int:
-    if given.command == "audit":
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "audit":
         from adaptive_batch.report import audit
 
-        found = audit(given.output_dir)
-        print("\n".join(found.lines))
-        return 0 if found.holds else 1
-    if given.command == "report":
+        result = audit(options.output_dir)
+        print("\n".join(result.lines))
+        return 0 if result.holds else 1
+    if options.command == "report":
         from adaptive_batch.report import write_report
 
-        print("\n".join(map(str, write_report(given.output_dir, output=given.output))))
+        print("\n".join(map(str, write_report(options.output_dir, output=options.output))))
         return 0
-    if given.command == "check":
+    if options.command == "check":
         from adaptive_batch.doctor import check
 
         return 0 if check() else 1
-    if given.command == "keys":
+    if options.command == "keys":
         from adaptive_batch.torchtune import reference_tables, write_reference
 
-        if given.page is None:
+        if options.page is None:
             print("\n\n".join(reference_tables().values()))
         else:
-            write_reference(Path(given.page))
-    elif given.name is None:
+            write_reference(Path(options.page))
+    elif options.name is None:
         configs = shipped_configs()
         width = max((len(name) for name, _ in configs), default=0)
         for name, description in configs:
             print(f"{name:<{width}}  {description}")
-    elif given.destination is None:
-        raise SettingError("DEST", None, f"give where to copy it: configs {given.name} DEST")
+    elif options.destination is None:
+        raise SettingError("DEST", None, f"give where to copy it: configs {options.name} DEST")
     else:
-        print(copy_config(given.name, given.destination))
+        print(copy_config(options.name, options.destination))
     return 0
 
 
 if __name__ == "__main__":
     if hasattr(signal, "SIGPIPE"):
-        signal.signal(
-            signal.SIGPIPE, signal.SIG_DFL
-        )  # as other tools end where nobody reads on, such as `| head`
+        # As other tools end where nobody reads on, such as `| head`.
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())

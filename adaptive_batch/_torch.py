@@ -11,13 +11,27 @@ import torch
 from adaptive_batch.errors import TorchVersionError
 
 __all__ = [
-    "DataDependentOutputException", "DynamicOutputShapeException", "FakeTensor", "FakeTensorMode", "TorchDispatchMode",
-    "UnsupportedFakeTensorException", "UnsupportedOperatorException", "current_autograd_node", "current_graph_task_id",
-    "disable_current_modes", "foreach_norm", "is_traceable_wrapper_subclass", "num_torch_function_modes",
-    "storage_use_count", "tree_leaves", "tree_map_only",
-]  # fmt: skip
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "UnsupportedFakeTensorException",
+    "UnsupportedOperatorException",
+    "current_autograd_node",
+    "current_graph_task_id",
+    "disable_current_modes",
+    "foreach_norm",
+    "is_traceable_wrapper_subclass",
+    "num_torch_function_modes",
+    "storage_use_count",
+    "tree_leaves",
+    "tree_map_only",
+]
 
-OLDEST, NEWEST = "2.11.0", "2.15.0"  # that the tests were run on, by `make test-versions`
+# The versions that the tests were run on, by `make test-versions`.
+OLDEST = "2.11.0"
+NEWEST = "2.15.0"
 
 
 def unsupported(why: str) -> TorchVersionError:
@@ -30,7 +44,8 @@ def unsupported(why: str) -> TorchVersionError:
 
 def private(owner: Any, *names: str) -> Any:
     """Return `owner`, an object or the module of that name, which has all of `names`."""
-    owner = import_module(owner) if isinstance(owner, str) else owner
+    if isinstance(owner, str):
+        owner = import_module(owner)
     for name in names:
         if not hasattr(owner, name):
             raise unsupported(f"has no {getattr(owner, '__name__', type(owner).__name__)}.{name}")

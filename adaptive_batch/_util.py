@@ -24,8 +24,10 @@ from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
 
-SECONDS_BETWEEN_LINES = 10.0  # of progress, where no terminal shows a bar
-HASHED_BYTES = 64 * 2**20  # hashing this much takes about 0.1 s
+# Seconds between two lines of progress, where no terminal shows a bar.
+SECONDS_BETWEEN_LINES = 10.0
+# Hashing this much takes about 0.1 s.
+HASHED_BYTES = 64 * 2**20
 # Rows, tokens or steps: far above what can be trained, and what 64 bits hold also where two are
 # multiplied.
 LARGEST_NUMBER = 10**12
@@ -72,10 +74,11 @@ def check_share(key: str, value: object) -> None:
 
 def without_nan(values: Mapping[str, object]) -> dict[str, object]:
     """Return values with text, such as ``nan``, for the numbers that JSON does not have."""
-    return {
-        key: str(v) if isinstance(v, float) and not math.isfinite(v) else v
-        for key, v in values.items()
-    }
+    written = dict(values)
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            written[key] = str(value)
+    return written
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -87,10 +90,12 @@ def format_bytes(num_bytes: float) -> str:
     """Format an amount of memory in GiB from 16 MiB on, in MiB from 128 KiB on; below that in KiB
     or bytes.
     """
-    for unit, size, least in (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**10)):
-        if num_bytes >= least:
+    units = (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**10))
+    for unit, size, smallest in units:
+        if num_bytes >= smallest:
             number = num_bytes / size
-            return f"{number:.{2 if number >= 1 else 3}f} {unit}"
+            digits = 2 if number >= 1 else 3
+            return f"{number:.{digits}f} {unit}"
     return count(round(num_bytes), "byte")
 
 
@@ -110,7 +115,9 @@ def format_bound(rows: int | None, maximum: int) -> str:
     """Format the rows that fit, with a plus where as many fit as are tried at most, or any number
     does (None).
     """
-    return f"{maximum}+" if rows is None or rows >= maximum > 0 else str(rows)
+    if rows is None or rows >= maximum > 0:
+        return f"{maximum}+"
+    return str(rows)
 
 
 class ProgressBar:
@@ -138,14 +145,16 @@ class ProgressBar:
         if shown and sys.stderr.isatty():
             try:
                 from tqdm import tqdm
-            except ImportError:  # the core needs torch alone
+            except ImportError:
+                # The core needs torch alone.
                 return
             self._bar = tqdm(total=total, desc=what, initial=done, unit=f" {unit}")
 
     def advance(self, what: str | None = None) -> None:
         """Count one unit as done, under another description if one is given."""
         self._done = self._done + 1
-        self._what = self._what if what is None else what
+        if what is not None:
+            self._what = what
         if self._bar is not None:
             self._bar.set_description(self._what, refresh=False)
             self._bar.update()
@@ -166,7 +175,9 @@ class ProgressBar:
 def nearest(name: str, names: list[str]) -> str:
     """Return the end of a sentence that refuses a name: those near it, or all that there are."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"near it: {', '.join(close)}" if close else f"there are: {', '.join(names)}"
+    if close:
+        return f"near it: {', '.join(close)}"
+    return f"there are: {', '.join(names)}"
 
 
 def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
@@ -241,7 +252,8 @@ def cache_directory() -> Path:
     """Return where row lengths are kept between runs: ADAPTIVE_BATCH_CACHE, or the user's cache
     folder.
     """
-    if chosen := os.environ.get("ADAPTIVE_BATCH_CACHE"):
+    chosen = os.environ.get("ADAPTIVE_BATCH_CACHE")
+    if chosen:
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "adaptive_batch"
 
@@ -275,7 +287,8 @@ def file_signature(path: str | Path) -> list[str | int]:
     path = Path(path)
     try:
         status = path.stat()
-    except (OSError, ValueError):  # ValueError: a NUL in the name
+    except (OSError, ValueError):
+        # A ValueError for a NUL in the name.
         return ["missing"]
     if stat.S_ISREG(status.st_mode):
         if status.st_size > HASHED_BYTES:
@@ -310,7 +323,8 @@ def _listing(folder: Path) -> Iterator[tuple[str, int, int]]:
             file = Path(parent, name)
             try:
                 status = file.stat()
-            except OSError:  # a link that leads nowhere
+            except OSError:
+                # A link that leads nowhere.
                 status = file.lstat()
             yield file.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns
 
@@ -319,7 +333,9 @@ def _with_typed_keys(part: object) -> object:
     """Replace the keys of mappings by JSON texts, which tell 1 from "1"."""
     if isinstance(part, Mapping):
         return {json.dumps(key): _with_typed_keys(value) for key, value in part.items()}
-    return [_with_typed_keys(one) for one in part] if isinstance(part, list | tuple) else part
+    if isinstance(part, list | tuple):
+        return [_with_typed_keys(item) for item in part]
+    return part
 
 
 def _plain(part: object) -> object:

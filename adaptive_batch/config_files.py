@@ -18,7 +18,9 @@ _PACKAGE = Path(__file__).resolve().parent
 def _folder() -> Path:
     """Return where the shipped configurations are in this installation."""
     in_wheel = _PACKAGE / "configs"
-    return in_wheel if in_wheel.is_dir() else _PACKAGE.parent / "configs"
+    if in_wheel.is_dir():
+        return in_wheel
+    return _PACKAGE.parent / "configs"
 
 
 def config_path(name: str) -> Path | None:
@@ -31,7 +33,7 @@ def config_path(name: str) -> Path | None:
 
 
 def shipped_configs() -> list[tuple[str, str]]:
-    """Return (name, one line that says what it is) of every shipped configuration, sorted by name."""
+    """Return the name and one line of every shipped configuration, sorted by name."""
     configs = []
     for path in sorted(_folder().glob("*.yaml")):
         first_line = path.read_text(encoding="utf-8").partition("\n")[0]
@@ -53,7 +55,7 @@ def copy_config(name: str, destination: str | Path) -> Path:
     """
     source = config_path(name)
     if source is None:
-        names = [known for known, _ in shipped_configs()]
+        names = [shipped for shipped, _ in shipped_configs()]
         raise SettingError(
             "NAME", name, f"no such configuration is shipped; {nearest(name.lower(), names)}"
         )

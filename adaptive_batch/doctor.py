@@ -24,14 +24,16 @@ _PACKAGE = "adaptive-batch"
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one thing, and the command that puts it right; none where nothing is wrong."""
+    """What was found of one thing, and the command that fixes it; none where nothing is wrong."""
 
     subject: str
     text: str
     fix: str = ""
 
     def __str__(self) -> str:
-        return f"WRONG  {self.text}; fix it with: {self.fix}" if self.fix else f"ok     {self.text}"
+        if self.fix:
+            return f"WRONG  {self.text}; fix it with: {self.fix}"
+        return f"ok     {self.text}"
 
 
 def check(write: Callable[[str], None] = print) -> bool:

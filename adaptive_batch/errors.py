@@ -1,15 +1,15 @@
 """What can go wrong, as a tree:
 
     AdaptiveBatchError
-      SettingError                (also a ValueError)    a key, the value it was given, and the
-      suggested fix GrowthFunctionError         (also a ValueError)    a user's growth function
-      failed or returned no row count DoesNotFitError             (also a RuntimeError)  one row
-      does not fit; numbers and remedies RankLostError               (also a RuntimeError)  one rank
-      failed where the others cannot learn of it; all must end NonfiniteLossError          (also a
-      RuntimeError)  a step's loss or gradients are NaN or infinite, and are not to be stepped by
-      CheckpointError             (also a RuntimeError)  a checkpoint file is missing, truncated, or
-      belongs to another run TorchVersionError           (also an ImportError)  this torch lacks a
-      name that is needed; which ones have it
+      SettingError          ValueError    a key, the value it was given, and the suggested fix
+      GrowthFunctionError   ValueError    a growth function failed or returned no number of rows
+      DoesNotFitError       RuntimeError  one row does not fit; numbers and remedies
+      RankLostError         RuntimeError  one rank failed where the others cannot learn of it
+      NonfiniteLossError    RuntimeError  a step's loss or gradients are NaN or infinite
+      CheckpointError       RuntimeError  a file is missing, truncated, or of another run
+      TorchVersionError     ImportError   this torch lacks a name that is needed
+
+Each is also the built-in error beside its name.
 
 A user's mistake is one of these. An assertion is ours.
 """
@@ -30,7 +30,8 @@ class AdaptiveBatchError(Exception):
     """Base of every error that this package raises on purpose."""
 
 
-_LONGEST = 1000  # characters of a value that are shown
+# Characters of a value that are shown.
+_LONGEST = 1000
 
 
 class SettingError(AdaptiveBatchError, ValueError):
@@ -43,11 +44,13 @@ class SettingError(AdaptiveBatchError, ValueError):
         self.value = value
         self.remedy = remedy
         shown = repr(value)
-        shown = shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."
+        if len(shown) > _LONGEST:
+            shown = f"{shown[:_LONGEST]}..."
         super().__init__(f"{key}={shown}: {remedy}")
 
     def __reduce__(self) -> tuple[type[SettingError], tuple[str, object, str]]:
-        return type(self), (self.key, self.value, self.remedy)  # it crosses processes
+        # It crosses processes.
+        return type(self), (self.key, self.value, self.remedy)
 
 
 class GrowthFunctionError(AdaptiveBatchError, ValueError):

@@ -1,9 +1,10 @@
 """A small language model trained on the standard library's docstrings on several ranks, in a loop
 like torchtitan's.
 
-torchrun --nproc_per_node 2 examples/fsdp2.py                     with adaptive_batch torchrun
---nproc_per_node 2 examples/fsdp2.py --plain 8 16 32     without, at the batch sizes that the former
-printed
+With adaptive_batch, and without it at the batch sizes that the former printed:
+
+    torchrun --nproc_per_node 2 examples/fsdp2.py
+    torchrun --nproc_per_node 2 examples/fsdp2.py --plain 8 16 32
 """
 
 import argparse
@@ -95,7 +96,8 @@ def main() -> None:
     if plain is None:
         # --- adaptive_batch
         loop = AdaptiveLoop(
-            model, optimizer, ROWS, collate=collate, mean_loss=mean_loss, batch_size=BATCH_SIZE, lr_scaling="sqrt",
+            model, optimizer, ROWS, collate=collate, mean_loss=mean_loss, batch_size=BATCH_SIZE,
+            lr_scaling="sqrt",
             batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True),
         )  # fmt: skip
         found = loop.find_bound(device_memory="12MiB" if DEVICE.type == "cpu" else None)

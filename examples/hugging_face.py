@@ -1,7 +1,7 @@
 """A small Llama trained on the standard library's docstrings with Hugging Face's Trainer.
 
 python examples/hugging_face.py                     with adaptive_batch
-python examples/hugging_face.py --plain 8 16 32     without, at the batch sizes that the former printed
+python examples/hugging_face.py --plain 8 16 32    without, at the sizes that the former printed
 """
 
 import argparse
@@ -122,8 +122,10 @@ def main() -> None:
     if plain is None:
         # --- adaptive_batch
         trainer.loop = loop = AdaptiveLoop(
-            model, optimizer, ROWS, collate=collate, mean_loss=lambda batch: model(**batch).loss, batch_size=BATCH_SIZE,
-            batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True), lr_scaling="sqrt",
+            model, optimizer, ROWS, collate=collate, mean_loss=lambda batch: model(**batch).loss,
+            batch_size=BATCH_SIZE,
+            batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True),
+            lr_scaling="sqrt",
             lr_scheduler=scheduler,
         )  # fmt: skip
         found = loop.find_bound(device_memory="20MiB" if arguments.device.type == "cpu" else None)

@@ -2,7 +2,7 @@
 optimization.
 
 python examples/lightning_module.py                     with adaptive_batch
-python examples/lightning_module.py --plain 8 16 27     without, at the batch sizes that the former printed
+python examples/lightning_module.py --plain 8 16 27    without, at the sizes that the former printed
 """
 
 import argparse
@@ -77,7 +77,8 @@ class Model(lightning.LightningModule):
         # --- adaptive_batch
         if self.loop is None:
             self.loop = AdaptiveLoop(
-                self, self.optimizers().optimizer, ROWS, collate=collate, mean_loss=self.mean_loss, lr_scaling="linear",
+                self, self.optimizers().optimizer, ROWS, collate=collate,
+                mean_loss=self.mean_loss, lr_scaling="linear",
                 batch_size=BATCH_SIZE, batch_increase_function=grow,
             )  # fmt: skip
             self.found = self.loop.find_bound(

@@ -1,7 +1,7 @@
 """A small language model trained on the standard library's docstrings, in a plain PyTorch loop.
 
 python examples/plain_pytorch.py                     with adaptive_batch
-python examples/plain_pytorch.py --plain 16 32 64    without, at the batch sizes that the former printed
+python examples/plain_pytorch.py --plain 16 32 64    without, at the sizes that the former printed
 """
 
 import argparse
@@ -72,7 +72,8 @@ def main() -> None:
     if plain is None:
         # --- adaptive_batch
         loop = AdaptiveLoop(
-            model, optimizer, ROWS, collate=collate, mean_loss=mean_loss, batch_size=BATCH_SIZE, lr_scaling="sqrt",
+            model, optimizer, ROWS, collate=collate, mean_loss=mean_loss, batch_size=BATCH_SIZE,
+            lr_scaling="sqrt",
             batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True),
         )  # fmt: skip
         found = loop.find_bound(device_memory="24MiB" if DEVICE.type == "cpu" else None)

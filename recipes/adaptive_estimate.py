@@ -1,7 +1,8 @@
 """The memory that training would need on devices that are not here: tables, ``estimate.json`` and a
 figure.
 
-    tune run adaptive_estimate --config NAME estimate.devices=[H100,RTX4090] [estimate.sequence_lengths=[512,2048]]
+    tune run adaptive_estimate --config NAME estimate.devices=[H100,RTX4090]
+        [estimate.sequence_lengths=[512,2048]]
 
 Any config of `adaptive_full_finetune` and `adaptive_lora_finetune` works. No weights, no
 accelerator and, with lengths given, no data are read.

@@ -114,7 +114,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             if distributed.is_rank_zero():
                 print(
                     *self.without_effect,
-                    *(said for _, said, _ in self.resumed.changes()),
+                    *(message for _, message, _ in self.resumed.changes()),
                     text,
                     sep="\n",
                 )
@@ -220,12 +220,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Plan the epoch, and look ahead at what comes after it."""
         settings = self.settings
         saved = self.resumed.saved
-        asked = self.planner.saved_maximum
+        saved_maximum = self.planner.saved_maximum
         bound = self.sizer.max_batch_size
-        if settings.optimizer_in_bwd and settings.batch_size_schedule and bound and asked > bound:
+        cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
+        if cannot_split and bound and saved_maximum > bound:
             remedy = (
-                f"the checkpoint's schedule may ask for {asked} rows, of which {bound} fit here,"
-                " and they cannot be split"
+                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which {bound} fit"
+                " here, and they cannot be split"
             )
             raise SettingError(
                 "optimizer_in_bwd",
@@ -339,7 +340,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 began = time.perf_counter()
 
     def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:
-        """Do what comes before a step: try rows that are longer than any before, tell the watchdog."""
+        """Do what comes before a step: try rows longer than any before, notify the watchdog."""
         self._record_memory_history(step.progress.epoch_steps)
         # Several ranks try the longest row of all when they begin.
         if distributed.world_size() == 1:

@@ -1,7 +1,11 @@
 """The search for the largest batch alone: no training, a table and ``probe.json``.
 
-    tune run adaptive_probe --config NAME [probe.search=binary] [probe.sequence_lengths=[512,1024,2048]]
-    tune run adaptive_probe --config NAME probe.critical_batch=True     # instead, the largest batch that loses no more than a tolerance
+    tune run adaptive_probe --config NAME [probe.search=binary]
+        [probe.sequence_lengths=[512,1024,2048]]
+
+Or instead, for the largest batch that loses no more than a tolerance:
+
+    tune run adaptive_probe --config NAME probe.critical_batch=True
 
 Any config of `adaptive_full_finetune` and `adaptive_lora_finetune` works, so the bound is that of
 the training it describes.
@@ -95,9 +99,8 @@ def probe(
                 trainer, length=length, batch_size=settings.batch_size, choices=choices
             )
         except DoesNotFitError as error:
-            if (
-                distributed.world_size() > 1
-            ):  # it may be on one rank alone, and the others wait for it
+            # It may be on one rank alone, and the others wait for it.
+            if distributed.world_size() > 1:
                 raise
             say(f"\n{length} tokens: {error}\n")
             refused = error
@@ -115,9 +118,12 @@ def probe(
     result = results[-1]
     batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
     if settings.probe.tune:
-        del bounds, data, trainer  # whose memory the others need
+        # The other settings need their memory.
+        del bounds, data, trainer
         tune(job, result, watch)
-    elif advice := advise(job, data, result, batch_size=batch_size):
+        return results
+    advice = advise(job, data, result, batch_size=batch_size)
+    if advice:
         say(advice)
     return results
 
@@ -126,19 +132,15 @@ def tune(job: Job, result: ProbeResult, watch: Watchdog | None) -> None:
     """Search and time the configuration as it is and the joint settings that an estimate puts
     first; print a table, the fastest first.
     """
-    joint = [
-        one
-        for one in estimate_spending(job, result, job.settings.probe.maximum)[1:]
-        if one[1].max_batch_size
-    ]
-    joint.sort(key=lambda one: -(one[1].modelled_tokens_per_second or 0))
+    estimated = estimate_spending(job, result, job.settings.probe.maximum)[1:]
+    joint = [(overrides, fit) for overrides, fit, _ in estimated if fit.max_batch_size]
+    joint.sort(key=lambda entry: -(entry[1].modelled_tokens_per_second or 0))
     lines = []
     length = result.sequence_length
-    for overrides in [(), *(overrides for overrides, *_ in joint[:3])]:
-        name, trainer = (
-            " ".join(overrides) or "(as it is)",
-            None,
-        )  # which gives back the memory of the last
+    for overrides in [(), *(overrides for overrides, _ in joint[:3])]:
+        name = " ".join(overrides) or "(as it is)"
+        # This gives back the memory of the last.
+        trainer = None
         try:
             _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
             *_, found = bounds.of_training(

@@ -4,10 +4,9 @@
 
 No file is downloaded. In DIR it makes, once:
 
-    data/   train.jsonl, held_out.jsonl     the standard library's docstrings: signature ->
-    docstring base/   a Qwen2 checkpoint in Hugging Face's format, with random weights, and the
-    byte-level BPE tokenizer
-            that was trained on the data; torchtune and transformers both load it
+    data/   train.jsonl, held_out.jsonl: the standard library's docstrings, signature -> docstring
+    base/   a Qwen2 checkpoint in Hugging Face's format, with random weights, and the byte-level
+            BPE tokenizer that was trained on the data; torchtune and transformers both load it
 
 Then it trains with ``configs/demo_cpu.yaml`` and compares the tuned model with the base. With
 ``--lora`` that model is the base, and adapters learn the way back: docstring -> signature.
