@@ -311,7 +311,9 @@ def brute_force(bench: Bench, budget_bytes: int) -> tuple[int, dict[int, int], f
 
 
 def replay(peaks: dict[int, int], resident_bytes: int) -> dict[str, Any]:
-    """`predict` on the peaks that were seen, under budgets for every true maximum that they cover."""
+    """`predict` on the peaks that were seen, under budgets for every true maximum that
+    they cover.
+    """
     cases, misses = 0, []
     trials: list[int] = []
     for true_maximum in range(1, max(peaks)):

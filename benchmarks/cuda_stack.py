@@ -122,7 +122,9 @@ def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[
 
 
 class Estimated:
-    """The estimate of a combination on a device, and what it says that the allocator is asked for."""
+    """The estimate of a combination on a device, and what it says that the allocator is
+    asked for.
+    """
 
     def __init__(self, case: Case) -> None:
         self.device = case.found
@@ -258,7 +260,9 @@ def measure_cases(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]
 
 
 def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
-    """What was estimated and what was counted, with errors above 0 where the estimate is too high."""
+    """What was estimated and what was counted, with errors above 0 where the estimate is
+    too high.
+    """
     estimate = {
         "requested": allocator.peak_requested_bytes,
         "allocated": allocator.peak_allocated_bytes,
@@ -293,7 +297,9 @@ def of_segments(segments: Sequence[Any]) -> list[Any]:
 
 
 def of_blocks(segments: Sequence[Any], pool: str = "") -> list[Any]:
-    """Segments with their blocks, the newest last, without where they are; of one pool, or of both."""
+    """Segments with their blocks, the newest last, without where they are; of one pool,
+    or of both.
+    """
     return [
         [one[1], one[6], [block[:2] for block in one[-1]]]
         for one in segments

@@ -1,6 +1,6 @@
 """The gradient noise scale: against closed forms, on rows of unequal length, and what it costs.
 
-    python benchmarks/noise_scale.py [--only closed|tokens|rows|cost] [--quick] [--output DIR]      a record of each
+    python benchmarks/noise_scale.py [--only closed|tokens|rows|cost] [--quick] [--output DIR]
 
 ``closed``: estimating a mean from normal rows, whose noise scale is tr(covariance) / |theta -
 mean|^2, through the real runner of micro-batches, for several sizes of the small batch.

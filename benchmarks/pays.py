@@ -8,10 +8,12 @@ recipe: a warm-up, then a half cosine to 0, by samples. First a sweep, one seed:
 and what grows from each way's own start, each with several peaks of the rate; the best rate of each
 is kept. Then several seeds, of weights and order, of
 
-    the constant batch with the lowest loss        constant batches of 2 and 4 times as many rows,
-    at their own best rates seesaw from the best batch, with and without a cap, and with beta2 and
-    weight decay that follow the batch the noise scale, and critical batches, from the best batch,
-    at a rate that follows the square root of the batch
+    the constant batch with the lowest loss
+    constant batches of 2 and 4 times as many rows, at their own best rates
+    seesaw from the best batch, with and without a cap
+    seesaw with beta2 and weight decay that follow the batch
+    the noise scale, and critical batches, from the best batch, at a rate that follows the square
+        root of the batch
 
 The critical batches are measured by branches (`probe.critical_batch=True`) at four points of one
 run of the best constant batch, and stand beside that of the sweep. At last come constant batches

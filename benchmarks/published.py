@@ -251,7 +251,9 @@ WITHOUT_DECAY = (
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer with an adapter in float32, as PEFT makes it for a model in bfloat16."""
+    """A frozen linear layer with an adapter in float32, as PEFT makes it for a model in
+    bfloat16.
+    """
 
     def __init__(
         self, base: nn.Linear, *, rank: int = 16, alpha: int = 16, dropout: float = 0.1
@@ -695,9 +697,13 @@ def main() -> None:
     if not arguments.only:
         seconds = round(time.perf_counter() - start, 1)
         records.write(
-            "published", arguments.output, groups=groups, rows=[asdict(row) for row in rows], not_estimated=reasons,
+            "published",
+            arguments.output,
+            groups=groups,
+            rows=[asdict(row) for row in rows],
+            not_estimated=reasons,
             seconds=seconds,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """How long a resume point keeps training waiting: 50M parameters with AdamW, saved synchronously
 and asynchronously.
 
-    python benchmarks/resume.py [--saves N] [--layers N] [--folder DIR] [--device cuda] [--threads N] [--output DIR]
+    python benchmarks/resume.py [--saves N] [--layers N] [--folder DIR] [--device cuda]
+        [--threads N] [--output DIR]
 
 Trains a stack of linear layers and saves it again and again, in turns: what slows the machine slows
 both. Steps are timed while an asynchronous save is being written and while none is. A plain copy of
@@ -59,7 +60,9 @@ def bytes_of(point: Checkpoint) -> int:
 
 
 def seconds_to_write(folder: Path, num_bytes: int) -> float:
-    """Of a plain file with as many bytes, flushed to the disk: no save of any kind can be faster."""
+    """Of a plain file with as many bytes, flushed to the disk: no save of any kind can be
+    faster.
+    """
     content = torch.randint(0, 255, (num_bytes,), dtype=torch.uint8).numpy()
     start = time.perf_counter()
     with (folder / "plain").open("wb") as file:

@@ -7,11 +7,12 @@ No rank but those of part `sync` exists: one process does what one rank of so ma
 parts:
 
     steps     what each rank does on its host between two steps, and how evenly the step is dealt
-    epochs    what each rank does once an epoch exchange  what our own collectives send in a step;
-    computed store     the connections of `Watchdog`, and how busy its requests keep the store
-    objects   what ranks tell each other when they begin and when they save sync      two real ranks
-    on gloo: gradients reduced after each micro-batch, or after the last of eight memory    what
-    forward and backward of Llama 3 take on rank 0 of 8, counted on tensors without content
+    epochs    what each rank does once an epoch
+    exchange  what our own collectives send in a step; computed
+    store     the connections of `Watchdog`, and how busy its requests keep the store
+    objects   what ranks tell each other when they begin and when they save
+    sync      two real ranks on gloo: gradients reduced after each micro-batch, or after the last
+    memory    what forward and backward of Llama 3 take on rank 0 of 8, on tensors without content
 
 Rows have lognormal lengths of mean 385. Each table says what it assumes.
 """

@@ -1,7 +1,8 @@
 """What the objects add to a script's own loop, and whether a killed run of them is the one that was
 never killed.
 
-    python benchmarks/step_overhead.py [--milliseconds MS ...] [--pairs N] [--quick] [--profile] [--output DIR]
+    python benchmarks/step_overhead.py [--milliseconds MS ...] [--pairs N] [--quick] [--profile]
+        [--output DIR]
 
 Three measurements, on one thread:
 
@@ -53,9 +54,21 @@ TURN_SECONDS = 0.1
 WARM_UP_STEPS = 3
 # Width of the model and tokens of a row, from the fastest step to the slowest.
 SIZES = (
-    (16, 8), (32, 8), (32, 16), (64, 16), (64, 32), (64, 64), (128, 64), (128, 128), (192, 128), (256, 128), (256, 192),
-    (256, 256), (384, 256), (512, 256),
-)  # fmt: skip
+    (16, 8),
+    (32, 8),
+    (32, 16),
+    (64, 16),
+    (64, 32),
+    (64, 64),
+    (128, 64),
+    (128, 128),
+    (192, 128),
+    (256, 128),
+    (256, 192),
+    (256, 256),
+    (384, 256),
+    (512, 256),
+)
 NUM_ROWS = 10**5
 
 VOCABULARY = 256

@@ -1,7 +1,8 @@
 """Time of an optimizer step: our recipe with everything adaptive off over torchtune's stock one, or
 our own two ways.
 
-    python benchmarks/step_time.py [--compare stock] [--pairs N] [--quick] [--device cuda] [--output DIR] [key=value ...]
+    python benchmarks/step_time.py [--compare stock] [--pairs N] [--quick] [--device cuda]
+        [--output DIR] [key=value ...]
     python benchmarks/step_time.py --compare micro ...
 
 ``micro`` compares ours with ``micro_batch_size: auto``, where one micro-batch holds the whole step,

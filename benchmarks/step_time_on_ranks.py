@@ -1,7 +1,8 @@
 """What a step costs on several ranks: its collectives and its time, ours with everything adaptive
 off over torchtune's own.
 
-    python benchmarks/step_time_on_ranks.py [--ranks 2] [--pairs N] [--quick] [--only collectives|time] [--output DIR] [key=value ...]
+    python benchmarks/step_time_on_ranks.py [--ranks 2] [--pairs N] [--quick]
+        [--only collectives|time] [--output DIR] [key=value ...]
 
 Collectives are counted as torch dispatches them, in each step after the first, also of steps that
 are split or grow. For the time both recipes train in the same processes, on one process group, each

@@ -1,9 +1,11 @@
 """Useful tokens per second of the real recipes: ours, which chooses by itself, over torchtune's
 best.
 
-    python benchmarks/throughput.py [key=value ...] [--quick] [--sweep] [--only-lengths NAME ...] [--budgets SIZE ...]
+    python benchmarks/throughput.py [key=value ...] [--quick] [--sweep] [--only-lengths NAME ...]
+        [--budgets SIZE ...]
                                     [--only REGEX] [--model 0.5B] [--device cuda] [--output DIR]
-    python benchmarks/throughput.py [key=value ...] --losses [--model 0.5B] [--device cuda] [--output DIR]
+    python benchmarks/throughput.py [key=value ...] --losses [--model 0.5B] [--device cuda]
+        [--output DIR]
 
 For each distribution of lengths, torchtune's stock recipe with fixed batches and with packed rows
 and ours with ``micro_batch_tokens=auto`` under each budget train on the same rows of real text, in
@@ -225,7 +227,9 @@ def train_in_turns(
     device: torch.device,
     after_step: Callable[[Run, int], bool],
 ) -> tuple[list[Run], Relay]:
-    """Set up and train in all ways; `after_step` is the relay's, with the run in place of its name."""
+    """Set up and train in all ways; `after_step` is the relay's, with the run in place of
+    its name.
+    """
     runs = {run.name: run for run in (Run.set_up(way, setting) for way in chosen)}
     TurnLogger.relay = relay = Relay(
         list(runs), device, after_step=lambda name, steps: after_step(runs[name], steps)

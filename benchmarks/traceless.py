@@ -1,7 +1,8 @@
 """Whether a probe leaves a trace: every combination of optimizer, optimizer in backward, dtype,
 checkpointing, resumed optimizer.
 
-    python benchmarks/traceless.py [--quick] [--adapters] [--device cuda] [--threads N] [--output DIR]
+    python benchmarks/traceless.py [--quick] [--adapters] [--device cuda] [--threads N]
+        [--output DIR]
 
 In each, one training is probed again and again, however a probe can end (see
 tests/support/training_cases.py), and everything is compared bit by bit after each; then it goes on

@@ -137,7 +137,9 @@ def processor_seconds() -> float:
 
 
 def idle_after() -> float:
-    """Wait until neither another thread nor a worker computes; return the CPU time that this took."""
+    """Wait until neither another thread nor a worker computes; return the CPU time that
+    this took.
+    """
     start = last = processor_seconds()
     for _ in range(MOST_WAITS):
         time.sleep(WAIT_SECONDS)
