@@ -1,14 +1,14 @@
-"""Every command and every Python block of the README and the other pages works as it is written,
-from a folder of the user's own.
+"""Every command and Python block of the pages works as it is written, from a folder of the user's.
 
-The pages are gone through in their order in one folder, the README first, as a reader would. What
-is not run here, and why, is in tests/project/test_pages.py.
+Each page is gone through from its top, in a folder such as `make demo` leaves. What is not run
+here, and why, is in tests/project/test_pages.py.
 """
 
 import os
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from itertools import zip_longest
@@ -29,10 +29,11 @@ pytestmark = pytest.mark.readme
 
 def parts():
     """Of each page in its order: its commands, with what they print where the page says so; and its
-    Python as one program.
+    Python as one program. With ``--dist loadgroup`` a page is run by one worker.
     """
     found = []
     for page in PAGES:
+        first = len(found)
         here = [block for block in BLOCKS if block.page == page]
         python = [block for block in here if block.language == "python"]
         for block, following in zip_longest(here, here[1:]):
@@ -51,6 +52,8 @@ def parts():
                 found.append(pytest.param(block, None, id=f"{block.name}-{block.file}"))
             if python and block is python[-1]:
                 found.append(pytest.param(f"python {program_of(page)}", None, id=f"{page}-python"))
+        of_page = pytest.mark.xdist_group(page)
+        found[first:] = [part._replace(marks=(of_page,)) for part in found[first:]]
     return found
 
 
@@ -61,11 +64,13 @@ def program_of(page):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with what `make demo` leaves there, and the Python that the pages show: under the
-    name that a block carries, and as one program for each page.
+    """A folder with what `make demo` has left, or leaves now, and the Python that the pages show:
+    under the name that a block carries, and as one program for each page.
     """
     folder = tmp_path_factory.mktemp("user")
-    demo.prepare(folder / demo.DIRECTORY)
+    if not (ROOT / demo.DIRECTORY / "tuned" / "epoch_2").is_dir():
+        subprocess.run([sys.executable, "examples/demo"], cwd=ROOT, check=True)
+    shutil.copytree(ROOT / demo.DIRECTORY, folder / demo.DIRECTORY)
     for block in BLOCKS:
         if block.language == "python":
             if block.file:
@@ -127,6 +132,7 @@ def train_the_demo_instead(config):
     )
 
 
+@pytest.mark.xdist_group("README.md")
 def test_the_commands_that_the_demo_ends_with_work(folder, monkeypatch):
     monkeypatch.chdir(folder)
     output_dir = Path("adaptive_batch_demo") / "tuned"
@@ -148,6 +154,7 @@ def without_times(line):
     return re.sub(r" +\d+\.\d\d +[\d,]+\.\d$", "", line).strip()
 
 
+@pytest.mark.xdist_group("README.md")
 def test_the_readmes_figure_is_drawn_from_a_run_by_the_command_that_contributing_gives(folder):
     assert "python docs/tools/readme_figure.py" in (ROOT / "CONTRIBUTING.md").read_text()
     draw = runpy.run_path(str(ROOT / "docs" / "tools" / "readme_figure.py"))["main"]

@@ -76,7 +76,7 @@ def test_source_that_does_not_parse_gives_no_row():
     assert list(demo.docstring_rows("broken", "def (")) == []
 
 
-def test_the_standard_library_gives_thousands_of_rows_of_very_uneven_length_and_nothing_of_it_is_imported():
+def test_the_standard_library_gives_thousands_of_rows_of_uneven_length_and_none_is_imported():
     program = (
         f"import sys; sys.path.insert(0, {str(DEMO.parent)!r}); import demo; before ="
         " set(sys.modules); rows = demo.instruction_rows()\nlengths = sorted(len(row['docstring'])"

@@ -1,4 +1,6 @@
-"""The site is built from the pages, every link and anchor of it is checked, and it fetches nothing."""
+"""The site is built from the pages, every link and anchor of it is checked, and it
+fetches nothing.
+"""
 
 import logging
 import re

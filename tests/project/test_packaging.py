@@ -147,6 +147,7 @@ def run(*command, cwd, status=0):
 # the wheel
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_recipes_as_modules_and_configs_inside_the_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     modules = {name for name in names if "/" not in name}
@@ -199,6 +200,7 @@ def test_the_core_imports_with_torch_alone(with_torch_alone, tmp_path):
     assert re.search(r"ModuleNotFoundError: No module named '(torchtune|omegaconf)'", done.stderr)
 
 
+@pytest.mark.slow
 def test_configs_are_listed_and_copied_with_torch_alone(with_torch_alone, tmp_path):
     listed = run(with_torch_alone, "-m", "adaptive_batch", "configs", cwd=tmp_path).stdout
     assert [line.split()[0] for line in listed.splitlines()] == sorted(

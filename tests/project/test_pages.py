@@ -3,16 +3,20 @@
 What is in a block, and what holds it:
 
     bash     each command is run by tests/project/test_commands_of_pages.py (`pytest -m readme`),
-    but for
-               make         run by CI, and the site by tests/project/test_docs_site.py: that there is such a target is checked here
-               pip          run by CI through make; that there are such extras and such a file is checked here
-               tune run     for more than two ranks, or of a model that is not here: needs GPUs and weights of many GB. Its words are
-                            checked here, by the parsers that read them: torchrun's, torchtune's and
-                            ours; and so are those of
-               tune download, which fetches weights
+             but for
+               make           run by CI, and the site by tests/project/test_docs_site.py; that
+                              there is such a target is checked here
+               pip            run by CI through make; that there are such extras and such a file
+                              is checked here
+               tune run       for more than two ranks, or of a model that is not here: needs GPUs
+                              and weights of many GB. Its words are checked here, by the parsers
+                              that read them: torchrun's, torchtune's and ours
+               tune download  fetches weights; its words are checked here, too
     python   run by tests/project/test_commands_of_pages.py, the blocks of a page one after another
-    yaml     keys and values are checked here, by what reads a configuration; lines for a file are added to it before it is run
-    text     that follows commands: held against what they print, by tests/project/test_commands_of_pages.py; elsewhere nothing runs it
+    yaml     keys and values are checked here, by what reads a configuration; lines for a file are
+             added to it before it is run
+    text     that follows commands: held against what they print, by
+             tests/project/test_commands_of_pages.py; elsewhere nothing runs it
 """
 
 import re

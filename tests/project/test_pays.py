@@ -16,6 +16,7 @@ def pays(monkeypatch):
     return pays
 
 
+@pytest.mark.slow
 def test_ways_take_the_same_tokens_in_the_steps_of_their_formulas(pays, tmp_path):
     pays.prepare(tmp_path, rows=ROWS, seeds=[0])
     bench = pays.Bench(tmp_path, rows=ROWS, jobs=2)
@@ -40,7 +41,7 @@ def test_ways_take_the_same_tokens_in_the_steps_of_their_formulas(pays, tmp_path
     assert row["loss_over_base"] == seesaw["held_out"] / constant["held_out"] - 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_critical_batches_of_a_run_are_followed_by_another(pays, tmp_path):
     pays.prepare(tmp_path, rows=ROWS, seeds=[0])
     bench = pays.Bench(tmp_path, rows=ROWS, jobs=1)

@@ -18,15 +18,22 @@ from support.pages import ROOT, blocks, is_read_only
 from adaptive_batch.config_files import config_path
 from adaptive_batch.estimate.devices import DEVICES
 from adaptive_batch.memory import GIB
+from adaptive_batch.torchtune import FullModel
 from adaptive_batch.torchtune.estimate_changes import candidates
-from adaptive_batch.torchtune.model import FullModel
 
 PAGE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in blocks() if block.page == "docs/estimate.md"]
 # Those that a plan can run here, although tests/project/test_commands_of_pages.py does not: no
-# weights are needed.
+# weights are needed. Estimating the changes as well takes minutes.
 SHOWN = [
-    pytest.param(block.commands[0], following.text, id=f"{block.name}-{block.commands[0][:70]}")
+    pytest.param(
+        block.commands[0],
+        following.text,
+        id=f"{block.name}-{block.commands[0][:70]}",
+        marks=pytest.mark.readme
+        if "estimate.changes=False" in block.commands[0]
+        else pytest.mark.nightly,
+    )
     for block, following in pairwise(BLOCKS)
     if following.is_output and is_read_only(block.commands[0])
 ]
@@ -75,15 +82,19 @@ def test_each_change_that_is_estimated_is_in_the_table_of_changes(changed, world
     assert {re.split(r"[= ]", one)[0] for one in typed} - named == set()
 
 
-@pytest.mark.readme
 @pytest.mark.parametrize(("command", "says"), SHOWN)
 def test_a_plan_prints_what_the_page_says(tmp_path, command, says):
     program, *arguments = shlex.split(command)
     assert program == "tune"
     done = subprocess.run(
         [Path(sys.executable).parent / "tune", *arguments, f"output_dir={tmp_path}"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=500, check=False, env=dict(os.environ),
-    )  # fmt: skip
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+        env=dict(os.environ),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     printed = [line.rstrip() for line in done.stdout.splitlines()]
     assert [line for line in says.splitlines() if line.rstrip() not in printed] == []

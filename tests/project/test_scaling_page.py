@@ -42,6 +42,7 @@ def measured(tmp_path_factory):
     return done.stdout, json.loads(path.read_text())
 
 
+@pytest.mark.nightly
 def test_every_part_says_what_it_assumes_and_is_written_down(measured):
     printed, record = measured
     for part in PARTS:
@@ -49,6 +50,7 @@ def test_every_part_says_what_it_assumes_and_is_written_down(measured):
         assert record[part]
 
 
+@pytest.mark.nightly
 def test_dealing_by_tokens_has_ranks_wait_less_than_dealing_in_turn(measured):
     _, record = measured
     by = {(row["ranks"], row["dealt_by"]): row for row in record["steps"]}
@@ -57,6 +59,7 @@ def test_dealing_by_tokens_has_ranks_wait_less_than_dealing_in_turn(measured):
         assert by[ranks, "tokens"]["rows"] == 16 * ranks
 
 
+@pytest.mark.nightly
 def test_our_collectives_of_a_step_send_no_more_bytes_with_more_ranks_than_twice_their_own(
     measured,
 ):
@@ -66,6 +69,7 @@ def test_our_collectives_of_a_step_send_no_more_bytes_with_more_ranks_than_twice
     assert sent[-1] < 2 * 108
 
 
+@pytest.mark.nightly
 def test_a_watchdog_holds_one_connection_to_the_store(measured):
     _, record = measured
     assert record["store"]["connections_of_watch"] == 1
@@ -73,6 +77,7 @@ def test_a_watchdog_holds_one_connection_to_the_store(measured):
     assert [row["connections"] for row in record["store"]["ranks"]] == [2 * 8, 2 * 64]
 
 
+@pytest.mark.nightly
 def test_what_is_sent_with_gradients_reduced_once_a_step_is_what_the_formula_says(measured):
     _, record = measured
     sync = record["sync"]
@@ -84,6 +89,7 @@ def test_what_is_sent_with_gradients_reduced_once_a_step_is_what_the_formula_say
     assert sync["kept_bytes"] == share
 
 
+@pytest.mark.nightly
 def test_what_a_config_says_of_a_forward_and_backward_is_what_is_counted(measured):
     _, record = measured
     (row,) = record["memory"]
