@@ -103,6 +103,7 @@ def test_the_core_imports_where_torchtune_and_its_needs_are_blocked():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_training_imports_no_simulation_of_an_allocator():
     program = (
         "import sys, adaptive_batch.training; print(*(name for name in sys.modules if '.estimate'"

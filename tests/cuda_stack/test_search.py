@@ -90,7 +90,9 @@ def retries() -> int:
     return torch.cuda.memory_stats(CUDA)["num_alloc_retries"]
 
 
-@pytest.mark.parametrize("tokens", [None, "auto"], ids=["by rows", "by tokens"])
+@pytest.mark.parametrize(
+    "tokens", [None, pytest.param("auto", marks=pytest.mark.slow)], ids=["by rows", "by tokens"]
+)
 def test_training_at_the_bound_never_makes_the_allocator_ask_again(tokens):
     run = Run(sampling=Sampling(grow_beyond_maximum=True), micro_batch_tokens=tokens)
     found = run.loop.find_bound(headroom=0.0)
@@ -102,7 +104,10 @@ def test_training_at_the_bound_never_makes_the_allocator_ask_again(tokens):
     assert (retries() - before, run.loop.num_out_of_memory) == (0, 0)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.35, 0.6])
+@pytest.mark.parametrize(
+    "share",
+    [pytest.param(0.1, marks=pytest.mark.slow), 0.35, pytest.param(0.6, marks=pytest.mark.slow)],
+)
 def test_rows_at_once_come_back_with_the_memory_that_was_taken_away(share):
     run = Run(sampling=Sampling(grow_beyond_maximum=True))
     bound = run.loop.find_bound(headroom=0.0).max_batch_size

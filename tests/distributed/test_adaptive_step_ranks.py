@@ -188,6 +188,7 @@ def out_of_memory_before_forward(where: str) -> dict[str, Any]:
     return {"bounds": [bound.max_batch_size for bound in bounds]}
 
 
+@pytest.mark.slow
 def test_a_batch_that_does_not_fit_as_it_is_made_on_one_rank_does_not_fit():
     for result in run_on_ranks(out_of_memory_before_forward, 2, "search"):
         assert result["bounds"] == [3, 3]

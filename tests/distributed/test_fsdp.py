@@ -259,6 +259,7 @@ def ranks() -> list[dict[str, Any]]:
     return run_on_ranks(everything, 2, timeout=240)
 
 
+@pytest.mark.slow
 def test_a_micro_batch_can_be_finished_once_one_of_its_kind_has_been_run(ranks):
     for facts in ranks:
         can = facts["can finish"]["can"]

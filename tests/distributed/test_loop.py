@@ -296,7 +296,9 @@ def test_a_model_of_which_a_part_was_not_divided_is_refused_by_the_names_of_its_
 
 
 def on_one_rank() -> dict[str, Any]:
-    """Of a model that FSDP2 divides over a single rank, and that runs out of memory in its midst."""
+    """Of a model that FSDP2 divides over a single rank, and that runs out of memory in
+    its midst.
+    """
     found = {"after a validation": after_a_validation()}
     for phase in ("forward", "backward"):
         weights = []
@@ -348,6 +350,7 @@ def test_a_model_that_is_divided_over_one_rank_goes_on_after_running_out_of_memo
     )  # what a search has changed
 
 
+@pytest.mark.slow
 def test_a_loop_goes_well_after_a_forward_of_the_user(two_ranks, one_rank):
     alone = one_rank["after a validation"]
     for found in (alone, *(rank["after a validation"] for rank in two_ranks)):

@@ -161,7 +161,7 @@ def _errors(*, checkpointing: bool) -> dict[tuple[str, str, str, bool], tuple[fl
 
 @pytest.fixture(
     scope="module",
-    params=[1, 2, pytest.param(4, marks=pytest.mark.slow)],
+    params=[1, 2, pytest.param(4, marks=pytest.mark.nightly)],
     ids=lambda n: f"{n} ranks",
 )
 def ranks(request):
@@ -170,6 +170,7 @@ def ranks(request):
     return run_on_ranks(errors, request.param, timeout=300)
 
 
+@pytest.mark.slow
 def test_gradients_loss_and_counts_are_those_of_rows_one_by_one(ranks):
     for facts in ranks:
         assert len(facts) == 9 * len(KINDS) * (2 * len(LIMITS) if len(ranks) == 1 else 2)
@@ -217,6 +218,7 @@ def everything_fails() -> list[tuple[float, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_packed_micro_batch_that_runs_out_of_memory_on_one_rank_is_run_again_in_smaller_ones():
     facts = run_on_ranks(everything_fails, 2)
     assert facts[0] == facts[1]

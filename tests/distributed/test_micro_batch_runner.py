@@ -288,7 +288,7 @@ def _everything() -> dict[str, Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[1, 2, pytest.param(4, marks=pytest.mark.slow)],
+    params=[1, 2, pytest.param(4, marks=pytest.mark.nightly)],
     ids=lambda n: f"{n} ranks",
 )
 def ranks(request):
@@ -297,6 +297,7 @@ def ranks(request):
     return run_on_ranks(everything, request.param, timeout=300)
 
 
+@pytest.mark.slow
 def test_gradients_loss_and_norms_are_those_of_one_device(ranks):
     wrong = {
         (rank, *case): off

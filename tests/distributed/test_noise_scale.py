@@ -46,6 +46,7 @@ def test_two_ranks_sample_what_one_device_does(one_thread):
                 assert sample == pytest.approx(expected, rel=1e-6), case
 
 
+@pytest.mark.slow
 def test_two_ranks_are_within_a_tenth_of_the_closed_form():
     first, second = run_on_ranks(samples_of, 2, "packed", False, STEPS)
     assert first == second

@@ -442,12 +442,14 @@ def four(folder, two):
 # --- another number of ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one, loaded", "one numbered, loaded"])
 def test_a_point_of_one_process_goes_on_on_two_ranks(one, two, name):
     for facts in two:
         assert_equal(facts[name], one["one"])
 
 
+@pytest.mark.slow
 def test_a_point_of_one_process_or_of_two_ranks_goes_on_on_four(one, two, four):
     for facts in four:
         assert_equal(facts["one, loaded"], one["one"])

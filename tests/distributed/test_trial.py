@@ -22,12 +22,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.memory import optimizer_state_tensors, storage_bytes
-from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.memory import device_memory, optimizer_state_tensors, storage_bytes
 from adaptive_batch.probe import BinarySearch, DryRun, run_search
 from adaptive_batch.training import MicroBatchRunner
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 CPU, PLENTY, MOST = torch.device("cpu"), 2**40, 6
 TIMES = 8  # each peak is counted: on a machine with much to do several in a row may be too high
@@ -68,7 +67,7 @@ class Trained:
             forward_backward=lambda size: self.runner.try_rows(rows(size)),
             step=lambda: (self.runner.clip(), self.optimizer.step()),
             accumulates=True,
-            memory=CountedMemory(CPU),
+            memory=device_memory(CPU),
             budget_bytes=budget_bytes,
             sharding=self.runner.sharding,
             keep_gradients=(
@@ -187,7 +186,7 @@ def measured(reshards: bool, checkpointing: bool, sync: bool) -> tuple[int, int]
 
     def counted() -> int:
         prepare()
-        with CountedMemory(CPU).measure(resident(), budget_bytes=PLENTY) as usage:
+        with device_memory(CPU).measure(resident(), budget_bytes=PLENTY) as usage:
             run.try_rows(rows(16, 24))
         assert usage.peak_bytes is not None
         return usage.peak_bytes

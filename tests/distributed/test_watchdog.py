@@ -83,6 +83,7 @@ def one_of_three_fails(folder: Path) -> None:
     reduce_until_it_fails(watch)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_others_where_they_hang(tmp_path, capfd):
     ended = end_of_ranks(one_of_three_fails, 3, tmp_path, timeout=60)
     assert how(ended) == [(1, None)] * 3
@@ -106,7 +107,7 @@ def rank_zero_fails_before_there_is_a_group(folder: Path) -> None:
         watch.fail(error)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rank_zero_that_fails_before_there_is_a_process_group_ends_the_others(tmp_path, capfd):
     ended = end_of_ranks(
         rank_zero_fails_before_there_is_a_group, 2, tmp_path, timeout=60, begins_group=False
@@ -131,6 +132,7 @@ def one_is_killed(folder: Path) -> None:
     reduce_until_it_fails(watch)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_others(tmp_path, capfd):
     ended = end_of_ranks(one_is_killed, 2, tmp_path, timeout=60)
     assert how(ended) == [(1, None), (-signal.SIGKILL, None)]
@@ -188,7 +190,7 @@ def one_hangs_within_a_limit(folder: Path) -> None:
         time.sleep(100)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_stands_still_longer_than_its_limit_ends_all(tmp_path, capfd):
     ended = end_of_ranks(one_hangs_within_a_limit, 2, tmp_path, timeout=60, begins_group=False)
     assert how(ended) == [(1, None)] * 2
@@ -243,7 +245,7 @@ def ranks_end_at_different_times(folder: Path) -> list:
     return [*facts, (folder / "end.json").exists()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_that_end_well_at_different_times_end_no_other(tmp_path, capfd):
     results = run_on_ranks(ranks_end_at_different_times, 2, tmp_path, timeout=60)
     assert results == [[True, 1, True, 1, False]] * 2
@@ -331,11 +333,12 @@ def torchrun(
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_torchrun_a_restart_does_not_hear_why_the_attempt_before_ended(tmp_path):
     program = """
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            signal.signal(signal.SIGTERM, lambda number, frame: None)  # as a recipe that saves when it is asked to end
+            # As a recipe that saves when it is asked to end.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
             dist.init_process_group("gloo")
             dist.barrier()
             if rank == 1:
@@ -354,7 +357,7 @@ def test_under_torchrun_a_restart_does_not_hear_why_the_attempt_before_ended(tmp
     assert written(tmp_path) == End(1, "error", "this attempt is lost", {"attempt": 0})
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
     program = """
         from adaptive_batch import distributed
@@ -394,7 +397,8 @@ def test_nodes_that_count_their_restarts_differently_meet_again(tmp_path, port):
 def test_the_summary_of_torchrun_names_the_rank_that_failed_and_why(tmp_path):
     program = """
         write = watch._on_end
-        watch.call_at_end(lambda end: (time.sleep(0.6), write(end)))  # longer than torchrun takes to end rank zero
+        # Longer than torchrun takes to end rank zero.
+        watch.call_at_end(lambda end: (time.sleep(0.6), write(end)))
         if rank == 1:
             note_failure(folder)
             watch.fail("no such device")

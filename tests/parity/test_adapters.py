@@ -47,6 +47,7 @@ def test_losses_norms_and_adapters_are_those_of_the_stock_recipe(small, kind, fe
     assert_alike(ours, stock, 0 if "epochs=1" in overrides else 1)
 
 
+@pytest.mark.slow
 def test_a_quantized_base_is_trained_on_as_the_stock_recipe_does(wide):
     own = (*LORA, *KINDS["QLoRA"], "epochs=1", SHORT)
     ours, stock = (wide.run_in_process(recipe, *own) for recipe in (OURS, STOCK))
@@ -72,7 +73,7 @@ def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes_and_that_fr
     assert ours.losses[3:] == expected.losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_do_what_the_stock_recipe_does_on_them(wide):
     asked = [
         ("LoRA", "clip_grad_norm=0.5"),

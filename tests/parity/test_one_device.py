@@ -102,7 +102,7 @@ def test_the_command_line_gives_what_the_stock_recipe_gives(small):
     assert ours.losses == small.run_in_process(STOCK, *overrides).losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("features", [("accumulation",), ("cosine", "dropout")], ids=" + ".join)
 def test_a_resumed_second_epoch_is_that_of_the_stock_recipe_from_either_checkpoint(small, features):
     overrides = overrides_of(features)
@@ -156,6 +156,7 @@ def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
     assert ours[2] != stock[2]
 
 
+@pytest.mark.slow
 def test_a_batch_may_grow_beyond_the_configured_one(small):
     ours = small.run_in_process(OURS, "batch_size=2", "batch_increase_function=demo.grow")
     assert ours.figures("batch_size") == ["2"] * 16 + ["6"] * 5 + [

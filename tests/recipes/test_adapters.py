@@ -60,6 +60,7 @@ def test_a_resume_point_holds_no_base_and_what_goes_on_from_it_ends_with_the_sam
     assert same_epoch(resumed, begun, 0)
 
 
+@pytest.mark.slow
 def test_a_quantized_base_resumes_from_a_point_to_the_bit(tmp_path):
     wide = make_wide_setup(tmp_path)
     own = (*POINTS, *KINDS["QLoRA"], "max_steps_per_epoch=4")
@@ -99,6 +100,7 @@ def test_the_other_recipe_that_goes_on_from_a_folder_is_named(small, begun):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS])
 def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kind):
     wide = make_wide_setup(tmp_path)

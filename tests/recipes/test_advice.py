@@ -55,7 +55,7 @@ def test_settings_that_save_memory_are_given_back_alone_and_together():
     assert len(both) == len(set(both)) == 5
 
 
-def test_activations_are_offloaded_only_where_every_layer_is_recomputed_and_eight_settings_are_tried_at_most():
+def test_activations_are_offloaded_only_where_every_layer_is_recomputed_and_eight_are_tried():
     keys = {"enable_activation_checkpointing": True, "enable_activation_offloading": True}
     off = "enable_activation_offloading=False"
     assert chosen(**keys) == [f"{OFF} {off}", f"{OFF} {SELECTIVE} {off}", off]
@@ -67,6 +67,7 @@ def advised(small):
     return records(small.run_in_process(OURS, *CHECKPOINTED, *ROOMY, *SHORT), "advice")
 
 
+@pytest.mark.slow
 def test_memory_that_a_micro_batch_leaves_is_better_spent_on_what_is_recomputed(advised):
     (said,) = advised
     told, *lines = said["message"].splitlines()
@@ -96,6 +97,7 @@ def test_nothing_is_advised(small, overrides):
     assert records(small.run_in_process(OURS, *overrides, *SHORT), "advice") == []
 
 
+@pytest.mark.slow
 def test_a_bound_that_was_known_is_not_advised_on_and_an_estimate_that_fails_stops_nothing(
     small, tmp_path, monkeypatch
 ):
@@ -108,6 +110,7 @@ def test_a_bound_that_was_known_is_not_advised_on_and_an_estimate_that_fails_sto
     assert len(records(failed, "step")) == 1
 
 
+@pytest.mark.slow
 def test_advice_leaves_training_as_it_was(small, advised, monkeypatch):
     dropout = (*CHECKPOINTED, *ROOMY, "epochs=1", "max_steps_per_epoch=3", "model.attn_dropout=0.2")
     with_it = small.run_in_process(OURS, *dropout)
@@ -118,6 +121,7 @@ def test_advice_leaves_training_as_it_was(small, advised, monkeypatch):
     assert with_it.losses == without.losses
 
 
+@pytest.mark.slow
 def test_the_probe_advises_and_with_tune_it_times_what_was_estimated(small, capsys):
     rounded = (*CHECKPOINTED, "probe.device_memory=24MiB", "use_maximum_batch_size=True")
     small.run_in_process("adaptive_probe", *rounded, "micro_batch_size=4")
@@ -140,7 +144,7 @@ def test_the_probe_advises_and_with_tune_it_times_what_was_estimated(small, caps
     assert "unused; settings" not in said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ranks_are_advised_by_one_of_them_on_gathering_once_as_well(small):
     (said,) = records(small.run(OURS, *CHECKPOINTED, *ROOMY, *SHORT, ranks=2), "advice")
     lines = said["message"].splitlines()[1:]

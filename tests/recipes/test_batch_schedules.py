@@ -75,9 +75,17 @@ def doubled(small):
     them at once.
     """
     return small.run_in_process(
-        OURS, *of_lengths([12] * 128), *COSINE, *SGD, "epochs=3", "batch_size=16", "micro_batch_size=16",
-        "grow_beyond_maximum=True", f"{RULE}ramp_by_doubling", *ramp(start=16, end=64, over="2ep"),
-    )  # fmt: skip
+        OURS,
+        *of_lengths([12] * 128),
+        *COSINE,
+        *SGD,
+        "epochs=3",
+        "batch_size=16",
+        "micro_batch_size=16",
+        "grow_beyond_maximum=True",
+        f"{RULE}ramp_by_doubling",
+        *ramp(start=16, end=64, over="2ep"),
+    )
 
 
 def test_bert24s_ramp_has_the_steps_samples_micro_batches_and_rates_that_come_out_by_hand(doubled):
@@ -253,6 +261,7 @@ def test_every_step_of_a_schedule_has_what_its_rule_says_there(small):
 CAPPED = ("epochs=2", "probe.maximum=12", *steps_rule([4, 8, 16], ["0.5ep", "1ep"]))
 
 
+@pytest.mark.slow
 def test_a_schedule_is_cut_to_what_fits_and_the_plan_and_the_log_say_so(small):
     finished = small.run_in_process(OURS, *of_lengths(VARIED), *CAPPED)
     assert [record["max_batch_size"] for record in records(finished, "bound")] == [12]
@@ -267,6 +276,7 @@ def test_a_schedule_is_cut_to_what_fits_and_the_plan_and_the_log_say_so(small):
     assert cut["message"] == "step 6: batch_size 8 -> 12 (asked for 16, cut to the bound 12)"
 
 
+@pytest.mark.slow
 def test_past_the_bound_it_is_one_large_batch_in_more_micro_batches(small):
     settings = (*of_lengths(VARIED), "epochs=2", *steps_rule([4, 8, 16], ["0.5ep", "1ep"]))
     ample = small.run_in_process(
@@ -294,11 +304,19 @@ def test_growth_past_the_bound_is_one_large_batch_to_1e_12_in_float64(small):
         base, vocab_size=MODEL["vocab_size"], embed_dim=MODEL["embed_dim"]
     )
     settings = (
-        *of_lengths(VARIED), *SGD, "dtype=fp64", "epochs=2", "clip_grad_norm=0.5", "loss=torch.nn.CrossEntropyLoss",
-        "model._component_=support.batch_rules.InItsOwnType", f"checkpointer.checkpoint_dir={base}",
+        *of_lengths(VARIED),
+        *SGD,
+        "dtype=fp64",
+        "epochs=2",
+        "clip_grad_norm=0.5",
+        "loss=torch.nn.CrossEntropyLoss",
+        "model._component_=support.batch_rules.InItsOwnType",
+        f"checkpointer.checkpoint_dir={base}",
         "checkpointer._component_=torchtune.training.FullModelTorchTuneCheckpointer",
-        "checkpointer.checkpoint_files=[model.pt]", *steps_rule([4, 8, 32], ["0.5ep", "1ep"]), "grow_beyond_maximum=True",
-    )  # fmt: skip
+        "checkpointer.checkpoint_files=[model.pt]",
+        *steps_rule([4, 8, 32], ["0.5ep", "1ep"]),
+        "grow_beyond_maximum=True",
+    )
     split = small.run_in_process(OURS, *settings, "micro_batch_size=3")
     whole = small.run_in_process(OURS, *settings, "micro_batch_size=32")
     assert figures(split, "micro_batches") == [2] * 4 + [3] * 2 + [11]
@@ -318,9 +336,13 @@ def test_growth_past_the_bound_is_one_large_batch_to_1e_12_in_float64(small):
 # --- rules that follow the gradient noise scale
 
 LED = (
-    *of_lengths([6 + row % 5 for row in range(96)]), "epochs=3", "micro_batch_size=1", "optimizer.lr=1e-3",
-    f"{RULE}by_noise_scale", *ramp(start=2, every=5, margin=0.2),
-)  # fmt: skip
+    *of_lengths([6 + row % 5 for row in range(96)]),
+    "epochs=3",
+    "micro_batch_size=1",
+    "optimizer.lr=1e-3",
+    f"{RULE}by_noise_scale",
+    *ramp(start=2, every=5, margin=0.2),
+)
 
 
 @pytest.fixture(scope="module")
@@ -328,6 +350,7 @@ def led(small):
     return small.run_in_process(OURS, *LED, f"{KEY}.maximum=8")
 
 
+@pytest.mark.slow
 def test_a_rule_that_follows_the_noise_scale_does_what_it_would_do_by_hand(led):
     rule = by_noise_scale(2, maximum=8, every=5, margin=0.2)
     now, expected = 2, []
@@ -357,6 +380,7 @@ def test_a_rule_that_follows_the_noise_scale_does_what_it_would_do_by_hand(led):
     assert sum(figures(led, "batch_size")) == 3 * 96
 
 
+@pytest.mark.slow
 def test_a_rule_that_follows_the_noise_scale_never_passes_the_bound(small):
     finished = small.run_in_process(
         OURS, *LED, "micro_batch_size=auto", "gradient_accumulation_steps=1", "probe.maximum=3"
@@ -371,9 +395,14 @@ def test_the_plan_of_a_rule_that_follows_measurements_says_that_it_is_open(led):
 
 def test_the_noise_scale_is_logged_without_a_rule_that_follows_it(small):
     finished = small.run_in_process(
-        OURS, *of_lengths([6 + row % 5 for row in range(120)]), "epochs=1", "batch_size=2",
-        "gradient_accumulation_steps=1", "micro_batch_size=1", "log_gradient_noise_scale=True",
-    )  # fmt: skip
+        OURS,
+        *of_lengths([6 + row % 5 for row in range(120)]),
+        "epochs=1",
+        "batch_size=2",
+        "gradient_accumulation_steps=1",
+        "micro_batch_size=1",
+        "log_gradient_noise_scale=True",
+    )
     logged = [step.get("gradient_noise_scale") for step in records(finished, "step")]
     assert logged[:49] == [None] * 49  # of fewer steps an average says nothing
     measured = [value for value in logged if value is not None]
@@ -387,12 +416,19 @@ def noise_at_step_58(finished):
     return state["small"]["adaptive_batch"]["noise_scale"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_the_noise_scale_is_measured_in_micro_batches_by_tokens_and_resumed_exactly(small, layout):
     settings = (
-        *of_lengths([6 + row % 5 * 4 for row in range(240)]), "epochs=1", "batch_size=4", "gradient_accumulation_steps=1",
-        "micro_batch_tokens=44", f"micro_batch_layout={layout}", "log_gradient_noise_scale=True", "save_every_n_steps=29",
-    )  # fmt: skip
+        *of_lengths([6 + row % 5 * 4 for row in range(240)]),
+        "epochs=1",
+        "batch_size=4",
+        "gradient_accumulation_steps=1",
+        "micro_batch_tokens=44",
+        f"micro_batch_layout={layout}",
+        "log_gradient_noise_scale=True",
+        "save_every_n_steps=29",
+    )
     whole = small.run_in_process(OURS, *settings)
     state = noise_at_step_58(whole)
     assert state["samples"] == 52  # 50, and in the steps after 50 and 55
@@ -422,9 +458,12 @@ def test_a_rule_that_fails_in_mid_run_leaves_what_was_saved_whole(small):
     assert sorted(path.name for path in output.glob("*_[0-9]*")) == ["epoch_0", "step_10", "step_5"]
     batch_rules.TRAINED.clear()
     rest = small.run_in_process(
-        OURS, f"{KEY}=support.batch_rules.raises_in_training", "save_every_n_steps=5", f"output_dir={output}",
+        OURS,
+        f"{KEY}=support.batch_rules.raises_in_training",
+        "save_every_n_steps=5",
+        f"output_dir={output}",
         "resume_from_checkpoint=True",
-    )  # fmt: skip
+    )
     whole = small.run_in_process(OURS, f"{KEY}=support.batch_rules.raises_in_training")
     assert same_weights(rest.weights(1), whole.weights(1))
 
@@ -438,7 +477,7 @@ def test_a_rule_that_would_fail_later_is_refused_before_anything_is_trained(smal
     assert not list(output.rglob("run.jsonl"))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_resumed_schedule_goes_on_in_the_middle_of_an_epoch(small):
     settings = (
         *of_lengths(VARIED),
@@ -494,9 +533,14 @@ def go_on(small, finished, step, *settings):
 def test_the_plan_of_a_rule_that_follows_the_last_batch_is_what_is_trained(small):
     """Epochs of max_steps_per_epoch=4 end where the rule doubles."""
     finished = small.run_in_process(
-        OURS, f"{KEY}=support.batch_rules.doubles_every_fourth_step", "grow_beyond_maximum=True", "micro_batch_size=4",
-        "epochs=3", "max_steps_per_epoch=4", *COSINE,
-    )  # fmt: skip
+        OURS,
+        f"{KEY}=support.batch_rules.doubles_every_fourth_step",
+        "grow_beyond_maximum=True",
+        "micro_batch_size=4",
+        "epochs=3",
+        "max_steps_per_epoch=4",
+        *COSINE,
+    )
     assert figures(finished, "batch_size") == [4] * 4 + [8] * 4 + [16] * 2
     planned = [
         (stage["steps"], stage["batch_least"], stage["batch_most"]) for stage in stages(finished)
@@ -515,9 +559,12 @@ def test_the_plan_of_a_rule_that_follows_the_last_batch_is_what_is_trained(small
 
 
 BY_TOKENS = (
-    *of_lengths(VARIED), "batch_tokens=300", "micro_batch_tokens=200", "grow_beyond_maximum=True",
+    *of_lengths(VARIED),
+    "batch_tokens=300",
+    "micro_batch_tokens=200",
+    "grow_beyond_maximum=True",
     "save_every_n_steps=2",
-)  # fmt: skip
+)
 DOUBLING = (*BY_TOKENS, f"{KEY}=support.batch_rules.doubles_its_tokens", "epochs=3")
 
 
@@ -560,9 +607,14 @@ def test_rows_by_another_rule_of_tokens_begin_their_epoch_anew(small):
         OURS, *BY_TOKENS, f"{KEY}=support.batch_rules.hundred_fifty", "epochs=1"
     )
     rest = go_on(
-        small, first, 4, *BY_TOKENS, f"{KEY}=support.batch_rules.four_hundred", "epochs=1",
+        small,
+        first,
+        4,
+        *BY_TOKENS,
+        f"{KEY}=support.batch_rules.four_hundred",
+        "epochs=1",
         f"resume_allow_changes=[{KEY}]",
-    )  # fmt: skip
+    )
     assert [record["message"] for record in records(rest, "epoch")][
         -1
     ] == "epoch 0: 32 rows trained"
@@ -588,9 +640,15 @@ def test_an_audit_lists_the_budgets_of_a_schedule_of_tokens(doubling):
 def test_validation_between_small_steps_of_a_schedule_is_not_said_to_have_no_effect(small):
     """An epoch has 2 steps of the configured 16 rows, and 8 of the schedule's 4."""
     finished = small.run_in_process(
-        OURS, "batch_size=16", *steps_rule([4], []), "grow_beyond_maximum=True", "micro_batch_size=4", "epochs=1",
-        "dataset_val=${dataset}", "run_val_every_n_steps=3",
-    )  # fmt: skip
+        OURS,
+        "batch_size=16",
+        *steps_rule([4], []),
+        "grow_beyond_maximum=True",
+        "micro_batch_size=4",
+        "epochs=1",
+        "dataset_val=${dataset}",
+        "run_val_every_n_steps=3",
+    )
     assert [record["message"].split(":")[0] for record in records(finished, "validation")] == [
         "step 3",
         "step 6",
@@ -604,8 +662,13 @@ def test_validation_between_small_steps_of_a_schedule_is_not_said_to_have_no_eff
 
 def test_rows_alike_are_asked_of_the_schedules_steps_and_not_of_the_configured_batch(small):
     finished = small.run_in_process(
-        OURS, "uniform_micro_batches=rows", "micro_batch_size=3", "batch_size=7", *steps_rule([3, 6], ["1ep"]),
-        "grow_beyond_maximum=True", "drop_last=True",
-    )  # fmt: skip
+        OURS,
+        "uniform_micro_batches=rows",
+        "micro_batch_size=3",
+        "batch_size=7",
+        *steps_rule([3, 6], ["1ep"]),
+        "grow_beyond_maximum=True",
+        "drop_last=True",
+    )
     assert figures(finished, "batch_size") == [3] * 10 + [6] * 5
     assert figures(finished, "micro_batches") == [1] * 10 + [2] * 5

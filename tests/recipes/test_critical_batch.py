@@ -61,6 +61,7 @@ def trained(small):
     return small.run_in_process(OURS, *RUN, "model.attn_dropout=0.2")
 
 
+@pytest.mark.slow
 def test_it_prints_the_branches_and_leaves_one_record_and_no_trace(small, trained, capsys):
     folder = copied(small, trained)
     before = files(folder)
@@ -101,6 +102,7 @@ def test_it_prints_the_branches_and_leaves_one_record_and_no_trace(small, traine
     assert rest.losses == trained.losses[6:]
 
 
+@pytest.mark.slow
 def test_the_branch_of_the_configured_batch_is_the_training_that_would_follow(small):
     """Without a schedule the four steps of the branch are those that a run takes, and so is the
     loss after them.
@@ -148,6 +150,7 @@ def test_held_out_rows_are_never_trained(small):
     assert not rows[True] & rows[False]
 
 
+@pytest.mark.slow
 def test_it_branches_from_the_base_where_nothing_is_saved_and_from_what_is_named(small, trained):
     fresh = small.fresh_folder()
     small.run_in_process(PROBE, *MEASURES, f"output_dir={fresh}")
@@ -187,14 +190,21 @@ def test_the_rule_and_the_batch_that_the_rate_belongs_to_are_those_configured(sm
     for keys, rates in (
         (("lr_scaling=linear",), [0.0025, 0.005, 0.01]),
         (("lr_scaling=sqrt", "reference_batch_size=16"), [0.0025, 0.01 / math.sqrt(8), 0.005]),
-        (("reference_batch_size=24tok", "dataset._component_=support.components.OfLengths", f"dataset.lengths={[12] * 32}"),
-         [0.01 / math.sqrt(2), 0.01, 0.01 * math.sqrt(2)]),
-    ):  # fmt: skip
+        (
+            (
+                "reference_batch_size=24tok",
+                "dataset._component_=support.components.OfLengths",
+                f"dataset.lengths={[12] * 32}",
+            ),
+            [0.01 / math.sqrt(2), 0.01, 0.01 * math.sqrt(2)],
+        ),
+    ):
         folder = small.fresh_folder()
         small.run_in_process(PROBE, *MEASURES, f"output_dir={folder}", *keys)
         assert [one["lr"] for one in measured(folder)["branches"]] == pytest.approx(rates)
 
 
+@pytest.mark.slow
 def test_the_noise_scale_that_a_checkpoint_has_measured_stands_beside_it(small, capsys):
     keys = (
         "log_gradient_noise_scale=True",
@@ -224,7 +234,7 @@ def test_adapters_branch_as_whole_models_do(small):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_measure_what_one_does(small, trained):
     of_ranks = []
     for ranks in (None, 2):
@@ -250,20 +260,47 @@ def test_two_ranks_measure_what_one_does(small, trained):
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        (("probe.critical_batch_from=/none/step_1",), r"probe\.critical_batch_from='/none/step_1': it is no resume point"),
-        (("probe.critical_batch_from=BASE",), r"probe\.critical_batch_from=.*it is no resume point"),
-        (("probe.critical_batch_rows=7",), r"probe\.critical_batch_rows=7: two branches of 4 steps take 8 rows"),
-        (("probe.critical_batch_rows=17",), r"critical_batch_rows=17: two .* the dataset has 32, and holds out 16; give as many"),
-        (("batch_size=16", "probe.critical_batch_rows=16"), r"critical_batch_rows=16: two branches of 4 steps take 32 rows"),
-        (("optimizer_in_bwd=True",), r"optimizer_in_bwd=True: a step of a branch has several micro-batches; set it"),
+        (
+            ("probe.critical_batch_from=/none/step_1",),
+            r"probe\.critical_batch_from='/none/step_1': it is no resume point",
+        ),
+        (
+            ("probe.critical_batch_from=BASE",),
+            r"probe\.critical_batch_from=.*it is no resume point",
+        ),
+        (
+            ("probe.critical_batch_rows=7",),
+            r"probe\.critical_batch_rows=7: two branches of 4 steps take 8 rows",
+        ),
+        (
+            ("probe.critical_batch_rows=17",),
+            r"critical_batch_rows=17: two .* the dataset has 32, and holds out 16; give as many",
+        ),
+        (
+            ("batch_size=16", "probe.critical_batch_rows=16"),
+            r"critical_batch_rows=16: two branches of 4 steps take 32 rows",
+        ),
+        (
+            ("optimizer_in_bwd=True",),
+            r"optimizer_in_bwd=True: a step of a branch has several micro-batches; set it",
+        ),
         (("batch_tokens=100",), r"batch_tokens=100: probe\.critical_batch counts rows"),
         (("preview=True",), r"preview=True: it is for the recipes that train; remove it"),
-        (("optimizer=torch.optim.SGD", "~optimizer.fused", "scale_with_batch={beta2: half_life}"),
-         r"scale_with_batch\.beta2='half_life': the parameter groups of SGD have no betas"),
-        (("probe.critical_batch_tolerance=1",), r"probe\.critical_batch_tolerance=1: give a share of at least 0"),
+        (
+            (
+                "optimizer=torch.optim.SGD",
+                "~optimizer.fused",
+                "scale_with_batch={beta2: half_life}",
+            ),
+            r"scale_with_batch\.beta2='half_life': the parameter groups of SGD have no betas",
+        ),
+        (
+            ("probe.critical_batch_tolerance=1",),
+            r"probe\.critical_batch_tolerance=1: give a share of at least 0",
+        ),
         (("probe.critical_batch=3",), r"probe\.critical_batch=3: "),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_measured_is_refused_before_weights_load(small, keys, message):
     keys = [key.replace("BASE", str(small.base)) for key in keys]
     unreadable = small.fresh_folder()
@@ -273,6 +310,7 @@ def test_what_cannot_be_measured_is_refused_before_weights_load(small, keys, mes
         small.run_in_process(PROBE, *MEASURES, f"checkpointer.checkpoint_dir={unreadable}", *keys)
 
 
+@pytest.mark.slow
 def test_a_branch_neither_grows_nor_decays_whatever_rules_the_run_has(small, trained, capsys):
     """Resuming would refuse another growth function, schedule or clock than the checkpoint's; the
     base has the configured rate.

@@ -121,6 +121,7 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     assert huge.numel() == 5 * 2**34
 
 
+@pytest.mark.slow
 def test_what_fits_is_traced_itself_at_each_length_and_on_each_kind_of_device(monkeypatch):
     learn, learned = FakeStep.learn, []
     monkeypatch.setattr(FakeStep, "learn", lambda *args: learned.append(args[:2]) or learn(*args))
@@ -175,7 +176,7 @@ def on_ranks():
     return run_on_ranks(peaks_on_ranks, 2, ON_RANKS, (1, 2, 7), 4)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "number", range(len(ON_RANKS)), ids=[str(combination) for combination in ON_RANKS]
 )
@@ -232,6 +233,7 @@ def test_a_tied_embedding_can_be_apart_where_it_stays_gathered():
     assert length.check.counted_bytes == length.check.expected_bytes
 
 
+@pytest.mark.slow
 def test_tensor_parallelism_can_be_planned_and_divides_the_weights():
     alone = Combination("llama3", 64, "AdamW").planned()
     cfg = Combination("llama3", 64, "AdamW").to_estimate(sequence_lengths=[64], world_size=2)
@@ -291,6 +293,7 @@ def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
     ]
 
 
+@pytest.mark.slow
 def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(small):
     """Rows of several lengths leave blocks behind that others do not fit into: at most as many fit
     as of one length.
@@ -375,7 +378,7 @@ def _with_a_small_model(cfg):
     return changed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name, _ in shipped_configs()])
 def test_every_shipped_configuration_can_be_planned(name):
     cfg = OmegaConf.load(config_path(name))
@@ -530,6 +533,7 @@ def test_an_optimizer_of_bitsandbytes_whose_states_are_not_known_is_refused():
         small(optimizer={"_component_": "bitsandbytes.optim.LARS"})
 
 
+@pytest.mark.slow
 def test_on_an_accelerator_a_compiled_optimizer_holds_what_stays():
     length = Combination("qwen2", 32, "AdamW8bit", device="cuda").planned()
     gradients = length.resident.parameters
@@ -571,7 +575,7 @@ def test_what_a_plan_does_not_heed_is_said():
 # --- single changes
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_change_brings_what_a_plan_of_it_says():
     plan, said = small(estimate={"devices": ["40MiB"], "changes": True})
     by_key = {change.overrides: change for change in plan.changes}
@@ -612,7 +616,7 @@ def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
 # --- a plan is not lost
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_change_that_components_refuse_is_said_and_the_plan_stands(tmp_path):
     cfg = SMALL.to_estimate()
     cfg = OmegaConf.merge(

@@ -62,6 +62,7 @@ def test_the_batch_is_the_power_of_two_below_a_bound_that_was_tried(grown):
     assert records(grown, "step")[0]["batch_size"] == found["batch_size"]
 
 
+@pytest.mark.slow
 def test_what_the_power_of_two_leaves_is_said_with_the_key_that_uses_it(small, capsys):
     unused = (
         "the power of two leaves 12 of the 28 rows that fit unused (43%);"
@@ -114,6 +115,7 @@ def test_a_step_record_has_every_metric(grown):
     assert all(f"{name}:" in logged for name in names.split())
 
 
+@pytest.mark.slow
 def test_a_run_that_was_probed_steps_as_one_that_was_not(small):
     """The probe leaves no trace in training: same batch, dropout on, with and without a search
     before it.
@@ -127,6 +129,7 @@ def test_a_run_that_was_probed_steps_as_one_that_was_not(small):
     assert not records(plain, "bound")
 
 
+@pytest.mark.slow
 def test_a_probe_leaves_no_trace_in_a_dataset_that_draws_random_numbers(small):
     same = (
         "dataset._component_=support.components.Augmented",
@@ -139,7 +142,9 @@ def test_a_probe_leaves_no_trace_in_a_dataset_that_draws_random_numbers(small):
 
 
 def test_a_resumed_run_is_the_uninterrupted_one(small, grown):
-    """Killed in the second epoch: the batch, the bound, the schedule and the random numbers go on."""
+    """Killed in the second epoch: the batch, the bound, the schedule and the random
+    numbers go on.
+    """
     settings = ("use_maximum_batch_size=True", GROW, BUDGET, "epochs=2", "model.attn_dropout=0.2")
     cosine = (
         "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
@@ -287,6 +292,7 @@ def test_a_growth_function_that_fails_in_mid_run_leaves_the_last_checkpoint_whol
     assert len(rest.weights(1))
 
 
+@pytest.mark.slow
 def test_a_sweep_of_learning_rates_searches_once(small, capsys):
     output = small.fresh_folder()
 
@@ -326,6 +332,7 @@ def test_a_cached_bound_is_not_believed_under_another_budget_search_or_packing(s
     assert len(json.loads((output / "adaptive_batch" / "probe.json").read_text())["earlier"]) == 3
 
 
+@pytest.mark.slow
 def test_the_search_alone_goes_on_where_a_length_does_not_fit(small, capsys):
     longer = ("model.max_seq_len=2048", "probe.sequence_lengths=[8,2048]")
     small.run_in_process("adaptive_probe", *longer, "probe.device_memory=12MiB")

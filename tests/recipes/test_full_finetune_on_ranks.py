@@ -61,6 +61,7 @@ def close(one: list[float], other: list[float], tolerance: float = 2e-4) -> bool
 # rows that are not as long as the cache says
 
 
+@pytest.mark.slow
 def test_a_row_that_one_rank_finds_of_another_length_has_all_of_them_plan_again(setup):
     counted = [8 + row % 9 for row in range(32)]
     changed = [45 if row in (3, 7) else length for row, length in enumerate(counted)]
@@ -169,6 +170,7 @@ def test_two_ranks_do_what_one_device_does(setup, way):
     assert audit(many.output_dir).holds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 def test_two_ranks_sample_the_noise_that_one_device_does_in_micro_batches_by_tokens(setup, layout):
     keys = (
@@ -189,6 +191,7 @@ def test_two_ranks_sample_the_noise_that_one_device_does_in_micro_batches_by_tok
     assert of_two == pytest.approx(of_one, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_one_rank_fuses_goes_on_without_on_two(setup):
     keys = (
         "optimizer=torch.optim.SGD",
@@ -339,7 +342,7 @@ def test_where_the_others_cannot_be_told_all_end_and_a_restart_goes_on_with_less
     assert audit(folder).holds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("on_out_of_memory", ["shrink", "raise"])
 def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_known_beside_it(
     setup, on_out_of_memory

@@ -17,6 +17,7 @@ LONGER = pytest.param(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ways", [("plain", "growth"), LONGER], ids=", ".join)
 def test_a_run_that_is_killed_and_resumed_is_the_one_that_was_not_bit_for_bit(tmp_path, ways):
     command = [

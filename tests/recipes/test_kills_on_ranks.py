@@ -34,7 +34,8 @@ def whole(small):
     return undisturbed(small, PLAIN)
 
 
-def test_a_rank_that_is_killed_ends_the_others_with_one_message_and_the_restarted_run_is_the_one_without_kills(
+@pytest.mark.nightly
+def test_a_killed_rank_ends_the_others_with_one_message_and_the_restarted_run_has_no_difference(
     small, whole
 ):
     aims = [("among steps", (0,)), ("in a save", (1,))]
@@ -46,7 +47,8 @@ def test_a_rank_that_is_killed_ends_the_others_with_one_message_and_the_restarte
         assert "has gone" in said
 
 
-def test_a_run_that_is_killed_before_its_first_save_begins_again_and_leaves_an_earlier_one_in_its_folder_alone(
+@pytest.mark.nightly
+def test_a_run_that_is_killed_before_its_first_save_begins_again_and_leaves_earlier_ones_alone(
     small, whole
 ):
     found = killed_before_its_first_save(small, whole)
@@ -57,7 +59,8 @@ def test_a_run_that_is_killed_before_its_first_save_begins_again_and_leaves_an_e
     assert found["differing"] == []
 
 
-def test_ranks_of_which_one_or_all_are_asked_to_end_save_one_point_together_and_go_on_to_the_same_bits(
+@pytest.mark.nightly
+def test_ranks_of_which_one_or_all_are_asked_to_end_save_one_point_and_resume_to_the_same_bits(
     small, whole
 ):
     folder, overrides = small.fresh_folder(), (*PLAIN, "save_every_n_steps=null")

@@ -30,9 +30,12 @@ COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 WARM = ("lr_scheduler.num_warmup_steps=3",)
 KEY = "batch_size_schedule"
 CONSTANT = (
-    f"{KEY}._component_=adaptive_batch.schedules.steps", f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]",
-    "micro_batch_size=4", "grow_beyond_maximum=True",
-)  # fmt: skip
+    f"{KEY}._component_=adaptive_batch.schedules.steps",
+    f"{KEY}.batch_sizes=[4]",
+    f"{KEY}.thresholds=[]",
+    "micro_batch_size=4",
+    "grow_beyond_maximum=True",
+)
 MIXED = "lr_clock={warmup: steps, decay: tokens}"
 
 SCHEDULERS = {
@@ -96,7 +99,7 @@ def torchs_own(build, steps):
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "clock", "schedule"),
     TRACES,
@@ -146,10 +149,17 @@ def cosine(step, *, warmup, total):
 
 
 GROWING = (
-    *BASE, f"dataset.lengths={[5 + row % 16 for row in range(32)]}", "epochs=2", "grow_beyond_maximum=True",
-    "micro_batch_size=4", f"{KEY}._component_=adaptive_batch.schedules.steps", f"{KEY}.batch_sizes=[4,8,16]",
-    f"{KEY}.thresholds=[16sp,48sp]", f"lr_scheduler._component_={COSINE}", *WARM,
-)  # fmt: skip
+    *BASE,
+    f"dataset.lengths={[5 + row % 16 for row in range(32)]}",
+    "epochs=2",
+    "grow_beyond_maximum=True",
+    "micro_batch_size=4",
+    f"{KEY}._component_=adaptive_batch.schedules.steps",
+    f"{KEY}.batch_sizes=[4,8,16]",
+    f"{KEY}.thresholds=[16sp,48sp]",
+    f"lr_scheduler._component_={COSINE}",
+    *WARM,
+)
 BATCHES = [4] * 4 + [8] * 4 + [16]
 BEFORE = [0, *accumulate(BATCHES)][
     :-1
@@ -181,9 +191,16 @@ def test_by_steps_the_schedule_ends_at_the_last_step_that_is_planned(small):
 
 def test_by_steps_a_growth_function_too_is_asked_how_many_there_are(small):
     finished = small.run_in_process(
-        OURS, *BASE, f"dataset.lengths={[12] * 32}", "epochs=3", "lr_clock=steps", "probe.device_memory=1GiB",
-        "batch_increase_function=support.components.four_more", f"lr_scheduler._component_={COSINE}", *WARM,
-    )  # fmt: skip
+        OURS,
+        *BASE,
+        f"dataset.lengths={[12] * 32}",
+        "epochs=3",
+        "lr_clock=steps",
+        "probe.device_memory=1GiB",
+        "batch_increase_function=support.components.four_more",
+        f"lr_scheduler._component_={COSINE}",
+        *WARM,
+    )
     total = 8 + 4 + 3
     assert figures(finished, "lr") == pytest.approx(
         [RATE * cosine(step, warmup=3, total=total) for step in range(total)]
@@ -231,6 +248,7 @@ def test_a_sequence_is_read_between_its_milestones(small):
     assert figures(finished, "lr") == pytest.approx([RATE * factor for factor in expected])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheduler", "factor"),
     [
@@ -243,9 +261,16 @@ def test_optimizers_in_backward_are_scaled_each_and_have_their_own_rate_between_
     small, scheduler, factor
 ):
     settings = (
-        *BASE, *scheduler, EQUAL, "epochs=2", "lr_scaling=linear", "reference_batch_size=2", "probe.device_memory=1GiB",
-        "batch_increase_function=support.components.four_more", "save_every_n_steps=7",
-    )  # fmt: skip
+        *BASE,
+        *scheduler,
+        EQUAL,
+        "epochs=2",
+        "lr_scaling=linear",
+        "reference_batch_size=2",
+        "probe.device_memory=1GiB",
+        "batch_increase_function=support.components.four_more",
+        "save_every_n_steps=7",
+    )
     one = small.run_in_process(OURS, *settings)
     each = small.run_in_process(OURS, *settings, "optimizer_in_bwd=True")
     sizes = figures(one, "batch_size")
@@ -277,12 +302,19 @@ def go_on(small, finished, step, *settings):
 WARM_COSINE = (f"lr_scheduler._component_={COSINE}", *WARM)
 
 
+@pytest.mark.slow
 def test_a_rule_that_follows_the_noise_scale_goes_on_at_its_place_in_the_epochs_tokens(small):
     settings = (
-        *BASE, f"dataset.lengths={[5 + row % 16 for row in range(32)]}", *WARM_COSINE, "lr_clock=tokens", "epochs=1",
-        f"{KEY}._component_=adaptive_batch.schedules.by_noise_scale", f"{KEY}.start=4", "micro_batch_size=2",
+        *BASE,
+        f"dataset.lengths={[5 + row % 16 for row in range(32)]}",
+        *WARM_COSINE,
+        "lr_clock=tokens",
+        "epochs=1",
+        f"{KEY}._component_=adaptive_batch.schedules.by_noise_scale",
+        f"{KEY}.start=4",
+        "micro_batch_size=2",
         "save_every_n_steps=3",
-    )  # fmt: skip
+    )
     whole = small.run_in_process(OURS, *settings)
     for step in (3, 6):
         expected = {number: rate for number, rate in rates(whole).items() if number > step}
@@ -312,8 +344,13 @@ def test_by_steps_a_schedule_of_the_rate_ends_at_the_last_step_of_a_schedule_tha
     small,
 ):
     settings = (
-        *BASE, f"dataset.lengths={[12] * 32}", *ENDS, "save_every_n_steps=3", *CONSTANT[-2:], CONSTANT[0],
-    )  # fmt: skip
+        *BASE,
+        f"dataset.lengths={[12] * 32}",
+        *ENDS,
+        "save_every_n_steps=3",
+        *CONSTANT[-2:],
+        CONSTANT[0],
+    )
     first = small.run_in_process(OURS, *settings, f"{KEY}.batch_sizes=[4]", f"{KEY}.thresholds=[]")
     ends_at(rates(first), 16)
     changed = (
@@ -324,7 +361,7 @@ def test_by_steps_a_schedule_of_the_rate_ends_at_the_last_step_of_a_schedule_tha
     ends_at(go_on(small, first, 3, *settings, *changed), 3 + 2 + 2)  # 16 and 4 rows, then two of 16
 
 
-def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_by_tokens_have_unlike_numbers_of_steps(
+def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_have_unlike_numbers_of_steps(
     small,
 ):
     varied = [5 + (11 * row) % 40 for row in range(32)]
@@ -345,8 +382,11 @@ def test_by_steps_a_schedule_ends_at_the_last_step_where_epochs_by_tokens_have_u
 
 def test_a_scheduler_that_counts_its_own_steps_is_allowed_where_both_clocks_count_steps(small):
     settings = (
-        *BASE, EQUAL, "lr_scheduler._component_=support.batch_rules.linear_that_counts", f"epochs={EPOCHS}",
-    )  # fmt: skip
+        *BASE,
+        EQUAL,
+        "lr_scheduler._component_=support.batch_rules.linear_that_counts",
+        f"epochs={EPOCHS}",
+    )
     finished = small.run_in_process(OURS, *settings, "lr_clock={warmup: steps, decay: steps}")
     assert list(rates(finished).values()) == torchs_own(batch_rules.linear_that_counts, 16)
     with pytest.raises(SettingError, match=r"^lr_clock=.*counts steps and can follow nothing else"):

@@ -146,6 +146,7 @@ def automatic(small):
     return keys, small.run_in_process(OURS, *keys)
 
 
+@pytest.mark.slow
 def test_auto_says_what_it_has_timed_and_trains_the_same(small, automatic):
     _, finished = automatic
     (said,) = records(finished.output_dir, "throughput")
@@ -222,6 +223,7 @@ def test_a_layout_that_is_given_when_a_run_goes_on_is_taken(small, automatic):
     assert chosen(folder)[-1][0] == "padded"
 
 
+@pytest.mark.slow
 def test_a_layout_that_may_not_be_chosen_any_more_is_not_taken_from_the_checkpoint(
     small, automatic
 ):
@@ -279,6 +281,7 @@ def test_auto_validates_to_what_padded_rows_come_to(small, whole):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "kinds"),
     [
@@ -336,6 +339,7 @@ def test_rows_too_short_to_have_a_label_do_not_keep_others_from_being_packed(sma
     assert figures(packed, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_dataset_of_one_row_can_be_packed(small):
     keys = (
         "dataset._component_=support.components.OfLengths",
@@ -417,6 +421,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(small, case):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(small):
     keys = (
         "model._component_=support.components.attending_otherwise",
@@ -453,7 +458,7 @@ def test_layouts_can_be_planned(small, layout):
 # --- two ranks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "keys",
     [AUTO, ("micro_batch_layout=grouped", UNITS["tokens"]), (PACKED, UNITS["tokens"])],

@@ -162,6 +162,7 @@ def test_a_number_above_what_fits_is_refused_where_what_fits_is_known(small):
             small.run_in_process(OURS, *BASE, setting, *found)
 
 
+@pytest.mark.slow
 def test_uniform_micro_batches_are_alike_in_rows_in_length_or_in_both(small, whole):
     def shapes(uniform, *overrides):
         finished = small.run_in_process(OURS, *BASE, f"uniform_micro_batches={uniform}", *overrides)
@@ -349,9 +350,15 @@ def test_a_resume_with_another_setting_finds_its_limit_anew(small):
 
 def test_growth_does_not_win_limit_back(small):
     finished = small.run_in_process(
-        OURS, *BASE, "batch_increase_function=support.components.four_more", "batch_size=8", MUCH_MEMORY, "epochs=2",
-        "metric_logger.after_step=1", "metric_logger.rows_fit=5",
-    )  # fmt: skip
+        OURS,
+        *BASE,
+        "batch_increase_function=support.components.four_more",
+        "batch_size=8",
+        MUCH_MEMORY,
+        "epochs=2",
+        "metric_logger.after_step=1",
+        "metric_logger.rows_fit=5",
+    )
     steps = [(step["batch_size"], step["micro_batches"]) for step in records(finished, "step")]
     assert steps == [(8, 1), (8, 2), (8, 2), (8, 2), (12, 3), (12, 3), (8, 2)]
     assert [plan["limit"] for plan in records(finished, "plan")] == [8, 4]
@@ -381,9 +388,14 @@ def test_where_it_is_to_be_raised_the_devices_own_error_comes_through(small, ove
 def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
     lengths = [1000 - 7 * row for row in range(32)]
     large = (
-        "model.max_seq_len=1024", "epochs=1", "batch_size=16", "micro_batch_size=16", *SGD,
-        "dataset._component_=support.components.OfLengths", f"dataset.lengths={lengths}",
-    )  # fmt: skip
+        "model.max_seq_len=1024",
+        "epochs=1",
+        "batch_size=16",
+        "micro_batch_size=16",
+        *SGD,
+        "dataset._component_=support.components.OfLengths",
+        f"dataset.lengths={lengths}",
+    )
     confined = (
         "metric_logger._component_=support.components.Confining",
         "metric_logger.after_step=1",
@@ -406,7 +418,7 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
 # --- out of memory elsewhere
 
 
-def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_last_checkpoint_whole(
+def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_checkpoint(
     small,
 ):
     optimizer = ("optimizer=support.components.FailingAdamW",)
@@ -424,9 +436,14 @@ def test_an_optimizer_that_runs_out_of_memory_is_not_tried_again_and_leaves_the_
     assert [path.name for path in output.glob("epoch_*")] == ["epoch_0"]
     assert len(losses(output)) == 3
     rest = small.run_in_process(
-        OURS, *ROWS, *optimizer, "optimizer.fails_at=-1", "batch_size=16", f"output_dir={output}",
+        OURS,
+        *ROWS,
+        *optimizer,
+        "optimizer.fails_at=-1",
+        "batch_size=16",
+        f"output_dir={output}",
         "resume_from_checkpoint=True",
-    )  # fmt: skip
+    )
     assert same_weights(rest.weights(1), undisturbed.weights(1))
 
 
@@ -469,7 +486,7 @@ def test_with_the_optimizer_in_backward_it_is_said_why_a_step_is_not_retried(sma
     )
 
 
-def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_one_that_fits_is_run(
+def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused_and_others_run(
     small,
 ):
     in_backward = (*BASE, "optimizer_in_bwd=True", "micro_batch_size=auto")

@@ -168,6 +168,7 @@ def test_a_bound_that_is_assumed_cuts_and_makes_micro_batches(plan):
     assert [row[6] for row in cells(found)] == ["8"]
 
 
+@pytest.mark.slow
 def test_a_bound_that_was_found_before_is_taken(small, plan):
     output = small.fresh_folder()
     memory = ("probe.device_memory=12MiB", "probe.maximum=32")
@@ -319,7 +320,7 @@ def test_a_scheduler_that_counts_is_stepped_along_and_its_rates_are_scaled(plan)
     ]
 
 
-def test_a_scheduler_that_refuses_a_warm_up_above_its_total_is_asked_with_no_total_that_is_too_small(
+def test_a_scheduler_that_refuses_a_warm_up_above_its_total_is_called_with_no_smaller_total(
     plan,
 ):
     settings = (

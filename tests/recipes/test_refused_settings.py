@@ -1,4 +1,6 @@
-"""Mistakes are refused before weights load: the error names the key, the value and what would do."""
+"""Mistakes are refused before weights load: the error names the key, the value and what
+would do.
+"""
 
 import re
 

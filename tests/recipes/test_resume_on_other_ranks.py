@@ -27,6 +27,7 @@ def assert_goes_on_as_alone(folder, whole, *, weights):
     assert found["weights"] < weights
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "parts", "weights"),
     [
@@ -61,7 +62,7 @@ def test_an_epoch_that_was_saved_by_2_ranks_is_gone_on_from_by_1_and_by_4(small)
         assert_goes_on_as_alone(folder, whole, weights=1e-6)
 
 
-def test_fewer_ranks_than_began_it_are_refused_with_the_optimizer_in_backward_and_as_many_as_needed_are_named(
+def test_fewer_ranks_are_refused_with_the_optimizer_in_backward_and_the_needed_are_named(
     small,
 ):
     overrides = (*SGD, "optimizer_in_bwd=True", "batch_size=2")

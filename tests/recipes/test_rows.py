@@ -51,6 +51,7 @@ def test_so_does_validation(small, row):
         small.run_in_process(OURS, *PLAIN, *own, "run_val_every_n_steps=2")
 
 
+@pytest.mark.slow
 def test_on_the_terminal_it_is_one_line_and_the_exit_status_is_not_zero(small):
     finished = small.run(OURS, *ODD, "dataset.at=9", "dataset.row=raises", expect=1)
     last = finished.output.strip().splitlines()[-1]
@@ -59,6 +60,7 @@ def test_on_the_terminal_it_is_one_line_and_the_exit_status_is_not_zero(small):
     assert "Traceback" not in finished.output
 
 
+@pytest.mark.slow
 def test_lengths_that_were_counted_beside_another_model_are_compared_with_this_one(small):
     by_tokens = (*PLAIN, "batch_tokens=60")
     small.run_in_process(OURS, *by_tokens)
@@ -173,6 +175,7 @@ def records(finished, kind):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overrides", STALE.values(), ids=STALE)
 def test_the_rest_of_the_epoch_is_planned_again_and_no_row_is_lost_or_repeated(stale, overrides):
     stale(*overrides, lengths=COUNTED)
@@ -194,6 +197,7 @@ def test_the_rest_of_the_epoch_is_planned_again_and_no_row_is_lost_or_repeated(s
     assert not records(stale(*overrides), "replanned")  # they were written down
 
 
+@pytest.mark.slow
 def test_a_run_that_was_planned_again_resumes_to_the_same_bits(stale, small):
     overrides = ("batch_tokens=60", "micro_batch_tokens=4096", "save_every_n_steps=1")
     stale(*overrides, lengths=COUNTED)
@@ -214,6 +218,7 @@ def test_a_run_that_was_planned_again_resumes_to_the_same_bits(stale, small):
             assert killed_runs.differences(folder, whole.output_dir) == [], resumed_by
 
 
+@pytest.mark.slow
 def test_rows_that_change_whenever_they_are_read_are_counted_again_once(stale, capsys):
     overrides = ("batch_tokens=60", "long_rows=alone")
     stale(*overrides, lengths=COUNTED)

@@ -98,6 +98,7 @@ def test_each_step_is_what_comes_out_by_hand_in_fewer_steps_than_a_constant_batc
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "keys"),
     [("grown", (*SEESAW, SCALED)), ("grown_by_tokens", BY_TOKENS)],
@@ -179,6 +180,7 @@ def test_the_preview_shows_batch_rate_beta2_and_weight_decay_before_weights_load
     assert last["rates_last"] == {name: steps[-1][name] for name in ("lr", "beta2", "weight_decay")}
 
 
+@pytest.mark.slow
 def test_at_a_cap_in_steps_and_with_the_optimizer_in_backward(small):
     capped = small.run_in_process(
         OURS, *SEESAW, SCALED, "batch_size_schedule.maximum=8", "lr_clock=tokens"
@@ -201,6 +203,7 @@ def test_at_a_cap_in_steps_and_with_the_optimizer_in_backward(small):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_what_it_cannot_follow_is_refused_with_key_value_and_fix(small):
     for overrides, message in (
         (
@@ -277,9 +280,16 @@ def test_what_follows_the_batch_belongs_to_what_the_checkpoint_keeps_also_in_the
     shutil.copytree(grown.output_dir / "step_6", folder / "step_6")
     capsys.readouterr()
     small.run_in_process(
-        OURS, *SEESAW, SCALED, "model.attn_dropout=0.2", "preview=True", f"output_dir={folder}", "resume_from_checkpoint=True",
-        "optimizer.weight_decay=0.5", "optimizer.betas=[0.9,0.95]",
-    )  # fmt: skip
+        OURS,
+        *SEESAW,
+        SCALED,
+        "model.attn_dropout=0.2",
+        "preview=True",
+        f"output_dir={folder}",
+        "resume_from_checkpoint=True",
+        "optimizer.weight_decay=0.5",
+        "optimizer.betas=[0.9,0.95]",
+    )
     (stage,) = [
         line
         for line in capsys.readouterr().out.splitlines()

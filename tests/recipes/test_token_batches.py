@@ -323,9 +323,14 @@ def test_a_schedule_and_a_rule_multiply(small):
 
 def test_the_rate_follows_a_batch_that_grows(small):
     grown = small.run_in_process(
-        OURS, *SHORT_END, "lr_scaling=linear", "batch_size=8", "epochs=2", "probe.device_memory=1GiB",
+        OURS,
+        *SHORT_END,
+        "lr_scaling=linear",
+        "batch_size=8",
+        "epochs=2",
+        "probe.device_memory=1GiB",
         "batch_increase_function=support.components.four_more",
-    )  # fmt: skip
+    )
     assert figures(grown, "batch_size") == [8, 8, 8, 8, 12, 12, 8]
     assert figures(grown, "lr") == pytest.approx(
         [RATE * rows / 8 for rows in figures(grown, "batch_size")]

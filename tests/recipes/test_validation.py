@@ -1,4 +1,6 @@
-"""Validation during training: the loss on rows that are not trained on, with no trace in training."""
+"""Validation during training: the loss on rows that are not trained on, with no trace in
+training.
+"""
 
 import math
 import re

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from adaptive_batch.estimate.allocator import AllocatorSettings, CachingAllocator
+from adaptive_batch.estimate import AllocatorSettings, CachingAllocator
 
 SEGMENT = (
     "total_size",
@@ -63,7 +63,9 @@ def described(segments: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def difference(allocator: CachingAllocator) -> dict[str, Any]:
-    """Return what differs, by name: the real one's value first; of segments the first that differ."""
+    """Return what differs, by name: the real one's value first; of segments the first
+    that differ.
+    """
     stats = torch.cuda.memory_stats()
     pairs: dict[str, tuple[Any, Any]] = {
         "retries": (stats["num_alloc_retries"], allocator.num_retries),

@@ -1,11 +1,13 @@
 """A real setup that is small, and real runs on it: for tests, and for the benchmarks that compare
 recipes.
 
-    setup = make_setup(folder) finished = setup.run("adaptive_full_finetune", "batch_size=2")
-    # the command line, in a process of its own finished =
-    setup.run_in_process("full_finetune_single_device")        # the same command line, seconds
-    faster finished.losses                                                       # as they stand in
-    the log: exact
+    setup = make_setup(folder)
+    # The command line, in a process of its own.
+    finished = setup.run("adaptive_full_finetune", "batch_size=2")
+    # The same command line, seconds faster.
+    finished = setup.run_in_process("full_finetune_single_device")
+    # The losses as they are in the log: exact.
+    finished.losses
 
 The rows are docstrings of the standard library, the tokenizer is trained on them, the model is a
 Qwen2 of two layers.
@@ -334,7 +336,9 @@ def fill(model: nn.Module) -> None:
 
 
 def losses(output_dir: Path, *, name: str = "loss") -> list[str]:
-    """A figure of every step in the log of a run, and of those that were resumed from it, as text."""
+    """A figure of every step in the log of a run, and of those that were resumed from it,
+    as text.
+    """
     text = (output_dir / "logs" / LOG).read_text()
     return re.findall(rf"(?:^|\s){name}:(\S+)", text)
 
@@ -466,7 +470,9 @@ def vision_model(
 
 
 def vision_tokenizer(*, path: str, image_size: int, max_seq_len: int) -> Qwen2Tokenizer:
-    """The setup's tokenizer, built from what the stock configuration gives to the vision transform."""
+    """The setup's tokenizer, built from what the stock configuration gives to the vision
+    transform.
+    """
     base = Path(path)
     return qwen2_tokenizer(
         path=str(base / "vocab.json"),

@@ -375,7 +375,9 @@ class FailingAdamW(torch.optim.AdamW):
 
 
 class FailingCheckpointer(FullModelHFCheckpointer):
-    """A checkpointer that runs out of memory when it saves an epoch, after its weights are written."""
+    """A checkpointer that runs out of memory when it saves an epoch, after its weights
+    are written.
+    """
 
     def __init__(self, *args, fails_at_epoch, **rest):
         super().__init__(*args, **rest)

@@ -39,8 +39,12 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import RankLostError
-from adaptive_batch.memory import RandomState, TensorSnapshot, optimizer_state_tensors
-from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.memory import (
+    RandomState,
+    TensorSnapshot,
+    device_memory,
+    optimizer_state_tensors,
+)
 from adaptive_batch.probe import DryRun
 from adaptive_batch.training import StepResult
 
@@ -272,7 +276,7 @@ class Training:
             forward_backward=self.trial,
             step=lambda: (self.runner.clip(), self.optimizer.step()),
             accumulates=True,
-            memory=CountedMemory(torch.device("cpu")),
+            memory=device_memory(torch.device("cpu")),
             budget_bytes=2**40,
             sharding=self.sharding,
             keep_gradients=(
@@ -380,7 +384,9 @@ def _run_trials(way: Way, places: Sequence[Place], notes: _Notes) -> None:
 
 
 def _peak(trial: DryRun, rows: int) -> int:
-    """To the byte: a thread of gloo's may hold a buffer a little longer than its collective takes."""
+    """To the byte: a thread of gloo's may hold a buffer a little longer than its
+    collective takes.
+    """
     return min(trial(rows).peak_bytes or 0 for _ in range(4))
 
 

@@ -2,7 +2,8 @@
 killed.
 
     PYTHONPATH=tests python -m support.killed_runs --kills 30 --seed 0 --folder DIR plain growth
-    prints one JSON object for each way
+
+It prints one JSON object for each way.
 
 A process of its own imports everything once and forks for each start, so that a start takes two
 seconds; it must not have run a backward itself, as autograd's threads do not survive a fork. The

@@ -1,8 +1,9 @@
 """The recipe on several ranks of this machine, started and started again as torchrun does, seconds
 faster.
 
-    attempts = launch(setup, 2, "batch_size=2", restarts=1)     # how every rank ended and what it
-    printed attempts[-1].output, attempts[-1].exit_statuses
+    attempts = launch(setup, 2, "batch_size=2", restarts=1)
+    # How every rank ended and what it printed.
+    attempts[-1].output, attempts[-1].exit_statuses
 
 A server process imports everything once and forks each rank from there.
 """

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from adaptive_batch.data import Sampling
-from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.memory import device_memory
 from adaptive_batch.training import AdaptiveLoop, StepOptions
 
 ROWS = make_rows([3 + (5 * number) % 13 for number in range(40)])
@@ -96,7 +96,9 @@ def sizes(seen: list[SimpleNamespace], epoch: int | None = None) -> list[int]:
 
 
 class RunsOut:
-    """A mean loss that runs out of memory, as a device does, where a micro-batch has too many rows."""
+    """A mean loss that runs out of memory, as a device does, where a micro-batch has too
+    many rows.
+    """
 
     def __init__(self, model: nn.Module, *, most: int, after: int = 0, times: int = 10**9) -> None:
         self.model, self.most, self.left, self.times = model, most, after, times
@@ -112,7 +114,9 @@ class RunsOut:
 
 
 def peak_by_hand(one: SimpleNamespace, size: int, *, accumulates: bool) -> int:
-    """Of forward and backward of the longest rows in plain torch, with the optimizer's state there."""
+    """Of forward and backward of the longest rows in plain torch, with the optimizer's
+    state there.
+    """
     longest = sorted(ROWS, key=lambda row: -len(row["tokens"]))[:size]
     for parameter in one.model.parameters():
         parameter.grad = (
@@ -123,7 +127,7 @@ def peak_by_hand(one: SimpleNamespace, size: int, *, accumulates: bool) -> int:
         parameter.grad for parameter in one.model.parameters() if parameter.grad is not None
     ]
     resident = [*one.model.parameters(), *one.model.buffers(), *gradients, *state]
-    with CountedMemory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
+    with device_memory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
         batch = collate(longest)
         count = (batch["labels"][:, 1:] != -100).sum()
         (token_losses(one.model, batch, "mean") * count).backward()

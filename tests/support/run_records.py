@@ -41,15 +41,27 @@ class Records:
         self.lines.append(json.dumps({"kind": kind, "time": self.time, **values}))
 
     def start(self, *, after=0, resumed=False):
-        self.add("start", message="going on" if resumed else "starting", resumed=resumed, rows=4096,
-                 progress={"epoch": 0, "steps": after})  # fmt: skip
+        self.add(
+            "start",
+            message="going on" if resumed else "starting",
+            resumed=resumed,
+            rows=4096,
+            progress={"epoch": 0, "steps": after},
+        )
 
     def step(self, number, *, rows=16, **values):
         self.samples[number] = self.samples[number - 1] + rows
-        shared = {"loss": 2 + 5 * math.exp(-number / 200) + 0.3 * math.sin(number * 1.7), "lr": 1e-3,
-                  "tokens_per_second_per_gpu": 5000 + 800 * math.sin(number), "batch_size": rows, "micro_batches": 1,
-                  "padding_fraction": 0.3 + 0.1 * math.sin(number * 2.3), "samples_seen": self.samples[number],
-                  "tokens_seen": 90 * self.samples[number], "oom_count": 0}  # fmt: skip
+        shared = {
+            "loss": 2 + 5 * math.exp(-number / 200) + 0.3 * math.sin(number * 1.7),
+            "lr": 1e-3,
+            "tokens_per_second_per_gpu": 5000 + 800 * math.sin(number),
+            "batch_size": rows,
+            "micro_batches": 1,
+            "padding_fraction": 0.3 + 0.1 * math.sin(number * 2.3),
+            "samples_seen": self.samples[number],
+            "tokens_seen": 90 * self.samples[number],
+            "oom_count": 0,
+        }
         self.add(
             "step", step=number, epoch=0, position=self.samples[number], **{**shared, **values}
         )
@@ -83,16 +95,29 @@ def full_records(num_steps: int = 600) -> Records:
             if number == grow + 1:
                 records.add("batch_size", message="batch_size 16 -> 64", before=16, after=64)
             if number == fail + 1:
-                records.add("limit", message="out of memory with 16 rows of 512 tokens at once", before=16, after=8,
-                            out_of_memory=True)  # fmt: skip
+                records.add(
+                    "limit",
+                    message="out of memory with 16 rows of 512 tokens at once",
+                    before=16,
+                    after=8,
+                    out_of_memory=True,
+                )
             noise = {"gradient_noise_scale": 8 + number / 10} if number > 20 else {}
             full = (
                 {"loss_per_full_batch": 2 + 5 * math.exp(-number / 200)} if number % 4 == 0 else {}
             )
             memory = {"peak_memory_active": 11.0 + rows / 64, "peak_memory_alloc": 11.2 + rows / 64}
-            records.step(number, rows=rows, micro_batches=micro_batches, oom_count=int(number > fail),
-                         lr=1e-3 * min(1, number / 50) * (1 - number / num_steps / 2),
-                         peak_memory_reserved=13.5, **memory, **noise, **full)  # fmt: skip
+            records.step(
+                number,
+                rows=rows,
+                micro_batches=micro_batches,
+                oom_count=int(number > fail),
+                lr=1e-3 * min(1, number / 50) * (1 - number / num_steps / 2),
+                peak_memory_reserved=13.5,
+                **memory,
+                **noise,
+                **full,
+            )
             if number % (num_steps // 6) == 0:
                 records.add(
                     "validation",

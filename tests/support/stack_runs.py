@@ -4,7 +4,9 @@ read, weights are what memory held.
 :class:`StackRuns` keeps a process for each device and allocator settings, which has imported
 everything; each run is a fork of it, so that its CUDA context and its allocator are new.
 
-    python tests/support/stack_runs.py < RUNS     (a JSON object on each line, as of StackRun; one on each line comes back)
+    python tests/support/stack_runs.py < RUNS
+
+RUNS has a JSON object on each line, as of StackRun; one on each line comes back.
 """
 
 from __future__ import annotations

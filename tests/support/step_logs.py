@@ -1,7 +1,9 @@
 """What the recipe's steps ask of the allocator: as estimated on fake tensors, and on CUDA, be it
 the stack without a device.
 
-python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS    (rank zero writes its log)
+python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS
+
+Rank zero writes its log.
 """
 
 from __future__ import annotations
@@ -25,11 +27,9 @@ from support.stack_runs import NoWeights
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.step_log import STREAM
-from adaptive_batch.torchtune import AdapterModel, Settings, Trainer, builder_of
+from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Trainer, builder_of
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.torchtune.data import Data
 from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
-from adaptive_batch.torchtune.job import Job
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

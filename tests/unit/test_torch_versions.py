@@ -1,4 +1,6 @@
-"""A torch that lacks what is needed is refused in one line, and what is declared is what was run."""
+"""A torch that lacks what is needed is refused in one line, and what is declared is what
+was run.
+"""
 
 from __future__ import annotations
 

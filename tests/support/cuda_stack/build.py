@@ -18,7 +18,10 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARIES = Path(sysconfig.get_path("purelib"), "torch/lib")
 
-NAMES = "cuda|__cuda|cu[A-Z]|cublas|cudnn|cusolver|cusparse|curand|cufft|nccl|nvml|nvrtc|nvtx|cupti|nvshmem|nvJitLink"
+NAMES = (
+    "cuda|__cuda|cu[A-Z]|cublas|cudnn|cusolver|cusparse|curand|cufft|nccl|nvml|nvrtc|nvtx|cupti"
+    "|nvshmem|nvJitLink"
+)
 FUNCTION = re.compile(rf"(?:{NAMES})\w*")
 SONAME = re.compile(r"lib(?:cu(?!dastub)|nv|nccl)\w*\.so[.\d]*")
 # Looked for at run time by their names. CUDA's runtime leads to both, so that they are there by

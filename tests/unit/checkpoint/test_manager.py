@@ -418,7 +418,9 @@ def helper(*arguments):
 
 
 def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
-    """Every prefix of the files, in the order in which they are written, and every file cut short."""
+    """Every prefix of the files, in the order in which they are written, and every file
+    cut short.
+    """
     save(tmp_path / "whole", 1, 2)
     written = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
     for number, name in enumerate(written):
@@ -662,7 +664,9 @@ def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_says_so(
 
 
 def test_a_full_disk_leaves_the_last_point_whole_and_says_so(tmp_path, limits):
-    """A real full disk, where this process may mount one; the test above shows the same everywhere."""
+    """A real full disk, where this process may mount one; the test above shows the same
+    everywhere.
+    """
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -714,7 +718,7 @@ def test_training_may_change_the_tensors_as_soon_as_save_returns(tmp_path, async
     assert list(tree_then) == ["w", "strided", "grown"]
 
 
-def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_a_failure_is_raised_at_once(
+def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_raises_at_once(
     tmp_path, caplog, monkeypatch
 ):
     save(tmp_path, 1)

@@ -27,7 +27,7 @@ from torch.utils.data import (
 from adaptive_batch import distributed
 from adaptive_batch.data import AdaptiveBatches, Sampling
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.memory import device_memory
 from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.schedules import at_epochs, by_noise_scale, linear_ramp, steps
 from adaptive_batch.training import MicroBatchSizer
@@ -176,7 +176,7 @@ def test_an_epoch_may_be_sorted_by_length():
 
 def test_an_epoch_of_many_rows_begins_at_once():
     batches = AdaptiveBatches(Rows(50_000_000), 8)
-    with CountedMemory(torch.device("cpu")).measure([], budget_bytes=100 * 2**20):
+    with device_memory(torch.device("cpu")).measure([], budget_bytes=100 * 2**20):
         first = list(itertools.islice(batches, 500))
     taken = [row for rows in first for row in rows]
     assert len(set(taken)) == 4000

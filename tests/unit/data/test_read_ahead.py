@@ -224,6 +224,7 @@ def test_rows_that_are_not_expected_do_not_wait_for_those_that_are():
     assert len(dataset.by_thread) < 20
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_in_the_middle_of_a_row_can_read():
@@ -244,6 +245,7 @@ def test_a_fork_in_the_middle_of_a_row_can_read():
     wait_until(lambda: not threads())
 
 
+@pytest.mark.slow
 def test_a_process_ends_while_rows_are_read():
     code = """
 import time

@@ -116,6 +116,7 @@ def test_rows_are_handed_on_as_they_are(begins):
         assert reader.read([number])[0] is rows[number]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_its_order(shuffle):

@@ -248,7 +248,13 @@ def test_a_call_allocates_what_was_recorded_on_cuda(device, call, forward, backw
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 @pytest.mark.cuda_stack
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(name, marks=[] if name in ("rtx4090", "h100") else pytest.mark.slow)
+        for name in DEVICES
+    ],
+)
 @pytest.mark.parametrize(
     "calls",
     [GRID, drawn(300), PACKED, NORMS, IN_PLACE],

@@ -18,11 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from adaptive_batch.estimate import FakeDevice
 from adaptive_batch.memory import (
     MemoryCurve,
+    device_memory,
     optimizer_state_tensors,
     plain_tensors,
     storage_bytes,
 )
-from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import DryRun
 
 PLENTY = 2**40
@@ -37,7 +37,7 @@ def rehearsal(optimizer="AdamW fused", *, in_backward=False, accumulates=False, 
         forward_backward=partial(run, model, lambda batch: None),
         step=lambda: stepped(model, taking),
         accumulates=accumulates,
-        memory=CountedMemory(torch.device("cpu")),
+        memory=device_memory(torch.device("cpu")),
         budget_bytes=PLENTY,
     )
 

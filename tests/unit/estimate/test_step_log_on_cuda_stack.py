@@ -48,12 +48,18 @@ EQUAL = {
     "fp32, accumulated": ("llama3_2_1B", 1, 512, 3, ("dtype=fp32", PLAIN)),
     "sorted tokens, clipped": ("llama3_2_1B", 2, 2048, 1, ("clip_grad_norm=1.0",)),
     "in backward": ("llama3_2_1B", 2, 512, 1, ("optimizer_in_bwd=True", "optimizer.fused=null")),
-    "8B": ("llama3_1_8B", 1, 1024, 1, ("optimizer_in_bwd=False", "enable_activation_checkpointing=False", *SGD)),
+    "8B": (
+        "llama3_1_8B",
+        1,
+        1024,
+        1,
+        ("optimizer_in_bwd=False", "enable_activation_checkpointing=False", *SGD),
+    ),
     "tied, biased": ("qwen2_5_0_5B", 2, 700, 2, ()),
     "soft caps": ("gemma2_2B", 1, 512, 1, ()),
     "packed": ("llama3_2_1B", 4, (512, 37, 300, 1200), 1, PACKED),
     "packed alike, accumulated": ("qwen2_5_0_5B", 8, 128, 2, PACKED),
-}  # fmt: skip
+}
 
 OF_EQUAL_PEAK = {  # where some tensors are freed a place earlier or later
     "recomputed": ("llama3_2_1B", 2, 2048, 1, (RECOMPUTED,)),
@@ -63,11 +69,24 @@ OF_EQUAL_PEAK = {  # where some tensors are freed a place earlier or later
     "QLoRA": ("llama3_2_1B", 2, 512, 1, QLORA),
     "packed, recomputed": ("llama3_2_1B", 4, (512, 37, 300, 1200), 1, (*PACKED, RECOMPUTED)),
     "7B, recomputed": ("qwen2_5_7B", 1, 512, 1, ("optimizer_in_bwd=False", *SGD)),
-    "14B, recomputed": ("phi4_14B", 2, 300, 1, ("optimizer_in_bwd=True", "enable_activation_offloading=False", *SGD)),
-}  # fmt: skip
+    "14B, recomputed": (
+        "phi4_14B",
+        2,
+        300,
+        1,
+        ("optimizer_in_bwd=True", "enable_activation_offloading=False", *SGD),
+    ),
+}
+LONG = {"soft caps", "packed alike, accumulated", "14B, recomputed", "fp32, accumulated", "QLoRA"}
 
 
-@pytest.mark.parametrize("case", [*EQUAL, *OF_EQUAL_PEAK])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case in LONG else [])
+        for case in (*EQUAL, *OF_EQUAL_PEAK)
+    ],
+)
 def test_the_log_is_what_the_allocator_is_asked_for(case):
     name, rows, tokens, micro_batches, overrides = (EQUAL | OF_EQUAL_PEAK)[case]
     cfg = read(name, *overrides)

@@ -1,4 +1,6 @@
-"""The curve of two traces is the maximum of straight lines that made them, at every number of rows."""
+"""The curve of two traces is the maximum of straight lines that made them, at every
+number of rows.
+"""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def test_a_trial_of_evaluating_peaks_where_evaluating_between_two_steps_does(acc
 
 
 @pytest.mark.parametrize("frozen", [(), (0,), (0, 1)], ids=str)
-def test_each_module_is_tried_in_the_mode_that_training_has_it_in_and_evaluated_in_that_of_evaluation(
+def test_each_module_is_tried_in_its_mode_of_training_and_evaluated_in_that_of_evaluation(
     frozen,
 ):
     """As where normalization with running statistics is kept as it was before."""
@@ -490,7 +490,7 @@ def test_the_host_must_have_room_for_the_copies():
     assert model.weight.grad is gradient
 
 
-def test_where_an_allocator_has_a_cache_a_trial_is_whole_steps_of_varying_sizes_and_leaves_no_trace():
+def test_where_an_allocator_has_a_cache_a_trial_is_whole_steps_of_varying_sizes():
     training, said = Training(Case("AdamW")), []
 
     def steps(rows):

@@ -452,8 +452,10 @@ def test_a_resumed_run_must_go_on_where_its_steps_end():
 
 
 def test_records_without_row_numbers_cannot_be_proved():
-    records = [{key: value for key, value in record.items() if key != "rows" or record["kind"] == "start"}
-               for record in Run(batches=(4,)).records()]  # fmt: skip
+    records = [
+        {key: value for key, value in record.items() if key != "rows" or record["kind"] == "start"}
+        for record in Run(batches=(4,)).records()
+    ]
     found = audit_records(records)
     assert found.problems[:5] == tuple(
         f"step {step}: which rows it used is not recorded" for step in range(1, 6)

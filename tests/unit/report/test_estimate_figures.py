@@ -48,7 +48,9 @@ def length_of(
     resident=(1.0, 0.001, 2.0, 0.0),
     of_gradients=0.5,
 ):
-    """A plan whose lines are (fixed, a row) in GiB, of which a row's activations are four fifths."""
+    """A plan whose lines are (fixed, a row) in GiB, of which a row's activations are four
+    fifths.
+    """
     parts = Resident(*(int(part * GIB) for part in resident))
     breakdowns = tuple(
         MemoryBreakdown(
@@ -342,7 +344,8 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path):
         from adaptive_batch.report import write_estimate_picture
         from adaptive_batch.estimate import read_estimate
         try:
-            write_estimate_picture(read_estimate(Path(sys.argv[1], "estimate.json")), Path(sys.argv[1], "estimate.png"))
+            folder = Path(sys.argv[1])
+            write_estimate_picture(read_estimate(folder / "estimate.json"), folder / "estimate.png")
         except Exception as error:
             print(error)
         """)

@@ -1,4 +1,6 @@
-"""A report shows what was recorded, all of it and nothing else, on a page that needs no other file."""
+"""A report shows what was recorded, all of it and nothing else, on a page that needs no
+other file.
+"""
 
 import io
 import json
@@ -28,9 +30,17 @@ from adaptive_batch.report.run_figures import figures_of
 from adaptive_batch.report.run_history import Timeline
 
 EVERY_FIGURE = [
-    "probe", "batch_size", "micro_batches", "lr", "loss-over-samples", "loss-over-time", "padding", "tokens-per-second",
-    "peak-memory", "noise-scale",
-]  # fmt: skip
+    "probe",
+    "batch_size",
+    "micro_batches",
+    "lr",
+    "loss-over-samples",
+    "loss-over-time",
+    "padding",
+    "tokens-per-second",
+    "peak-memory",
+    "noise-scale",
+]
 
 
 def timeline_of(records: Records) -> Timeline:
@@ -74,6 +84,7 @@ def figures_in(page: str) -> list[str]:
 # --- what is on the page
 
 
+@pytest.mark.slow
 def test_every_figure_is_there_when_its_numbers_are(page):
     assert figures_in(page) == EVERY_FIGURE
     assert "Not recorded" not in page
@@ -101,6 +112,7 @@ def test_a_figure_without_numbers_is_left_out_and_named(metric, figures, title):
     assert title in missing[1]
 
 
+@pytest.mark.slow
 def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run():
     records = full_records()
     records.add("limit", message="longer rows: a micro-batch holds 4", before=8, after=4)
@@ -256,6 +268,7 @@ def test_the_picture_has_the_same_figures_and_is_not_blank(written):
 # --- restarts
 
 
+@pytest.mark.slow
 def test_steps_that_a_restart_rolled_back_are_apart():
     timeline = timeline_of(full_records())
     assert [step.number for step in timeline.steps] == list(range(1, 601))
@@ -354,7 +367,7 @@ def test_torn_lines_and_numbers_that_are_none_still_make_a_page(tmp_path):
     assert "loss-over-samples" in figures_in(page)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "value", ["nan", "inf", "-inf", 1e300, -1e300, 0, 1e-300, True, "text", [], 10**400]
 )
@@ -397,7 +410,7 @@ def test_a_probe_alone_makes_a_page(tmp_path):
     assert "No optimizer step" not in page
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"trials": 3}', '{"trials": [3, {"batch_size": "x"}]}']
 )
@@ -501,6 +514,7 @@ def run_command(*arguments, **environment):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [b"caf\xe9", "größe €".encode()], ids=["no UTF-8", "UTF-8"])
 @pytest.mark.parametrize(
     "environment", [{}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}], ids=str

@@ -1,4 +1,6 @@
-"""The page of a report, opened in a real Chromium: light, dark and on a phone; `pytest -m browser`."""
+"""The page of a report, opened in a real Chromium: light, dark and on a phone; `pytest -m
+browser`.
+"""
 
 import base64
 import io
@@ -56,7 +58,8 @@ MEASURE = r"""
     const [low, high] = [luminance(a), luminance(b)].sort((x, y) => x - y);
     return (high + 0.05) / (low + 0.05);
   };
-  const texts = [...document.querySelectorAll("h1, h1 small, dt, dd, p, li, figcaption, summary, th, td, footer")];
+  const texts = [...document.querySelectorAll(
+    "h1, h1 small, dt, dd, p, li, figcaption, summary, th, td, footer")];
   const labels = [...document.querySelectorAll("figure svg text")];
   return JSON.stringify({
     figures: [...document.querySelectorAll("figure > svg")].map((svg) => {
@@ -64,16 +67,21 @@ MEASURE = r"""
       const frame = svg.viewBox.baseVal;
       const spilt = [...svg.querySelectorAll("text")].filter((text) => {
         const at = text.getBoundingClientRect();
-        return at.left < box.left - 1 || at.right > box.right + 1 || at.top < box.top - 1 || at.bottom > box.bottom + 1;
+        return at.left < box.left - 1 || at.right > box.right + 1
+          || at.top < box.top - 1 || at.bottom > box.bottom + 1;
       });
-      return {name: svg.parentElement.id, width: box.width, height: box.height, title: svg.parentElement.querySelector("figcaption").textContent,
+      return {name: svg.parentElement.id, width: box.width, height: box.height,
+        title: svg.parentElement.querySelector("figcaption").textContent,
               scale: box.width / frame.width, spilt: spilt.map((text) => text.textContent)};
     }),
     contrasts: texts.map((e) => contrast(getComputedStyle(e).color, ground(e)))
       .concat(labels.map((e) => contrast(getComputedStyle(e).fill, ground(e)))),
-    lines: [...document.querySelectorAll("figure [id*='-line2d'] path")].map((e) => getComputedStyle(e).stroke)
-      .filter((stroke) => stroke.startsWith("rgb")).map((stroke) => contrast(stroke, ground(document.querySelector("figure")))),
-    label_pixels: labels.map((e) => parseFloat(getComputedStyle(e).fontSize) * Math.abs(e.ownerSVGElement.getScreenCTM().a)),
+    lines: [...document.querySelectorAll("figure [id*='-line2d'] path")]
+      .map((e) => getComputedStyle(e).stroke)
+      .filter((stroke) => stroke.startsWith("rgb"))
+      .map((stroke) => contrast(stroke, ground(document.querySelector("figure")))),
+    label_pixels: labels.map((e) => parseFloat(getComputedStyle(e).fontSize)
+      * Math.abs(e.ownerSVGElement.getScreenCTM().a)),
     scripts: document.scripts.length,
     page_width: document.documentElement.scrollWidth,
     window_width: innerWidth,
@@ -85,12 +93,15 @@ MEASURE = r"""
 
 
 class Browser:
-    """Chromium, spoken to over a pipe in the DevTools protocol: JSON messages that end with a zero byte."""
+    """Chromium, spoken to over a pipe in the DevTools protocol: JSON messages that end with a zero
+    byte.
+    """
 
     def __init__(self, profile):
         (its_input, write), (read, its_output) = os.pipe(), os.pipe()
         # The protocol lies on file descriptors 3 and 4, which only a program in between can give.
-        program = f"import os, sys; a, b = [os.dup2(e, 50 + n) for n, e in enumerate(({its_input}, {its_output}))]; "
+        ends = f"({its_input}, {its_output})"
+        program = f"import os, sys; a, b = [os.dup2(e, 50 + n) for n, e in enumerate({ends})]; "
         program += "os.dup2(a, 3); os.dup2(b, 4); os.execv(sys.argv[1], sys.argv[1:])"
         command = [sys.executable, "-c", program, CHROMIUM, *FLAGS, f"--user-data-dir={profile}"]
         self._process = subprocess.Popen(
@@ -133,7 +144,9 @@ class Browser:
         return json.loads(message)
 
     def open(self, path, *, scheme, width, media="screen"):
-        """The page as it is seen: what was measured in it, a picture of the whole of it, what happened meanwhile."""
+        """The page as it is seen: what was measured in it, a picture of the whole of it, what
+        happened meanwhile.
+        """
         self.events.clear()
         self.call(
             "Emulation.setEmulatedMedia",
@@ -151,8 +164,11 @@ class Browser:
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self.events.append(self._receive())
         seen = json.loads(self.call("Runtime.evaluate", expression=MEASURE)["result"]["value"])
-        shot = self.call("Page.captureScreenshot", captureBeyondViewport=True,
-                         clip={"x": 0, "y": 0, "width": width, "height": seen["height"], "scale": 1})  # fmt: skip
+        shot = self.call(
+            "Page.captureScreenshot",
+            captureBeyondViewport=True,
+            clip={"x": 0, "y": 0, "width": width, "height": seen["height"], "scale": 1},
+        )
         return seen, base64.b64decode(shot["data"]), list(self.events)
 
     def close(self):

@@ -15,6 +15,7 @@ from adaptive_batch import schedules as growth
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import (
     EXAMPLES,
+    ClampedBatch,
     Progress,
     batch_schedules,
     by_noise_scale,
@@ -25,7 +26,6 @@ from adaptive_batch.schedules import (
     request_batch,
     steps,
 )
-from adaptive_batch.schedules.batch_rules import ClampedBatch
 
 batches = st.integers(1, 4096)
 

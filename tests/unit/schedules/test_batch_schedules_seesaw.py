@@ -134,7 +134,7 @@ def test_a_warm_up_is_not_touched():
     assert [rate for _, _, rate in steps[:100]] == [0.1 * (step / 100) for step in range(100)]
 
 
-def test_in_steps_of_two_the_batch_doubles_where_the_schedule_has_halved_and_the_rate_is_divided_by_root_2():
+def test_in_steps_of_two_the_batch_doubles_where_the_schedule_has_halved_and_the_rate_follows():
     schedule = half_cosine()
     steps = trained(schedule, factor=2)
     grown = {}  # the first step of each batch but the last, which the end cuts

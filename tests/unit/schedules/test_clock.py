@@ -84,7 +84,9 @@ def test_a_plan_that_is_open_counts_what_ends_the_epoch_first():
 
 
 def after_warmup(clock, *, ended_at, warmup, total):
-    """The clock of a warm-up in steps that was over when the decay, in samples, was at `ended_at`."""
+    """The clock of a warm-up in steps that was over when the decay, in samples, was at
+    `ended_at`.
+    """
     plan = EpochPlan.of(2 * 10**6, step_rows=1, drop_last=False)
     training = TrainingClock(Clock("steps", "samples"), warmup_steps=warmup, total_steps=total)
     training.load_state_dict({"warmup_ended_at": ended_at})

@@ -1,4 +1,6 @@
-"""The gradient noise scale: unbiased parts, and the right number where it is known in closed form."""
+"""The gradient noise scale: unbiased parts, and the right number where it is known in
+closed form.
+"""
 
 import itertools
 import json
@@ -212,7 +214,7 @@ class MeanEstimation:
         )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     ("true", "capacity", "big", "settings"),
@@ -248,8 +250,9 @@ def estimated(problem, sampler, steps, *, order=lambda rows: rows):
     return scale.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["padded", "grouped", "packed"])
-@pytest.mark.parametrize("true", [16.0, pytest.param(4.0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("true", [16.0, pytest.param(4.0, marks=pytest.mark.nightly)])
 def test_by_tokens_within_a_tenth_of_the_closed_form(true, kind, one_thread):
     problem = TokenMeans(noise_scale=true, seed=1)
     assert estimated(problem, problem.sampler(BY_TOKENS, kind), 400) == pytest.approx(true, rel=0.1)

@@ -141,7 +141,7 @@ def test_a_file_that_cannot_be_read_is_as_good_as_none(small: SmallSetup, own_ca
         assert searched(small, "probe.device_memory=8MiB").trials == first.trials
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -22,6 +22,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import (
     Job,
     Settings,
+    check_scheduler,
     set_up_terminal,
     use_shipped_config,
     without_effect,
@@ -35,7 +36,6 @@ from adaptive_batch.torchtune.checks import (
     complete,
 )
 from adaptive_batch.torchtune.config_errors import check_file, plainly
-from adaptive_batch.torchtune.rate import check_scheduler
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 FULL = sorted(
@@ -406,13 +406,22 @@ def test_what_a_configuration_lacks_is_one_line_wherever_it_is_asked_for(capsys,
     set_up_terminal()
     cfg = OmegaConf.create({"output_dir": "${nowhere}/x", "checkpointer": {}})
     for read, said in (
-        (lambda: cfg.metric_logger, "SettingError: metric_logger=None: it is missing; give a block with _component_, as in "
-         "torchtune's full fine-tune configs"),
+        (
+            lambda: cfg.metric_logger,
+            "SettingError: metric_logger=None: it is missing; give a block with _component_, as in "
+            "torchtune's full fine-tune configs",
+        ),
         (lambda: cfg.shuffle, "SettingError: shuffle=None: it is missing; give True or False"),
-        (lambda: cfg.checkpointer.output_dir, "SettingError: checkpointer.output_dir=None: it is missing; give "),
-        (lambda: cfg.output_dir, "SettingError: output_dir='${nowhere}/x': Interpolation key 'nowhere' not found; give it a "
-         "value of its own"),
-    ):  # fmt: skip
+        (
+            lambda: cfg.checkpointer.output_dir,
+            "SettingError: checkpointer.output_dir=None: it is missing; give ",
+        ),
+        (
+            lambda: cfg.output_dir,
+            "SettingError: output_dir='${nowhere}/x': Interpolation key 'nowhere' not found; give"
+            " it a value of its own",
+        ),
+    ):
         error = caught(read)
         sys.excepthook(type(error), error, None)
         (line,) = capsys.readouterr().err.strip().splitlines()

@@ -19,7 +19,7 @@ from adaptive_batch._util import atomic_write
 from adaptive_batch.checkpoint import SkippedCheckpoint, changed_content
 from adaptive_batch.distributed import launch_name
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.torchtune.checkpoints import Checkpoints
+from adaptive_batch.torchtune import Checkpoints
 from adaptive_batch.torchtune.epoch_checkpoints import (
     EpochCheckpoints,
     inspect_epoch,
@@ -177,9 +177,7 @@ def test_an_extra_file_is_not_loaded(block, out):
     assert [path.name for path in inspect_epoch(block).weights] == [WEIGHTS.rpartition("/")[2]]
 
 
-def test_a_corrupt_state_without_a_manifest_is_named_without_its_bytes_or_the_advice_to_allow_everything(
-    block, out
-):
+def test_a_corrupt_state_without_a_manifest_is_named_without_its_bytes_or_torchs_advice(block, out):
     shutil.rmtree(out / "epoch_0")
     for content in (b"\x80\x02c__builtin__\nprint\n\x07.", bytes(range(256)) * 20, b""):
         (out / STATE).write_bytes(content)
@@ -216,7 +214,9 @@ def test_each_of_several_files_of_weights_is_checked(block, small, tmp_path):
 
 @pytest.fixture
 def of_torchtune(block, out):
-    """As a recipe of torchtune's own has it: no checksums, and no word of ours in the recipe state."""
+    """As a recipe of torchtune's own has it: no checksums, and no word of ours in the
+    recipe state.
+    """
     (out / "epoch_0" / "adaptive_batch.json").unlink()
     state = torch.load(out / STATE, weights_only=True)
     del state["adaptive_batch"]

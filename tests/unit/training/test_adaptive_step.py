@@ -690,7 +690,9 @@ def test_a_whole_batch_that_does_not_fit_even_in_the_check_is_compared_in_smalle
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_a_batch_of_which_a_third_fits_trains_like_one_that_fits(backward):
-    """Loss and weights of several steps, with memory that runs out in each size that is too large."""
+    """Loss and weights of several steps, with memory that runs out in each size that is
+    too large.
+    """
     weights, losses = [], []
     for most_rows in (10**9, 4):
         model = decoder()
@@ -801,7 +803,9 @@ def half_loss(model: nn.Module, batch: Any, number: int) -> torch.Tensor:
 
 
 def scale_trace(*, most_rows: int | None) -> tuple[list[float], list[float]]:
-    """Scales and losses of 12 steps in float16; of a plain loop where no number of rows is given."""
+    """Scales and losses of 12 steps in float16; of a plain loop where no number of rows
+    is given.
+    """
     model = decoder()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.memory import device_memory
 from adaptive_batch.training import AdaptiveStep, find_max_batch_size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -68,7 +68,7 @@ def peaks_by_hand(*, accumulates: bool = False) -> list[int]:
             if parameter.grad is not None
         ]
         resident = [*training.model.parameters(), *training.model.buffers(), *gradients, *state]
-        with CountedMemory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
+        with device_memory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
             training.forward_backward(sample(number))
         training.optimizer.zero_grad()
         peaks.append(usage.peak_bytes)

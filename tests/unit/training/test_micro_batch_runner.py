@@ -62,7 +62,9 @@ def gradients(batch, capacity, **settings):
 
 
 def relative_error(found, expected):
-    """Of the largest difference to the largest gradient; some gradients are zero but for rounding."""
+    """Of the largest difference to the largest gradient; some gradients are zero but for
+    rounding.
+    """
     assert [gradient is None for gradient in found] == [gradient is None for gradient in expected]
     pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
     if not pairs:
@@ -82,6 +84,7 @@ SHAPES = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES)
 @settings(max_examples=150)
 def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity, shapes):

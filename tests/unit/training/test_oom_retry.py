@@ -39,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(
-    "nested", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "twice"]
+    "nested", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["once", "twice"]
 )
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize(("unit", "adapters"), [("rows", ""), ("tokens", ""), ("rows", "LoRA")])

@@ -197,7 +197,7 @@ def test_what_longer_rows_allow_is_never_grown_over():
 
 
 @pytest.mark.parametrize("again", [2, 3], ids=["while its cache fills", "for long"])
-def test_a_limit_that_only_just_fits_is_eased_again_after_it_grew_back_where_the_allocator_goes_on_asking(
+def test_a_limit_that_only_just_fits_is_eased_again_after_it_grew_back(
     again,
 ):
     asks = [1, *[0] * 5, *[1] * again, *[0] * 20]  # in a step
