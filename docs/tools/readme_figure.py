@@ -1,6 +1,8 @@
-"""Draws the README's figure from a run of the demo: `make demo`, then `python docs/tools/readme_figure.py`.
+"""Draws the README's figure from a run of the demo: `make demo`, then `python
+docs/tools/readme_figure.py`.
 
-It has two of the figures that `python -m adaptive_batch report` draws, on a white ground so that it can be read on a dark page too.
+It has two of the figures that `python -m adaptive_batch report` draws, on a white ground so that it
+can be read on a dark page too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the site has beside docs/: README.md is its first page, and files that pages link to lie where they do in the repository.
+"""What the site has beside docs/: README.md is its first page, and files that pages link to lie
+where they do in the repository.
 
-Links are written from a file's own place, so that they work where a repository is read. Here they are turned to where the
-files lie on the site, and so mkdocs checks every one of them.
+Links are written from a file's own place, so that they work where a repository is read. Here they
+are turned to where the files lie on the site, and so mkdocs checks every one of them.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def folder_of(file: File) -> PurePosixPath:
 
 
 def place_on_site(folder: PurePosixPath, target: str) -> str:
-    """Where the target of a link lies on the site, seen from its upper folder, in which every page lies.
+    """Where the target of a link lies on the site, seen from its upper folder, in which every
+    page lies.
 
     Args:
         folder: of the page, from the repository's root.
