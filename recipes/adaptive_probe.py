@@ -91,6 +91,7 @@ def probe(
         return []
     job, data, bounds, trainer = build(cfg, watch, builder)
     results = []
+    fitting_lengths = []
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
@@ -111,6 +112,7 @@ def probe(
             )
         )
         results.append(result)
+        fitting_lengths.append(length)
     if refused and not results:
         raise refused
     if len(results) > 1:
@@ -120,7 +122,7 @@ def probe(
     if settings.probe.tune:
         # The other settings need their memory.
         del bounds, data, trainer
-        tune(job, result, watch)
+        tune(job, result, fitting_lengths[-1], watch)
         return results
     advice = advise(job, data, result, batch_size=batch_size)
     if advice:
@@ -128,15 +130,20 @@ def probe(
     return results
 
 
-def tune(job: Job, result: ProbeResult, watch: Watchdog | None) -> None:
+def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | None) -> None:
     """Search and time the configuration as it is and the joint settings that an estimate puts
     first; print a table, the fastest first.
+
+    Args:
+        job: job of the search.
+        result: result of the search at this length.
+        length: ``longest``, ``max_seq_len`` or a number of tokens.
+        watch: watchdog of this rank, of several.
     """
     estimated = estimate_spending(job, result, job.settings.probe.maximum)[1:]
     joint = [(overrides, fit) for overrides, fit, _ in estimated if fit.max_batch_size]
     joint.sort(key=lambda entry: -(entry[1].modelled_tokens_per_second or 0))
     lines = []
-    length = result.sequence_length
     for overrides in [(), *(overrides for overrides, _ in joint[:3])]:
         name = " ".join(overrides) or "(as it is)"
         # This gives back the memory of the last.
@@ -154,9 +161,14 @@ def tune(job: Job, result: ProbeResult, watch: Watchdog | None) -> None:
                 raise
             say(f"{name}: {error}")
             continue
-        speed = tokens_per_second(trainer, found, bounds.rows_of(length).first(found.batch_size))
+        speed = tokens_per_second(
+            trainer, found, bounds.rows.of_length(length).first(found.batch_size)
+        )
         peak = format_bytes(found.peak_bytes() or 0)
         lines.append((speed, f"{found.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides))
+    if not lines:
+        say("no setting fits now that the search has ended, not even the configuration as it is")
+        return
     lines.sort(reverse=True)
     say(
         "\n".join(

@@ -2,7 +2,7 @@
 
 from .adapter_model import AdapterModel, builder_of
 from .advice import advise, estimate_spending, tokens_per_second
-from .bound_finder import BoundFinder, left_by_rounding, settings_name
+from .bound_finder import BoundFinder, left_by_rounding
 from .checkpoints import Checkpoints
 from .checks import check_output_dir, without_effect, without_effect_on
 from .config_errors import instantiate
@@ -25,6 +25,7 @@ from .log import TrainingLog
 from .lost_run import LostRun
 from .model import FullModel, ModelBuilder
 from .preview import TrainingPreview
+from .probe_cache import settings_name
 from .rate import build_rate, check_scheduler, couple_batch
 from .resumed_run import ResumedRun
 from .run_saver import RunSaver

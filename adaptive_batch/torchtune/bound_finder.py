@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
-import sys
-import time
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from adaptive_batch import distributed
-from adaptive_batch._util import count, fingerprint, format_bytes, installed_version
-from adaptive_batch.data import EpochPlanner, longest_rows
+from adaptive_batch._util import count, format_bytes
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import MemoryCurve, RandomState, budget_bytes
-from adaptive_batch.probe import CachedCurve, ProbeResult, load_latest, load_result, save_result
-from adaptive_batch.schedules import Progress
+from adaptive_batch.memory import budget_bytes
+from adaptive_batch.probe import ProbeResult, load_latest
 from adaptive_batch.training import (
     BoundSearch,
     Choices,
@@ -33,47 +23,14 @@ from adaptive_batch.training import (
     find_in_step,
 )
 
-from .config_errors import as_dict
 from .data import Data
-from .fake_run import expected_curve
 from .job import Job
 from .lost_run import TRIALS, LostRun
-from .sources import sources_of
+from .probe_cache import ProbeCache, settings_name
 from .trainer import Trainer
+from .trial_rows import TrialRows
 
 log = logging.getLogger("adaptive_batch")
-
-# What a trial's memory depends on, of the configuration. A cached bound is found by a fingerprint
-# of it.
-_MEMORY_KEYS = [
-    "model",
-    "optimizer",
-    "loss",
-    "collate_fn",
-    "dtype",
-    "compile",
-    "clip_grad_norm",
-    "optimizer_in_bwd",
-    "pad_to_multiple_of",
-    "fused_rms_norm",
-    "enable_activation_checkpointing",
-    "enable_activation_offloading",
-    "ac_mode",
-    "ac_option",
-    "custom_sharded_layers",
-    "fsdp_cpu_offload",
-    "fsdp_reshard_after_forward",
-    "sync_gradients_every_micro_batch",
-    "tensor_parallel_dim",
-    "tensor_parallel_plan",
-]
-
-# Numbers of an optimizer by which its memory depends on whether they are zero: momentum has a
-# buffer, weight decay may have one.
-_RATES = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay")
-
-_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
 class BoundFinder:
@@ -91,6 +48,7 @@ class BoundFinder:
     Attributes:
         path: file ``probe.json``, whose results are taken after one trial where they depend on the
             same things.
+        rows: rows of trials.
     """
 
     def __init__(
@@ -99,7 +57,7 @@ class BoundFinder:
         self._job = job
         self._data = data
         self.settings = job.settings
-        self._trials: dict[int | str, WorstRows] = {}
+        self.rows = TrialRows(job, data)
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
         self._watch = watch
         self._half_of_lost: dict[str, int | None] = {}
@@ -107,7 +65,7 @@ class BoundFinder:
             self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS}
 
     def check(self) -> None:
-        """Choose the rows of trials; refuse settings that the model or the data do not allow.
+        """Read the rows of trials; refuse settings that the model or the data do not allow.
 
         Raises:
             SettingError: a probed length is beyond the model's, the memory allowed is below what
@@ -116,7 +74,7 @@ class BoundFinder:
         """
         settings = self.settings
         self._check_configured_batch()
-        self._choose_rows()
+        self.rows.check()
         if settings.validation and settings.validation.fits_itself:
             # Lengths are read now, so that a row that the model does not take is refused now.
             _ = self._data.dataset_val.lengths
@@ -136,27 +94,6 @@ class BoundFinder:
                 f" allow; give {largest_batch} or less"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
-
-    def _choose_rows(self) -> None:
-        """Choose the rows of each probed length; refuse those that the model does not take."""
-        probe = self.settings.probe
-        longest = self._job.max_seq_len or sys.maxsize
-        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
-            key = "probe.sequence_lengths"
-            if length == probe.sequence_length:
-                key = "probe.sequence_length"
-            if isinstance(length, int) and length > longest:
-                raise SettingError(
-                    key, length, f"the model takes {count(longest, 'token')} at most"
-                )
-            rows = self.rows_of(length)
-            self._trials[length] = rows
-            if rows.length > longest:
-                remedy = (
-                    f"rows have up to {count(rows.length, 'token')}, and the model takes {longest}"
-                    f" at most; set tokenizer.max_seq_len={longest} or less"
-                )
-                raise SettingError(key, length, remedy)
 
     def _check_weights_fit(self) -> None:
         """Refuse an allowance of memory that does not hold the model's weights."""
@@ -244,7 +181,7 @@ class BoundFinder:
         several = self.has_several or (
             settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
         )
-        rows = self._trials.get(length) or self.rows_of(length)
+        rows = self.rows.of_length(length)
 
         def find(accumulates: bool) -> ProbeResult:
             is_first = accumulates == several
@@ -328,8 +265,7 @@ class BoundFinder:
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""
         probe = self.settings.probe
-        worst = self._trials.get(probe.sequence_length) or self.rows_of(probe.sequence_length)
-        tokens = worst.length
+        tokens = self.rows.probed().length
         if probe.assumed_maximum is not None:
             rows = min(probe.assumed_maximum, self.most_rows)
             return rows, tokens, "probe.assumed_maximum says so"
@@ -358,21 +294,11 @@ class BoundFinder:
         Raises:
             DoesNotFitError: one row does not fit.
         """
-        data = self._data
-        order = longest_rows(data.dataset_val.lengths, len(data.dataset_val.lengths))
-        tokens = int(data.dataset_val.lengths[order[0]])
-        made: list[dict[str, Any]] = []
-
-        def rows(size: int) -> list[dict[str, Any]]:
-            made.extend(data.dataset_val[row] for row in order[len(made) : size])
-            return made[:size]
-
-        usable_rows = min(len(order), self.settings.probe.maximum)
+        usable_rows = min(len(self._data.dataset_val), self.settings.probe.maximum)
         safe_rows = self._half_of_lost.get("trial_rows_val") or usable_rows
-        name = f"one row of {count(tokens, 'token')} of dataset_val, even without gradients,"
         return self._find(
             trainer,
-            WorstRows(rows, tokens, name),
+            self.rows.of_validation(),
             maximum=min(usable_rows, safe_rows),
             accumulates=False,
             evaluates=True,
@@ -399,24 +325,21 @@ class BoundFinder:
             round_to_power_of_two=rounds,
             memory_key="probe.device_memory",
         )
-        shapes = self._shapes_of(rows)
-        described_choices = asdict(choices) if choices else None
-        conditions = [options.maximum, accumulates, rounds, shapes, described_choices]
-        curve_name = self._curve_name(rows.length, shapes, accumulates, evaluates)
-        cache = _Cache(
+        cache = ProbeCache(
             self._job,
             self._data,
             rows,
-            conditions,
-            CachedCurve(curve_name, on=probe.cache),
-            estimates=not evaluates,
+            shapes=self.rows.shapes(rows),
+            maximum=options.maximum,
+            accumulates=accumulates,
+            rounds=rounds,
+            evaluates=evaluates,
+            choices=choices,
             path=self.path if keeps_result else None,
         )
         evaluation = None
         if evaluates:
-            evaluation = Evaluation(
-                partial(self._evaluate, trainer, rows), self._trials[probe.sequence_length]
-            )
+            evaluation = Evaluation(partial(self._evaluate, trainer, rows), self.rows.probed())
         search = BoundSearch(
             trainer.tried(),
             rows,
@@ -437,217 +360,12 @@ class BoundFinder:
         length = data.shapes_val.padded(rows.length)
         return runner.evaluate(tried, loss=data.loss_val(runner.loss), length=length, is_trial=True)
 
-    def _curve_name(self, tokens: int, shapes: Any, accumulates: bool, evaluates: bool) -> str:
-        """Return a name for everything that a peak depends on, whatever may be used."""
-        configured = as_dict(self._job.cfg)
-        device = self._job.device
-        # Both decide whether gradients are kept for the noise scale.
-        noise_keys = {
-            key: configured.get(key) for key in ("log_gradient_noise_scale", "batch_size_schedule")
-        }
-        sources = sources_of({**memory_keys(configured), **noise_keys})
-        # Another device has other kernels, which need another workspace.
-        kernels = []
-        if device.type == "cuda":
-            kernels = [
-                torch.cuda.get_device_name(device),
-                *torch.cuda.get_device_capability(device),
-            ]
-        return fingerprint(
-            _conditions(self._job, self._data, tokens),
-            noise_keys,
-            sources,
-            kernels,
-            accumulates,
-            evaluates,
-            shapes,
-        )
-
-    def _shapes_of(self, rows: WorstRows) -> Any:
-        # Reading a row of some datasets draws random numbers, which training must not miss.
-        random_state = RandomState(self._job.device)
-        shapes = _shapes(self._data.collate(rows.first(1)))
-        random_state.restore()
-        return shapes
-
     def limit(self, doing: str) -> AbstractContextManager[object]:
         """Return a context that ends all ranks where one does not end its trial in time."""
         seconds = self.settings.probe.trial_timeout
         if self._watch is None:
             return nullcontext()
         return self._watch.limit(seconds, doing)
-
-    def rows_of(self, length: int | str) -> WorstRows:
-        """Return the rows of trials of a length."""
-        lengths = self._data.dataset.lengths
-        order = longest_rows(lengths, len(lengths))
-        longest = int(lengths[order[0]])
-        if length == "max_seq_len":
-            limit = getattr(self._data.tokenizer, "max_seq_len", None)
-            if limit is None:
-                raise SettingError(
-                    "probe.sequence_length",
-                    length,
-                    "the tokenizer has no max_seq_len; set it, or give a number",
-                )
-            length = int(limit)
-        target = longest if length == "longest" else int(length)
-        made: list[dict[str, Any]] = []
-
-        def rows(count: int) -> list[dict[str, Any]]:
-            while len(made) < count:
-                row = self._data.dataset[order[len(made)]]
-                made.append(row if length == "longest" else _resized(row, target))
-            return made[:count]
-
-        # The order of an epoch is made only where a search asks for it, and once.
-        cached_order = cache(partial(self.order, target))
-
-        def in_order(begin: int, number: int) -> list[dict[str, Any]]:
-            numbers = cached_order()
-            if not numbers:
-                return rows(number)
-            places = [place % len(numbers) for place in range(begin, begin + number)]
-            return [self._data.dataset[numbers[place]] for place in places]
-
-        return WorstRows(rows, target, f"one row of {count(target, 'token')}", in_order)
-
-    def order(self, longest: int) -> list[int]:
-        """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
-        data = self._data
-        # A schedule changes the order little, and may need a rate, which is not there yet.
-        batching = replace(data.batching(), batch_size_schedule=None)
-        divisible = data.shapes.uniform in ("rows", "both")
-        epochs = EpochPlanner(
-            data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible
-        )
-        order = epochs.order(Progress())[:]
-        numbers: list[int] = order[data.dataset.lengths[order] <= longest].tolist()
-        return numbers
-
-
-class _Cache:
-    """Results of earlier searches of the same trials.
-
-    Bounds lie in ``probe.json``, peaks in a curve.
-
-    Args:
-        job: job of the run.
-        data: rows of the run.
-        rows: rows of the trials.
-        conditions: values that the result depends on beside the settings.
-        curve: curve of the peaks of these trials.
-        estimates: flag that lets a curve be estimated that is not known.
-        path: file of the results; None keeps none.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        data: Data,
-        rows: WorstRows,
-        conditions: list[Any],
-        curve: CachedCurve,
-        *,
-        estimates: bool,
-        path: Path | None,
-    ) -> None:
-        self._job = job
-        self._rows = rows
-        self._conditions = conditions
-        self._curve = curve
-        self._estimates = estimates
-        self._path = path if job.settings.probe.cache else None
-        self._writes = path
-        self._settings = settings_name(job, data, rows.length)
-
-    def known(self, budget: int) -> ProbeResult | None:
-        """Return the result of a search within about the same budget, in bytes; None for none."""
-        if self._path is None:
-            return None
-        return load_result(self._path, fingerprint=self._name(budget))
-
-    def expected(self) -> MemoryCurve | None:
-        """Return the curve of earlier trials, or else the estimate of it."""
-        curve = self._curve.read()
-        if curve is None:
-            curve = self._estimate()
-            if curve is not None:
-                self._curve.write(curve)
-        return curve
-
-    def learn(self, result: ProbeResult) -> None:
-        """Keep what a search has found, unless it was known."""
-        if result.from_cache:
-            return
-        self._curve.learn(result.trials)
-        if self._writes and distributed.is_rank_zero():
-            save_result(
-                result,
-                self._writes,
-                fingerprint=self._name(result.budget_bytes),
-                settings=self._settings,
-            )
-
-    def _name(self, budget: int) -> str:
-        allocator = [self._job.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
-        # What is available moves a little from run to run; a bound is worth the same within a
-        # hundredth of it.
-        about = round(math.log(max(1, budget), 1.01))
-        return fingerprint(self._settings, allocator, *self._conditions, about)
-
-    def _estimate(self) -> MemoryCurve | None:
-        """Return the estimated curve of peaks; None where two trials tell, or where it fails."""
-        job = self._job
-        probe = self._job.settings.probe
-        # Memory that is counted to the byte lies on a line, which two trials show.
-        is_counted = job.memory.granularity_bytes == 1
-        if is_counted or not self._estimates or distributed.world_size() > 1:
-            return None
-        if probe.search != "predict" or not probe.cache:
-            return None
-        start = time.perf_counter()
-        accumulates = self._conditions[1]
-        try:
-            curve = expected_curve(
-                job.cfg,
-                job.settings,
-                self._rows.first,
-                accumulates=accumulates,
-                builder=job.builder,
-            )
-        except Exception as error:
-            # The estimate only shortens the search, so no failure of it may end the run.
-            log.info(
-                "searching without an estimate, which could not be made: %s: %s",
-                type(error).__name__,
-                error,
-            )
-            return None
-        log.info(
-            "estimated on fake tensors in %.1f s what trials should peak at",
-            time.perf_counter() - start,
-        )
-        return curve
-
-
-def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
-    """Return a name for the settings that a bound depends on, for rows of so many tokens."""
-    probe = job.settings.probe
-    return fingerprint(
-        _conditions(job, data, tokens), probe.search, probe.device_memory, probe.headroom
-    )
-
-
-def _conditions(job: Job, data: Data, tokens: int) -> list[Any]:
-    """Return the configured values that a trial's memory depends on."""
-    ranks = [distributed.data_parallel_size(), distributed.world_size()]
-    return [
-        memory_keys(as_dict(job.cfg)),
-        {name: installed_version(name) for name in _PACKAGES},
-        f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
-        [tokens, data.packed, str(job.cfg.device), *ranks],
-    ]
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:
@@ -661,55 +379,7 @@ def left_by_rounding(bound: int, batch_size: int) -> str:
     return f"{unused}; probe.round_to_power_of_two=False trains with all of them"
 
 
-def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration as far as memory depends on it.
-
-    A sweep of learning rates is one to a cached bound.
-    """
-    keys = {key: configured.get(key) for key in _MEMORY_KEYS}
-    keys["clip_grad_norm"] = keys["clip_grad_norm"] is not None
-    optimizer = dict(configured["optimizer"])
-    for key in _RATES:
-        if key in optimizer:
-            optimizer[key] = _are_zero(optimizer[key])
-    keys["optimizer"] = optimizer
-    return keys
-
-
-def _are_zero(value: Any) -> Any:
-    """Return whether each number is zero; return anything else as it is."""
-    if isinstance(value, list):
-        return [_are_zero(part) for part in value]
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return value
-    return value == 0
-
-
 def _half(rows: int | None) -> int | None:
     if not rows:
         return rows
     return max(1, rows // 2)
-
-
-def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return a row of text cut or repeated to so many tokens."""
-    # A picture of a row can be neither cut nor repeated with its text.
-    extra_fields = sorted(set(row) - {"tokens", "labels", "mask"})
-    if extra_fields:
-        raise SettingError(
-            "probe.sequence_length",
-            length,
-            f"rows with {', '.join(extra_fields)} have a length of their own; use longest",
-        )
-    return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
-
-
-def _shapes(batch: Any) -> Any:
-    """Return shape and dtype of each tensor in a batch, nested as they are."""
-    if isinstance(batch, torch.Tensor):
-        return [list(batch.shape), str(batch.dtype)]
-    if isinstance(batch, Mapping):
-        return {str(key): _shapes(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [_shapes(value) for value in batch]
-    return type(batch).__name__

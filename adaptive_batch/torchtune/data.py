@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from typing import Any
@@ -265,17 +265,27 @@ class Data:
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured."""
         settings = self._settings
-        names = [field.name for field in fields(Batching)]
-        same = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
         # The seed of torchtune's sampler.
         if settings.sample_order == "dataloader":
             seed = 0
-        same |= {
-            "shuffle": bool(self._job.cfg.shuffle),
-            "seed": seed,
-            "max_steps_per_epoch": max_steps_per_epoch,
-        }
-        return Batching(**same)
+        return Batching(
+            batch_size=settings.batch_size,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            batch_tokens=settings.batch_tokens,
+            batch_increase_function=settings.batch_increase_function,
+            batch_size_schedule=settings.batch_size_schedule,
+            grow_beyond_maximum=settings.grow_beyond_maximum,
+            shuffle=bool(self._job.cfg.shuffle),
+            seed=seed,
+            sample_order=settings.sample_order,
+            sample_window=settings.sample_window,
+            min_rows_per_batch=settings.min_rows_per_batch,
+            max_rows_per_batch=settings.max_rows_per_batch,
+            long_rows=settings.long_rows,
+            drop_last=settings.drop_last,
+            max_steps_per_epoch=max_steps_per_epoch,
+            epochs=settings.epochs,
+        )
 
     def check_rows(self) -> None:
         """Refuse fewer rows than a step takes, rows that tokens do not measure or allow, and

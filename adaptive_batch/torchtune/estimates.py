@@ -331,7 +331,7 @@ class _Step:
 
     def _rows_of(self, bounds: BoundFinder, length: int | str) -> tuple[Rows, int]:
         if self.run.reads_data:
-            worst = bounds.rows_of(length)
+            worst = bounds.rows.of_length(length)
             tokens = worst.length
 
             # Also more rows than the dataset has.
@@ -392,7 +392,7 @@ class _Step:
         shorter = sorted(map(int, lengths))[len(lengths) // 2]
         if tokens - shorter < _LEAST_SHORTER:
             return None
-        drawn = [int(lengths[row]) for row in self._bounds.order(tokens)]
+        drawn = [int(lengths[row]) for row in self._bounds.rows.order(tokens)]
         short = self.run.forward_backward(self._rows_of(self._bounds, shorter)[0])
         traces_alike(self._step, short)
 

@@ -34,7 +34,7 @@ from adaptive_batch.schedules import (
     parse_reference,
     rate_rule,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS
+from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES
 
 from .checks import check_together
 from .config_errors import as_dict
@@ -53,8 +53,6 @@ from .keys import (
     table,
 )
 from .names import check_names
-
-SEARCHES = ("predict", "binary", "halve")
 
 
 def _length(name: str, value: Any) -> int | str:

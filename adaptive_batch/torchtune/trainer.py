@@ -196,11 +196,17 @@ class Trainer:
 
     def tried(self) -> TriedStep:
         """Return the step that a search tries."""
+        runner = self.runner
         keeps_gradients = (
             not self._job.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1
         )
-        return self.runner.tried(
-            self.in_backward or self.optimizer, keeps_gradients=keeps_gradients
+        return TriedStep(
+            runner,
+            self.in_backward or self.optimizer,
+            runner.try_rows,
+            runner.clip,
+            row_length=runner.loss.row_length,
+            keep_gradients=runner.keep_gradients if keeps_gradients else None,
         )
 
     def try_step(self) -> None:

@@ -2,7 +2,7 @@
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question, differences, same_answers
-from .bound_search import BoundSearch, ProbeOptions, find_in_step, find_max_batch_size
+from .bound_search import SEARCHES, BoundSearch, ProbeOptions, find_in_step, find_max_batch_size
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
@@ -21,6 +21,7 @@ from .trials import Evaluation, TriedStep, WorstRows
 
 __all__ = [
     "ON_NONFINITE_LOSS",
+    "SEARCHES",
     "AdaptiveLoop",
     "AdaptiveRate",
     "AdaptiveStep",

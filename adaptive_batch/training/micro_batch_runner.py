@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
-from adaptive_batch.memory import OptimizerInBackward
 from adaptive_batch.schedules import NoiseSample, squared_norm
 
 from .agreement import Division, Question
@@ -29,7 +27,6 @@ from .packing import rows_apart, why_not_packed
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
 from .step_runner import StepRunner
-from .trials import TriedStep
 
 Row = Any
 Batch = dict[str, Any]
@@ -192,21 +189,6 @@ class MicroBatchRunner(StepRunner):
         if self._measures_noise:
             self.try_rows(rows)
         self.try_rows(rows, is_last=False)
-
-    def tried(
-        self, optimizer: Optimizer | OptimizerInBackward, *, keeps_gradients: bool = False
-    ) -> TriedStep:
-        """Return the step that a search tries.
-
-        Args:
-            optimizer: optimizer of the model's parameters, or the optimizers in backward.
-            keeps_gradients: whether unsharded gradients are there between the micro-batches of a
-                step.
-        """
-        keep_gradients = self.keep_gradients if keeps_gradients else None
-        return TriedStep(
-            self, optimizer, self.try_rows, self.clip, self.loss.row_length, keep_gradients
-        )
 
     def evaluate(
         self,

@@ -279,20 +279,25 @@ class _ConfiguredSize:
     def is_auto(self) -> bool:
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
 
-    def without_limit(self) -> MicroBatchLimit:
-        """Return what ``auto`` is before a search."""
-        return MicroBatchLimit(NO_LIMIT, "tokens" if self.micro_batch_tokens else "rows")
-
     def limit(self, rows_at_once: int, max_batch_size: int | None) -> MicroBatchLimit:
-        """Return the limit, given the bound of a search; not of ``micro_batch_tokens="auto"``."""
-        if self.micro_batch_tokens is not None:
-            return MicroBatchLimit(int(self.micro_batch_tokens), "tokens")
-        if self.micro_batch_size == "auto":
-            assert max_batch_size is not None
-            return MicroBatchLimit(max_batch_size)
-        if self.micro_batch_size is not None:
-            return MicroBatchLimit(int(self.micro_batch_size))
-        return MicroBatchLimit(min(rows_at_once, max_batch_size or rows_at_once))
+        """Return the limit; ``micro_batch_tokens="auto"`` has none here.
+
+        Args:
+            rows_at_once: see :meth:`MicroBatchSizer.limit`.
+            max_batch_size: the most rows that fit; None before a search: ``auto`` is without a
+                limit then.
+        """
+        rows = self.micro_batch_size
+        tokens = self.micro_batch_tokens
+        if tokens == "auto":
+            tokens = NO_LIMIT
+        if tokens is not None:
+            return MicroBatchLimit(int(tokens), "tokens")
+        if rows == "auto":
+            rows = max_batch_size or NO_LIMIT
+        if rows is None:
+            rows = min(rows_at_once, max_batch_size or rows_at_once)
+        return MicroBatchLimit(int(rows))
 
     def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
         """Refuse a size above what fits; it is never cut in silence."""
@@ -456,20 +461,16 @@ class MicroBatchSizer:
         Args:
             rows_at_once: rows that run at once where no size is configured and all of them fit.
         """
-        configured = self._configured_limit(rows_at_once)
-        lowered = self._lowered.current
-        if lowered is not None and lowered.amount < configured.amount:
-            return lowered
-        return configured
-
-    def _configured_limit(self, rows_at_once: int) -> MicroBatchLimit:
         if self.throughput is not None:
-            return self.throughput.limit
-        if self.waits_for_search:
-            return self._configured.without_limit()
-        if self._configured.micro_batch_tokens == "auto":
-            return MicroBatchLimit(self._tried_tokens, "tokens")
-        return self._configured.limit(rows_at_once, self.max_batch_size)
+            usual = self.throughput.limit
+        elif self._configured.micro_batch_tokens == "auto" and self.tried_length:
+            usual = MicroBatchLimit(self._tried_tokens, "tokens")
+        else:
+            usual = self._configured.limit(rows_at_once, self.max_batch_size)
+        lowered = self._lowered.current
+        if lowered is not None and lowered.amount < usual.amount:
+            return lowered
+        return usual
 
     @property
     def splits(self) -> bool:

@@ -144,6 +144,13 @@ def test_the_probe_advises_and_with_tune_it_times_what_was_estimated(small, caps
     assert "unused; settings" not in said
 
 
+@pytest.mark.slow
+def test_the_probe_tunes_rows_that_the_dataset_has_packed(small, capsys):
+    packed = ("dataset.packed=True", "probe.device_memory=24MiB", "probe.tune=True")
+    small.run_in_process("adaptive_probe", *CHECKPOINTED, *packed)
+    assert "\nfastest: " in capsys.readouterr().out
+
+
 @pytest.mark.nightly
 def test_ranks_are_advised_by_one_of_them_on_gathering_once_as_well(small):
     (said,) = records(small.run(OURS, *CHECKPOINTED, *ROOMY, *SHORT, ranks=2), "advice")

@@ -271,7 +271,7 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
     options = ProbeOptions(probe.device_memory, probe.headroom, finder.most_rows)
     return BoundSearch(
         trainer.tried(),
-        finder.rows_of("longest"),
+        finder.rows.of_length("longest"),
         options,
         accumulates=finder.has_several or run.job.settings.gradient_accumulation_steps > 1,
         build_search=lambda **facts: search,

@@ -16,9 +16,10 @@ from support.cli import SmallSetup
 
 from adaptive_batch.memory import DeviceMemory, Usage
 from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.probe import ProbeResult
+from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.torchtune import BoundFinder, Checkpoints, Data, Job, Settings, Trainer
-from adaptive_batch.torchtune.bound_finder import memory_keys
+from adaptive_batch.torchtune.probe_cache import ProbeCache, memory_keys
+from adaptive_batch.training import Choices
 
 BLOCK = 64 * 1024
 
@@ -114,6 +115,43 @@ def test_of_the_clipping_it_matters_whether_there_is_any() -> None:
         return memory_keys({"optimizer": {}, "clip_grad_norm": norm})
 
     assert of(1.0) == of(0.5) != of(None)
+
+
+def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
+    small: SmallSetup, tmp_path: Path
+) -> None:
+    cfg = OmegaConf.load(small.config)
+    assert isinstance(cfg, DictConfig)
+    cfg.output_dir = str(tmp_path)
+    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg, resolve=True)))
+    data = Data.read(job)
+    (longest,) = data.longest(1)
+    few_are_long = Data(job, [longest, *[data.dataset[0]] * 7], packed=False)
+    all_are_long = Data(job, [longest] * 8, packed=False)
+
+    def cache(data: Data, *kinds: str) -> ProbeCache:
+        return ProbeCache(
+            job,
+            data,
+            BoundFinder(job, data).rows.of_length("longest"),
+            shapes=[],
+            maximum=8,
+            accumulates=False,
+            rounds=False,
+            evaluates=False,
+            choices=Choices(kinds, "tokens", 4) if kinds else None,
+            path=tmp_path / "probe.json",
+        )
+
+    trial = Trial(8, fits=True, peak_bytes=2**20)
+    bound = ProbeResult(8, 8, trials=(trial,), seconds=(1.0,), budget_bytes=2**30)
+    cache(few_are_long, "grouped").learn(bound)
+    assert cache(few_are_long, "grouped").known(2**30) is not None
+    assert cache(few_are_long, "grouped", "packed").known(2**30) is None
+    assert cache(all_are_long, "grouped").known(2**30) is None
+    # The bound itself depends on the longest rows alone.
+    cache(few_are_long).learn(bound)
+    assert cache(all_are_long).known(2**30) is not None
 
 
 @pytest.mark.slow

@@ -1,0 +1,245 @@
+"""Results of earlier searches, by a fingerprint of everything that a trial's memory depends on."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+import zlib
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from adaptive_batch import distributed
+from adaptive_batch._util import fingerprint, installed_version
+from adaptive_batch.memory import MemoryCurve
+from adaptive_batch.probe import CachedCurve, ProbeResult, load_result, save_result
+from adaptive_batch.training import Choices, WorstRows
+
+from .config_errors import as_dict
+from .data import Data
+from .fake_run import expected_curve
+from .job import Job
+from .sources import sources_of
+
+log = logging.getLogger("adaptive_batch")
+
+# What a trial's memory depends on, of the configuration.
+_MEMORY_KEYS = [
+    "model",
+    "optimizer",
+    "loss",
+    "collate_fn",
+    "dtype",
+    "compile",
+    "clip_grad_norm",
+    "optimizer_in_bwd",
+    "pad_to_multiple_of",
+    "fused_rms_norm",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+    "ac_mode",
+    "ac_option",
+    "custom_sharded_layers",
+    "fsdp_cpu_offload",
+    "fsdp_reshard_after_forward",
+    "sync_gradients_every_micro_batch",
+    "tensor_parallel_dim",
+    "tensor_parallel_plan",
+]
+
+# Both decide whether gradients are kept for the noise scale.
+_NOISE_KEYS = ("log_gradient_noise_scale", "batch_size_schedule")
+
+# Numbers of an optimizer by which its memory depends on whether they are zero: momentum has a
+# buffer, weight decay may have one.
+_RATES = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay")
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
+
+
+class ProbeCache:
+    """Results of earlier searches of the same trials.
+
+    Bounds lie in ``probe.json``, peaks in a curve.
+
+    Args:
+        job: job of the run.
+        data: rows of the run.
+        rows: rows of the trials.
+        shapes: shapes of the tensors that the longest of them becomes.
+        maximum: the most rows that are tried.
+        accumulates: whether gradients are there when a forward begins.
+        rounds: whether the power of two below the bound is tried too.
+        evaluates: whether rows are evaluated and not trained.
+        choices: choices of the fastest micro-batches.
+        path: file of the results; None keeps none.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        rows: WorstRows,
+        *,
+        shapes: Any,
+        maximum: int,
+        accumulates: bool,
+        rounds: bool,
+        evaluates: bool,
+        choices: Choices | None,
+        path: Path | None,
+    ) -> None:
+        self._job = job
+        self._rows = rows
+        self._accumulates = accumulates
+        self._evaluates = evaluates
+        self._path = path
+        probe = job.settings.probe
+        self._reads = probe.cache
+        described_choices = None
+        if choices is not None:
+            # What is fastest depends on the lengths of all rows.
+            lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
+            described_choices = [asdict(choices), lengths]
+        self._settings = settings_name(job, data, rows.length)
+        self._conditions = [maximum, accumulates, rounds, shapes, described_choices]
+        curve_name = fingerprint(
+            _conditions(job, data, rows.length),
+            _sources(job),
+            _kernels(job.device),
+            accumulates,
+            evaluates,
+            shapes,
+        )
+        self._curve = CachedCurve(curve_name, on=probe.cache)
+
+    def known(self, budget: int) -> ProbeResult | None:
+        """Return the result of a search within about the same budget, in bytes; None for none."""
+        if self._path is None or not self._reads:
+            return None
+        return load_result(self._path, fingerprint=self._name(budget))
+
+    def expected(self) -> MemoryCurve | None:
+        """Return the curve of earlier trials, or else the estimate of it."""
+        curve = self._curve.read()
+        if curve is None:
+            curve = self._estimate()
+            if curve is not None:
+                self._curve.write(curve)
+        return curve
+
+    def learn(self, result: ProbeResult) -> None:
+        """Keep what a search has found, unless it was known."""
+        if result.from_cache:
+            return
+        self._curve.learn(result.trials)
+        if self._path is not None and distributed.is_rank_zero():
+            save_result(
+                result,
+                self._path,
+                fingerprint=self._name(result.budget_bytes),
+                settings=self._settings,
+            )
+
+    def _name(self, budget: int) -> str:
+        allocator = [self._job.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
+        # What is available moves a little from run to run; a bound is worth the same within a
+        # hundredth of it.
+        about = round(math.log(max(1, budget), 1.01))
+        return fingerprint(self._settings, allocator, *self._conditions, about)
+
+    def _estimate(self) -> MemoryCurve | None:
+        """Return the estimated curve of peaks; None where two trials tell, or where it fails."""
+        job = self._job
+        probe = job.settings.probe
+        # Memory that is counted to the byte lies on a line, which two trials show.
+        is_counted = job.memory.granularity_bytes == 1
+        if is_counted or self._evaluates or distributed.world_size() > 1:
+            return None
+        if probe.search != "predict" or not probe.cache:
+            return None
+        start = time.perf_counter()
+        try:
+            curve = expected_curve(
+                job.cfg,
+                job.settings,
+                self._rows.first,
+                accumulates=self._accumulates,
+                builder=job.builder,
+            )
+        except Exception as error:
+            # The estimate only shortens the search, so no failure of it may end the run.
+            log.info(
+                "searching without an estimate, which could not be made: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            return None
+        log.info(
+            "estimated on fake tensors in %.1f s what trials should peak at",
+            time.perf_counter() - start,
+        )
+        return curve
+
+
+def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
+    """Return a name for the settings that a bound depends on, for rows of so many tokens."""
+    probe = job.settings.probe
+    return fingerprint(
+        _conditions(job, data, tokens), probe.search, probe.device_memory, probe.headroom
+    )
+
+
+def _conditions(job: Job, data: Data, tokens: int) -> list[Any]:
+    """Return the configured values that a trial's memory depends on."""
+    ranks = [distributed.data_parallel_size(), distributed.world_size()]
+    return [
+        memory_keys(as_dict(job.cfg)),
+        {name: installed_version(name) for name in _PACKAGES},
+        f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
+        [tokens, data.packed, str(job.cfg.device), *ranks],
+    ]
+
+
+def _sources(job: Job) -> list[Any]:
+    """Return the noise keys, and what the code of the configured components is made of."""
+    configured = as_dict(job.cfg)
+    noise_keys = {key: configured.get(key) for key in _NOISE_KEYS}
+    return [noise_keys, sources_of({**memory_keys(configured), **noise_keys})]
+
+
+def _kernels(device: torch.device) -> list[Any]:
+    """Return what decides which kernels run: another device needs another workspace."""
+    if device.type != "cuda":
+        return []
+    return [torch.cuda.get_device_name(device), *torch.cuda.get_device_capability(device)]
+
+
+def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration as far as memory depends on it.
+
+    A sweep of learning rates is one to a cached bound.
+    """
+    keys = {key: configured.get(key) for key in _MEMORY_KEYS}
+    keys["clip_grad_norm"] = keys["clip_grad_norm"] is not None
+    optimizer = dict(configured["optimizer"])
+    for key in _RATES:
+        if key in optimizer:
+            optimizer[key] = _are_zero(optimizer[key])
+    keys["optimizer"] = optimizer
+    return keys
+
+
+def _are_zero(value: Any) -> Any:
+    """Return whether each number is zero; return anything else as it is."""
+    if isinstance(value, list):
+        return [_are_zero(part) for part in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return value == 0

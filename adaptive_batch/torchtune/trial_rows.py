@@ -1,0 +1,169 @@
+"""The rows of trials: the longest of training and of validation, or of a given length."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from adaptive_batch import distributed
+from adaptive_batch._util import count
+from adaptive_batch.data import EpochPlanner, longest_rows
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import RandomState
+from adaptive_batch.schedules import Progress
+from adaptive_batch.training import WorstRows
+
+from .data import Data
+from .job import Job
+
+
+class TrialRows:
+    """Reads and cuts rows for trials; each length that was read once is kept.
+
+    Args:
+        job: job of the run.
+        data: rows of the run.
+    """
+
+    def __init__(self, job: Job, data: Data) -> None:
+        self._job = job
+        self._data = data
+        self._read: dict[int | str, WorstRows] = {}
+
+    def check(self) -> None:
+        """Read the rows of each probed length; refuse those that the model does not take.
+
+        Raises:
+            SettingError: a length is beyond the model's.
+        """
+        probe = self._job.settings.probe
+        longest = self._job.max_seq_len or sys.maxsize
+        for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
+            key = "probe.sequence_lengths"
+            if length == probe.sequence_length:
+                key = "probe.sequence_length"
+            if isinstance(length, int) and length > longest:
+                raise SettingError(
+                    key, length, f"the model takes {count(longest, 'token')} at most"
+                )
+            rows = self.of_length(length)
+            if rows.length > longest:
+                remedy = (
+                    f"rows have up to {count(rows.length, 'token')}, and the model takes {longest}"
+                    f" at most; set tokenizer.max_seq_len={longest} or less"
+                )
+                raise SettingError(key, length, remedy)
+
+    def probed(self) -> WorstRows:
+        """Return the rows of ``probe.sequence_length``."""
+        return self.of_length(self._job.settings.probe.sequence_length)
+
+    def of_length(self, length: int | str) -> WorstRows:
+        """Return rows of training.
+
+        Args:
+            length: ``longest``, ``max_seq_len`` or a number of tokens.
+        """
+        rows = self._read.get(length)
+        if rows is None:
+            rows = self._of_length(length)
+            self._read[length] = rows
+        return rows
+
+    def _of_length(self, length: int | str) -> WorstRows:
+        dataset = self._data.dataset
+        order = longest_rows(dataset.lengths, len(dataset.lengths))
+        longest = int(dataset.lengths[order[0]])
+        if length == "max_seq_len":
+            limit = getattr(self._data.tokenizer, "max_seq_len", None)
+            if limit is None:
+                raise SettingError(
+                    "probe.sequence_length",
+                    length,
+                    "the tokenizer has no max_seq_len; set it, or give a number",
+                )
+            length = int(limit)
+        target = longest if length == "longest" else int(length)
+        made: list[dict[str, Any]] = []
+
+        def first(size: int) -> list[dict[str, Any]]:
+            while len(made) < size:
+                row = dataset[order[len(made)]]
+                made.append(row if length == "longest" else _resized(row, target))
+            return made[:size]
+
+        # The order of an epoch is made only where a search asks for it, and once.
+        cached_order = cache(partial(self.order, target))
+
+        def in_order(begin: int, size: int) -> list[dict[str, Any]]:
+            numbers = cached_order()
+            if not numbers:
+                return first(size)
+            places = [place % len(numbers) for place in range(begin, begin + size)]
+            return [dataset[numbers[place]] for place in places]
+
+        return WorstRows(first, target, f"one row of {count(target, 'token')}", in_order)
+
+    def of_validation(self) -> WorstRows:
+        """Return the longest rows of validation."""
+        dataset = self._data.dataset_val
+        order = longest_rows(dataset.lengths, len(dataset.lengths))
+        length = int(dataset.lengths[order[0]])
+        made: list[dict[str, Any]] = []
+
+        def first(size: int) -> list[dict[str, Any]]:
+            made.extend(dataset[row] for row in order[len(made) : size])
+            return made[:size]
+
+        name = f"one row of {count(length, 'token')} of dataset_val, even without gradients,"
+        return WorstRows(first, length, name)
+
+    def order(self, longest: int) -> list[int]:
+        """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
+        data = self._data
+        # A schedule changes the order little, and may need a rate, which is not there yet.
+        batching = replace(data.batching(), batch_size_schedule=None)
+        divisible = data.shapes.uniform in ("rows", "both")
+        epochs = EpochPlanner(
+            data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible
+        )
+        order = epochs.order(Progress())[:]
+        numbers: list[int] = order[data.dataset.lengths[order] <= longest].tolist()
+        return numbers
+
+    def shapes(self, rows: WorstRows) -> Any:
+        """Return shape and dtype of each tensor that the longest row becomes."""
+        # Reading a row of some datasets draws random numbers, which training must not miss.
+        random_state = RandomState(self._job.device)
+        shapes = _shapes(self._data.collate(rows.first(1)))
+        random_state.restore()
+        return shapes
+
+
+def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return a row of text cut or repeated to so many tokens."""
+    # A picture of a row can be neither cut nor repeated with its text.
+    extra_fields = sorted(set(row) - {"tokens", "labels", "mask"})
+    if extra_fields:
+        raise SettingError(
+            "probe.sequence_length",
+            length,
+            f"rows with {', '.join(extra_fields)} have a length of their own; use longest",
+        )
+    return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
+
+
+def _shapes(batch: Any) -> Any:
+    """Return shape and dtype of each tensor in a batch, nested as they are."""
+    if isinstance(batch, torch.Tensor):
+        return [list(batch.shape), str(batch.dtype)]
+    if isinstance(batch, Mapping):
+        return {str(key): _shapes(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_shapes(value) for value in batch]
+    return type(batch).__name__
