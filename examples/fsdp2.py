@@ -93,15 +93,22 @@ def main() -> None:
         logits, labels = model(batch["tokens"]), batch["labels"]
         return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
+    sizes = []
+    micro_batches = []
     if plain is None:
         # --- adaptive_batch
         loop = AdaptiveLoop(
-            model, optimizer, ROWS, collate=collate, mean_loss=mean_loss, batch_size=BATCH_SIZE,
+            model,
+            optimizer,
+            ROWS,
+            collate=collate,
+            mean_loss=mean_loss,
+            batch_size=BATCH_SIZE,
             lr_scaling="sqrt",
-            batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True),
-        )  # fmt: skip
+            batch_increase_function=geometric(2.0),
+            sampling=Sampling(grow_beyond_maximum=True),
+        )
         found = loop.find_bound(device_memory="12MiB" if DEVICE.type == "cpu" else None)
-        sizes, micro_batches = [], []
         for _ in range(EPOCHS):
             for rows in loop:
                 result = loop.run(rows)

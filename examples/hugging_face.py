@@ -122,12 +122,17 @@ def main() -> None:
     if plain is None:
         # --- adaptive_batch
         trainer.loop = loop = AdaptiveLoop(
-            model, optimizer, ROWS, collate=collate, mean_loss=lambda batch: model(**batch).loss,
+            model,
+            optimizer,
+            ROWS,
+            collate=collate,
+            mean_loss=lambda batch: model(**batch).loss,
             batch_size=BATCH_SIZE,
-            batch_increase_function=geometric(2.0), sampling=Sampling(grow_beyond_maximum=True),
+            batch_increase_function=geometric(2.0),
+            sampling=Sampling(grow_beyond_maximum=True),
             lr_scaling="sqrt",
             lr_scheduler=scheduler,
-        )  # fmt: skip
+        )
         found = loop.find_bound(device_memory="20MiB" if arguments.device.type == "cpu" else None)
         arguments.max_steps = loop.num_steps(EPOCHS)
         # ---

@@ -77,10 +77,15 @@ class Model(lightning.LightningModule):
         # --- adaptive_batch
         if self.loop is None:
             self.loop = AdaptiveLoop(
-                self, self.optimizers().optimizer, ROWS, collate=collate,
-                mean_loss=self.mean_loss, lr_scaling="linear",
-                batch_size=BATCH_SIZE, batch_increase_function=grow,
-            )  # fmt: skip
+                self,
+                self.optimizers().optimizer,
+                ROWS,
+                collate=collate,
+                mean_loss=self.mean_loss,
+                lr_scaling="linear",
+                batch_size=BATCH_SIZE,
+                batch_increase_function=grow,
+            )
             self.found = self.loop.find_bound(
                 device_memory="10MiB" if self.device.type == "cpu" else None
             )
