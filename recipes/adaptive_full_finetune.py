@@ -218,40 +218,45 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
-        settings = self.settings
         saved = self.resumed.saved
-        saved_maximum = self.planner.saved_maximum
-        bound = self.sizer.max_batch_size
-        cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
-        if cannot_split and bound and saved_maximum > bound:
-            remedy = (
-                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which {bound} fit"
-                " here, and they cannot be split"
-            )
-            raise SettingError(
-                "optimizer_in_bwd",
-                True,
-                f"{remedy}; resume with more memory, or start again with optimizer_in_bwd=False",
-            )
+        self._check_saved_maximum_fits()
         progress = self.planner.begin(self.resumed.progress)
-        steps = self.planner.reference.steps
-        every = settings.validation.every_n_steps if settings.validation else 0
-        if every > settings.epochs * steps and not settings.grows:
-            message = (
-                f"the run has {count(settings.epochs * steps, 'step')}, so nothing is validated"
-            )
-            self.log.event("no_effect", f"run_val_every_n_steps={every} has no effect: {message}")
+        epoch_steps = self.planner.reference.steps
         if not saved:
-            progress = replace(progress, steps=progress.epoch * steps)
+            # A checkpoint of torchtune's own recipe counts epochs alone.
+            progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        changed = (
-            bool(self.resumed.differs) or saved.get("configured_batch_size") != settings.batch_size
-        )
-        self.preview.look_ahead(self.queue.progress, saved=saved, changed=changed)
+        self._log_if_never_validated(self.settings.epochs * epoch_steps)
+        is_changed = bool(self.resumed.differs)
+        is_changed |= saved.get("configured_batch_size") != self.settings.batch_size
+        self.preview.look_ahead(self.queue.progress, saved=saved, changed=is_changed)
         self.full_batch_loss = self.saver.add(
             "full_batch_loss", FullBatchLoss(self.preview.full_batch_rows)
         )
         self.noise_scale = self.saver.add("noise_scale", NoiseScale())
+
+    def _check_saved_maximum_fits(self) -> None:
+        """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
+        settings = self.settings
+        saved_maximum = self.planner.saved_maximum
+        bound = self.sizer.max_batch_size
+        cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
+        if cannot_split and bound and saved_maximum > bound:
+            problem = (
+                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which {bound} fit"
+                " here, and they cannot be split"
+            )
+            remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
+            raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
+
+    def _log_if_never_validated(self, num_steps: int) -> None:
+        """Log that validation has no effect where it is due after more steps than the run has."""
+        validation = self.settings.validation
+        if validation is None or self.settings.grows or validation.every_n_steps <= num_steps:
+            return
+        key = f"run_val_every_n_steps={validation.every_n_steps}"
+        reason = f"the run has {count(num_steps, 'step')}, so nothing is validated"
+        self.log.event("no_effect", f"{key} has no effect: {reason}")
 
     def _setup_rate(self) -> None:
         trainer = self.trainer

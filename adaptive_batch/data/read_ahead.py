@@ -40,26 +40,28 @@ class ReadAhead:
         self._rows: dict[int, Any] = {}
         # Numbers of the rows to read, in their order.
         self._expected: dict[int, None] = {}
-        # Rows to be watched for draws before any is read ahead; negative: none ever is.
-        self._unwatched = 32
+        # Reads that are still watched for draws before any row is read ahead; None where one has
+        # drawn or failed, so that none ever is.
+        self._reads_to_watch: int | None = 32
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
         if number not in self._rows and number not in self._expected:
-            # The thread could take the lock again for each of them.
+            # Otherwise the thread could take the lock for each expected row before this read does.
             self._expected = {}
         with _reading:
             if number in self._rows:
                 return self._rows.pop(number)
             self._expected.pop(number, None)
-            if not self._unwatched:
+            if not self._reads_to_watch:
                 return self._dataset[number]
             random_state = _random_state()
             row = self._dataset[number]
-            draws = _random_state() != random_state
-            self._unwatched = -1 if draws else self._unwatched - 1
+            self._reads_to_watch -= 1
+            if _random_state() != random_state:
+                self._reads_to_watch = None
             return row
 
     def expect(self, numbers: list[int]) -> None:
@@ -67,7 +69,7 @@ class ReadAhead:
         with _reading:
             self._rows = {number: self._rows[number] for number in numbers if number in self._rows}
             self._expected = {}
-            if not self._unwatched:
+            if self._reads_to_watch == 0:
                 missing = [number for number in numbers if number not in self._rows]
                 self._expected = dict.fromkeys(missing)
             if self._expected and not self._is_running:
@@ -84,7 +86,7 @@ class ReadAhead:
                         self._rows[number] = self._dataset[number]
                         self._expected.pop(number, None)
                 except BaseException:
-                    self._unwatched = -1
+                    self._reads_to_watch = None
                     self._expected = {}
                 self._is_running = bool(self._expected)
 

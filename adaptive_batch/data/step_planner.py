@@ -318,19 +318,24 @@ class StepPlanner:
         if not batching.batch_tokens:
             return
         batches = self.epochs.token_batches(progress)
-        left_out = {
+        # A run that resumes within a plan has logged them before.
+        if progress.epoch_rows != self.epochs.planned_from:
+            return
+        rows_by_reason = {
             f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
-            "of the last step (drop_last)": batches[-1] if batching.drop_last else [],
         }
-        for reason, rows in left_out.items():
-            if rows and progress.epoch_rows == self.epochs.planned_from:
-                some = ", ".join(map(str, sorted(rows)[:10]))
-                if len(rows) > 10:
-                    some += ", ..."
-                verb = "is" if len(rows) == 1 else "are"
-                dropped = f"{count(len(rows), 'row')} {reason} {verb} dropped"
-                message = f"epoch {epoch}: {dropped}: {some}"
-                self._event("dropped", message, epoch=epoch, rows=sorted(rows))
+        if batching.drop_last:
+            rows_by_reason["of the last step (drop_last)"] = batches[-1]
+        for reason, rows in rows_by_reason.items():
+            if not rows:
+                continue
+            numbers = ", ".join(map(str, sorted(rows)[:10]))
+            if len(rows) > 10:
+                numbers += ", ..."
+            verb = "is" if len(rows) == 1 else "are"
+            dropped = f"{count(len(rows), 'row')} {reason} {verb} dropped"
+            message = f"epoch {epoch}: {dropped}: {numbers}"
+            self._event("dropped", message, epoch=epoch, rows=sorted(rows))
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""

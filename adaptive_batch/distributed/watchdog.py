@@ -194,35 +194,40 @@ class Watchdog:
         self._end(End(self._rank, kind, message, facts or {}, self._node), text)
 
     def _end(self, end: End, text: str) -> NoReturn:
-        """End this process: by what the first rank to fail has claimed, which may be this one."""
-        # Another thread ends it.
+        """End this process with status 1.
+
+        The first rank that claims the end prints its text, and the others print nothing. Rank zero
+        writes down what was claimed, for which all wait. Then each process ends, the claimant
+        before the other ranks of its machine.
+        """
         if not self._ending.acquire(blocking=False):
+            # Another thread of this process ends it already.
             time.sleep(2 * _LAST_RESORT_SECONDS)
             os._exit(1)
-        unsaid = [text]
+        texts_to_say = [text]
 
         def say() -> None:
-            if unsaid:
-                _tell_torchrun(unsaid[0])
-                _print(unsaid.pop())
+            if texts_to_say:
+                _tell_torchrun(texts_to_say[0])
+                _print(texts_to_say.pop())
 
-        # Whatever keeps this process from ending, as a store that does not answer.
         def end_at_last() -> None:
             say()
             os._exit(1)
 
+        # The process ends even if something holds it up, such as a store that does not answer.
         timer = threading.Timer(_LAST_RESORT_SECONDS, end_at_last)
         timer.daemon = True
-        # An error where no thread is to be had.
+        # The system may have no thread to give.
         with contextlib.suppress(RuntimeError):
             timer.start()
-        claim = own = json.dumps(asdict(end), default=str)
-        with contextlib.suppress(RuntimeError):
-            if self._has_store:
-                claim = self._store.compare_set("claim", "", own).decode()
-        if claim == own:
+        own_claim = json.dumps(asdict(end), default=str)
+        claim = self._claim(own_claim)
+        is_claimant = claim == own_claim
+        if is_claimant:
             say()
-        unsaid.clear()
+        # From now on the timer ends the process silently.
+        texts_to_say.clear()
         if self._rank == 0:
             self._write_down(End(**json.loads(claim)))
         with contextlib.suppress(RuntimeError):
@@ -230,13 +235,21 @@ class Watchdog:
                 if self._rank == 0:
                     self._store.set("written", "")
                 _await(self._store, ["written"], _WRITTEN_SECONDS)
-                if claim != own and json.loads(claim)["node"] == self._node:
+                if not is_claimant and json.loads(claim)["node"] == self._node:
                     time.sleep(_LINGER_SECONDS)
                 self._leave_store()
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(1)
+
+    def _claim(self, own_claim: str) -> str:
+        """Return the claim of the first rank to fail; without a store that answers, the own one."""
+        claim = own_claim
+        with contextlib.suppress(RuntimeError):
+            if self._has_store:
+                claim = self._store.compare_set("claim", "", own_claim).decode()
+        return claim
 
     def _leave_store(self) -> None:
         """Let a rank zero whose process holds the store end; that rank waits for the others."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 
@@ -36,6 +37,24 @@ from adaptive_batch.memory import (
 )
 
 from .search import Trial
+
+
+@dataclass
+class _Attempt:
+    """How far a run came.
+
+    Attributes:
+        is_prepared: whether the gradients were made that are there when it begins.
+        has_run: whether it came to its end, so that no other rank waits for it; it may still be
+            over its budget.
+        usage: memory that it used; None where it ran out of memory.
+        message: message of the device where it ran out of memory.
+    """
+
+    is_prepared: bool = False
+    has_run: bool = False
+    usage: Usage | None = None
+    message: str = ""
 
 
 class DryRun:
@@ -302,39 +321,28 @@ class DryRun:
         prepare: bool = True,
         is_timed: bool = False,
     ) -> Usage | None:
-        """Run, and return what it used; None where it does not fit.
+        """Run, and return what it used; None where it does not fit on some rank.
 
-        Memory is released after the except block has been left: until then the error's traceback
-        keeps tensors alive.
+        What makes the allocator free its cache and ask again does not fit.
+
+        Raises:
+            DoesNotFitError: the first row of several ranks ran out of memory.
+            RankLostError: out of memory where the other ranks cannot be told.
+            RuntimeError: it failed for another reason than memory.
         """
-        fits = has_run = self._retried = False
-        is_prepared = distributed.world_size() == 1
-        message = ""
-        try:
-            if prepare:
-                self._prepare_gradients()
-            is_prepared = True
-            counts_in_python = self._memory.granularity_bytes == 1
-            measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
-            # Counting in Python would be timed along with the run.
-            if is_timed and counts_in_python:
-                measuring = nullcontext(Usage(0))
-            with measuring as usage:
-                run()
-                has_run = True
-            self._retried = usage.retried
-            fits = not usage.retried
-        except AdaptiveBatchError:
-            raise
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
-            message = str(error) or type(error).__name__
-        if not (has_run or (is_prepared and self._sharding.can_finish)):
-            # The first of all, before which there was none to learn from.
+        attempt = self._attempt(run, what, budget_bytes, prepare=prepare, is_timed=is_timed)
+        usage = attempt.usage
+        self._retried = usage is not None and usage.retried
+        fits = usage is not None and not usage.retried
+        # Where a rank failed in mid-run, the others wait in collectives that it has to go through.
+        can_rejoin = attempt.has_run or distributed.world_size() == 1
+        if not can_rejoin:
+            can_rejoin = attempt.is_prepared and self._sharding.can_finish
+        if not can_rejoin:
+            # The collectives of a row are learned from the first that runs, which is this one.
             if run == self._one_row:
                 raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
-            raise self._lost(what, message, budget_bytes)
+            raise self._lost(what, attempt.message, budget_bytes)
         try:
             if not fits:
                 self._drop_gradients()
@@ -351,6 +359,42 @@ class DryRun:
         if not fits_everywhere:
             return None
         return usage
+
+    def _attempt(
+        self,
+        run: Callable[[], object],
+        what: str,
+        budget_bytes: int,
+        *,
+        prepare: bool,
+        is_timed: bool,
+    ) -> _Attempt:
+        """Run until it ends or runs out of memory.
+
+        Nothing is released here: the traceback of an error keeps tensors alive until the except
+        block has been left.
+        """
+        attempt = _Attempt()
+        try:
+            if prepare:
+                self._prepare_gradients()
+            attempt.is_prepared = True
+            measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
+            counts_in_python = self._memory.granularity_bytes == 1
+            # Counting in Python would be timed along with the run.
+            if is_timed and counts_in_python:
+                measuring = nullcontext(Usage(0))
+            with measuring as usage:
+                run()
+                attempt.has_run = True
+            attempt.usage = usage
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
+            attempt.message = str(error) or type(error).__name__
+        return attempt
 
     def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
         return RankLostError(

@@ -163,7 +163,7 @@ class AdapterModel(FullModel):
         differences += [f"its {name} is none of the model's" for name in unexpected]
         if differences:
             remedy = (
-                f"the checkpoint is of another one: {differences[0]}; give the model that the"
+                f"the checkpoint is of another model: {differences[0]}; give the model that the"
                 " checkpoint is of"
             )
             raise SettingError("model", str(cfg.model._component_), remedy)

@@ -358,13 +358,13 @@ def _table(record: dict[str, Any], *, ranks: int) -> str:
     at_most = record["at_most"] or f"more than {branches[-1]['batch']}, the largest tried"
     lines.append(
         f"critical batch: {count(critical, 'row')}{or_fewer} at a tolerance of {tolerance:.2%};"
-        f" within two standard errors {record['at_least']} to {at_most}"
+        f" within {_ERRORS:g} standard errors {record['at_least']} to {at_most}"
     )
     gain = 1 - best["loss"] / record["loss_before"]
     if gain < tolerance:
         lines.append(
-            f"the best branch gained {gain:.2%}, less than the tolerance: one that learns nothing"
-            " may pass; give more probe.critical_batch_rows, or a lower"
+            f"the best branch gained {gain:.2%}, less than the tolerance: a branch that learns"
+            " nothing may pass; give more probe.critical_batch_rows, or a lower"
             " probe.critical_batch_tolerance"
         )
     return "\n".join([*lines, *_use_and_cost(record, ranks=ranks)])

@@ -151,13 +151,14 @@ class FullModel:
         device: torch.device,
     ) -> None:
         """Give each rank its part of the weights: as it was saved, or as rank zero has read it."""
+        # Empty where a resume point holds the model; the checkpointer learns from it how to save.
         whole = weights.load_weights()
         if weights.is_divided:
             parameter_device = device
             if cfg.get("fsdp_cpu_offload", False):
                 parameter_device = torch.device("cpu")
             model.to_empty(device=parameter_device)
-            # Parameters alone are offloaded.
+            # Buffers are not offloaded.
             for module in model.modules():
                 for name, buffer in module._buffers.items():
                     if buffer is not None:
@@ -195,7 +196,11 @@ class FullModel:
 def refusing_other_weights(
     model: torch.nn.Module, weights: Mapping[str, Any], cfg: DictConfig
 ) -> Iterator[None]:
-    """Inside, weights are loaded; refuse those of another model."""
+    """Refuse weights of another model, by their shapes and by what torch says inside.
+
+    Raises:
+        SettingError: a shape differs, or a name is missing or unknown.
+    """
     remedy = "give the model that the checkpoint is of"
     for name, tensor in named_parameters(model).items():
         if name in weights and weights[name].shape != tensor.shape:
@@ -208,8 +213,9 @@ def refusing_other_weights(
     except RuntimeError as error:
         if "in loading state_dict" not in str(error):
             raise
-        differs = str(error).splitlines()[1].strip()
-        problem = f"the checkpoint is of another one: {differs[:150]} ..."
+        # torch lists the names below its first line.
+        names = str(error).splitlines()[1].strip()
+        problem = f"the checkpoint is of another model: {names[:150]} ..."
         raise SettingError("model", str(cfg.model._component_), f"{problem}; {remedy}") from error
 
 

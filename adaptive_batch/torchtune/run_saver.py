@@ -53,7 +53,7 @@ class RunSaver:
         self._preemption = preemption
         # By the name that a checkpoint keeps their state under.
         self._parts: dict[str, Any] = {}
-        self._all_know = False
+        self._all_know_of_end = False
 
     def add(self, name: str, part: Part) -> Part:
         """Save a part under a name from now on, and load what the checkpoint holds of it."""
@@ -70,7 +70,7 @@ class RunSaver:
 
     def note_end(self, ends: bool) -> None:
         """Note whether all ranks know that one of them is asked to end."""
-        self._all_know |= ends
+        self._all_know_of_end |= ends
 
     def save_epoch(self, trainer: Trainer, *, epoch: int) -> None:
         """Save weights and, unless training is done, all that resuming needs; end here if that was
@@ -94,7 +94,7 @@ class RunSaver:
         every = self._settings.save_every_n_steps
         step = self._queue.progress.steps
         # One of several ranks ends when all of them know.
-        ends = self._all_know
+        ends = self._all_know_of_end
         if distributed.world_size() == 1:
             ends = self._preemption.requested
         if not (ends or (every and step % every == 0)):

@@ -27,34 +27,24 @@ BY_CI = ("make ", "pip ")
 pytestmark = pytest.mark.readme
 
 
-def parts():
-    """Of each page in its order: its commands, with what they print where the page says so; and its
-    Python as one program. With ``--dist loadgroup`` a page is run by one worker.
+def parts(page):
+    """What a reader of a page does, in its order: each command, with the block of what it prints
+    where the page shows that; lines for a file; and the page's Python as one program.
     """
-    found = []
-    for page in PAGES:
-        first = len(found)
-        here = [block for block in BLOCKS if block.page == page]
-        python = [block for block in here if block.language == "python"]
-        for block, following in zip_longest(here, here[1:]):
-            if block.language == "bash":
-                commands = [
-                    c for c in block.commands if not c.startswith(BY_CI) and not is_read_only(c)
-                ]
-                for command in commands:
-                    says = (
-                        following
-                        if following and following.is_output and command == commands[-1]
-                        else None
-                    )
-                    found.append(pytest.param(command, says, id=f"{block.name}-{command[:60]}"))
-            if block.language == "yaml" and block.file:
-                found.append(pytest.param(block, None, id=f"{block.name}-{block.file}"))
-            if python and block is python[-1]:
-                found.append(pytest.param(f"python {program_of(page)}", None, id=f"{page}-python"))
-        of_page = pytest.mark.xdist_group(page)
-        found[first:] = [part._replace(marks=(of_page,)) for part in found[first:]]
-    return found
+    here = [block for block in BLOCKS if block.page == page]
+    python = [block for block in here if block.language == "python"]
+    for block, following in zip_longest(here, here[1:]):
+        if block.language == "bash":
+            commands = [
+                c for c in block.commands if not c.startswith(BY_CI) and not is_read_only(c)
+            ]
+            for command in commands:
+                is_shown = following and following.is_output and command == commands[-1]
+                yield command, following if is_shown else None
+        if block.language == "yaml" and block.file:
+            yield block, None
+        if python and block is python[-1]:
+            yield f"python {program_of(page)}", None
 
 
 def program_of(page):
@@ -68,9 +58,10 @@ def folder(tmp_path_factory):
     under the name that a block carries, and as one program for each page.
     """
     folder = tmp_path_factory.mktemp("user")
-    if not (ROOT / demo.DIRECTORY / "tuned" / "epoch_2").is_dir():
-        subprocess.run([sys.executable, "examples/demo"], cwd=ROOT, check=True)
-    shutil.copytree(ROOT / demo.DIRECTORY, folder / demo.DIRECTORY)
+    if (ROOT / demo.DIRECTORY / "tuned" / "epoch_2").is_dir():
+        shutil.copytree(ROOT / demo.DIRECTORY, folder / demo.DIRECTORY)
+    else:
+        subprocess.run([sys.executable, ROOT / "examples" / "demo"], cwd=folder, check=True)
     for block in BLOCKS:
         if block.language == "python":
             if block.file:
@@ -80,17 +71,20 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(("command", "says"), parts())
-def test_a_command_works_and_prints_what_its_page_says(folder, command, says):
-    if isinstance(command, Block):  # lines to add to the file that a command has made
-        with (folder / command.file).open("a") as file:
-            file.write(f"\n{command.text}")
-        return
-    if command == "tune run adaptive_full_finetune --config my_qwen2.yaml":
-        train_the_demo_instead(folder / "my_qwen2.yaml")
-    printed = [without_times(line) for line in run(folder, command).splitlines()]
-    if says is not None:
-        assert [line for line in says.text.splitlines() if without_times(line) not in printed] == []
+@pytest.mark.parametrize("page", [page for page in PAGES if any(parts(page))])
+@pytest.mark.timeout(1800)
+def test_each_command_of_a_page_works_and_prints_what_the_page_says(folder, page):
+    for command, says in parts(page):
+        if isinstance(command, Block):  # lines to add to the file that a command has made
+            with (folder / command.file).open("a") as file:
+                file.write(f"\n{command.text}")
+            continue
+        if command == "tune run adaptive_full_finetune --config my_qwen2.yaml":
+            train_the_demo_instead(folder / "my_qwen2.yaml")
+        printed = [without_times(line) for line in run(folder, command).splitlines()]
+        shown = says.text.splitlines() if says is not None else []
+        missing = [line for line in shown if without_times(line) not in printed]
+        assert missing == [], command
 
 
 def run(folder, command):
@@ -111,7 +105,7 @@ def run(folder, command):
         timeout=500,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
@@ -132,7 +126,6 @@ def train_the_demo_instead(config):
     )
 
 
-@pytest.mark.xdist_group("README.md")
 def test_the_commands_that_the_demo_ends_with_work(folder, monkeypatch):
     monkeypatch.chdir(folder)
     output_dir = Path("adaptive_batch_demo") / "tuned"
@@ -154,7 +147,6 @@ def without_times(line):
     return re.sub(r" +\d+\.\d\d +[\d,]+\.\d$", "", line).strip()
 
 
-@pytest.mark.xdist_group("README.md")
 def test_the_readmes_figure_is_drawn_from_a_run_by_the_command_that_contributing_gives(folder):
     assert "python docs/tools/readme_figure.py" in (ROOT / "CONTRIBUTING.md").read_text()
     draw = runpy.run_path(str(ROOT / "docs" / "tools" / "readme_figure.py"))["main"]

@@ -413,11 +413,11 @@ def test_a_tolerance_above_what_the_first_branch_gained_is_pointed_out(small, ca
     small.run_in_process(PROBE, *MEASURES, "optimizer.lr=1e-7")
     shown = capsys.readouterr().out
     assert (
-        "critical batch: 4 rows at a tolerance of 1.00%; within two standard errors 4 to more than"
+        "critical batch: 4 rows at a tolerance of 1.00%; within 2 standard errors 4 to more than"
         " 4, the largest tried" in shown
     )
     assert (
-        "less than the tolerance: one that learns nothing may pass; give more"
+        "less than the tolerance: a branch that learns nothing may pass; give more"
         " probe.critical_batch_rows" in shown
     )
     small.run_in_process(PROBE, *MEASURES)

@@ -476,7 +476,7 @@ def test_a_folder_that_cannot_be_written_to_is_named(small, recipe):
     [
         (
             ("model.num_layers=3",),
-            r"the checkpoint is of another one: Missing key\(s\) .*layers\.2\.",
+            r"the checkpoint is of another model: Missing key\(s\) .*layers\.2\.",
         ),
         (
             ("model.num_heads=2", "model.num_kv_heads=2"),
