@@ -108,7 +108,11 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("reshards", "checkpointing", "syncs"),
-    [(True, False, True), (False, True, True), (True, True, False)],
+    [
+        (True, False, True),
+        pytest.param(False, True, True, marks=pytest.mark.slow),
+        pytest.param(True, True, False, marks=pytest.mark.slow),
+    ],
 )
 def test_what_runs_out_of_memory_on_one_rank_is_run_again_on_both(
     phase, reshards, checkpointing, syncs

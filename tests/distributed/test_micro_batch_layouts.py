@@ -161,7 +161,11 @@ def _errors(*, checkpointing: bool) -> dict[tuple[str, str, str, bool], tuple[fl
 
 @pytest.fixture(
     scope="module",
-    params=[1, 2, pytest.param(4, marks=pytest.mark.nightly)],
+    params=[
+        pytest.param(1, marks=pytest.mark.slow),
+        2,
+        pytest.param(4, marks=pytest.mark.nightly),
+    ],
     ids=lambda n: f"{n} ranks",
 )
 def ranks(request):

@@ -456,11 +456,13 @@ def test_a_point_of_one_process_or_of_two_ranks_goes_on_on_four(one, two, four):
         assert_equal(facts["two, loaded"], two[0]["two"])
 
 
+@pytest.mark.slow
 def test_a_point_of_four_ranks_goes_on_on_two(folder, four):
     for facts in run_on_ranks(two_ranks_again, 2, folder):
         assert_equal(facts["four, loaded"], four[0]["four"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["two", "two async", "four"])
 def test_a_point_of_several_ranks_goes_on_in_one_process(folder, two, four, name):
     expected = {**two[0], **four[0]}[name]
@@ -470,6 +472,7 @@ def test_a_point_of_several_ranks_goes_on_in_one_process(folder, two, four, name
     assert small == {"from": 0}
 
 
+@pytest.mark.slow
 def test_with_the_optimizer_in_backward_too(folder, two, four):
     expected = two[0]["two in backward"]
     assert len(expected["optimizer"]["param_groups"]) == 6
@@ -480,6 +483,7 @@ def test_with_the_optimizer_in_backward_too(folder, two, four):
     )
 
 
+@pytest.mark.slow
 def test_with_tensor_parallelism_too(folder, one, four):
     for facts in four:
         found = facts["two by two"]
@@ -492,6 +496,7 @@ def test_with_tensor_parallelism_too(folder, one, four):
     )
 
 
+@pytest.mark.slow
 def test_with_replicas_of_the_shards_too(folder, four):
     for facts in four:
         assert_equal(facts["replicated, loaded"], four[0]["replicated"])
@@ -500,6 +505,7 @@ def test_with_replicas_of_the_shards_too(folder, four):
     )
 
 
+@pytest.mark.slow
 def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, four):
     for facts in four:
         assert_equal(facts["tied, loaded"], facts["tied"])
@@ -509,6 +515,7 @@ def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, 
     assert list(metadata.state_dict_metadata) == ["model.embedding.weight"]
 
 
+@pytest.mark.slow
 def test_states_of_other_shapes_than_their_parameters_are_on_every_rank(folder, one, four):
     for facts in four:
         assert_equal(facts["factored"]["one, loaded"], one["factored"])
@@ -637,6 +644,7 @@ def test_low_bit_states_come_back_in_one_process(folder, one):
     assert_equal(parts(state_of(*found)), one["eight bits"])
 
 
+@pytest.mark.slow
 def test_low_bit_states_are_not_divided_among_another_number_of_ranks(folder, two, four):
     def refused(*, saved, here):
         return (

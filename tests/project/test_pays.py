@@ -16,7 +16,7 @@ def pays(monkeypatch):
     return pays
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ways_take_the_same_tokens_in_the_steps_of_their_formulas(pays, tmp_path):
     pays.prepare(tmp_path, rows=ROWS, seeds=[0])
     bench = pays.Bench(tmp_path, rows=ROWS, jobs=2)

@@ -24,15 +24,13 @@ from adaptive_batch.torchtune.estimate_changes import candidates
 PAGE = (ROOT / "docs" / "estimate.md").read_text(encoding="utf-8")
 BLOCKS = [block for block in blocks() if block.page == "docs/estimate.md"]
 # Those that a plan can run here, although tests/project/test_commands_of_pages.py does not: no
-# weights are needed. Estimating the changes as well takes minutes.
+# weights are needed. It takes minutes.
 SHOWN = [
     pytest.param(
         block.commands[0],
         following.text,
         id=f"{block.name}-{block.commands[0][:70]}",
-        marks=pytest.mark.readme
-        if "estimate.changes=False" in block.commands[0]
-        else pytest.mark.nightly,
+        marks=pytest.mark.nightly,
     )
     for block, following in pairwise(BLOCKS)
     if following.is_output and is_read_only(block.commands[0])

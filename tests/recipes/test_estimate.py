@@ -93,6 +93,7 @@ def test_peaks_and_bounds_are_those_of_trials(benchmark, combination):
     assert row["probes_equal"] == len(row["probes"]) > 0
 
 
+@pytest.mark.slow
 def test_packed_rows_are_within_a_thousandth():
     combination = Combination("llama3_2", 64, packed=True)
     plan, real = combination.planned(), tried(RealRun(combination), (1, 2, 7))
@@ -225,6 +226,7 @@ def test_a_model_that_cannot_be_divided_so_is_refused_with_the_key(model, ranks,
         planned(cfg, **keys)
 
 
+@pytest.mark.slow
 def test_a_tied_embedding_can_be_apart_where_it_stays_gathered():
     cfg = Combination("qwen2, tied", 32, "AdamW").to_estimate(sequence_lengths=[32], world_size=2)
     length = planned(
@@ -283,6 +285,7 @@ def test_neither_tokenizer_data_weights_nor_a_network_is_needed_where_lengths_ar
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
     lengths = json.loads(_plan_file(small, "estimate.devices=1GiB").read_text())["lengths"]
     rows = config.instantiate(
@@ -483,6 +486,7 @@ def test_no_process_group_is_left_behind():
 # --- what is left out is said
 
 
+@pytest.mark.slow
 def test_compiling_and_offloading_are_said_to_be_counted_otherwise():
     plan, said = small(
         compile=True, enable_activation_checkpointing=True, enable_activation_offloading=True
@@ -542,6 +546,7 @@ def test_on_an_accelerator_a_compiled_optimizer_holds_what_stays():
     assert eager.optimizer_peak_bytes > length.optimizer_peak_bytes
 
 
+@pytest.mark.slow
 def test_what_a_device_needs_beside_tensors_is_taken_off():
     plan, said = planned(
         Combination("qwen2", 32, device="cuda").to_estimate(sequence_lengths=[32]),
@@ -688,6 +693,7 @@ def test_a_device_that_is_neither_is_refused():
         planned(SMALL.to_estimate(), device="mps")
 
 
+@pytest.mark.slow
 def test_dropout_in_attention_keeps_no_weights_on_an_accelerator():
     cfg = SMALL.to_estimate()
     without, _ = planned(cfg, device="cuda")

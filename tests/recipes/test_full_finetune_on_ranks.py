@@ -149,7 +149,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way != "rows")) for way in WAYS]
+)
 def test_two_ranks_do_what_one_device_does(setup, way):
     of_two, of_one = WAYS[way]
     many = finished(setup, *of_two)

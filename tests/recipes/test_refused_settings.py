@@ -838,6 +838,7 @@ def test_a_component_that_ends_the_program_is_an_error(small, recipe, key):
     assert "\n" not in str(ended.value)
 
 
+@pytest.mark.slow
 def test_on_the_terminal_a_mistake_is_one_line(small):
     finished = small.run(OURS, "use_max_batch_size=True", expect=1)
     last = finished.output.strip().splitlines()[-1]

@@ -87,9 +87,12 @@ WAYS = {
     ),
     "saved while training goes on": ("enable_async_checkpointing=True",),
 }
+FEW_WAYS = ("AdamW, cosine with warm-up, clipping", "optimizer in backward", "growth")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] * (way not in FEW_WAYS)) for way in WAYS]
+)
 def test_a_run_that_goes_on_in_mid_epoch_is_the_one_that_was_not_ended(small, way):
     overrides = (SAVES, *DROPOUT, *WAYS[way])
     whole = small.run_in_process(OURS, *overrides)

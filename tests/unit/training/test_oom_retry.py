@@ -37,12 +37,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # what a replay leaves
 
+LORA = pytest.param("rows", "LoRA", marks=pytest.mark.slow)
+
 
 @pytest.mark.parametrize(
     "nested", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["once", "twice"]
 )
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize(("unit", "adapters"), [("rows", ""), ("tokens", ""), ("rows", "LoRA")])
+@pytest.mark.parametrize(("unit", "adapters"), [("rows", ""), ("tokens", ""), LORA])
 def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(
     unit, checkpointing, nested, adapters
 ):
