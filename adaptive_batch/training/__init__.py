@@ -11,7 +11,8 @@ from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
 from .options import StepOptions
-from .packing import pack_rows, rows_apart, why_not_packed
+from .packing import pack_rows, rows_apart
+from .packing_check import why_not_packed
 from .parts import Part, SplitBatch
 from .rate import AdaptiveRate
 from .sizing import LimitChange, MicroBatchSizer, OOMPolicy

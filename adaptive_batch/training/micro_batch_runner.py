@@ -23,7 +23,8 @@ from adaptive_batch.schedules import NoiseSample, squared_norm
 from .agreement import Division, Question
 from .clipping import clip_gradients
 from .oom_retry import OutOfMemoryElsewhereError
-from .packing import rows_apart, why_not_packed
+from .packing import rows_apart
+from .packing_check import why_not_packed
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
 from .step_runner import StepRunner

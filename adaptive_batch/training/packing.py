@@ -13,11 +13,12 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from adaptive_batch.memory import RandomState, estimated_attention
+from adaptive_batch._torch import FakeTensor
+from adaptive_batch.memory import estimated_attention
 
 Row = Any
 Batch = dict[str, Any]
@@ -39,8 +40,11 @@ class PackedAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any
     ) -> Tensor:
-        """Return ``[1, heads, tokens, head_dim]``, as the query is; raise ValueError where a tensor
-        is of another shape.
+        """Return ``[1, heads, tokens, head_dim]``, as the query is.
+
+        Raises:
+            ValueError: a tensor is of another shape, or a mask hides other tokens than the later
+                ones and those of other rows.
         """
         tensors = (query, key, value)
         tokens = sum(self._lengths)
@@ -49,9 +53,10 @@ class PackedAttention:
                 f"attention of {list(query.shape)} to {list(key.shape)} cannot keep packed rows of"
                 f" {tokens} tokens in all apart; it can where both are [1, heads, tokens, head_dim]"
             )
+        how.update(zip(("attn_mask", "dropout_p", "is_causal"), given, strict=False))
+        self._check_mask(how.get("attn_mask"), is_causal=how.get("is_causal", False))
         self.calls = self.calls + 1
         self.dtype = query.dtype
-        how.update(zip(("attn_mask", "dropout_p"), given, strict=False))
         how.update(attn_mask=None, is_causal=True)
         is_even = (
             query.shape[3] == value.shape[3]
@@ -76,6 +81,52 @@ class PackedAttention:
         outputs = [self._attend(*row, **how).transpose(1, 2) for row in rows]
         # Joined as [1, tokens, heads, head_dim], the layout that kernels return.
         return torch.cat(outputs, 1).transpose(1, 2)
+
+    def _check_mask(self, mask: Tensor | None, *, is_causal: bool) -> None:
+        """Refuse a mask whose meaning would be lost: what a token sees may depend on its row."""
+        # The mask of one element is what `pack_rows` gives; a fake one has no values.
+        if mask is not None and (mask.numel() == 1 or isinstance(mask, FakeTensor)):
+            return
+        difference = not_causal(mask, is_causal=is_causal, lengths=self._lengths)
+        if difference:
+            raise ValueError(
+                f"attention {difference}, and that of packed rows is causal; set"
+                " micro_batch_layout=grouped"
+            )
+
+
+def not_causal(mask: Tensor | None, *, lengths: Sequence[int], is_causal: bool = False) -> str:
+    """Return how attention within rows differs from causal attention; empty where it does not.
+
+    Args:
+        mask: mask as `scaled_dot_product_attention` takes it, of `[..., tokens, tokens]` or what
+            broadcasts to that: bool, or a bias.
+        lengths: tokens of each row, laid end to end. What tokens see of other rows is not looked
+            at.
+        is_causal: flag of the same function.
+    """
+    if max(lengths) == 1:
+        return ""
+    if mask is None:
+        return "" if is_causal else "lets tokens see later ones"
+    tokens = sum(lengths)
+    row = torch.repeat_interleave(torch.tensor(lengths)).to(mask.device)
+    is_same_row = row[:, None] == row
+    seen = mask
+    if mask.dtype != torch.bool:
+        seen = mask == 0
+        # Far below any score: after softmax nothing is left of it.
+        is_bias = ~(seen | (mask < -1e4)) & is_same_row
+        if bool(is_bias.any()):
+            return "adds a bias to the scores"
+    differs = ((seen != torch.ones_like(is_same_row).tril()) & is_same_row).view(-1, tokens, tokens)
+    if not bool(differs.any()):
+        return ""
+    number, token, _ = differs.nonzero()[0].tolist()
+    all_seen = (seen & is_same_row).view(-1, tokens, tokens)
+    num_seen = int(all_seen[number, token].sum())
+    place = token - int((row < row[token]).sum())
+    return f"lets token {place} of a row see {num_seen} tokens and not all {place + 1} up to itself"
 
 
 @cache
@@ -130,7 +181,7 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
         tokens]``. For transformers also an ``attention_mask`` of four dimensions and one element,
         in whose place it would make one of tokens by tokens.
     """
-    name = _tokens_key(rows[0])
+    name = tokens_key(rows[0])
     ids, labels = (
         torch.cat([torch.as_tensor(row[key]).long() for row in rows]) for key in (name, "labels")
     )
@@ -144,7 +195,8 @@ def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:
     }
 
 
-def _tokens_key(row: Row) -> str:
+def tokens_key(row: Row) -> str:
+    """Return the key of a row's tokens."""
     return "tokens" if "tokens" in row else "input_ids"
 
 
@@ -154,113 +206,3 @@ def packed_lengths(batch: Batch) -> list[int]:
     begins = (positions[0] == 0).nonzero()[:, 0].tolist()
     ends = [*begins[1:], positions.shape[1]]
     return [end - begin for begin, end in zip(begins, ends, strict=True)]
-
-
-def why_not_packed(
-    model: nn.Module,
-    token_loss: Callable[[Batch], Tensor | float],
-    rows: Sequence[Row],
-    *,
-    collate: Callable[[Sequence[Row], int], Batch],
-    pack: Callable[[Sequence[Row]], Batch],
-) -> str:
-    """Return why packed rows would not train the model as single rows do; empty if they would.
-
-    Five forward passes, in evaluation mode, compare the loss of two short rows, packed in both
-    orders, with that of each alone. It may differ by a small share of the change that the rows'
-    seeing each other would make, and by rounding. All else stays as it was.
-
-    Args:
-        model: called by `token_loss`, which returns the sum of the token losses of a batch that is
-            on the host.
-        rows: the two longest of the dataset, as for :func:`pack_rows`; their first tokens are used,
-            all of them as labels.
-        collate: makes an ordinary batch of rows, padded to a length.
-        pack: makes a packed one.
-    """
-    name = _tokens_key(rows[0])
-    longest = max(len(row[name]) for row in rows)
-    window = _attention_window(model)
-    if window is not None and window < longest:
-        return (
-            f"a layer sees {window} tokens, and packed it would see all {longest} of the longest"
-            f" row: cut rows to {window}"
-        )
-    short_rows = [
-        _first_tokens(row, name, tokens) for row, tokens in zip(rows, (5, 8), strict=False)
-    ]
-    lengths = [len(row[name]) for row in short_rows]
-    training = [module for module in model.modules() if module.training]
-    random_state = RandomState(next(model.parameters()).device)
-    model.eval()
-    try:
-        with torch.no_grad():
-            alone = sum(float(token_loss(collate([row], len(row[name])))) for row in short_rows)
-            with rows_apart(lengths):
-                packed = float(token_loss(pack(short_rows)))
-            with rows_apart(lengths[::-1]):
-                reversed_order = float(token_loss(pack(short_rows[::-1])))
-            # As one row, in which the second row sees the first.
-            with rows_apart([sum(lengths)]) as attention:
-                mixed = float(token_loss(pack(short_rows)))
-    except (TypeError, ValueError) as error:
-        return f"it does not run on packed rows: {error}"
-    finally:
-        for module in training:
-            module.training = True
-        random_state.restore()
-    if not attention.calls:
-        return (
-            "it does not attend by torch's scaled_dot_product_attention: load a model of"
-            " transformers with attn_implementation='sdpa'"
-        )
-    allowed = _allowed_difference([packed, reversed_order, mixed], alone, attention.dtype)
-    if abs(packed - alone) <= allowed and abs(reversed_order - alone) <= allowed:
-        return ""
-    positions = "input_pos" if name == "tokens" else "position_ids"
-    return (
-        f"the loss of two rows is {packed:.6g} packed, {reversed_order:.6g} in the other order and"
-        f" {alone:.6g} alone: the model must be causal, use {positions}, and mix tokens by torch's"
-        " scaled_dot_product_attention alone"
-    )
-
-
-def _attention_window(model: nn.Module) -> int | None:
-    """Return the tokens that a layer of a transformers model sees; None where it sees all."""
-    config: Any = getattr(model, "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config()
-    if set(getattr(config, "layer_types", None) or ()) == {"full_attention"}:
-        return None
-    sizes = (
-        getattr(config, "sliding_window", None),
-        getattr(config, "attention_chunk_size", None),
-    )
-    return min((size for size in sizes if size), default=None)
-
-
-def _first_tokens(row: Row, name: str, tokens: int) -> dict[str, Any]:
-    """Return the first tokens of a row, all of them labels."""
-    short: dict[str, Any] = {}
-    for key, value in row.items():
-        has_tokens = isinstance(value, list | tuple) or getattr(value, "ndim", False)
-        short[key] = value[:tokens] if has_tokens else value
-    short["labels"] = row[name][:tokens]
-    return short
-
-
-def _allowed_difference(losses: Sequence[float], alone: float, dtype: torch.dtype) -> float:
-    """Return by how much the loss of packed rows may differ from that of the rows alone.
-
-    Args:
-        losses: of the packed rows; the last of them as one row.
-        alone: sum of the losses of the rows alone.
-        dtype: that attention was computed in.
-    """
-    eps = torch.finfo(dtype).eps
-    # float32 on CUDA may be multiplied in TF32, which rounds by 2**-10.
-    allowed: float = max(eps, 2**-10) ** 0.5 * abs(losses[-1] - alone)
-    exact = torch.tensor(losses, dtype=torch.float64)
-    # Logits in the dtype of attention give losses that are rounded to it.
-    is_rounded = exact.to(dtype).tolist() == list(losses)
-    return allowed + (2 * eps * is_rounded + 2**-13) * abs(alone)

@@ -26,7 +26,8 @@ from .clipping import clip_gradients
 from .model_checks import is_compiled
 from .nonfinite import norm_to_clip
 from .options import StepOptions
-from .packing import pack_rows, packed_lengths, rows_apart, why_not_packed
+from .packing import pack_rows, packed_lengths, rows_apart
+from .packing_check import why_not_packed
 from .parts import Part, RowsOfBatch, Splittable
 from .step_result import StepResult
 from .throughput_search import Choices

@@ -430,7 +430,7 @@ def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(s
     )
     with pytest.raises(
         SettingError,
-        match=r"^micro_batch_layout='packed': it does not attend by .*; or give grouped$",
+        match=r"^micro_batch_layout='packed': no call of .* is seen in it: .*; or give grouped$",
     ):
         small.run_in_process(OURS, *keys, PACKED)
     folder = small.run_in_process(OURS, *keys, *AUTO, "max_steps_per_epoch=null").output_dir

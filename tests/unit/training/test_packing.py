@@ -2,101 +2,27 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from support.packed_models import (
+    IGNORED,
+    checkpointed,
+    loss_of,
+    padded,
+    random_rows,
+    torchtune_model,
+    transformers_model,
+)
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
-from torchtune.models.gemma2 import gemma2
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
-from torchtune.modules import TransformerSelfAttentionLayer
-from torchtune.training import set_activation_checkpointing
-from transformers import (
-    AutoModelForCausalLM,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    Qwen2Config,
-)
 
-from adaptive_batch.training import pack_rows, rows_apart, why_not_packed
+from adaptive_batch.training import pack_rows, rows_apart
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-IGNORED, VOCABULARY = -100, 97
-SHAPE = {
-    "vocab_size": VOCABULARY,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 32,
-    "intermediate_dim": 48,
-    "max_seq_len": 256,
-}
-
-
-def random_rows(lengths, *, name="tokens", seed=0):
-    """Rows whose first third has no labels, as lists and tensors in turn."""
-    generator, rows = torch.Generator().manual_seed(seed), []
-    for length in lengths:
-        tokens = torch.randint(VOCABULARY, (length,), generator=generator)
-        labels = tokens.clone()
-        labels[: length // 3] = IGNORED
-        row = {name: tokens, "labels": labels}
-        rows.append(row if len(rows) % 2 else {key: value.tolist() for key, value in row.items()})
-    return rows
-
-
-def padded(rows, *, name="tokens"):
-    """The batch of rows beside each other."""
-    return {
-        key: nn.utils.rnn.pad_sequence([torch.as_tensor(row[key]) for row in rows], True, padding)
-        for key, padding in ((name, 0), ("labels", IGNORED))
-    }
-
-
-def loss_of(model, batch, *, in_float32=True):
-    """The sum of the token losses of a batch, of a model of torchtune or transformers."""
-    inputs = {key: value for key, value in batch.items() if key != "labels"}
-    logits = model(**inputs)
-    logits = torch.cat(logits, 1) if isinstance(logits, list) else getattr(logits, "logits", logits)
-    if in_float32 and logits.dtype.itemsize == 2:
-        logits = logits.float()
-    labels = batch["labels"][:, 1:].flatten()
-    return functional.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum"
-    )
-
-
-def torchtune_model(build, *, checkpointing=False, **changes):
-    torch.manual_seed(0)
-    model = build(**{**SHAPE, **changes}).double()
-    model.set_num_output_chunks(
-        2
-    )  # which are of the model's dtype, and logits in one are rounded to float32
-    if checkpointing:
-        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
-    return model
-
-
-def transformers_model():
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=2, **shape)
-    ).double()
-
 
 MODELS = {
     "llama3_2": lambda: torchtune_model(llama3_2),
@@ -107,11 +33,6 @@ MODELS = {
     "transformers": transformers_model,
     "transformers, checkpointing": lambda: checkpointed(transformers_model()),
 }
-
-
-def checkpointed(model):
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
 
 
 def loss_and_gradients(model, batch, lengths=None):
@@ -148,21 +69,51 @@ def test_packed_rows_leave_the_loss_and_gradients_of_padded_ones(name):
     torch.testing.assert_close(of_packed, gradients, rtol=1e-12, atol=1e-12)
 
 
+def block_causal(lengths):
+    return torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool().tril()
+
+
+def window(tokens, length):
+    """The mask of a model whose tokens see so many up to themselves."""
+    place = torch.arange(length)
+    return (place[:, None] >= place) & (place[:, None] - place < tokens)
+
+
+# What a model may give where each row is causal: of the whole sequence, or as it knows of rows.
+CAUSAL_MASKS = {
+    "none": lambda lengths: None,
+    "pack_rows's own": lambda lengths: torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    "causal": lambda lengths: window(sum(lengths), sum(lengths)),
+    "rows apart": block_causal,
+    "a window longer than rows": lambda lengths: window(max(lengths), sum(lengths)),
+    "of scores": lambda lengths: torch.zeros(1, 1, sum(lengths), sum(lengths)).masked_fill(
+        ~block_causal(lengths), torch.finfo(torch.float32).min
+    ),
+}
+
+
 @given(
     st.lists(st.integers(1, 12), min_size=1, max_size=6),
     st.booleans(),
     st.sampled_from([None, 0.3]),
+    st.sampled_from(list(CAUSAL_MASKS)),
 )
-@settings(max_examples=40)
-def test_attention_is_that_of_each_row_whatever_mask_is_given(lengths, grouped, scale):
+@settings(max_examples=60)
+def test_attention_is_that_of_each_row_whatever_causal_mask_is_given(lengths, grouped, scale, kind):
     query, key, value = attended(lengths, heads=4, key_heads=2 if grouped else 4)
-    inside = [1, sum(lengths), sum(lengths)]
+    mask = CAUSAL_MASKS[kind](lengths)
     with rows_apart(lengths) as packed:
         out = functional.scaled_dot_product_attention(
-            query, key, value, torch.ones(inside, dtype=torch.bool), scale=scale, enable_gqa=grouped
+            query,
+            key,
+            value,
+            mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=grouped,
         )
     assert packed.calls == 1
-    same_row = torch.block_diag(*(torch.ones(length, length) for length in lengths)).bool().tril()
+    same_row = block_causal(lengths)
     expected = functional.scaled_dot_product_attention(
         query, key, value, same_row, scale=scale, enable_gqa=grouped
     )
@@ -180,7 +131,9 @@ def test_what_is_not_finite_in_one_row_stays_there(lengths, data):
         plant = torch.zeros(1, 1, sum(lengths), 1, dtype=torch.float64)
         plant[:, :, first : first + lengths[bad]] = planted
         with rows_apart(lengths):
-            out = functional.scaled_dot_product_attention(*(one + plant for one in tensors))
+            out = functional.scaled_dot_product_attention(
+                *(one + plant for one in tensors), is_causal=True
+            )
             others = torch.cat(
                 [one for row, one in enumerate(out.split(lengths, 2)) if row != bad], 2
             )
@@ -243,7 +196,24 @@ def test_attention_of_another_shape_is_refused(shape):
         functional.scaled_dot_product_attention(*[torch.randn(shape)] * 3)
 
 
-@pytest.mark.parametrize(("given", "named"), [((), {"dropout_p": 0.5}), ((None, 0.5, True), {})])
+@pytest.mark.parametrize(
+    ("mask", "difference"),
+    [
+        (None, "lets tokens see later ones"),
+        (window(4, 12), "lets token 4 of a row see 4 tokens and not all 5 up to itself"),
+        (block_causal([5, 7]).float(), "adds a bias to the scores"),
+        (torch.ones(12, 12).bool(), "lets token 0 of a row see 5 tokens and not all 1 up to"),
+    ],
+    ids=["none", "a window", "a bias", "all"],
+)
+def test_a_mask_whose_meaning_would_be_lost_is_refused(mask, difference):
+    with rows_apart([5, 7]), pytest.raises(ValueError, match=f"^attention {difference}"):
+        functional.scaled_dot_product_attention(*attended([5, 7]), mask)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"), [((), {"dropout_p": 0.5, "is_causal": True}), ((None, 0.5, True), {})]
+)
 def test_dropout_drops_within_rows(given, named):
     lengths = [4, 7]
     query, key, _ = attended(lengths)
@@ -280,149 +250,3 @@ def test_rows_are_as_they_were_after_packing():
     rows = [{"tokens": torch.tensor([1, 2]), "labels": torch.tensor([1, 2])}]
     pack_rows(rows, ignore_index=IGNORED)
     assert rows[0]["labels"].tolist() == [1, 2]
-
-
-WIDE = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 97,
-    "num_key_value_heads": 2,
-}
-
-
-def from_config(config, **settings):
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, **settings)
-
-
-class Small(nn.Module):
-    """A decoder whose attention, positions and mixing of tokens are as asked for."""
-
-    def __init__(
-        self, *, attend=functional.scaled_dot_product_attention, takes_positions=True, mixes=False
-    ):
-        super().__init__()
-        torch.manual_seed(0)
-        self.ids, self.places = nn.Embedding(VOCABULARY, 32), nn.Embedding(64, 32)
-        self.project, self.out = nn.Linear(32, 96), nn.Linear(32, VOCABULARY)
-        self.dropout, self.attend, self.takes_positions, self.mixes = (
-            nn.Dropout(),
-            attend,
-            takes_positions,
-            mixes,
-        )
-
-    def forward(self, tokens, input_pos=None):
-        if not self.takes_positions or input_pos is None:
-            input_pos = torch.arange(tokens.shape[1])
-        hidden = self.dropout(self.ids(tokens) + self.places(input_pos))
-        if self.mixes:
-            hidden = hidden + functional.pad(hidden, (0, 0, 1, 0))[:, :-1]
-        heads = self.project(hidden).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        attend = self.attend or functional.scaled_dot_product_attention
-        return self.out(hidden + attend(*heads, is_causal=True).transpose(1, 2).flatten(2))
-
-
-def matmul_attention(query, key, value, *, is_causal):
-    weights = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-    later = torch.ones(weights.shape[-2:], dtype=torch.bool).triu(1)
-    return weights.masked_fill(later, -torch.inf).softmax(-1) @ value
-
-
-def half(model):
-    return model.to(torch.bfloat16)
-
-
-def reason(model, *, name="tokens", longest_row=40, **options):
-    """Why the check refuses a model, given rows of the dataset."""
-
-    def collate(rows, length):
-        assert {len(row[name]) for row in rows} == {length}
-        return padded(rows, name=name)
-
-    rows = random_rows([longest_row, 12], name=name)
-    return why_not_packed(
-        model,
-        lambda batch: loss_of(model, batch, **options),
-        rows,
-        collate=collate,
-        pack=partial(pack_rows, ignore_index=IGNORED),
-    )
-
-
-ACCEPTED = {
-    "llama3_2": lambda: torchtune_model(llama3_2),
-    "llama3_2 in float32, logits in one": lambda: llama3_2(**SHAPE),
-    "qwen2 in bfloat16": lambda: half(torchtune_model(qwen2, checkpointing=True)),
-    "transformers": transformers_model,
-    "transformers in bfloat16": lambda: half(transformers_model()),
-    "learned positions, transformers": lambda: from_config(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4),
-        attn_implementation="sdpa",
-    ),
-    "learned positions": lambda: Small(attend=None),
-    "a window longer than rows, transformers": lambda: from_config(
-        MistralConfig(**WIDE, sliding_window=40)
-    ),
-    "no window in use, transformers": lambda: from_config(Qwen2Config(**WIDE, sliding_window=8)),
-}
-REFUSED = {
-    "gemma2": (
-        lambda: gemma2(**SHAPE, head_dim=8, query_pre_attn_scalar=8),
-        "does not attend by torch's scaled_dot_product",
-    ),
-    "matmul": (
-        lambda: Small(attend=matmul_attention),
-        "does not attend by torch's scaled_dot_product",
-    ),
-    "matmul in bfloat16": (lambda: half(Small(attend=matmul_attention)), "does not attend by"),
-    "a function taken before": (lambda: Small(), "does not attend by torch's scaled_dot_product"),
-    "eager, transformers": (
-        lambda: from_config(LlamaConfig(**WIDE), attn_implementation="eager"),
-        "attn_implementation='sdpa'",
-    ),
-    "its own positions": (lambda: Small(attend=None, takes_positions=False), "use input_pos"),
-    "its own positions in bfloat16": (
-        lambda: half(Small(attend=None, takes_positions=False)),
-        "use input_pos",
-    ),
-    "a convolution": (
-        lambda: Small(attend=None, mixes=True),
-        "mix tokens by torch's scaled_dot_product_attention alone",
-    ),
-    "a convolution in bfloat16": (lambda: half(Small(attend=None, mixes=True)), "mix tokens by"),
-    "no positions": (lambda: nn.Sequential(Small(attend=None)), "unexpected keyword argument"),
-    "a window, transformers": (
-        lambda: from_config(MistralConfig(**WIDE, sliding_window=39)),
-        "a layer sees 39 tokens, and packed it would see all 40 of the longest row",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", ACCEPTED)
-def test_a_model_that_keeps_rows_apart_is_packed(case):
-    assert reason(ACCEPTED[case](), name="input_ids" if "transformers" in case else "tokens") == ""
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_does_not_is_refused(case):
-    build, message = REFUSED[case]
-    assert message in reason(build(), name="input_ids" if "transformers" in case else "tokens")
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_loss_that_is_rounded_to_half_precision_is_no_reason(dtype):
-    assert reason(torchtune_model(qwen2).to(dtype), in_float32=False) == ""
-
-
-def test_the_check_leaves_training_modes_random_numbers_and_gradients():
-    model = Small(attend=None).train()
-    model.dropout.eval()
-    torch.manual_seed(3)
-    state = torch.get_rng_state()
-    assert reason(model) == ""
-    assert torch.equal(torch.get_rng_state(), state)
-    assert [module.training for module in (model, model.ids, model.dropout)] == [True, True, False]
-    assert all(one.grad is None for one in model.parameters())
