@@ -16,6 +16,8 @@ from pathlib import Path
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import is_out_of_memory
 
+# What torch and safetensors say where a file could not be written.
+_WRITING = re.compile(r"PytorchStreamWriter|unexpected pos|write|I/O error", re.IGNORECASE)
 # A disk with less is full.
 _FULL_BYTES = 2**16
 
@@ -73,13 +75,19 @@ def saving(
         if not isinstance(error, Exception):
             raise
         cause = reason(error)
-        remedy = "free disk space or correct the path"
-        if is_out_of_memory(error):
-            remedy = "free memory"
-        elif left < _FULL_BYTES and _of_the_system(error) is None:
-            # torch does not say why a write failed.
+        # torch does not say why a write failed.
+        is_full = left < _FULL_BYTES and _of_the_system(error) is None
+        if is_full:
             cause = os.strerror(errno.ENOSPC)
-        raise CheckpointError(
-            f"saving {target} failed ({cause}): it needs {num_bytes:,} bytes and a little more, and"
-            f" {free:,} bytes were free; what was saved before is untouched: {remedy}"
-        ) from error
+        untouched = "what was saved before is untouched"
+        space = (
+            f"it needs {num_bytes:,} bytes and a little more, and {free:,} bytes were free;"
+            f" {untouched}"
+        )
+        if is_out_of_memory(error):
+            problem = f"{space}: free memory"
+        elif is_full or _of_the_system(error) or _WRITING.search(str(error)):
+            problem = f"{space}: free disk space or correct the path"
+        else:
+            problem = f"{type(error).__name__}, which is not for lack of space; {untouched}"
+        raise CheckpointError(f"saving {target} failed ({cause}): {problem}") from error

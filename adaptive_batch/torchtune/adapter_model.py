@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +21,10 @@ from torchtune.modules.peft import (
 )
 
 from adaptive_batch import distributed
-from adaptive_batch.checkpoint import parameter_name
+from adaptive_batch.checkpoint import parameter_name, reason
 from adaptive_batch.errors import SettingError
 
-from .checks import check_adapters_train
+from .checks import check_adapter_keys, check_adapters_train
 from .model import (
     FullModel,
     ModelBuilder,
@@ -44,11 +45,32 @@ class AdapterModel(FullModel):
     keeps_base = True
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
-        """Refuse a model without adapters."""
+        """Refuse a model without adapters, and adapters to begin with that are of another model."""
         check_adapters_train(model, cfg)
+        begun = _given_adapters(cfg)
+        if begun is None:
+            return
+        state = self.state(model)
+        differing = [
+            name
+            for name in sorted(begun.keys() | state.keys())
+            if name not in begun or name not in state or begun[name].shape != state[name].shape
+        ]
+        if differing:
+            name = differing[0]
+            shape, expected = (
+                f"{tuple(tensors[name].shape)}" if name in tensors else "missing"
+                for tensors in (begun, state)
+            )
+            remedy = (
+                f"its {name} is {shape}, and {expected} in the model; give the model that these"
+                " adapters were trained on"
+            )
+            raise _refused(cfg, remedy)
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
+        check_adapter_keys(cfg.model)
         # torchtune's builders read this global.
         common_utils._use_low_cpu_ram = bool(cfg.get("low_cpu_ram", False))
         return super().skeleton(cfg, dtype=dtype)
@@ -107,7 +129,7 @@ class AdapterModel(FullModel):
             keys = model.load_state_dict(state, strict=False)
         missing = map(parameter_name, keys.missing_keys)
         self._check_base(model, missing, keys.unexpected_keys, cfg)
-        self._load_adapters(model, weights)
+        self._load_adapters(model, weights, cfg)
 
     def _load_sharded(
         self,
@@ -149,7 +171,7 @@ class AdapterModel(FullModel):
                 model, {name: whole}, device, cpu_offload=offload
             )
         training.validate_no_params_on_meta_device(model)
-        self._load_adapters(model, weights)
+        self._load_adapters(model, weights, cfg)
 
     def _check_base(
         self,
@@ -168,8 +190,8 @@ class AdapterModel(FullModel):
             )
             raise SettingError("model", str(cfg.model._component_), remedy)
 
-    def _load_adapters(self, model: torch.nn.Module, weights: Weights) -> None:
-        """Load the adapters that were saved, or leave new ones as they were drawn.
+    def _load_adapters(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
+        """Load the adapters that were saved, or those to begin with, or leave new ones as drawn.
 
         DoRA's magnitudes begin as the base has them.
         """
@@ -179,13 +201,43 @@ class AdapterModel(FullModel):
         state = self.state(model)
         if weights.is_divided:
             weights.load_divided(state)
+            return
+        adapters = weights.load_adapters() or _given_adapters(cfg) or {}
         with torch.no_grad():
-            for name, saved in weights.load_adapters().items():
+            for name, saved in adapters.items():
                 target = state[name]
                 if isinstance(target, DTensor):
                     saved = saved.to(target.to_local())
                     saved = distribute_tensor(saved, target.device_mesh, target.placements)
                 target.copy_(saved)
+
+
+def _given_adapters(cfg: DictConfig) -> Mapping[str, torch.Tensor] | None:
+    """Load the adapters of ``checkpointer.adapter_checkpoint``; None where it is not set.
+
+    Raises:
+        SettingError: the file cannot be read, or is none that torchtune saves.
+    """
+    given = cfg.get("checkpointer", {}).get("adapter_checkpoint", None)
+    if given is None:
+        return None
+    path = Path(given)
+    if not path.exists():
+        # Where torchtune's checkpointers look for it.
+        path = Path(cfg.checkpointer.output_dir, given)
+    try:
+        adapters = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise _refused(cfg, f"{reason(error)}; give the adapter_model.pt of an epoch") from error
+    if not isinstance(adapters, dict) or any(name.startswith("base_model.") for name in adapters):
+        raise _refused(cfg, "it is not in torchtune's form; give the adapter_model.pt of an epoch")
+    return adapters
+
+
+def _refused(cfg: DictConfig, remedy: str) -> SettingError:
+    return SettingError(
+        "checkpointer.adapter_checkpoint", str(cfg.checkpointer.adapter_checkpoint), remedy
+    )
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,12 +10,12 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torchtune.modules.peft import get_adapter_params
+from torchtune.modules.peft import LORA_ATTN_MODULES, get_adapter_params
 
 from adaptive_batch._util import check_bool, check_whole, count
 from adaptive_batch.data import largest_divisor
@@ -97,6 +97,17 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
         raise SettingError("loss", _component(cfg.loss), remedy)
 
 
+def check_chunks(model: torch.nn.Module, loss_fn: Any, cfg: DictConfig) -> None:
+    """Refuse a loss of chunks for a model that does not return them."""
+    takes_chunks = type(loss_fn).__name__ == "CEWithChunkedOutputLoss"
+    if takes_chunks and not hasattr(model, "set_num_output_chunks"):
+        remedy = (
+            f"{_component(cfg.model)} has no set_num_output_chunks, by which it would return"
+            " chunks; give torch.nn.CrossEntropyLoss"
+        )
+        raise SettingError("loss", _component(cfg.loss), remedy)
+
+
 def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Refuse a model with adapters; name the full one where its builder is known.
 
@@ -109,10 +120,40 @@ def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
             " that, or give the full model"
         )
         raise SettingError("model", component, remedy + _full(component, cfg.model))
+    adapters = cfg.get("checkpointer", {}).get("adapter_checkpoint", None)
+    if adapters is not None:
+        remedy = (
+            "every weight is trained here; `tune run adaptive_lora_finetune` begins with adapters,"
+            " or remove it"
+        )
+        raise SettingError("checkpointer.adapter_checkpoint", str(adapters), remedy)
+
+
+# What torchtune saves with adapters, and what would do where it is missing.
+_SAVED_WITH_ADAPTERS = {
+    "lora_rank": "give a whole number, such as 8",
+    "lora_alpha": "give a number, such as 16",
+    "lora_attn_modules": "give a list, such as [q_proj,v_proj]",
+    "apply_lora_to_mlp": "give True or False",
+}
+
+
+def check_adapter_keys(block: Mapping[str, Any]) -> None:
+    """Refuse values of a model's block that torchtune's builders take and cannot train or save."""
+    if "lora_rank" in block:
+        check_whole("model.lora_rank", block["lora_rank"])
+    names = block.get("lora_attn_modules") or ()
+    known = get_args(LORA_ATTN_MODULES)
+    for name in names:
+        if name not in known:
+            remedy = f"{name} is none of {', '.join(known)}"
+            raise SettingError("model.lora_attn_modules", list(names), remedy)
 
 
 def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Refuse a model without adapters, or one whose block lacks a key that torchtune saves."""
+    """Refuse a model without adapters or with others than its block names, and a block that lacks a
+    key that torchtune saves.
+    """
     component = _component(cfg.model)
     if not get_adapter_params(model):
         remedy = (
@@ -122,15 +163,48 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
         raise SettingError(
             "model", component, f"{remedy}, such as torchtune.models.llama3_2.lora_llama3_2_1b"
         )
-    for key in ("lora_rank", "lora_alpha", "lora_attn_modules", "apply_lora_to_mlp"):
+    for key, remedy in _SAVED_WITH_ADAPTERS.items():
         if key not in cfg.model:
-            raise missing(f"model.{key}")
+            raise SettingError(
+                f"model.{key}", None, f"it is missing, and is saved with adapters; {remedy}"
+            )
+    _check_adapters_are_made(model, cfg.model)
     if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
         remedy = (
             "adapters are not divided by tensor parallelism; give 1, and ranks divide the model by"
             " FSDP"
         )
         raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
+
+
+def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
+    """Refuse a key of adapters that the model's builder passes over in silence."""
+    adapters = {
+        name: module for name, module in model.named_modules() if hasattr(module, "adapter_params")
+    }
+    kinds = {name.rpartition(".")[2] for name in adapters}
+    made = {
+        "apply_lora_to_mlp": any("mlp" in name.split(".") for name in adapters),
+        "apply_lora_to_output": "output" in kinds,
+        "use_dora": any(hasattr(module, "magnitude") for module in adapters.values()),
+        "lora_dropout": any(
+            isinstance(getattr(module, "dropout", None), torch.nn.Dropout)
+            for module in adapters.values()
+        ),
+        "quantize_base": any(
+            getattr(module, "_quantize_base", False) for module in adapters.values()
+        ),
+    }
+    unmade = [key for key, is_made in made.items() if block.get(key) and not is_made]
+    for name in block.lora_attn_modules:
+        if name not in kinds:
+            unmade.append("lora_attn_modules")
+    for key in unmade:
+        remedy = (
+            f"{_component(block)} makes none of these adapters, but some of"
+            f" {', '.join(sorted(kinds))}; remove it"
+        )
+        raise SettingError(f"model.{key}", block[key], remedy)
 
 
 def _full(component: str, block: DictConfig) -> str:
@@ -642,6 +716,9 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
     is_read_by_rate = settings.lr_scaling != "none" and not settings.reference_batch_size
     if settings.batch_tokens and accumulates and not is_read_by_rate:
         yield "gradient_accumulation_steps", "batch_tokens sets what a step holds"
+    begins_with_adapters = (config.get("checkpointer") or {}).get("adapter_checkpoint")
+    if begins_with_adapters and config.get("resume_from_checkpoint"):
+        yield "checkpointer.adapter_checkpoint", "the run resumes with the adapters that it saved"
     if settings.sample_order != "dataloader" and config.get("shuffle") is False:
         yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:

@@ -17,7 +17,7 @@ from adaptive_batch import distributed
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, device_memory
 
-from .checks import TO_TRAIN, check_loss, complete
+from .checks import TO_TRAIN, check_chunks, check_loss, complete
 from .config_errors import instantiate, one_line
 from .model import FullModel, ModelBuilder
 from .settings import Settings
@@ -69,6 +69,7 @@ class Job:
         check_loss(self.loss_fn, self.cfg)
         if self._outline is not None:
             self.builder.check(self._outline, self.cfg)
+            check_chunks(self._outline, self.loss_fn, self.cfg)
 
     @cached_property
     def memory(self) -> DeviceMemory:

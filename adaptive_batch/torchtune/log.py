@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from adaptive_batch import distributed
 from adaptive_batch._util import ProgressBar, count
 from adaptive_batch.data import StepPlanner
-from adaptive_batch.errors import CheckpointError
+from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import AdaptiveRate, FullBatchLoss, LimitChange, StepResult
@@ -84,6 +85,11 @@ class TrainingLog:
             return
         self._record = record
         if self._cfg.metric_logger is not None:
+            component = str(self._cfg.metric_logger.get("_component_", ""))
+            # torchtune's logger leaves an error behind where it cannot be made.
+            if component.endswith(".TensorBoardLogger") and find_spec("tensorboard") is None:
+                remedy = "tensorboard is not installed: pip install tensorboard"
+                raise SettingError("metric_logger", component, remedy)
             self._metrics = instantiate("metric_logger", self._cfg.metric_logger)
             self._metrics.log_config(self._cfg)
 

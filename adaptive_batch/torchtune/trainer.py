@@ -98,7 +98,13 @@ class Trainer:
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             optimizers = {parameter: new_optimizer([parameter]) for parameter in trained}
             self.in_backward = OptimizerInBackward(optimizers)
-            self.optimizer = training.create_optim_in_bwd_wrapper(model, optimizers)
+            self.optimizer = training.OptimizerInBackwardWrapper(
+                {
+                    name: optimizers[parameter]
+                    for name, parameter in model.named_parameters()
+                    if parameter in optimizers
+                }
+            )
             self.optimizers = list(optimizers.values())
         else:
             self.optimizer = new_optimizer(parameters)

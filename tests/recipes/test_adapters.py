@@ -16,18 +16,32 @@ from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_epoch
-from support.cli import MODEL, make_setup
+from support.cli import MODEL, make_setup, same_weights
 from support.cli import OURS as FULL
 from support.cli import STOCK as STOCK_FULL
+from torchtune.models.qwen2 import lora_qwen2
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import read_records
 from adaptive_batch.torchtune import AdapterModel, Settings, builder_of
-from adaptive_batch.torchtune.checks import check_loss
+from adaptive_batch.torchtune.checks import check_adapters_train, check_chunks, check_loss
 from adaptive_batch.torchtune.estimate_changes import candidates, with_overrides
 
 POINTS = (*LORA, "epochs=1", "save_every_n_steps=3", "save_adapter_weights_only=True")
+
+
+SMALL_BLOCK = {
+    "vocab_size": 64,
+    "num_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 64,
+    "max_seq_len": 32,
+    "lora_rank": 2,
+    "lora_alpha": 4.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +144,95 @@ def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kin
     [
         ((), "model", "it has no adapters; `tune run adaptive_full_finetune`"),
         ((*LORA[:2], *LORA[3:5]), "model.apply_lora_to_mlp", "it is missing"),
-        ((*LORA, "tensor_parallel_dim=2"), "tensor_parallel_dim", ""),
+        (
+            (*LORA[:2], *LORA[3:5]),
+            "model.apply_lora_to_mlp",
+            "is saved with adapters; give True or False",
+        ),
+        ((*LORA, "tensor_parallel_dim=2"), "tensor_parallel_dim", "must divide the 1 ranks"),
+        (
+            (*LORA, "model.lora_attn_modules=[q_proj,vproj]"),
+            "model.lora_attn_modules",
+            "vproj is none of q_proj, k_proj, v_proj, output_proj",
+        ),
+        ((*LORA, "model.lora_rank=0"), "model.lora_rank", "give a whole number, 1 or more"),
+        ((*LORA, "model.lora_rank=-4"), "model.lora_rank", "give a whole number, 1 or more"),
+        (
+            (*LORA, "checkpointer.adapter_checkpoint=nowhere.pt"),
+            "checkpointer.adapter_checkpoint",
+            "nowhere.pt'; give the adapter_model.pt of an epoch",
+        ),
     ],
 )
 def test_what_is_no_adapter_is_refused_before_weights_load(small, overrides, key, says):
     with pytest.raises(SettingError, match=says) as refused:
         small.run_in_process(OURS, *overrides, "checkpointer.checkpoint_dir=nowhere")
     assert refused.value.key == key
+
+
+def test_a_key_that_a_builder_passes_over_is_refused(small):
+    """No builder of torchtune 0.6.1 does; one of a user's may."""
+    block = {**SMALL_BLOCK, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False}
+    with torch.device("meta"):
+        model = lora_qwen2(**block)
+    check_adapters_train(model, OmegaConf.create({"model": block}))
+    for key, value in {
+        "lora_attn_modules": ["q_proj", "k_proj"],
+        "apply_lora_to_mlp": True,
+        "apply_lora_to_output": True,
+        "use_dora": True,
+        "lora_dropout": 0.1,
+        "quantize_base": True,
+    }.items():
+        cfg = OmegaConf.create({"model": {**block, key: value}})
+        with pytest.raises(SettingError, match="makes none of these adapters") as refused:
+            check_adapters_train(model, cfg)
+        assert refused.value.key == f"model.{key}"
+
+
+def test_a_run_begins_with_the_adapters_that_it_is_given(small, begun):
+    path = begun.output_dir / "epoch_0" / "adapter_model.pt"
+    given = f"checkpointer.adapter_checkpoint={path}"
+    # The rate of the first step of the warm-up is 0.
+    one_step = ("epochs=1", "max_steps_per_epoch=1")
+    finished = small.run_in_process(OURS, *LORA, *one_step, given)
+    assert same_weights(adapters(finished, 0), adapters(begun, 0))
+    fresh = small.run_in_process(OURS, *LORA, *one_step)
+    assert not same_weights(adapters(fresh, 0), adapters(begun, 0))
+    with pytest.raises(SettingError, match=r"lora_a\.weight is \(4, 32\), and \(8, 32\) in"):
+        small.run_in_process(OURS, *LORA, given, "model.lora_rank=8")
+    peft = path.with_name("adapter_model.safetensors")
+    with pytest.raises(SettingError, match=r"in torchtune's form|; give the adapter_model\.pt"):
+        small.run_in_process(OURS, *LORA, f"checkpointer.adapter_checkpoint={peft}")
+    with pytest.raises(SettingError, match=r"^checkpointer\.adapter_checkpoint=.* every weight is"):
+        small.run_in_process(FULL, given)
+
+
+def test_a_run_that_resumes_has_its_own_adapters_and_says_so(small, begun, caplog):
+    folder = interrupted(small, begun, step=6)
+    other = begun.output_dir / "epoch_0" / "adapter_model.pt"
+    resumed = small.run_in_process(
+        OURS,
+        *POINTS,
+        f"output_dir={folder}",
+        "resume_from_checkpoint=True",
+        f"checkpointer.adapter_checkpoint={other}",
+    )
+    assert same_epoch(resumed, begun, 0)
+    messages = [
+        record["message"]
+        for record in read_records(folder / "adaptive_batch" / "run.jsonl")
+        if record["kind"] == "no_effect"
+    ]
+    assert any(message.startswith("checkpointer.adapter_checkpoint has no") for message in messages)
+
+
+def test_adapters_train_with_the_optimizer_in_backward(small):
+    keys = (*LORA[:-1], "epochs=1", "max_steps_per_epoch=4")
+    whole = small.run_in_process(OURS, *keys, "optimizer_in_bwd=False")
+    stepped = small.run_in_process(OURS, *keys, "optimizer_in_bwd=True")
+    losses = [float(loss) for loss in whole.losses]
+    assert [float(loss) for loss in stepped.losses] == pytest.approx(losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama2/7B_lora_dpo"])
@@ -152,6 +248,16 @@ def test_preferences_are_refused_in_one_line(name):
     with pytest.raises(SettingError, match="preferences") as refused:
         check()
     assert "\n" not in str(refused.value)
+
+
+def test_a_loss_of_chunks_is_refused_for_a_model_that_returns_none():
+    cfg = OmegaConf.create(
+        {"model": {"_component_": "mine.Own"}, "loss": {"_component_": "chunked"}}
+    )
+    chunked = torchtune.modules.loss.CEWithChunkedOutputLoss()
+    with pytest.raises(SettingError, match=r"mine\.Own has no set_num_output_chunks.*CrossEntropy"):
+        check_chunks(torch.nn.Linear(1, 1), chunked, cfg)
+    check_chunks(torch.nn.Linear(1, 1), torch.nn.CrossEntropyLoss(), cfg)
 
 
 def test_changes_of_adapters_are_estimated_and_name_what_is_typed():
