@@ -28,7 +28,7 @@ from torchtune.training import PROFILER_KEY
 from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.data import PlannedRows, RowReader, StepPlanner, StepQueue
-from adaptive_batch.distributed import End, Preemption, Watchdog, raising_on_sigterm
+from adaptive_batch.distributed import End, Preemption, Watchdog, raising_on_request
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.torchtune import (
@@ -469,7 +469,7 @@ def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
                 config.log_config(recipe_name=Path(sys.argv[0]).stem, cfg=cfg)
             recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
             with interruptible(recipe.after_end):
-                with raising_on_sigterm():
+                with raising_on_request():
                     recipe.setup()
                 recipe.train()
     finally:

@@ -16,8 +16,8 @@ from pathlib import Path
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import is_out_of_memory
 
-# What torch and safetensors say where a file could not be written.
-_WRITING = re.compile(r"PytorchStreamWriter|unexpected pos|write|I/O error", re.IGNORECASE)
+# What a text has where a file could not be written: of the system, of torch and of safetensors.
+_WRITING = re.compile(r"\[Errno|PytorchStreamWriter|unexpected pos|write|I/O error", re.IGNORECASE)
 # A disk with less is full.
 _FULL_BYTES = 2**16
 

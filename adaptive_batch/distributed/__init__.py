@@ -26,7 +26,7 @@ from .collectives import (
     world_size,
 )
 from .fsdp import Sharding, reshard, shapes_worked_out_apart
-from .preemption import EXIT_STATUS, Preemption, Terminated, raising_on_sigterm
+from .preemption import EXIT_STATUS, Preemption, Terminated, raising_on_request
 from .watchdog import End, Watchdog
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "meet_ranks",
     "minimum",
     "on_rank_zero",
-    "raising_on_sigterm",
+    "raising_on_request",
     "rank",
     "reshard",
     "shapes_worked_out_apart",

@@ -106,16 +106,16 @@ def no_component_exits() -> Iterator[None]:
 
 @contextmanager
 def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
-    """Inside, end the process by Ctrl-C or SIGTERM with a line that says what comes next.
+    """Inside, end the process by Ctrl-C, SIGTERM or SIGHUP with a line that says what comes next.
 
-    SIGTERM ends it where it is not waited for.
+    They end it where they are not waited for.
 
     Args:
         after_end: function that returns what comes next.
 
     Raises:
-        KeyboardInterrupt: with that line; of a single process that was asked to end by SIGTERM,
-            SystemExit with status 75.
+        KeyboardInterrupt: with that line; of a single process that was asked to end by another
+            signal, SystemExit with status 75.
     """
     try:
         yield

@@ -197,18 +197,38 @@ def test_asked_before_the_first_step_of_a_resumed_run_it_says_what_is_resumed_fr
     )
 
 
+@pytest.fixture
+def in_a_terminal():
+    """What runs in the background ignores these."""
+    usual = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in usual.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("in_a_terminal")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP], ids=lambda number: number.name)
+def test_asked_by_ctrl_c_or_a_terminal_that_goes_it_saves_as_by_sigterm(small, whole, number):
+    folder = small.fresh_folder()
+    asking = (*asking_to_end(5), f"metric_logger.by={int(number)}")
+    assert ends_early(small, folder, *DROPOUT, *asking) == 5
+    go_on(small, folder, *DROPOUT)
+    assert went_on_from(folder) == "step_5"
+    assert_the_same(folder, whole)
+
+
+@pytest.mark.usefixtures("in_a_terminal")
 @pytest.mark.parametrize(("at", "last"), [(2, None), (5, "step_3")])
-def test_interrupted_it_says_what_is_resumed_from(small, whole, at, last, request):
-    usual = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # what runs in the background ignores it
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, usual))
+def test_interrupted_twice_it_says_what_is_resumed_from(small, whole, at, last):
     folder = small.fresh_folder()
     shutil.copytree(
         whole.output_dir, folder, dirs_exist_ok=True
     )  # of an earlier run, which is not resumed from
     told = f"resume_from_checkpoint=True resumes from {folder / last}" if last else AGAIN
     asking = (*asking_to_end(at), f"metric_logger.by={int(signal.SIGINT)}", "seed=8")
+    asking += ("metric_logger.times=2",)
     with pytest.raises(KeyboardInterrupt, match=f"^interrupted: {told}$"):
         small.run_in_process(OURS, SAVES, *DROPOUT, *asking, f"output_dir={folder}")
 

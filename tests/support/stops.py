@@ -24,9 +24,11 @@ def ask_to_end(by=signal.SIGTERM):
 class AskingToEnd(DiskLogger):
     """A log that asks its process to end when a step is logged, by a signal; null for none."""
 
-    def __init__(self, log_dir, filename, at_step, by=signal.SIGTERM):
+    def __init__(self, log_dir, filename, at_step, by=signal.SIGTERM, times=1):
         super().__init__(log_dir, filename)
-        self.at_step, self.by = at_step, by
+        self.at_step = at_step
+        self.by = by
+        self.times = times
         LOGGED.clear()
 
     def log_dict(self, payload, step):
@@ -34,7 +36,8 @@ class AskingToEnd(DiskLogger):
         if "loss" in payload:
             LOGGED.append(step)
         if step == self.at_step and "loss" in payload:
-            ask_to_end(self.by)
+            for _ in range(self.times):
+                ask_to_end(self.by)
 
 
 class AskingCheckpointer(FullModelHFCheckpointer):

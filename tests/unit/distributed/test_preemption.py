@@ -6,32 +6,64 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 from adaptive_batch.distributed import Preemption
 
+REQUESTS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
-def test_a_request_is_noted_and_the_way_of_before_is_put_back():
-    before = signal.getsignal(signal.SIGTERM)
+
+@pytest.fixture(autouse=True)
+def usual_handlers():
+    """As in a terminal: what runs in the background ignores some of them."""
+    before = {number: signal.getsignal(number) for number in REQUESTS}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", REQUESTS, ids=lambda number: number.name)
+def test_a_request_is_noted_and_the_way_of_before_is_put_back(number):
+    before = [signal.getsignal(number) for number in REQUESTS]
     with Preemption() as preemption:
         assert not preemption.requested
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         assert preemption.requested
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert [signal.getsignal(number) for number in REQUESTS] == before
 
 
-def test_a_second_request_ends_the_process():
-    program = textwrap.dedent("""
+def test_a_signal_that_is_ignored_stays_so():
+    """As SIGHUP is under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Preemption() as preemption:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not preemption.requested
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGINT")],
+)
+def test_a_second_request_ends_the_process(first, second):
+    program = textwrap.dedent(f"""
         import os, signal
         from adaptive_batch.distributed import Preemption
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with Preemption() as preemption:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.{first})
             print("noted", preemption.requested, flush=True)
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.{second})
             print("still here", flush=True)
         """)
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False
     )
-    assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.SIGTERM)
+    assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.Signals[second])
+    assert ("Ctrl-C again ends at once" in ended.stderr) == (first == "SIGINT")
 
 
 def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on():
