@@ -615,9 +615,11 @@ def without_effect(
     probe = settings.probe
     if probe != type(probe)():
         fits_itself = settings.validation is not None and settings.validation.fits_itself
-        # Where nothing searches, the whole block does nothing, and its keys are not named too.
+        # Where nothing searches, the whole block does nothing, and its keys are not named too. A
+        # file that also has the key which would search, such as a shipped config, means it so.
         if not settings.needs_bound and not fits_itself:
-            unused.append(("probe", "nothing that needs to know what fits is on"))
+            if "use_maximum_batch_size" not in config:
+                unused.append(("probe", "nothing that needs to know what fits is on"))
         else:
             for name in ("sequence_lengths", "critical_batch"):
                 if getattr(probe, name):

@@ -62,13 +62,16 @@ def main() -> None:
     if "=" in arguments.directory:
         parser.error("--directory must not contain '=': tune run could not pass it on")
 
-    recipe, own, prompt = "adaptive_full_finetune", ["batch_increase_function=demo.grow"], PROMPT
+    recipe = "adaptive_full_finetune"
+    prompt = PROMPT
+    own = [
+        "batch_increase_function=demo.grow",
+        f"output_dir={Path(arguments.directory) / 'tuned'}",
+    ]
     if arguments.lora:
-        recipe, own, prompt = (
-            "adaptive_lora_finetune",
-            _of_adapters(Path(arguments.directory)),
-            PROMPT_BACK,
-        )
+        recipe = "adaptive_lora_finetune"
+        prompt = PROMPT_BACK
+        own = _of_adapters(Path(arguments.directory))
     settings = [
         f"demo_dir={arguments.directory}",
         "use_maximum_batch_size=True",

@@ -355,6 +355,12 @@ def test_a_probe_block_without_effect_is_said(small):
     ]
 
 
+def test_a_file_that_has_the_key_that_would_search_means_its_probe_block(small):
+    """As the shipped configs have."""
+    off = ("use_maximum_batch_size=False", "epochs=1", "max_steps_per_epoch=1", BUDGET)
+    assert records(small.run_in_process(OURS, *off), "no_effect") == []
+
+
 def test_what_the_search_alone_does_not_heed_is_said(small, capsys):
     lengths = ("probe.sequence_length=16", "probe.sequence_lengths=[8]", "probe.maximum=2")
     small.run_in_process("adaptive_probe", *lengths)
