@@ -52,10 +52,15 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
     """
     blocks = value if several and isinstance(value, list) and value else [value]
     for block in blocks:
-        if not (isinstance(block, dict) and isinstance(block.get("_component_"), str)):
-            if isinstance(block, dict):
-                block = block.get("_component_", block)
+        if not isinstance(block, dict):
             raise SettingError(key, block, _BLOCK)
+        component = block.get("_component_", block)
+        if isinstance(component, dict) and "_component_" in component:
+            # What the command line gives a block of the file becomes its component.
+            remedy = f"it is a block in the file; give {key}._component_={component['_component_']}"
+            raise SettingError(key, component, f"{remedy}, and its other keys likewise")
+        if not isinstance(component, str):
+            raise SettingError(key, component, _BLOCK)
 
 
 @contextmanager

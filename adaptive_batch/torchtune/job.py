@@ -50,6 +50,12 @@ class Job:
         self.settings = settings
         self.builder = builder or FullModel()
         self.ranks = distributed.data_parallel_size()
+        # torchtune takes the CPU in its place.
+        if str(cfg.device).startswith("cuda") and not torch.cuda.is_available():
+            remedy = "run this where there is one, or give device=cpu dtype=fp32"
+            raise SettingError(
+                "device", cfg.device, f"torch {torch.__version__} sees no CUDA device; {remedy}"
+            )
         self.device = _usable(
             "device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device)
         )

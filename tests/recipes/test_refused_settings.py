@@ -245,6 +245,16 @@ REFUSED = {
         "collate_fn=",
         "padded_collate_sft",
     ),
+    "a device that is not here": (
+        ["device=cuda", "dtype=bf16"],
+        "device='cuda'",
+        "sees no CUDA device; run this where there is one, or give device=cpu dtype=fp32",
+    ),
+    "a block over a block": (
+        ["dataset={_component_: mine.rows}"],
+        "dataset={'_component_': 'mine.rows'}",
+        "it is a block in the file; give dataset._component_=mine.rows",
+    ),
     "half precision without scaling": (["dtype=fp16"], "dtype='fp16'", "bf16 or fp32"),
     "offloading without CUDA": (
         ["enable_activation_offloading=True"],
