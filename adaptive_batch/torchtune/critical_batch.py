@@ -253,15 +253,14 @@ def _num_rows_to_train(job: Job, num_rows: int) -> int:
     rows = configured or min(_STEPS * step_rows, usable_rows, default_rows)
     fewest = 2 * FEWEST_STEPS * batches_of_branches(step_rows, 0)[0]
     if not fewest <= rows <= usable_rows:
-        remedy = (
+        problem = (
             f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has"
             f" {num_rows}{hint}"
         )
-        raise SettingError(
-            "probe.critical_batch_rows",
-            configured,
-            f"{remedy}; give as many, or a smaller batch_size",
-        )
+        remedy = f"give {usable_rows} or less"
+        if rows < fewest or usable_rows < fewest:
+            remedy = "give as many, or a smaller batch_size"
+        raise SettingError("probe.critical_batch_rows", configured, f"{problem}; {remedy}")
     # Each batch divides the largest, so all branches train on the same rows.
     return rows - rows % batches_of_branches(step_rows, rows)[-1]
 

@@ -419,5 +419,11 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
 
 
 def _names(cfg_dataset: Any) -> str:
+    """Return the names of datasets: the source of torchtune's, the component of others."""
     blocks = cfg_dataset if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
-    return ", ".join(str(block.get("source") or block.get("_component_")) for block in blocks)
+    names = []
+    for block in blocks:
+        component = str(block.get("_component_"))
+        is_torchtunes = component.startswith("torchtune.")
+        names.append(str(block.get("source") or component) if is_torchtunes else component)
+    return ", ".join(names)

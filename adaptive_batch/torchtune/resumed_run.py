@@ -4,10 +4,11 @@ has its policy in :mod:`.settings`.
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from .config_errors import as_dict
 from .data import Data
 from .epoch_checkpoints import STATE_KEY
 from .job import Job
+from .keys import load_function
 from .settings import FILLS_STEPS, RESUME
 
 # Settings that the optimizer's state in the checkpoint brings with it.
@@ -123,10 +125,9 @@ class ResumedRun:
         if kept != now[_KEPT]:
             # Even what has no effect must name settings that exist.
             self._job.check_optimizer()
-            self._ignored["optimizer"] = (
-                _shown(_KEPT, now, saved),
-                _shown(_KEPT, saved, now) or "default",
-            )
+            configured = _shown(_KEPT, now, saved)
+            defaults = _defaults_of(str(cfg.optimizer._component_), configured)
+            self._ignored["optimizer"] = (configured, defaults | _shown(_KEPT, saved, now))
             own = {key: value for key, value in cfg.optimizer.items() if key in _OWN_WORDS}
             cfg.optimizer = {**kept, **own}
             now[_KEPT] = kept
@@ -212,6 +213,12 @@ def check_fewer_ranks(job: Job) -> None:
             f" rows of the others; start {job.ranks} or more, or start again with"
             " optimizer_in_bwd=False",
         )
+
+
+def _defaults_of(component: str, keys: Iterable[str]) -> dict[str, Any]:
+    """Return the values that an optimizer takes for keys where they are not given."""
+    parameters = inspect.signature(load_function(component, key="optimizer")).parameters
+    return {key: parameters[key].default for key in keys if key in parameters}
 
 
 def _kind_of_optimizer(job: Job) -> dict[str, Any]:

@@ -274,7 +274,7 @@ def test_two_ranks_measure_what_one_does(small, trained):
         ),
         (
             ("probe.critical_batch_rows=17",),
-            r"critical_batch_rows=17: two .* the dataset has 32, and holds out 16; give as many",
+            r"critical_batch_rows=17: two .* the dataset has 32, and holds out 16; give 16 or less",
         ),
         (
             ("batch_size=16", "probe.critical_batch_rows=16"),
@@ -354,7 +354,7 @@ def test_what_the_checkpoint_keeps_is_said_and_its_share_is_of_the_rows_that_the
     shown = capsys.readouterr().out
     assert (
         "optimizer={'weight_decay': 0.5, 'betas': [0.5, 0.6]} has no effect: the checkpoint's"
-        " default is kept\n" in shown
+        " {'weight_decay': 0.01, 'betas': (0.9, 0.999)} is kept\n" in shown
     )
     assert "clip_grad_norm None -> 0.5: not what the checkpoint was trained with\n" in shown
     assert "batch_increase_function" not in shown

@@ -13,7 +13,8 @@ from support.stops import stopped_after
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit, read_records
 
-ODD = ("dataset._component_=support.components.WithOddRow", "batch_size=2", "epochs=1")
+ODD_ROWS = "support.components.WithOddRow"
+ODD = (f"dataset._component_={ODD_ROWS}", "batch_size=2", "epochs=1")
 PLAIN = (
     "dataset._component_=support.components.WithOddRow",
     "batch_size=4",
@@ -35,7 +36,7 @@ WHY = {
 @pytest.mark.parametrize("row", WHY)
 def test_the_step_that_meets_a_row_that_cannot_be_used_ends_the_run_and_names_it(small, row):
     output = small.fresh_folder()
-    with pytest.raises(SettingError, match=f"dataset='json': row 9 {WHY[row]}"):
+    with pytest.raises(SettingError, match=f"dataset='{ODD_ROWS}': row 9 {WHY[row]}"):
         small.run_in_process(
             OURS, *ODD, "dataset.at=9", f"dataset.row={row}", f"output_dir={output}"
         )
@@ -56,7 +57,7 @@ def test_on_the_terminal_it_is_one_line_and_the_exit_status_is_not_zero(small):
     finished = small.run(OURS, *ODD, "dataset.at=9", "dataset.row=raises", expect=1)
     last = finished.output.strip().splitlines()[-1]
     said = "row 9 cannot be read (ValueError: no text); correct it, or filter it out"
-    assert last == f"SettingError: dataset='json': {said}"
+    assert last == f"SettingError: dataset='{ODD_ROWS}': {said}"
     assert "Traceback" not in finished.output
 
 
