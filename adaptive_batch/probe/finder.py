@@ -68,6 +68,11 @@ class ProbeResult:
         """Trials that ran out of memory."""
         return sum(not (trial.fits or trial.retried) for trial in self.trials)
 
+    def record(self) -> dict[str, Any]:
+        """Return the result as plain values, without the traces of trials, which are large."""
+        trials = tuple(replace(trial, trace=None) for trial in self.trials)
+        return {**asdict(replace(self, trials=trials)), "bytes_per_row": self.bytes_per_row()}
+
     def peak_bytes(self) -> int | None:
         """Return the peak of the bound's own trial, the optimizer's phase included."""
         fitting = [trial for trial in self.trials if trial.fits]
@@ -256,15 +261,14 @@ def save_result(result: ProbeResult, path: Path, *, fingerprint: str, settings: 
     """Write a result as JSON, and keep earlier results that have another fingerprint.
 
     Args:
-        result: the result; traces are left out, which would make the file large.
+        result: the result.
         path: the file, of this result and earlier ones.
         fingerprint: a digest of all that the result depends on.
         settings: a digest of the settings alone, whatever the device has free.
     """
     earlier = [record for record in _read_records(path) if record["fingerprint"] != fingerprint]
-    result = replace(result, trials=tuple(replace(trial, trace=None) for trial in result.trials))
-    record = {"format": _FORMAT, "fingerprint": fingerprint, "settings": settings, **asdict(result)}
-    record |= {"bytes_per_row": result.bytes_per_row(), "earlier": earlier[-_KEPT:]}
+    names = {"format": _FORMAT, "fingerprint": fingerprint, "settings": settings}
+    record = {**names, **result.record(), "earlier": earlier[-_KEPT:]}
     atomic_write(path, json.dumps(record, indent=2), sync=True)
 
 

@@ -33,8 +33,8 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     """Write the page and the picture of a run; return their paths.
 
     Args:
-        output_dir: folder of the run; its ``run.jsonl``, ``probe.json`` and ``estimate.json`` are
-            read, where they are there.
+        output_dir: folder of the run; its ``run.jsonl`` and ``estimate.json`` are read, where they
+            are there, and ``probe.json`` where the log has no search.
         output: path of the page; None for ``adaptive_batch/report.html`` in `output_dir`. The
             picture has its name, with .png.
 
@@ -69,6 +69,10 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         )
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     records = read_records(folder / "run.jsonl") if has_log else []
+    # A later `adaptive_probe` in the folder is another search than the run's.
+    own_searches = [record["search"] for record in records if "search" in record]
+    if own_searches:
+        probe = own_searches[-1]
     name = _printable(Path(output_dir).resolve().name)
     text, picture = render(Timeline.of(records), probe, estimate, name=name)
     _write(page, _printable(text))

@@ -139,6 +139,7 @@ class LimitFinder:
                 out_of_memory=_trials_out_of_memory(result),
                 from_cache=result.from_cache,
                 seconds=round(sum(result.seconds), 2),
+                search=result.record(),
             )
         self._sizer.found(results[-1])
         if self._sizer.throughput is not None:

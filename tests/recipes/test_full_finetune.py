@@ -19,7 +19,7 @@ from adaptive_batch.errors import (
     GrowthFunctionError,
     SettingError,
 )
-from adaptive_batch.report import read_records
+from adaptive_batch.report import read_records, write_report
 
 BUDGET = "probe.device_memory=24MiB"
 GROW = "batch_increase_function=support.components.four_more"
@@ -353,6 +353,22 @@ def test_a_probe_block_without_effect_is_said(small):
     assert [record["message"] for record in records(finished, "no_effect")] == [
         "probe has no effect: nothing that needs to know what fits is on"
     ]
+
+
+@pytest.mark.slow
+def test_the_report_draws_the_search_of_its_own_run(small):
+    found = ("use_maximum_batch_size=True", BUDGET, "epochs=1", "max_steps_per_epoch=1")
+    finished = small.run_in_process(OURS, *found)
+    (bound,) = records(finished, "bound")
+    other = ("probe.sequence_lengths=[8]", f"output_dir={finished.output_dir}", BUDGET)
+    small.run_in_process("adaptive_probe", *other)
+    page, _ = write_report(finished.output_dir)
+    search = bound["search"]
+    assert search["sequence_length"] > 8
+    own = f"{bound['max_batch_size']} rows of {search['sequence_length']} tokens"
+    text = page.read_text()
+    assert own in text
+    assert "rows of 8 tokens" not in text
 
 
 def test_a_file_that_has_the_key_that_would_search_means_its_probe_block(small):
