@@ -36,6 +36,9 @@ class DatasetAdapter(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, row_length: RowLength = None) -> None:
+        if isinstance(dataset, Mapping):
+            remedy = "it is a mapping; give a list of rows, or a dataset with rows by number"
+            raise SettingError("dataset", type(dataset).__name__, remedy)
         count_rows(dataset)
         if row_length is not None and not callable(row_length):
             check_whole(

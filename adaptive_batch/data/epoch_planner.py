@@ -193,6 +193,7 @@ class EpochPlanner:
         self._divisible = divisible
         self._counts_tokens = counts_tokens
         self._maximum = maximum
+        self._takes_all_rows = order is None
         self.num_rows = len(rows if order is None else order)
         self._row_order = order or partial(
             row_order,
@@ -402,7 +403,15 @@ class EpochPlanner:
             progress = progress.after_epoch()
 
     def order(self, progress: Progress) -> RowOrder:
-        """Return the row numbers of the current epoch in the order of their use."""
+        """Return the row numbers of the current epoch in the order of their use.
+
+        Raises:
+            SettingError: the dataset has another number of rows than when training began.
+        """
+        num_rows = len(self._rows)
+        if self._takes_all_rows and num_rows != self.num_rows:
+            remedy = f"it has {num_rows} rows, and had {self.num_rows} when training began"
+            raise SettingError("dataset", type(self._rows).__name__, f"{remedy}; keep its length")
         if self.batching.batch_tokens:
             return self.token_batches(progress).rows
         if not self.depends_on_lengths:

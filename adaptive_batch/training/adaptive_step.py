@@ -1,16 +1,16 @@
 """A step of any script: the batch that it has made, split into parts that fit, and run again where
 memory runs out.
 
-def forward_backward(part):
-    loss = model(**part.batch).loss * part.share
-    loss.backward()
-    return loss.detach()
+    def forward_backward(part):
+        loss = model(**part.batch).loss * part.share
+        loss.backward()
+        return loss.detach()
 
-step = AdaptiveStep(model, forward_backward)
-for batch in loader:
-    losses = step(batch)
-    optimizer.step()
-    optimizer.zero_grad()
+    step = AdaptiveStep(model, forward_backward)
+    for batch in loader:
+        losses = step(batch)
+        optimizer.step()
+        optimizer.zero_grad()
 """
 
 from __future__ import annotations

@@ -1,18 +1,21 @@
 """What a training loop of one's own needs, put together: the bound, steps that grow, micro-batches,
 the learning rate.
 
-loop = AdaptiveLoop(model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size=8,
-batch_increase_function=grow) loop.find_bound() for epoch in range(loop.progress.epoch, epochs):
-    for step_rows in loop:
-        result = loop.run(step_rows)
-        optimizer.step()
-        optimizer.zero_grad()
+    loop = AdaptiveLoop(
+        model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size="max"
+    )
+    for epoch in range(loop.progress.epoch, epochs):
+        for step_rows in loop:
+            result = loop.run(step_rows)
+            optimizer.step()
+            optimizer.zero_grad()
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +42,7 @@ from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesa
 from .adaptive_step import check_sizes
 from .agreement import Question
 from .bound_search import ProbeOptions
-from .model_checks import check_gradients_are_clear, check_parameters
+from .model_checks import check_gradients_are_clear, check_parameters, parameters_of
 from .nonfinite import NonfiniteSteps
 from .options import StepOptions
 from .rate import AdaptiveRate
@@ -196,10 +199,23 @@ class AdaptiveLoop:
             "lr_clock": str(Clock.from_config(options.lr_clock)),
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
+        # Whether the optimizer has yet to take the step that ran last.
+        self._awaits_step = False
+        self._note_steps_of(optimizer)
         self._rows_ahead = _RowsAhead()
         self._described_batch = first_batch_size
         self.learning_rate: float | None = None
         self._warned_unlabelled = False
+
+    def _note_steps_of(self, optimizer: Optimizer) -> None:
+        def note(*_: Any) -> None:
+            self._awaits_step = False
+
+        self._knows_steps = False
+        # Some of torchao's optimizers have no hooks, nor has accelerate's wrapper of one.
+        with suppress(AttributeError):
+            optimizer.register_step_post_hook(note)
+            self._knows_steps = True
 
     def _reference_on(self, ranks: int) -> Reference | int | str | None:
         """Return the global batch that the rates belong to; the run began on so many ranks."""
@@ -376,6 +392,8 @@ class AdaptiveLoop:
                 split.
             ValueError: other rows than were handed out, or gradients are there.
         """
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients are off, as under torch.no_grad(): run() needs them")
         self._rows_ahead.check_is_first(rows)
         step = self._batches.queue.waiting[0]
         rows_at_once = self._rows_at_most(step.progress.batch)
@@ -410,6 +428,7 @@ class AdaptiveLoop:
             )
         self._rows_ahead.drop_first()
         self._batches.queue.done(tokens=result.tokens)
+        self._awaits_step = self._knows_steps
         return result
 
     def _rows_at_most(self, batch_size: int) -> int:
@@ -438,7 +457,18 @@ class AdaptiveLoop:
         ``optimizer.step()``.
 
         Weights, the optimizer's state and that of random numbers are the user's to save.
+
+        Raises:
+            ValueError: the gradients of the last step wait for ``optimizer.step()``, which a run
+                that resumes would not take.
         """
+        # A step that a GradScaler skips has no gradients any more.
+        has_gradients = any(parameter.grad is not None for parameter in parameters_of(self._model))
+        if self._awaits_step and has_gradients:
+            raise ValueError(
+                "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
+                " here would lose that step; save after optimizer.step()"
+            )
         return {
             "batches": self._batches.state_dict(),
             "step": self._step.state_dict(),
@@ -455,8 +485,12 @@ class AdaptiveLoop:
         :meth:`find_bound`. On another number of ranks a step has as many rows as before.
 
         Raises:
-            SettingError: rows would come in another order, or the rate would follow another batch.
+            SettingError: rows would come in another order, the rate would follow another batch, or
+                the state is none of a loop.
         """
+        if not isinstance(state, Mapping) or not state.keys() >= {"batches", "step", "rate"}:
+            remedy = "give what state_dict() of a loop returned"
+            raise SettingError("state", type(state).__name__, remedy)
         for key, value in self._built_with.items():
             saved = state["built_with"][key]
             if saved != value:

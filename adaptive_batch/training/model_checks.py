@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 from torch import nn
@@ -70,6 +71,10 @@ def check_parameters(model: object, optimizer: object) -> None:
         remedy = (
             "give one torch.optim.Optimizer; where several step the model, that with most state"
         )
+        raise SettingError("optimizer", type(optimizer).__name__, remedy)
+    closure = signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        remedy = "its step() needs a closure that runs the batch again, which is not supported"
         raise SettingError("optimizer", type(optimizer).__name__, remedy)
     reshard(model)
     parameters = {id(parameter) for parameter in model.parameters()}

@@ -147,6 +147,62 @@ def test_only_rows_that_were_handed_out_are_run():
     assert one.loop.progress.samples == 4
 
 
+def test_a_state_is_not_taken_while_gradients_wait_for_the_optimizer():
+    """A run that resumes from it would lose that step."""
+    one = training()
+    rows = iter(one.loop)
+    one.loop.run(next(rows))
+    with pytest.raises(ValueError, match=r"save after optimizer\.step\(\)"):
+        one.loop.state_dict()
+    one.optimizer.step()
+    one.loop.state_dict()
+    one.optimizer.zero_grad()
+    one.loop.run(next(rows))
+    # As a GradScaler does that skips a step.
+    one.optimizer.zero_grad()
+    one.loop.state_dict()
+
+
+def test_a_step_without_gradients_is_refused():
+    one = training()
+    rows = next(iter(one.loop))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"under torch\.no_grad\(\)"):
+        one.loop.run(rows)
+    assert one.loop.run(rows).rows == len(rows)
+
+
+@pytest.mark.parametrize("state", [None, {}, [], {"batches": {}}], ids=str)
+def test_what_is_no_state_of_a_loop_is_refused(state):
+    with pytest.raises(SettingError, match=r"^state='\w+': give what state_dict\(\) of a loop"):
+        training().loop.load_state_dict(state)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    with pytest.raises(SettingError, match=r"^optimizer='LBFGS': its step\(\) needs a closure"):
+        training(optimizer=torch.optim.LBFGS)
+
+
+def test_a_dataset_that_grows_in_training_is_refused():
+    rows = list(ROWS)
+    one = training(rows=rows)
+    for step in one.loop:
+        one.loop.run(step)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    rows.append(rows[0])
+    had = len(rows) - 1
+    with pytest.raises(SettingError, match=rf"it has {had + 1} rows, and had {had} when training"):
+        next(iter(one.loop))
+
+
+def test_rows_by_column_are_refused():
+    columns = {key: [row[key] for row in ROWS] for key in ROWS[0]}
+    with pytest.raises(
+        SettingError, match=r"^dataset='dict': it is a mapping; give a list of rows"
+    ):
+        training(rows=columns)
+
+
 # --- what is not finite
 
 

@@ -179,10 +179,10 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches()
         assert 0 < beside_gradients < 10
         result = one.loop.run(rows)  # the same rows
         assert (result.rows, result.micro_batches) == (24, -(-24 // beside_gradients))
+        one.optimizer.step()
         other = training()
-        other.loop.load_state_dict(
-            one.loop.state_dict()
-        )  # what was tried with gradients is known to have been
+        # What was tried with gradients is known to have been.
+        other.loop.load_state_dict(one.loop.state_dict())
         assert other.loop.run(next(iter(other.loop))).micro_batches > 1
     one = training()
     one.loop.load_state_dict(saved)
