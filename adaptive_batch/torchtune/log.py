@@ -189,16 +189,17 @@ class TrainingLog:
         current = configured
         if saved:
             current = saved["steps"]["batch_size"]
+        per_row = settings.gradient_accumulation_steps * began_on
         if ranks != began_on:
-            rows = current * settings.gradient_accumulation_steps * began_on
+            rows = per_row * (current if run.keeps_batch else configured)
             share = (
                 f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
             )
             if settings.batch_tokens:
                 share = "the rows of each step are dealt to them by their tokens"
             message = (
-                f"{ranks} ranks, and {began_on} began the run: batches, their order and the"
-                f" learning rate stay; {share}"
+                f"{ranks} ranks, and {began_on} began the run: batch_size is still counted on"
+                f" {began_on}, and rows keep their order; {share}"
             )
             event("ranks", message, before=began_on, after=ranks)
         # A schedule decides what a step holds.
@@ -208,8 +209,8 @@ class TrainingLog:
             event("batch_size", message, before=current, after=current)
         elif configured != current and not (scheduled or settings.use_maximum_batch_size):
             message = (
-                f"batch_size {configured}: configured is {configured}, the checkpoint was trained"
-                f" with {current}"
+                f"batch_size {current} -> {configured}: the global batch"
+                f" {current * per_row} -> {count(configured * per_row, 'row')}"
             )
             event("batch_size", message, before=current, after=configured)
         for kind, message, facts in run.changes():

@@ -86,6 +86,10 @@ def build_rate(
         saved: state of the rate in the checkpoint; None without one.
     """
     settings = job.settings
+    reference = settings.reference_batch_size
+    if reference is None and saved is not None and saved.get("reference"):
+        # The batch may be another one now; the one that the rate was chosen for is the same.
+        reference = Reference(**saved["reference"])
     block = job.cfg.get("lr_scheduler", None)
     scheduler = None
     if block:
@@ -100,7 +104,7 @@ def build_rate(
         optimizers,
         scheduler,
         lr_scaling=settings.lr_scaling,
-        reference_batch_size=settings.reference_batch_size or reference_of_run(job),
+        reference_batch_size=reference or reference_of_run(job),
         lr_clock=settings.lr_clock,
         scale_with_batch=settings.scale_with_batch,
         warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,

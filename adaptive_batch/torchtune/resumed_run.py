@@ -102,6 +102,9 @@ class ResumedRun:
             self.name = saved["run"]
             self.progress = Progress(**saved["progress"])
             self._keep_optimizer_settings(saved["conditions"], self._now["conditions"])
+            if settings.reference_batch_size is None:
+                reference = saved["conditions"]["reference_batch_size"]
+                self._now["conditions"]["reference_batch_size"] = reference
         self.differs, self.begins_epoch_again = compare(
             saved.get("conditions", {}),
             self._now["conditions"],

@@ -5,6 +5,7 @@ holds.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch.optim import Optimizer
@@ -209,6 +210,7 @@ class AdaptiveRate:
             "clock": self._training_clock.state_dict(),
             "total_steps": self._total_steps,
             "steps": self._steps,
+            "reference": self.reference and asdict(self.reference),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

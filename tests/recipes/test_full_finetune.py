@@ -392,7 +392,7 @@ def test_what_differs_from_the_checkpoint_is_said(small, interrupted):
     }
     assert said == {
         "epochs": "epochs 2 -> 3: the learning rate's schedule spans the new number",
-        "batch_size": "batch_size 8: configured is 8, the checkpoint was trained with 4",
+        "batch_size": "batch_size 4 -> 8: the global batch 4 -> 8 rows",
     }
     with pytest.raises(
         SettingError,

@@ -391,3 +391,21 @@ def test_a_scheduler_that_counts_its_own_steps_is_allowed_where_both_clocks_coun
     assert list(rates(finished).values()) == torchs_own(batch_rules.linear_that_counts, 16)
     with pytest.raises(SettingError, match=r"^lr_clock=.*counts steps and can follow nothing else"):
         small.run_in_process(OURS, *settings, "lr_clock=tokens")
+
+
+def test_a_resumed_run_of_another_batch_keeps_the_one_that_its_rate_belongs_to(small):
+    """The rate was chosen for it, whatever is configured now."""
+    scaled = ("lr_scaling=linear", "epochs=1", "max_steps_per_epoch=4", "save_every_n_steps=2")
+    begun = small.run_in_process(OURS, *scaled, "batch_size=2")
+    folder = small.fresh_folder()
+    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
+    for name in ("epoch_0", "step_4"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    keys = (*scaled, "batch_size=4", f"output_dir={folder}", "resume_from_checkpoint=True")
+    small.run_in_process(OURS, *keys)
+    log = read_records(folder / "adaptive_batch" / "run.jsonl")
+    steps = {record["step"]: record for record in log if record["kind"] == "step"}
+    assert steps[3]["lr"] == pytest.approx(2 * steps[2]["lr"])
+    kinds = {record["kind"]: record for record in log if record["kind"] != "step"}
+    assert "reference_batch_size" not in kinds
+    assert kinds["batch_size"]["message"] == "batch_size 2 -> 4: the global batch 2 -> 4 rows"

@@ -42,8 +42,8 @@ def test_in_mid_epoch_and_over_growth_it_goes_on_as_on_one_device(small, name, p
     assert_goes_on_as_alone(done[-1].output_dir, train_alone(small, way), weights=weights)
     if name == "3 ranks":
         assert (
-            "3 ranks, and 1 began the run: batches, their order and the learning rate stay; each"
-            " holds 2 to 3 of the 8 rows of a step" in done[1].output
+            "3 ranks, and 1 began the run: batch_size is still counted on 1, and rows keep their"
+            " order; each holds 2 to 3 of the 8 rows of a step" in done[1].output
         )
 
 
