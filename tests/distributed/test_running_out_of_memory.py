@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 from support.fault_injection_on_ranks import Place, Way, chosen, once_more, survey, sweep
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

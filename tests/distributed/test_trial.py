@@ -26,7 +26,7 @@ from adaptive_batch.memory import device_memory, optimizer_state_tensors, storag
 from adaptive_batch.probe import BinarySearch, DryRun, run_search
 from adaptive_batch.training import MicroBatchRunner
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 CPU, PLENTY, MOST = torch.device("cpu"), 2**40, 6
 TIMES = 8  # each peak is counted: on a machine with much to do several in a row may be too high

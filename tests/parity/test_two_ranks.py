@@ -10,7 +10,7 @@ import pytest
 from support.cli import FEATURES, OURS, same_weights
 from support.stock import STOCK_ON_RANKS, Task, run_tasks
 
-pytestmark = pytest.mark.nightly
+pytestmark = pytest.mark.slow
 
 IN_BACKWARD = ("optimizer_in_bwd=True",)
 CASES = {

@@ -177,7 +177,7 @@ def on_ranks():
     return run_on_ranks(peaks_on_ranks, 2, ON_RANKS, (1, 2, 7), 4)[0]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", range(len(ON_RANKS)), ids=[str(combination) for combination in ON_RANKS]
 )
@@ -580,7 +580,7 @@ def test_what_a_plan_does_not_heed_is_said():
 # --- single changes
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_change_brings_what_a_plan_of_it_says():
     plan, said = small(estimate={"devices": ["40MiB"], "changes": True})
     by_key = {change.overrides: change for change in plan.changes}
@@ -621,7 +621,7 @@ def test_the_measurement_for_cuda_runs_where_there_is_none(benchmark, capsys):
 # --- a plan is not lost
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_change_that_components_refuse_is_said_and_the_plan_stands(tmp_path):
     cfg = SMALL.to_estimate()
     cfg = OmegaConf.merge(

@@ -458,7 +458,7 @@ def test_layouts_can_be_planned(small, layout):
 # --- two ranks
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "keys",
     [AUTO, ("micro_batch_layout=grouped", UNITS["tokens"]), (PACKED, UNITS["tokens"])],

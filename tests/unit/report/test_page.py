@@ -164,6 +164,30 @@ def test_the_probe_shows_what_fits_what_does_not_and_the_budget():
     assert shown["bound: 24 rows"] == [(24, 13)]
 
 
+def test_the_speed_of_micro_batches_is_drawn_where_they_were_timed():
+    choices = (("grouped", 512, 900.0), ("packed", 512, 800.0), ("packed", 1024, 1000.0))
+    timed = [
+        {"kind": kind, "limit": {"amount": amount, "unit": "tokens"}, "tokens_per_second": rate}
+        for kind, amount, rate in choices
+    ]
+    fastest = {**timed[-1], "trials": timed}
+    drawn, _ = figures_of(timeline_of(full_records(30)), {"throughput": fastest})
+    (speed,) = [figure for figure in drawn if figure.name == "throughput"]
+    assert "Fastest: packed, up to 1,024 tokens at once, 1,000 tokens/s." in speed.description
+    lines = lines_of(speed)
+    assert lines["packed"] == [(512, 800), (1024, 1000)]
+    assert lines["chosen"] == [(1024, 1000)]
+
+
+@pytest.mark.parametrize("damage", [{"trials": 3}, {"limit": None}, {"tokens_per_second": "x"}])
+def test_timings_that_cannot_be_read_are_left_out(damage):
+    trial = {"kind": "packed", "limit": {"amount": 8, "unit": "rows"}, "tokens_per_second": 1.0}
+    throughput = {**trial, "trials": [trial], **damage}
+    drawn, missing = figures_of(timeline_of(full_records(30)), {"throughput": throughput})
+    assert "throughput" not in [figure.name for figure in drawn]
+    assert "Speed of micro-batches" in missing
+
+
 def test_text_of_the_run_is_escaped_everywhere(tmp_path):
     records = Records()
     records.start()
@@ -367,7 +391,7 @@ def test_torn_lines_and_numbers_that_are_none_still_make_a_page(tmp_path):
     assert "loss-over-samples" in figures_in(page)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", ["nan", "inf", "-inf", 1e300, -1e300, 0, 1e-300, True, "text", [], 10**400]
 )
@@ -410,7 +434,7 @@ def test_a_probe_alone_makes_a_page(tmp_path):
     assert "No optimizer step" not in page
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"trials": 3}', '{"trials": [3, {"batch_size": "x"}]}']
 )
