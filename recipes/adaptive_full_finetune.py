@@ -190,6 +190,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.watch:
             self.watch.call_at_end(self._write_down_end)
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizer)
+        self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
         nonfinite = NonfiniteSteps(
             self.settings.on_nonfinite_loss,
             drop_gradients=trainer.runner.drop_gradients,

@@ -196,7 +196,10 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
                 f" {content.get('package_version')}"
             )
             return SkippedCheckpoint(
-                folder, f"{by}; this version reads up to {FORMAT_VERSION}: update it", False, order
+                folder,
+                f"{by}; this version reads up to {FORMAT_VERSION}: update it",
+                is_ours=False,
+                order=order,
             )
         content, files = read_manifest(text)
         checkpoint = Checkpoint(

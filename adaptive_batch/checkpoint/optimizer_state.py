@@ -94,9 +94,11 @@ def named_form(
     anything, as they are not looked at.
 
     Args:
-        state: of ``optimizer.state_dict()``, with its numbers; the named form; ``{name: one of
-            these}``, for the optimizer in backward.
-        optimizers, names: that it is to be loaded into.
+        state: one of three forms: what ``optimizer.state_dict()`` returns, whose parameters are
+            numbers; the named form; or, of the optimizer in backward, a mapping of parameters'
+            names to either.
+        optimizers: optimizers that it is to be loaded into.
+        names: names of their parameters.
 
     Raises:
         CheckpointError: it is none of these, or has a parameter that there is not.

@@ -218,8 +218,8 @@ class StepPlanner:
         rate's schedule takes as much data.
 
         Raises:
-            SettingError: the clock counts steps, or an epoch ends by them: there are fewer then for
-                the same data.
+            SettingError: the clock counts steps or two units, or an epoch ends by steps: there are
+                fewer then for the same data.
         """
         batching = self.batching
         rule = self.batching.batch_size_schedule
@@ -237,12 +237,11 @@ class StepPlanner:
                 batching.max_steps_per_epoch,
                 f"{remedy}, and take fewer rows of the dataset",
             )
-        left = decay_of(schedule)
+        rate_left_at = decay_of(schedule)
 
         def decay(progress: Progress) -> float:
-            return left(
-                time_by(clock.decay, replace(progress, pace=Pace(self.reference, self.reference)))
-            )
+            of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
+            return rate_left_at(time_by(clock.decay, of_constant_batch))
 
         self.epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
 

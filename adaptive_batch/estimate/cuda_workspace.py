@@ -438,7 +438,8 @@ class _CudnnAttention(torch.autograd.Function):
         dropout: float,
         device: CudaKernels,
     ) -> Tensor:
-        state = [torch.empty((), dtype=torch.int64) for _ in range(2)]
+        seed_and_offset = [torch.empty((), dtype=torch.int64) for _ in range(2)]
+        # The output's dimensions lie in memory in the order of the query's.
         order = sorted(range(4), key=query.stride, reverse=True)
         shape = (*query.shape[:3], value.shape[3])
         output = query.new_empty([shape[dim] for dim in order]).permute(
@@ -447,7 +448,7 @@ class _CudnnAttention(torch.autograd.Function):
         sums = _floats(0)
         if any(ctx.needs_input_grad):
             sums = _floats(*query.shape[:3])
-        ctx.save_for_backward(query, key, value, mask, sums, output, *state)
+        ctx.save_for_backward(query, key, value, mask, sums, output, *seed_and_offset)
         return output
 
     @staticmethod

@@ -263,10 +263,11 @@ class Predictive(Search):
 
     def _rows_by_expectation(self, curve: MemoryCurve) -> int | None:
         """Return what a curve allows, scaled to the last trial; None where no more than fits."""
-        is_counted = self._granularity_bytes == 1
+        # Memory that is counted tensor by tensor; an allocator gives whole blocks.
+        is_exact = self._granularity_bytes == 1
         if not self._trials:
             budget_bytes: float = self._budget_bytes
-            if not is_counted:
+            if not is_exact:
                 budget_bytes *= SURE
             return max(1, self._allowed(curve, budget_bytes))
         scale = self._scale(curve, self._trials[-1])
@@ -274,14 +275,15 @@ class Predictive(Search):
         room = (self._budget_bytes - self._resident_bytes) / scale
         rows = self._allowed(curve, resident + room)
         best = self.best
-        # Noise decides over the last percent, and an error is not worth it.
-        if not is_counted and CLOSE * rows > 1:
+        # Of many rows noise decides over the last percent, and an error is not worth it.
+        if not is_exact and CLOSE * rows > 1:
             rows = math.floor(rows * (1 - UNCERTAIN))
             if rows - best <= CLOSE * best:
                 return None
             return rows
-        # A row is much, and blocks may have been half empty.
-        if not is_counted and rows <= best < self.maximum:
+        # Of few rows one more is much. Up to two blocks may have been half empty, so where no more
+        # than these is missing, it may fit.
+        if not is_exact and rows <= best < self.maximum:
             missing_bytes = curve.peak_bytes(best + 1) - resident - room
             is_near = missing_bytes <= 2 * self._granularity_bytes / scale
             if not is_near:

@@ -299,7 +299,8 @@ def _shown_events(timeline: Timeline) -> list[Event | str]:
     for event in timeline.events:
         kind = event.values["kind"]
         seen[kind] += 1
-        if counts[kind] <= _MOST_ROWS or not half < seen[kind] <= counts[kind] - half:
+        is_in_the_middle = half < seen[kind] <= counts[kind] - half
+        if counts[kind] <= _MOST_ROWS or not is_in_the_middle:
             shown.append(event)
         elif seen[kind] == half + 1:
             shown.append(f"{counts[kind] - 2 * half:,} more of the kind {kind} are in run.jsonl")

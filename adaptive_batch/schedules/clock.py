@@ -109,8 +109,12 @@ class TrainingClock:
 
 
 def time_by(unit: str, progress: Progress) -> float:
-    """Return how much of training is done, by a unit, in steps of a constant batch; but for steps
-    it needs a pace.
+    """Return how much of training is done, in steps of a constant batch.
+
+    Args:
+        unit: ``steps``, the steps that were really taken; ``samples`` or ``tokens``, by which the
+            part of an epoch that is done is counted.
+        progress: what training has consumed; but for steps with its pace.
     """
     if unit == "steps":
         return progress.steps
@@ -122,6 +126,7 @@ def time_by(unit: str, progress: Progress) -> float:
         return epochs_done + progress.epoch_tokens * reference.steps / plan.tokens
     if not plan.is_estimate:
         slots = plan.slots
+        # Where both train the same rows, time passes as in the constant batch, to the last bit.
         if plan.stepped_rows == reference.stepped_rows:
             slots = reference.slots
         return epochs_done + progress.epoch_rows * reference.steps / slots

@@ -33,6 +33,7 @@ from .model import (
     load_from_rank_zero,
     named_parameters,
     refusing_other_weights,
+    whole_bytes,
 )
 
 
@@ -84,6 +85,13 @@ class AdapterModel(FullModel):
         return {
             parameter_name(name): parameter for name, parameter in get_adapter_params(model).items()
         }
+
+    def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
+        """Return the bytes of the adapters and, unless they are saved alone, of merged weights."""
+        num_bytes = whole_bytes(self.state(model))
+        if not cfg.get("save_adapter_weights_only", False):
+            num_bytes += whole_bytes(model.state_dict())
+        return num_bytes
 
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import is_traceable_wrapper_subclass, tree_leaves, tree_map_only
-from adaptive_batch._util import atomic_write
+from adaptive_batch._util import atomic_write, format_bytes
 from adaptive_batch.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -400,6 +401,29 @@ class Checkpoints:
         if self._keeps_base:
             ours["base"] = self._base
         return {**state, STATE_KEY: ours}
+
+    def check_disk(self, num_bytes: int) -> None:
+        """Refuse to train where not even one epoch could be saved.
+
+        Args:
+            num_bytes: bytes of the tensors of an epoch.
+
+        Raises:
+            SettingError: the disk has less free.
+        """
+
+        def check() -> None:
+            folder = Path(self._cfg.checkpointer.output_dir).absolute()
+            nearest = next(path for path in (folder, *folder.parents) if path.exists())
+            free = shutil.disk_usage(nearest).free
+            if free < num_bytes:
+                remedy = (
+                    f"an epoch takes {format_bytes(num_bytes)}, and {format_bytes(free)} are free"
+                    " there; free disk space, or give another folder"
+                )
+                raise SettingError("output_dir", str(folder), remedy)
+
+        distributed.on_rank_zero(check)
 
     def wait(self) -> None:
         """Wait for a resume point that is being written; raise a CheckpointError if it failed."""

@@ -235,7 +235,11 @@ class Estimator:
         return check_whole("tokenizer.max_seq_len", limit)
 
     def changes(self, length: LengthEstimate) -> Iterator[Change]:
-        """Estimate each single change at a length."""
+        """Estimate each single change at the first length, on each device.
+
+        Args:
+            length: estimate of that length as it is.
+        """
         maximum = self._settings.probe.maximum
         assert self._skeleton is not None
         changes = candidates(

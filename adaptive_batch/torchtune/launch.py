@@ -159,6 +159,7 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     except SystemExit:
         watch.stop()
         raise
+    # A failure ends the process here.
     except KeyboardInterrupt as error:
         watch.fail(str(error) or _INTERRUPTED)
     except BaseException as error:

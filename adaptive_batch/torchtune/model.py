@@ -94,6 +94,9 @@ class ModelBuilder(Protocol):
         It is on rank zero, on its host.
         """
 
+    def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
+        """Return the bytes of the tensors that :meth:`to_save` returns."""
+
 
 class FullModel:
     """Full fine-tuning: every parameter trains, and a checkpoint holds the whole model."""
@@ -177,6 +180,10 @@ class FullModel:
         """Return all parameters."""
         return model.parameters()
 
+    def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
+        """Return the bytes of all weights."""
+        return whole_bytes(model.state_dict())
+
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """Return the state dict."""
         state: Mapping[str, torch.Tensor] = model.state_dict()
@@ -190,6 +197,11 @@ class FullModel:
             return {training.MODEL_KEY: model.state_dict()}
         state = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
         return {training.MODEL_KEY: state}
+
+
+def whole_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
+    """Return the bytes of tensors as one rank would hold them, with those of NF4 made whole."""
+    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
 
 @contextmanager

@@ -163,7 +163,7 @@ class AdaptiveStep:
         )
         self.pieces: list[MicroBatch] = []
         self.num_pieces = 0
-        # Whether the bound was tried without the gradients that a second part meets.
+        # Whether trials ran one part alone, without the gradients beside which a second part runs.
         self._tried_one_part = False
         # A rank can be brought to the end of a micro-batch whose collectives are known.
         self._learns_collectives = (

@@ -347,7 +347,9 @@ class _Room:
         self._cost = LimitCost(rows * row_amount, peak, row_bytes / row_amount)
 
     def fitting_amount(self, error: str, *, amount: int) -> int | None:
-        """Return how much of what is free now a micro-batch may hold; None where that is unknown.
+        """Return how many rows or tokens fit in what is free now; None where that is unknown.
+
+        What a search or the first failure has shown of their cost is kept for later ones.
 
         Args:
             error: message of the device.
@@ -582,7 +584,8 @@ class MicroBatchSizer:
 
         Args:
             failed: micro-batch that did not fit.
-            error: message of the device; empty where what is free now does not count.
+            error: message of the device; empty to shrink without a look at what is free now, as
+                where the process ends.
             rows_at_once: see :meth:`limit`.
             failures: failures of this step so far, this one included.
         """

@@ -182,8 +182,8 @@ class StepRunner:
                 self.is_trial = False
 
     def learn_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
-        """Run trials and undo them, so that even the first micro-batch of training can be brought
-        to its end.
+        """Run trials and undo them, so that a rank which runs out of memory even in the first
+        micro-batch of training can bring its collectives to their end.
 
         Args:
             run: function that runs a trial of each kind of micro-batch.

@@ -8,9 +8,12 @@ from omegaconf import OmegaConf
 from support.cli import OURS, interrupted_after_first_epoch, losses, same_weights, weights
 from support.model_families import Combination
 from support.norms_finetune import NormsAlone
+from torch.utils._pytree import tree_leaves
+from torchtune.models.qwen2 import lora_qwen2, qwen2
 
+from adaptive_batch.errors import SettingError
 from adaptive_batch.report import read_records
-from adaptive_batch.torchtune import estimate_devices
+from adaptive_batch.torchtune import AdapterModel, FullModel, estimate_devices
 
 RECIPE = "support/norms_finetune"
 GROWS = (
@@ -54,6 +57,46 @@ def test_a_run_that_was_interrupted_resumes_to_the_bit(small, norms):
     )
     assert same_weights(resumed.weights(1), norms.weights(1))
     assert losses(folder) == norms.losses[3:]
+
+
+def test_an_epoch_that_the_disk_cannot_hold_is_refused_before_the_first_step(small):
+    folder = small.fresh_folder()
+    with pytest.raises(
+        SettingError,
+        match=r"^output_dir='.*': an epoch takes 1073741824\.00 GiB, and [\d.]+ GiB are",
+    ):
+        small.run_in_process(RECIPE, "saves_much=True", f"output_dir={folder}")
+    kinds = [record["kind"] for record in read_records(folder / "adaptive_batch" / "run.jsonl")]
+    assert "step" not in kinds
+
+
+@pytest.mark.parametrize("keys", [{}, {"save_adapter_weights_only": True}], ids=str)
+@pytest.mark.parametrize(
+    "builder", [FullModel(), AdapterModel()], ids=lambda one: type(one).__name__
+)
+def test_the_bytes_of_an_epoch_are_about_those_of_what_is_saved(builder, keys):
+    shape = {
+        "vocab_size": 64,
+        "num_layers": 1,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "embed_dim": 32,
+        "intermediate_dim": 64,
+        "max_seq_len": 32,
+    }
+    lora = {
+        "lora_attn_modules": ["q_proj"],
+        "apply_lora_to_mlp": False,
+        "lora_rank": 2,
+        "lora_alpha": 4.0,
+    }
+    model = lora_qwen2(**shape, **lora) if isinstance(builder, AdapterModel) else qwen2(**shape)
+    cfg = OmegaConf.create({"model": {**shape, **lora}, **keys})
+    expected = builder.num_bytes_saved(model, cfg)
+    saved = builder.to_save(model, cfg, device=torch.device("cpu"))
+    tensors = [leaf for leaf in tree_leaves(saved) if isinstance(leaf, torch.Tensor)]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert num_bytes <= expected <= 1.05 * num_bytes
 
 
 def test_the_estimate_takes_another_builder_too():

@@ -26,10 +26,18 @@ class NormsAlone(FullModel):
         return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+class OfManyBytes(NormsAlone):
+    """Would save more than any disk holds."""
+
+    def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
+        """Return a million TiB."""
+        return 2**60
+
+
 @config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe."""
-    main(cfg, NormsAlone())
+    main(cfg, OfManyBytes() if cfg.get("saves_much", False) else NormsAlone())
 
 
 if __name__ == "__main__":
