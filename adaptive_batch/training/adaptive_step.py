@@ -382,11 +382,11 @@ class AdaptiveStep:
         worst = WorstRows.of_sample(sample, length)
         results = find_in_step(
             lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
-            accumulates=accumulates or self.sizer.splits,
+            accumulates=accumulates or self.sizer.may_split,
             step_rows=batch_size,
         )
         self.sizer.found(results[-1])
-        self._tried_one_part = len(results) == 1 and not (accumulates or self.sizer.splits)
+        self._tried_one_part = len(results) == 1 and not (accumulates or self.sizer.may_split)
         return results[-1]
 
     def _try_sample(
@@ -408,7 +408,7 @@ class AdaptiveStep:
             self.try_part(whole, is_last=is_last)
             return
         gradients = GradientsApart(self.model, self.runner.drop_gradients)
-        if self.sizer.splits:
+        if self.sizer.may_split:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()
         self.try_part(whole, is_last=is_last)

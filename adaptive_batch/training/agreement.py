@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch
+from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.errors import GrowthFunctionError
 
 from .sizing import MicroBatchSizer
@@ -59,7 +59,7 @@ class Question:
 
 def agree_on_step(
     sizer: MicroBatchSizer,
-    divide: Callable[[], Division],
+    divide: Callable[[MicroBatchLimit], Division],
     question: Question,
     *,
     fullest: MicroBatch,
@@ -70,7 +70,7 @@ def agree_on_step(
 
     Args:
         sizer: decides what a micro-batch of the step may hold.
-        divide: function that divides this rank's rows as they may be now.
+        divide: function that divides this rank's rows within a limit.
         question: what this rank says of the step.
         fullest: the largest micro-batch of this rank's last step.
         rows_at_once: see :meth:`MicroBatchSizer.limit`.
@@ -82,7 +82,7 @@ def agree_on_step(
         GrowthFunctionError: a rule has answered differently on some rank.
     """
     grown = sizer.next_limit()
-    division = divide()
+    division = divide(sizer.limit(rows_at_once))
     must_stay = grown is None or not sizer.has_room(grown)
     answers = [
         int(question.ends),
@@ -108,7 +108,7 @@ def agree_on_step(
     elif grown is not None and not any_stays:
         sizer.grow(grown)
     if any_eases or not any_stays:
-        division = divide().agreed()
+        division = divide(sizer.limit(rows_at_once)).agreed()
     return division, bool(any_ends)
 
 

@@ -282,7 +282,7 @@ class AdaptiveLoop:
             # On fewer ranks than training began with, even a rule's batch that is cut to the bound
             # is more rows than that.
             splits=planner.batching.grow_beyond_maximum
-            or self._sizer.splits
+            or self._sizer.may_split
             or planner.ranks > ranks,
             order=lambda: planner.epochs.order(self.progress.at_epoch_start()),
             batch_tokens=planner.batching.batch_tokens,

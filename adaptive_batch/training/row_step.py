@@ -365,7 +365,7 @@ class RowStep:
         if (
             bound is not None
             and num_rows > bound
-            and not (self.bound_accumulates or self.sizer.splits)
+            and not (self.bound_accumulates or self.sizer.may_split)
         ):
             fits = (
                 f"{bound} rows fit at once where no gradients are there yet, and from a step's"
@@ -405,7 +405,7 @@ class RowStep:
                 self.clip,
                 devices,
                 sequence_length=dataset.length(longest),
-                accumulates=self.sizer.splits,
+                accumulates=self.sizer.may_split,
                 maximum=check_whole("maximum", maximum),
                 context=CONTEXT_BYTES if context is None else context,
                 headroom=headroom,

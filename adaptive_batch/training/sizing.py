@@ -480,6 +480,11 @@ class MicroBatchSizer:
         return self._configured.splits
 
     @property
+    def may_split(self) -> bool:
+        """Whether a step that would fit at once may run as several micro-batches."""
+        return self.splits or self.layout.sorts
+
+    @property
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
         return self._configured.is_auto and not self.tried_length

@@ -78,7 +78,7 @@ class StepRunner:
         """
         return agree_on_step(
             self.sizer,
-            lambda: divide(self.sizer.limit(rows_at_once)),
+            divide,
             question,
             fullest=self.retry.current,
             rows_at_once=rows_at_once,

@@ -189,6 +189,17 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches()
     assert one.loop.find_bound(**budget).max_batch_size == 9
 
 
+def test_a_layout_that_cuts_what_fits_is_tried_beside_gradients():
+    """Rows grouped by length run as several micro-batches where that takes less time."""
+    reference = training()
+    train(reference, until=1)
+    budget = {"device_memory": peak_by_hand(reference, 10, accumulates=False), "headroom": 0.0}
+    grouped = training(batch_size=10, micro_batch_layout="grouped")
+    plain = training(batch_size=10)
+    assert plain.loop.find_bound(**budget).max_batch_size == 10
+    assert 0 < grouped.loop.find_bound(**budget).max_batch_size < 10
+
+
 def test_modules_that_are_frozen_in_evaluation_mode_are_so_in_a_trial_and_after_it():
     options, rows = classes("tuples")
     net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
