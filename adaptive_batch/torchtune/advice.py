@@ -165,8 +165,8 @@ def tokens_per_second(
     for _ in range(1 + repeats):
         start = time.perf_counter()
         runner.try_rows(rows)
-        if runner.retry.memory.device.type == "cuda":
-            torch.cuda.synchronize()
+        if runner.memory.device.type != "cpu":
+            torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
         runner.drop_gradients()
     return sum(map(runner.loss.num_real_tokens, rows)) / statistics.median(seconds[1:])

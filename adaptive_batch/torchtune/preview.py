@@ -266,7 +266,7 @@ class TrainingPreview:
             return 1
         rank_rows = self._batches.rows_of_rank(rows, limit)
         lengths = self._data.dataset.lengths[[rows[position] for position in rank_rows]].tolist()
-        return max(1, len(micro_batches(lengths, limit, self._data.shapes)))
+        return max(1, len(micro_batches(lengths, limit, self._sizer.layout)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """Return notes on the stages of a schedule."""
