@@ -29,7 +29,7 @@ def test_each_row_has_a_source_and_is_estimated_or_has_a_reason(published):
         assert not row.is_fms or row.model in published.MODELS, row.id
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_on_ranks_what_is_sharded_is_shared(published):
     estimate = published.trainer_step(
         "bigcode/gpt_bigcode-santacoder", is_lora=False, keeps_logits=False, length=2048
@@ -42,7 +42,7 @@ def test_on_ranks_what_is_sharded_is_shared(published):
     assert one - four > 0.7 * length.resident.total - length.resident.parameters / 10
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [4, 8])  # the peak is the optimizer's step, and the loss
 def test_a_published_peak_is_met_by_the_same_code(published, rows):
     row = next(

@@ -14,7 +14,7 @@ from support.launch import Attempt, launch
 
 from adaptive_batch.report import audit, read_records
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROUNDING = {
     "fp32": 2e-6,

@@ -396,7 +396,7 @@ def test_every_shipped_configuration_can_be_planned(name):
     assert "max_batch_size" in said
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STOCK_SAMPLE)
 def test_torchtunes_own_configurations_can_be_planned(name):
     with no_network():

@@ -27,12 +27,16 @@ def assert_goes_on_as_alone(folder, whole, *, weights):
     assert found["weights"] < weights
 
 
-@pytest.mark.nightly
+GROWN = (Part(1, 5), Part(2, 15), Part(4, 17), Part(2, 19), Part(1))
+BY_TOKENS = (Part(1, 4), Part(2, 12), Part(1))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parts", "weights"),
     [
-        ("growth", (Part(1, 5), Part(2, 15), Part(4, 17), Part(2, 19), Part(1)), 1e-4),
-        ("tokens", (Part(1, 4), Part(2, 12), Part(1)), 1e-6),
+        pytest.param("growth", GROWN, 1e-4, marks=pytest.mark.nightly),
+        pytest.param("tokens", BY_TOKENS, 1e-6, marks=pytest.mark.nightly),
         ("3 ranks", (Part(1, 3), Part(3)), 1e-8),
     ],
 )
