@@ -37,9 +37,8 @@ class Layer(nn.Module):
     def forward(self, x):
         heads = self.qkv(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
         q, k, v = heads.split([HEADS, HEADS // 4, HEADS // 4], 1)
-        x = x + functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(
-            1, 2
-        ).flatten(-2)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + attended.transpose(1, 2).flatten(-2)
         return x + self.down(functional.gelu(self.up(x)))
 
 
@@ -111,7 +110,7 @@ def test_attention_is_one_kernel_of_rows_of_several_lengths_in_backward_too(
 def test_what_the_kernel_does_not_take_is_attended_row_by_row(dtype):
     query = torch.randn(1, 4, 10, 20, device=CUDA, dtype=dtype)  # heads of no multiple of 8
     with profile(activities=[ProfilerActivity.CPU]) as profiled, rows_apart([7, 3]):
-        out = functional.scaled_dot_product_attention(query, query, query)
+        out = functional.scaled_dot_product_attention(query, query, query, is_causal=True)
     ran = {event.key: event.count for event in profiled.key_averages()}
     assert out.shape == query.shape
     assert ran["aten::scaled_dot_product_attention"] == 2
@@ -143,7 +142,7 @@ def test_in_backward_a_row_takes_as_much_as_128_tokens_of_one_layers_float32_que
             for _ in range(3)
         ]
         with rows_apart(lengths):
-            out = functional.scaled_dot_product_attention(*heads)
+            out = functional.scaled_dot_product_attention(*heads, is_causal=True)
             before = torch.cuda.memory_allocated()
             torch.cuda.reset_peak_memory_stats()
             out.backward(torch.ones_like(out))
