@@ -177,8 +177,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.preview.check(self.resumed.progress)
 
     def _setup_log(self) -> None:
-        self.log.open()
         self.checkpoints.begin_job(self.resumed.name)
+        self.log.open()
         self.log.starts(self.checkpoints, self.resumed)
         self.log.changes(self.resumed, without_effect=self.without_effect)
 

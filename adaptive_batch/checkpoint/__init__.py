@@ -4,7 +4,7 @@ was saved.
 
 from .checkpoint import Checkpoint
 from .failures import reason, saving
-from .manager import CheckpointManager, checkpoints_in
+from .manager import CheckpointManager, checkpoints_in, remove_folder
 from .manifest import (
     SavedFile,
     SkippedCheckpoint,
@@ -31,5 +31,6 @@ __all__ = [
     "parameter_name",
     "read_manifest",
     "reason",
+    "remove_folder",
     "saving",
 ]

@@ -257,13 +257,18 @@ class CheckpointManager:
             if checkpoint.is_ours and is_older:
                 outdated.append(checkpoint.path)
         for path in outdated:
-            removed = path.with_name(_REMOVED + path.name)
-            try:
-                # Partly removed under its own name, it might look like a user's folder.
-                path.rename(removed)
-                shutil.rmtree(removed)
-            except OSError as error:
-                log.warning("%s could not be removed: %s", path, error)
+            remove_folder(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a checkpoint's folder; a warning is logged where that fails."""
+    removed = path.with_name(_REMOVED + path.name)
+    try:
+        # Partly removed under its own name, it might look like a user's folder.
+        path.rename(removed)
+        shutil.rmtree(removed)
+    except OSError as error:
+        log.warning("%s could not be removed: %s", path, error)
 
 
 def _step_folders(output_dir: Path) -> list[Path]:

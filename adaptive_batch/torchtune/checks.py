@@ -36,7 +36,6 @@ TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
 _SWITCHES = (
     "shuffle",
-    "resume_from_checkpoint",
     "compile",
     "enable_activation_checkpointing",
     "enable_activation_offloading",
@@ -338,6 +337,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
         (_SWITCHES, check_bool),
         (_WHOLE, check_whole),
         (("lr_scheduler.num_warmup_steps",), _check_whole_or_zero),
+        (("resume_from_checkpoint",), _check_resume),
     ):
         for key in keys:
             for value in _values(config, key):
@@ -543,6 +543,14 @@ def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
 def _check_whole_or_zero(key: str, value: object) -> None:
     if value != 0:
         check_whole(key, value, remedy="give a whole number, 0 or more")
+
+
+def _check_resume(key: str, value: object) -> None:
+    if isinstance(value, bool) or value == "auto":
+        return
+    if not isinstance(value, str) or not Path(value).is_dir():
+        remedy = "give True, False, auto, or a checkpoint's folder such as OUTPUT_DIR/step_100"
+        raise SettingError(key, value, remedy)
 
 
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ _NEEDED = {
     "dtype": "give bf16 or fp32",
     "seed": "give a whole number, or null",
     "output_dir": "give a folder of yours",
-    "resume_from_checkpoint": "give False, or True to resume from what was saved last",
+    "resume_from_checkpoint": "give False, True to resume from what was saved last, or auto",
     "shuffle": "give True or False",
 }
 
@@ -152,7 +152,16 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
             )
     # Keys are removed before anything is set.
     removals = [argument for argument in arguments if argument.startswith("~")]
-    for argument in arguments:
+    for argument in removals:
+        key = argument[1:].partition("=")[0]
+        if OmegaConf.select(cfg, key, default=cfg) is cfg:
+            remedy = (
+                f"{path} has no such key to remove; leave this out, and the argument that sets"
+                f" {key} if there is one"
+            )
+            raise SettingError("argument", argument, remedy)
+    others = [argument for argument in arguments if argument not in removals]
+    for argument in (*removals, *others):
         # Made for each argument, as it is changed in place.
         values: Any = OmegaConf.to_container(cfg)
         merged = [*removals, argument]

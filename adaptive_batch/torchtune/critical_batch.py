@@ -20,7 +20,6 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count, without_nan
-from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.data import EpochPlanner
 from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import TrainingSnapshot
@@ -36,10 +35,10 @@ from adaptive_batch.schedules import LearningRate, Reference
 from .checkpoints import Checkpoints
 from .checks import check_output_dir
 from .data import Data
-from .epoch_checkpoints import inspect_epoch
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
+from .saved_runs import AUTO
 from .settings import Settings
 from .trainer import Trainer
 
@@ -188,25 +187,14 @@ def _critical_batch_within(branches: Sequence[Branch], tolerance: float) -> dict
 def _checkpoints(job: Job) -> Checkpoints:
     """Find what is branched from: as configured, else the newest, else the base."""
     cfg = copy.deepcopy(job.cfg)
-    configured = job.settings.probe.critical_batch_from
-    only = None
-    if configured is not None:
-        only = Path(configured).absolute()
-        cfg.output_dir = cfg.checkpointer.output_dir = str(only.parent)
-    saved, skipped = checkpoints_in(Path(cfg.output_dir))
-    folders = [checkpoint.path for checkpoint in saved]
-    folders += [checkpoint.path for checkpoint in skipped]
-    epoch = inspect_epoch(cfg.checkpointer)
-    if epoch is not None:
-        folders.append(epoch.path)
-    if only is not None and only not in folders:
-        remedy = (
-            "it is no resume point, nor an epoch with its recipe_state; give a folder such as"
-            " OUTPUT_DIR/step_100"
-        )
-        raise SettingError("probe.critical_batch_from", configured, remedy)
-    cfg.resume_from_checkpoint = bool(folders)
-    return Checkpoints(cfg, job.settings, keeps_base=job.builder.keeps_base, only=only)
+    path = job.settings.probe.critical_batch_from
+    cfg.resume_from_checkpoint = path or AUTO
+    try:
+        return Checkpoints(cfg, job.settings, keeps_base=job.builder.keeps_base)
+    except SettingError as error:
+        if path is None or error.key != "resume_from_checkpoint":
+            raise
+        raise SettingError("probe.critical_batch_from", path, error.remedy) from error
 
 
 def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[Any]]:

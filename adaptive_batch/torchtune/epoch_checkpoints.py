@@ -36,6 +36,7 @@ from adaptive_batch.checkpoint import (
     manifest_text,
     read_manifest,
     reason,
+    remove_folder,
     saving,
 )
 from adaptive_batch.errors import CheckpointError, SettingError
@@ -57,34 +58,45 @@ _OF_A_RECIPE = (training.EPOCHS_KEY, training.SEED_KEY, training.MAX_STEPS_KEY)
 
 
 @dataclass(frozen=True)
-class _Manifest:
+class EpochManifest:
     """What was written down with the weights in a folder.
 
     Attributes:
-        identity: of the save, which the recipe state has too: `id`, `folder` and `order`.
-        weights: by name.
-        recipe_state: saved with them; None where training was done.
-        preempted: the run was asked to end meanwhile.
+        identity: identity of the save, which the recipe state has too: `id`, `folder` and `order`.
+        weights: files of the weights, by name.
+        recipe_state: file that was saved with them; None where training was done.
+        run: run that saved it; None for a save of an earlier version.
+        ends_run: True for the last epoch of the run.
+        preempted: True where the run was asked to end meanwhile.
     """
 
     identity: Mapping[str, Any]
     weights: Mapping[str, SavedFile]
     recipe_state: SavedFile | None
+    run: str | None = None
+    ends_run: bool = False
     preempted: bool = False
 
     @classmethod
-    def read(cls, folder: Path) -> _Manifest:
+    def read(cls, folder: Path) -> EpochManifest:
         """Raise an OSError or a ValueError where there is none."""
         content, weights = read_manifest((folder / _MANIFEST).read_text(errors="replace"))
         state = content.pop("recipe_state")
-        preempted = content.pop("preempted")
-        return cls(content, weights, state and SavedFile(**state), preempted)
+        facts = {
+            name: content.pop(name) for name in ("run", "ends_run", "preempted") if name in content
+        }
+        return cls(content, weights, state and SavedFile(**state), **facts)
 
     def text(self) -> str:
         state = self.recipe_state and asdict(self.recipe_state)
-        return manifest_text(
-            {**self.identity, "recipe_state": state, "preempted": self.preempted}, self.weights
-        )
+        content = {
+            **self.identity,
+            "recipe_state": state,
+            "run": self.run,
+            "ends_run": self.ends_run,
+            "preempted": self.preempted,
+        }
+        return manifest_text(content, self.weights)
 
     def files(self, state_file: Path) -> dict[str, SavedFile]:
         """Return all that resuming reads, by names in the folder of the weights, which may be a
@@ -121,9 +133,29 @@ class SavedEpoch:
         return int(self.state.get(STATE_KEY, {}).get("progress", {}).get("steps", 0))
 
 
-def orders_of_epochs(output_dir: Path) -> Iterator[int]:
-    """Yield the orders of the epochs in a folder."""
-    return (manifest.identity["order"] for _, manifest in _manifests(output_dir))
+def manifests_in(output_dir: Path) -> Iterator[tuple[Path, EpochManifest]]:
+    """Yield the folders of epochs whose manifests can be read, those too that a killed save has
+    left aside.
+    """
+    for pattern in (_EPOCH, _REPLACED + _EPOCH):
+        for folder in sorted(output_dir.glob(pattern)):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                yield folder, EpochManifest.read(folder)
+
+
+def remove_epochs_of_others(output_dir: Path, run: str) -> None:
+    """Remove the epochs that other runs of ours have saved in a folder."""
+    state_file = output_dir / _RECIPE_STATE
+    owner = None
+    with suppress(Exception):
+        state, _ = _read_state(state_file)
+        owner = state.get(STATE_KEY, {}).get("run")
+    # First, since without it no epoch is resumed from, wherever this is interrupted.
+    if owner not in (None, run):
+        state_file.unlink()
+    for folder, manifest in list(manifests_in(output_dir)):
+        if manifest.run != run:
+            remove_folder(folder)
 
 
 def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
@@ -140,7 +172,7 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
     if not state_file.exists():
         state_file = output_dir / _RECIPE_STATE
     with_state = [
-        (folder, manifest) for folder, manifest in _manifests(output_dir) if manifest.recipe_state
+        (folder, manifest) for folder, manifest in manifests_in(output_dir) if manifest.recipe_state
     ]
     if not with_state and not state_file.exists():
         return None
@@ -193,7 +225,7 @@ def _file_of_another_epoch(cfg: DictConfig, folder: Path) -> Path | None:
 def _why_weights_are_others(folder: Path) -> str:
     """Return why a folder of weights is not the one that was saved with the recipe state."""
     try:
-        _Manifest.read(folder)
+        EpochManifest.read(folder)
     except OSError as error:
         return f"incomplete: {_MANIFEST} cannot be read ({error.strerror})"
     except (ValueError, KeyError, TypeError):
@@ -227,7 +259,7 @@ def _read_state(path: Path) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
 
 
 def _of_ours(
-    state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest
+    state: dict[str, Any], state_file: Path, folder: Path, manifest: EpochManifest
 ) -> SavedEpoch | SkippedCheckpoint:
     files = manifest.files(state_file)
     order = manifest.identity["order"]
@@ -240,7 +272,7 @@ def _of_ours(
 
 
 def _of_torchtune(
-    state: dict[str, Any], state_file: Path, folder: Path, manifest: _Manifest | None
+    state: dict[str, Any], state_file: Path, folder: Path, manifest: EpochManifest | None
 ) -> SavedEpoch | SkippedCheckpoint:
     """Return an epoch without checksums.
 
@@ -354,14 +386,18 @@ class EpochCheckpoints:
         recipe_state: Mapping[str, Any] | None,
         epoch: int,
         order: int,
+        run: str,
+        ends_run: bool,
     ) -> None:
         """Save as `epoch_{epoch}`, unless training is done with the recipe state.
 
         Args:
             content: what torchtune's checkpointer saves by its keys: weights, or adapters, or both.
             recipe_state: None where training is done.
-            epoch: its number.
-            order: counted with resume points.
+            epoch: number of the epoch.
+            order: place among the saves of the folder, counted with resume points.
+            run: name of the run.
+            ends_run: True for the last epoch of the run.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
@@ -397,7 +433,7 @@ class EpochCheckpoints:
             state_file = None
             if recipe_state is not None:
                 state_file = SavedFile.of(new_state)
-            manifest = _Manifest(identity, weights, state_file)
+            manifest = EpochManifest(identity, weights, state_file, run, ends_run)
             (saved / _MANIFEST).write_text(manifest.text())
             _flush_to_disk(self._temporary)
             move_into_place(saved, target, then=replace_recipe_state)
@@ -443,7 +479,7 @@ class EpochCheckpoints:
         for replaced in self._output_dir.glob(_REPLACED + _EPOCH):
             try:
                 _, identity = _read_state(self._output_dir / _RECIPE_STATE)
-                is_needed = bool(identity) and _Manifest.read(replaced).identity == identity
+                is_needed = bool(identity) and EpochManifest.read(replaced).identity == identity
             except Exception:
                 # Whichever of both is damaged, it is not resumed from.
                 is_needed = False
@@ -457,17 +493,7 @@ class EpochCheckpoints:
     def mark_preempted(self, epoch: int) -> None:
         """Mark a saved epoch: its run was asked to end while it was being saved."""
         folder = self._output_dir / f"epoch_{epoch}"
-        atomic_write(folder / _MANIFEST, replace(_Manifest.read(folder), preempted=True).text())
-
-
-def _manifests(output_dir: Path) -> Iterator[tuple[Path, _Manifest]]:
-    """Yield the folders of epochs whose manifests can be read, those too that a killed save has
-    left aside.
-    """
-    for pattern in (_EPOCH, _REPLACED + _EPOCH):
-        for folder in sorted(output_dir.glob(pattern)):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                yield folder, _Manifest.read(folder)
+        atomic_write(folder / _MANIFEST, replace(EpochManifest.read(folder), preempted=True).text())
 
 
 def _weights_in(folder: Path) -> list[Path]:

@@ -165,10 +165,12 @@ class TrainingLog:
             )
             event("epoch_restarted", message, epoch=progress.epoch)
         if not resumed and checkpoints.found.holds_earlier_run:
-            message = (
-                f"{self._cfg.output_dir} holds an earlier run, which this one replaces save by save"
-            )
-            event("replaces", f"{message}; until its first save, resuming takes the earlier")
+            message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces"
+            if self._settings.overwrite_output_dir:
+                message += " once its first save is complete"
+            else:
+                message += " save by save"
+            event("replaces", message)
 
     def changes(self, run: ResumedRun, *, without_effect: Sequence[NoEffect]) -> None:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the

@@ -283,9 +283,13 @@ def compare(
     for name in differs:
         if name in refused and name not in allowed:
             saved_value = _shown(name, saved, now)
+            condition = ""
+            # The weights and the optimizer's state are loaded into it.
+            if name == "model":
+                condition = " where every weight keeps its shape"
             remedy = (
                 f"the checkpoint was trained with {saved_value!r}; resume with that, or set"
-                f" resume_allow_changes=[{name}]"
+                f" resume_allow_changes=[{name}]{condition}"
             )
             raise SettingError(name, _shown(name, now, saved), remedy)
     return differs, in_mid_epoch and any(name in moves_rows for name in differs)

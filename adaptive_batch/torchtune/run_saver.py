@@ -80,7 +80,7 @@ class RunSaver:
         ends = distributed.any_of_ranks(self._preemption.requested)
         state = None if is_last else self._state(preempted=ends)
         self._log.sync()
-        self._checkpoints.save_epoch(trainer, recipe_state=state, epoch=epoch)
+        self._checkpoints.save_epoch(trainer, recipe_state=state, epoch=epoch, ends_run=is_last)
         self._log.event(
             "checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=self._queue.progress.steps
         )
@@ -118,7 +118,8 @@ class RunSaver:
 
     def _end_early(self) -> None:
         step = self._queue.progress.steps
-        message = f"asked to end: saved at step {step}; resume_from_checkpoint=True resumes from it"
+        resumes = distributed.on_rank_zero(self._checkpoints.after_end)
+        message = f"asked to end: saved at step {step}; {resumes}"
         self._log.event("preempted", message, step=step, exit_status=EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)
 

@@ -567,6 +567,13 @@ class Settings:
         default=False,
         needs=("save_every_n_steps",),
     )
+    overwrite_output_dir: bool = key(
+        check_bool,
+        "`True`: a new run may replace one in `output_dir` that has not ended, which else is"
+        " refused. All that other runs have saved there goes once the first save of this one is"
+        " complete",
+        default=False,
+    )
     resume_allow_changes: tuple[str, ...] = key(
         names_of_keys,
         "names of keys that may differ from the checkpoint's, as in `[dataset]`. See below",

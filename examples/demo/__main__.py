@@ -67,6 +67,8 @@ def main() -> None:
     own = [
         "batch_increase_function=demo.grow",
         f"output_dir={Path(arguments.directory) / 'tuned'}",
+        # It is the demo's own folder: one that was interrupted begins again.
+        "overwrite_output_dir=True",
     ]
     if arguments.lora:
         recipe = "adaptive_lora_finetune"
@@ -126,6 +128,7 @@ def _of_adapters(directory: Path) -> list[str]:
         "dataset.column_map.output=signature",
         "epochs=1",
         f"output_dir={directory / 'adapters'}",
+        "overwrite_output_dir=True",
     ]
 
 

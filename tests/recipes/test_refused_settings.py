@@ -787,13 +787,13 @@ REFUSED = {
             ("of many digits", f"batch_size={'9' * 5000}", "it cannot be read: Exceeds the limit"),
             ("of a torn list", "batch_size=[1", "it cannot be read: while parsing a flow sequence"),
             ("of a torn block", "model.x={a", "it cannot be read: while parsing a flow mapping"),
-            (
-                "that removes nothing",
-                "~nosuch.things",
-                "Could not find key nosuch.things in yaml config to remove",
-            ),
         )
     },
+    "an argument that removes nothing": (
+        ["batch_size=2", "~nosuch.things"],
+        "argument='~nosuch.things'",
+        "has no such key to remove; leave this out, and the argument that sets nosuch.things",
+    ),
     "a dataset smaller than one batch": (["batch_size=33"], "batch_size=33", "the dataset has 32"),
 }
 

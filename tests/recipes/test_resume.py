@@ -48,6 +48,12 @@ def go_on(small, folder, *overrides):
     )
 
 
+def resume_from(small, folder, path, *overrides):
+    return small.run_in_process(
+        OURS, *overrides, f"output_dir={folder}", f"resume_from_checkpoint={path}"
+    )
+
+
 def assert_the_same(folder, whole):
     """Every figure of every step, the weights of every epoch, and the audit."""
     assert killed_runs.differences(folder, whole.output_dir) == []
@@ -226,7 +232,8 @@ def test_interrupted_twice_it_says_what_is_resumed_from(small, whole, at, last):
     shutil.copytree(
         whole.output_dir, folder, dirs_exist_ok=True
     )  # of an earlier run, which is not resumed from
-    told = f"resume_from_checkpoint=True resumes from {folder / last}" if last else AGAIN
+    # Of two runs, True would not say which.
+    told = f"resume_from_checkpoint={folder / last} resumes from {folder / last}" if last else AGAIN
     asking = (*asking_to_end(at), f"metric_logger.by={int(signal.SIGINT)}", "seed=8")
     asking += ("metric_logger.times=2",)
     with pytest.raises(KeyboardInterrupt, match=f"^interrupted: {told}$"):
@@ -302,7 +309,7 @@ def test_a_run_that_was_begun_anew_in_a_used_folder_is_gone_on_with(small, whole
     new = small.run_in_process(OURS, *other)
     at = ends_early(small, folder, *other, *asking_to_end(4))
     assert records(folder, "replaces")
-    go_on(small, folder, *other)
+    resume_from(small, folder, folder / f"step_{at}", *other)
     assert went_on_from(folder) == f"step_{at}"
     assert_the_same(folder, new)
     assert any("other runs in the file: 1" in line for line in audit(folder).lines)
@@ -315,9 +322,10 @@ def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_
     shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
     other = ("seed=8", *DROPOUT)
     at = ends_early(small, folder, *other, *asking_to_end(4))
-    spoil(folder / f"step_{at}" / "state.pt")
+    # So that not even the name of its run is known.
+    (folder / f"step_{at}" / "resume.json").write_text("{")
     told = (
-        r"step_4 is skipped: state.pt has another checksum .*; \S+/step_15 is of an earlier run:"
+        r"step_4 is skipped: resume.json is truncated or changed; \S+/step_15 is of an earlier run:"
         r" restore what was saved, remove it"
     )
     with pytest.raises(CheckpointError, match=told):
@@ -325,6 +333,121 @@ def test_where_all_of_a_run_is_damaged_an_earlier_one_in_its_folder_is_not_gone_
     shutil.rmtree(folder / f"step_{at}")
     go_on(small, folder, *DROPOUT)
     assert went_on_from(folder) == "step_15"
+
+
+# --- one folder, one run
+
+
+def two_runs(small, whole):
+    """A folder in which a run has ended, and another was ended after its fourth step."""
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
+    ends_early(small, folder, "seed=8", *DROPOUT, *asking_to_end(4))
+    first, second = dict.fromkeys(start["run"] for start in records(folder, "start"))
+    return folder, first, second
+
+
+def test_of_two_runs_in_a_folder_none_is_resumed_without_its_path(small, whole):
+    folder, first, second = two_runs(small, whole)
+    saves = rf"run {first} \(.*step_15, epoch_1\), run {second} \(step_4\)"
+    for asked in (True, "auto"):
+        with pytest.raises(CheckpointError, match=f"holds saves of 2 runs: {saves}; name the"):
+            resume_from(small, folder, asked, "seed=8", *DROPOUT)
+    resume_from(small, folder, folder / "step_4", "seed=8", *DROPOUT)
+    assert went_on_from(folder) == "step_4"
+    assert last_start(folder)["run"] == second
+
+
+def test_a_run_of_fewer_epochs_in_the_folder_of_another_is_not_taken_for_it(small, whole):
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
+    small.run_in_process(OURS, "seed=8", "epochs=1", *DROPOUT, f"output_dir={folder}")
+    with pytest.raises(CheckpointError, match=r"holds saves of 2 runs: .*, run \w+ \(epoch_0\);"):
+        go_on(small, folder, "seed=8", *DROPOUT)
+
+
+@pytest.mark.parametrize("asked", [False, "auto"])
+def test_an_unfinished_run_is_not_replaced_unless_that_is_asked_for(small, whole, asked):
+    folder = stopped_after(whole, small, 9)
+    before = sorted(path.name for path in folder.iterdir())
+    if asked == "auto":
+        resume_from(small, folder, asked, SAVES, *DROPOUT)
+        assert went_on_from(folder) == "step_9"
+        assert_the_same(folder, whole)
+        return
+    refusal = r"^output_dir='.*': it holds what run \w+ \(.*step_9\) would resume from; resume it"
+    with pytest.raises(SettingError, match=refusal):
+        resume_from(small, folder, asked, SAVES, *DROPOUT)
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert len(records(folder, "start")) == 1
+
+
+def test_what_is_replaced_goes_once_the_first_save_is_complete(small, whole, unlimited):
+    folder = stopped_after(whole, small, 9)
+    replaces = ("overwrite_output_dir=True", "seed=8", "save_every_n_steps=2", *DROPOUT)
+    before = saves_in(folder)
+    assert before == ["epoch_0", "step_3", "step_6", "step_9"]
+    asking = asking_to_end(1)
+    # No file may grow, so that nothing is saved.
+    with pytest.raises(CheckpointError):
+        small.run_in_process(OURS, *replaces, *full_disk(1, 99), f"output_dir={folder}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    assert saves_in(folder) == before
+    ends_early(small, folder, *replaces, *asking)
+    assert saves_in(folder) == ["step_1"]
+    assert not (folder / "recipe_state" / "recipe_state.pt").exists()
+    go_on(small, folder, "seed=8", "save_every_n_steps=2", *DROPOUT)
+    assert went_on_from(folder) == "step_1"
+
+
+def test_the_first_epoch_replaces_an_earlier_run_and_its_recipe_state(small, whole):
+    folder = stopped_after(whole, small, 9)
+    replaces = ("overwrite_output_dir=True", "seed=8", "epochs=1", *DROPOUT)
+    small.run_in_process(OURS, *replaces, f"output_dir={folder}")
+    assert saves_in(folder) == ["epoch_0"]
+    assert not (folder / "recipe_state" / "recipe_state.pt").exists()
+
+
+def saves_in(folder):
+    return sorted(path.name for path in (*folder.glob("epoch_*"), *folder.glob("step_*")))
+
+
+def test_auto_begins_where_nothing_is_saved_and_ends_where_the_run_is_done(small, whole):
+    folder = small.fresh_folder()
+    resume_from(small, folder, "auto", SAVES, *DROPOUT)
+    assert not last_start(folder)["resumed"]
+    assert_the_same(folder, whole)
+    with pytest.raises(SettingError, match=r"run \w+ is done: epoch_1 was its last; raise epochs"):
+        resume_from(small, folder, "auto", SAVES, *DROPOUT)
+    resume_from(small, folder, "auto", SAVES, *DROPOUT, "epochs=3")
+    assert saves_in(folder)[:3] == ["epoch_0", "epoch_1", "epoch_2"]
+
+
+def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole):
+    origin = stopped_after(whole, small, 9)
+    folder = small.fresh_folder()
+    for name, step in (("step_6", 6), ("epoch_0", 8)):
+        resumed = resume_from(small, folder / name, origin / name, SAVES, *DROPOUT)
+        start = last_start(folder / name)
+        assert start["progress"]["steps"] == step
+        assert same_weights(resumed.weights(1), whole.weights(1))
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ("ture", "give True, False, auto, or a checkpoint's folder"),
+        ("{folder}/step_4", "give True, False, auto, or a checkpoint's folder"),
+        ("{folder}/adaptive_batch", r"it is no resume point, .*; there are \S+/step_3, \S+/step_6"),
+    ],
+)
+def test_a_path_that_is_no_checkpoint_is_refused_with_what_is_there(small, whole, asked, remedy):
+    folder = stopped_after(whole, small, 6)
+    with pytest.raises(SettingError, match=f"^resume_from_checkpoint='.*': {remedy}"):
+        resume_from(small, folder, asked.format(folder=folder), SAVES, *DROPOUT)
+
+
+# --- damage
 
 
 def spoil(path):
@@ -386,7 +509,7 @@ def test_with_a_clock_that_went_back_the_newer_run_is_gone_on_with(small, whole,
         "checkpointer._component_=support.stops.AskingCheckpointer",
         "checkpointer.at_epoch=0",
     )
-    ends_early(small, folder, *other, *asking)
+    ends_early(small, folder, *other, *asking, "overwrite_output_dir=True")
     found = go_on(small, folder, *other)
     assert went_on_from(folder) == "epoch_0"
     assert len({start["run"] for start in records(folder, "start")}) == 2

@@ -213,12 +213,11 @@ def test_a_key_that_is_missing_is_named(key):
         ),
         *(
             ({key: "maybe"}, f"{key}='maybe': give True or False")
-            for key in (
-                "shuffle",
-                "resume_from_checkpoint",
-                "compile",
-                "enable_activation_checkpointing",
-            )
+            for key in ("shuffle", "compile", "enable_activation_checkpointing")
+        ),
+        *(
+            ({"resume_from_checkpoint": value}, "resume_from_checkpoint=.*: give True, False, auto")
+            for value in ("maybe", 3, ["step_1"])
         ),
         ({"log_peak_memory_stats": 3}, "log_peak_memory_stats=3: give True or False"),
         (

@@ -23,7 +23,7 @@ from adaptive_batch.torchtune import Checkpoints
 from adaptive_batch.torchtune.epoch_checkpoints import (
     EpochCheckpoints,
     inspect_epoch,
-    orders_of_epochs,
+    manifests_in,
 )
 
 WEIGHTS, STATE = "epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"
@@ -59,7 +59,14 @@ def save(block, epoch, *, order, **own):
         "adaptive_batch": {"run": "a"},
         **own,
     }
-    epochs.save({training.MODEL_KEY: weights}, recipe_state=state, epoch=epoch, order=order)
+    epochs.save(
+        {training.MODEL_KEY: weights},
+        recipe_state=state,
+        epoch=epoch,
+        order=order,
+        run="a",
+        ends_run=False,
+    )
 
 
 def test_a_run_that_torchrun_starts_again_finds_its_epoch_whatever_recipe_checkpoint_says(
@@ -74,7 +81,10 @@ def test_a_run_that_torchrun_starts_again_finds_its_epoch_whatever_recipe_checkp
         {"output_dir": str(out), "checkpointer": block, "resume_from_checkpoint": False}
     )
     settings = SimpleNamespace(
-        keep_last_n_checkpoints=None, enable_async_checkpointing=False, preview=True
+        keep_last_n_checkpoints=None,
+        enable_async_checkpointing=False,
+        overwrite_output_dir=False,
+        preview=True,
     )
     assert Checkpoints(cfg, settings).found.source == str(out / "epoch_0")
 
@@ -107,7 +117,9 @@ def flip(path, at):
 
 def test_what_was_saved_is_found_with_its_order(block, out):
     assert order_of(block) == 4
-    assert list(orders_of_epochs(out)) == [4]
+    ((folder, manifest),) = manifests_in(out)
+    assert folder == out / "epoch_0"
+    assert (manifest.identity["order"], manifest.run, manifest.ends_run) == (4, "a", False)
 
 
 def test_where_nothing_was_saved_nothing_is_found(block):
@@ -297,7 +309,14 @@ def test_a_second_save_does_not_lose_what_a_killed_one_has_left_aside(block, out
     save_again = EpochCheckpoints(block)
     monkeypatch.setattr(save_again._checkpointer, "save_checkpoint", lambda *args, **rest: 1 / 0)
     with pytest.raises(CheckpointError, match="division by zero"):
-        save_again.save({training.MODEL_KEY: {}}, recipe_state=None, epoch=0, order=9)
+        save_again.save(
+            {training.MODEL_KEY: {}},
+            recipe_state=None,
+            epoch=0,
+            order=9,
+            run="a",
+            ends_run=True,
+        )
     assert order_of(block) == 4
     assert not list(out.glob(".*"))
 
