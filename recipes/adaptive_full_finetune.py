@@ -11,6 +11,7 @@ are in docs/configuration.md.
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torchtune import config, training, utils
+from torchtune import config, training
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
 
@@ -56,12 +57,13 @@ from adaptive_batch.torchtune import (
     interruptible,
     set_up_terminal,
     settings_name,
+    show_details,
     use_shipped_config,
     without_effect,
 )
 from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, Question, StepResult
 
-log = utils.get_logger("INFO")
+log = logging.getLogger("adaptive_batch")
 
 
 class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
@@ -312,12 +314,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.queue.end_epoch()
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
-        progress = self.queue.progress
         if first_epoch < epochs:
-            trained = (
-                f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
-            )
-            self.log.event("end", trained)
+            self.log.ends(self.queue.progress)
         self.profiler.stop()
 
     def _train_epoch(self) -> None:
@@ -337,9 +335,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.rate.restore()
                 self._count(step, result)
                 self._log_step(step, result, rates, seconds=time.perf_counter() - began)
-                bar.advance(
-                    f"{step.progress.epoch + 1}|{self.queue.progress.steps}|Loss: {result.loss}"
-                )
+                place = f"{step.progress.epoch + 1}|{self.queue.progress.steps}"
+                bar.advance(f"{place}|Loss: {result.loss:.4f}")
                 self._validate()
                 self.profiler.step()
                 self.saver.save_where_due(self.trainer)
@@ -466,8 +463,7 @@ def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
     recipe = None
     try:
         with all_ranks(cfg) as watch:
-            if distributed.is_rank_zero():
-                config.log_config(recipe_name=Path(sys.argv[0]).stem, cfg=cfg)
+            show_details(cfg, recipe_name=Path(sys.argv[0]).stem)
             recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
             with interruptible(recipe.after_end):
                 with raising_on_request():

@@ -39,6 +39,7 @@ from adaptive_batch.torchtune import (
     left_by_rounding,
     measure_critical_batch,
     set_up_terminal,
+    show_details,
     tokens_per_second,
     use_shipped_config,
     with_overrides,
@@ -196,8 +197,7 @@ def summary(results: list[ProbeResult]) -> str:
 def recipe_main(cfg: DictConfig) -> None:
     """Run the search: YAML first, then key=value from the command line over it."""
     with all_ranks(cfg) as watch:
-        if distributed.is_rank_zero():
-            config.log_config(recipe_name="AdaptiveProbe", cfg=cfg)
+        show_details(cfg, recipe_name="AdaptiveProbe")
         probe(cfg, watch)
 
 

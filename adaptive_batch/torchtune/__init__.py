@@ -18,6 +18,7 @@ from .launch import (
     interruptible,
     no_component_exits,
     set_up_terminal,
+    show_details,
     use_shipped_config,
 )
 from .limit_finder import LimitFinder
@@ -69,6 +70,7 @@ __all__ = [
     "reference_tables",
     "set_up_terminal",
     "settings_name",
+    "show_details",
     "tokens_per_second",
     "use_shipped_config",
     "with_overrides",

@@ -13,9 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from omegaconf import DictConfig
-from torchtune import training, utils
+from torchtune import config, training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch.config_files import config_path, shipped_configs
@@ -85,6 +86,26 @@ def set_up_terminal() -> None:
             usual(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def show_details(cfg: DictConfig, *, recipe_name: str) -> None:
+    """Print the resolved configuration and what torchtune logs, with ``verbose=True``; else only
+    torchtune's warnings, and no bars of the `datasets` library where there is no terminal.
+    """
+    torchtunes = utils.get_logger()
+    if cfg.get("verbose"):
+        torchtunes.removeFilter(_is_warning)
+        if distributed.is_rank_zero():
+            config.log_config(recipe_name=recipe_name, cfg=cfg)
+        return
+    torchtunes.addFilter(_is_warning)
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+
+
+def _is_warning(record: logging.LogRecord) -> bool:
+    # torchtune warns that the profiler is off, as it is by default.
+    return record.levelno >= logging.WARNING and "Profiling disabled" not in record.getMessage()
 
 
 @contextmanager

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from torchtune import training, utils
+import torch
+from omegaconf import OmegaConf
+from torchtune import training
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from adaptive_batch import distributed
-from adaptive_batch._util import ProgressBar, count
+from adaptive_batch import __version__, distributed
+from adaptive_batch._util import ProgressBar, atomic_write, count
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import RunLog
@@ -30,7 +34,7 @@ from .preview import TrainingPreview
 from .resumed_run import ResumedRun
 from .settings import Settings
 
-log = utils.get_logger("INFO")
+log = logging.getLogger("adaptive_batch")
 
 _MUCH_PADDING = 0.3
 
@@ -73,6 +77,13 @@ class TrainingLog:
         self._last_step = 0
         # Of the epoch so far: tokens, with padding, and the most micro-batches of a step.
         self._ran = [0.0, 0.0, 0]
+        # Of this process: when it began, its steps' seconds and tokens, and the last loss.
+        self._began = time.monotonic()
+        self._step_seconds = 0.0
+        self._tokens_trained = 0
+        self._last_loss = math.nan
+        # What an epoch has logged, which the next one need not repeat.
+        self._repeated: set[str] = set()
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
         self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
         if cfg.get("log_peak_memory_stats", False) and not self._memory:
@@ -84,6 +95,15 @@ class TrainingLog:
         if record is None:
             return
         self._record = record
+        file = self._path.with_name("config.yaml")
+        atomic_write(file, OmegaConf.to_yaml(self._cfg, resolve=True, sort_keys=True))
+        self.event(
+            "config",
+            f"the configuration is in {file}",
+            command=sys.argv,
+            torch=torch.__version__,
+            adaptive_batch=__version__,
+        )
         if self._cfg.metric_logger is not None:
             component = str(self._cfg.metric_logger.get("_component_", ""))
             # torchtune's logger leaves an error behind where it cannot be made.
@@ -262,7 +282,13 @@ class TrainingLog:
         configured = self._settings.step_rows * self._job.ranks
         message = rate.describe_unscaled(batch, configured=configured)
         if message:
-            self.event("lr", message, global_batch=batch)
+            self.event("lr", message, prints=self._is_new(message), global_batch=batch)
+
+    def _is_new(self, line: str) -> bool:
+        """Return whether a line is logged for the first time."""
+        is_new = line not in self._repeated
+        self._repeated.add(line)
+        return is_new
 
     # --- training
 
@@ -284,9 +310,11 @@ class TrainingLog:
             content = f"about {content}"
         if settings.batch_tokens and settings.batch_size_schedule is None:
             content += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
+        content += f"; a micro-batch holds {holds}"
         self.event(
             "plan",
-            f"epoch {epoch}: {content}; a micro-batch holds {holds}",
+            f"epoch {epoch}: {content}",
+            prints=self._is_new(content),
             epoch=epoch,
             global_batch=plan.step_rows,
             batch_size=batches.batch_size,
@@ -344,7 +372,10 @@ class TrainingLog:
         key = keys_against_padding(self._settings, splits=micro_batches > 1)
         if share <= _MUCH_PADDING or not key:
             return ""
-        return f"; {share:.0%} of the tokens that ran were padding: {key}"
+        padding = f"; {share:.0%} of the tokens that ran were padding"
+        if not self._is_new(key):
+            return padding
+        return f"{padding}: {key}"
 
     def step(
         self,
@@ -361,6 +392,9 @@ class TrainingLog:
         and log its metrics.
         """
         self._last_step = progress.steps
+        self._last_loss = result.loss
+        self._step_seconds += seconds
+        self._tokens_trained += result.tokens
         label_tokens = float(result.label_tokens)
         tokens, padded, max_micro_batches = self._ran
         if result.padding_fraction < 1:
@@ -400,6 +434,20 @@ class TrainingLog:
         )
         if progress.steps % self._every_n_steps == 0:
             self._log(metrics, step=progress.steps)
+
+    def ends(self, progress: Progress) -> None:
+        """Log what training came to, where it is saved, and what to run next."""
+        trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
+        seconds = time.monotonic() - self._began
+        speed = self._tokens_trained / self._step_seconds
+        epoch = Path(self._cfg.checkpointer.output_dir) / f"epoch_{self._settings.epochs - 1}"
+        figures = (
+            f"loss {self._last_loss:.4f} in the last step, {speed:,.0f} tokens/s in steps,"
+            f" {seconds:.1f} s in all"
+        )
+        report = f"python -m adaptive_batch report {self._cfg.output_dir}"
+        message = f"{trained}: {figures}\nsaved in {epoch}; next: {report}"
+        self.event("end", message, seconds=round(seconds, 3), tokens_per_second=round(speed, 1))
 
     def failed_save(self, error: CheckpointError) -> None:
         """Log that a resume point could not be written."""

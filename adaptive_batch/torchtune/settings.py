@@ -581,6 +581,12 @@ class Settings:
         shown="none",
         needs=("resume_from_checkpoint",),
     )
+    verbose: bool = key(
+        check_bool,
+        "`True`: print the resolved configuration, and all that torchtune logs. Either way"
+        " `adaptive_batch/config.yaml` in `output_dir` has the configuration of training",
+        default=False,
+    )
     probe: ProbeSettings = key(
         block(ProbeSettings),
         "how the bound is searched for",

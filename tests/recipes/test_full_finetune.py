@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import resource
 import shutil
 from itertools import pairwise
@@ -417,6 +418,33 @@ def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, interrupted
     assert said["message"] == "optimizer.lr=1e-05 has no effect: the checkpoint's 0.01 is kept"
     (said,) = records(rest, "gradient_accumulation_steps")
     assert (said["before"], said["after"]) == (1, 2)
+
+
+@pytest.mark.slow
+def test_a_terminal_shows_what_is_decided_and_the_configuration_where_that_is_asked_for(small):
+    keys = ("use_maximum_batch_size=True", "probe.device_memory=64MiB", "max_steps_per_epoch=3")
+    run = small.run(OURS, *keys)
+    lines = run.output.splitlines()
+    assert len(lines) <= 40, run.output
+    assert "resolved config" not in run.output
+    assert "Setting manual seed" not in run.output
+    # The second epoch is as the first.
+    assert run.output.count("; a micro-batch holds ") == 1
+    assert re.match(
+        r"\d+ steps?, \d+ samples trained: loss \d+\.\d{4} in the last step, [\d,]+ tokens/s in"
+        r" steps, \d+\.\d s in all$",
+        lines[-2],
+    )
+    folder = run.output_dir
+    report = f"python -m adaptive_batch report {folder}"
+    assert lines[-1] == f"saved in {folder / 'epoch_1'}; next: {report}"
+    config = OmegaConf.load(folder / "adaptive_batch" / "config.yaml")
+    assert config.max_steps_per_epoch == 3
+    (record,) = records(run, "config")
+    assert record["command"][1:3] == ["--config", str(small.config)]
+    verbose = small.run(OURS, *keys, "verbose=True").output
+    assert "with resolved config:" in verbose
+    assert "Setting manual seed" in verbose
 
 
 def test_an_earlier_run_in_the_same_folder_is_said(small, interrupted):

@@ -315,7 +315,8 @@ def tune_run(
         str(restarts),
         OURS,
     ]
-    command += ["--config", str(setup.config), f"output_dir={folder}", *overrides]
+    # Each start prints its configuration, which is counted.
+    command += ["--config", str(setup.config), f"output_dir={folder}", "verbose=True", *overrides]
     begin, kills, seen = time.monotonic(), [], set[int]()
     printed = setup.fresh_folder() / "printed.txt"
     with printed.open("w") as file:
