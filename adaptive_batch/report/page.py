@@ -18,7 +18,8 @@ from adaptive_batch import __version__
 from adaptive_batch._util import atomic_write
 from adaptive_batch.errors import SettingError
 
-from .run_history import Event, Step, Timeline, as_number
+from .auditing import Audit, audit_records
+from .run_history import Event, Step, Timeline, as_number, mean_window
 from .run_log import read_records
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     if own_searches:
         probe = own_searches[-1]
     name = _printable(Path(output_dir).resolve().name)
-    text, picture = render(Timeline.of(records), probe, estimate, name=name)
+    proof = audit_records(records, records) if has_log else None
+    text, picture = render(Timeline.of(records), probe, estimate, name=name, proof=proof)
     _write(page, _printable(text))
     _write(page.with_suffix(".png"), picture)
     return page, page.with_suffix(".png")
@@ -117,6 +119,7 @@ def render(
     estimate: MemoryEstimate | None = None,
     *,
     name: str,
+    proof: Audit | None = None,
 ) -> tuple[str, bytes]:
     """Return the page as HTML and the picture as PNG."""
     import jinja2
@@ -125,7 +128,7 @@ def render(
     from .estimate_figures import estimate_figures
     from .run_figures import figures_of
 
-    figures, missing = figures_of(timeline, probe)
+    figures, missing, constants = figures_of(timeline, probe)
     kind = _kind_of(timeline, probe)
     if estimate:
         figures = [*estimate_figures(estimate), *figures]
@@ -133,7 +136,7 @@ def render(
         if kind == "Memory estimate":
             missing = []
     facts = facts_of(timeline, probe)
-    notes = _notes_of(timeline, missing)
+    notes = _notes_of(timeline, missing, constants)
     events = marks_of(timeline)
     template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -148,6 +151,8 @@ def render(
         marks=[(event, *MARKS[event]) for event in events],
         figures=[(figure, to_svg(figure)) for figure in figures],
         estimate=estimate,
+        settings=_settings_of(timeline),
+        proof=proof,
         events=_shown_events(timeline),
         num_events=len(timeline.events),
         light=LIGHT,
@@ -195,8 +200,7 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
         facts["first batch"] = steps[0].value("batch_size")
         facts["last batch"] = _last_batch(steps)
         if "loss" in last.values:
-            loss = last.value("loss")
-            facts["final loss"] = f"{loss:.4g}" if math.isfinite(loss) else str(last.values["loss"])
+            facts["final loss"] = _final_loss(steps)
     validation_losses = [
         as_number(event.values["val_loss"])
         for event in events
@@ -213,6 +217,25 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
         facts["began"] = _clock(as_number(starts[0].get("time")))
     texts = [(name, _as_text(fact)) for name, fact in facts.items()]
     return [(name, text) for name, text in texts if text]
+
+
+def _settings_of(timeline: Timeline) -> dict[str, Any]:
+    """Return what the last start recorded of its configuration; empty where it did not."""
+    recorded = [event.values for event in timeline.events if event.values["kind"] == "config"]
+    settings = recorded[-1].get("settings") if recorded else None
+    return settings if isinstance(settings, dict) else {}
+
+
+def _final_loss(steps: Sequence[Step]) -> str:
+    """Return the mean loss of the last steps, as many as its figure takes the mean over; of few
+    steps, and where it is not finite, that of the last.
+    """
+    window = mean_window(len(steps))
+    losses = [step.value("loss") for step in steps[-window:] if "loss" in step.values]
+    if window > 1 and all(map(math.isfinite, losses)):
+        return f"{sum(losses) / len(losses):.4g} (mean of {window} steps)"
+    loss = steps[-1].value("loss")
+    return f"{loss:.4g}" if math.isfinite(loss) else str(steps[-1].values["loss"])
 
 
 def _last_batch(steps: Sequence[Step]) -> float | str:
@@ -235,12 +258,13 @@ def _as_text(fact: float | str) -> str:
     return f"{fact:,.0f}" if math.isfinite(fact) else ""
 
 
-def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
+def _notes_of(timeline: Timeline, missing: list[str], constants: list[str]) -> list[str]:
     """Return what a reader should know of the run, one sentence each.
 
     Args:
         timeline: run.
         missing: titles of figures without data.
+        constants: titles and values of what was the same in all steps.
     """
     notes = []
     if timeline.events and not timeline.steps:
@@ -256,10 +280,16 @@ def _notes_of(timeline: Timeline, missing: list[str]) -> list[str]:
             f"Steps that restarts rolled back: {num_rolled_back:,}."
             " The figures of loss show them dotted."
         )
+    if constants:
+        notes.append(f"The same in all steps: {_listed(constants)}.")
     if missing:
-        names = ", ".join(title[0].lower() + title[1:] for title in missing)
-        notes.append(f"Not recorded, and so not shown: {names}.")
+        notes.append(f"Not recorded, and so not shown: {_listed(missing)}.")
     return notes
+
+
+def _listed(titles: Sequence[str]) -> str:
+    """Return titles as they stand in a sentence."""
+    return ", ".join(title[0].lower() + title[1:] for title in titles)
 
 
 def _printable(text: str) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from adaptive_batch._util import format_bytes
 
 from .drawing import LIGHT, Figure, Points, add_legend, from_zero, mark_events, plot
-from .run_history import Event, Step, Timeline, as_number
+from .run_history import Event, Step, Timeline, as_number, mean_window
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 _GIB = 2**30
 # Above it, time is in hours.
 _MOST_MINUTES = 180
-# Below it, values are shown without their running mean, which would say little.
-_FEW = 20
 # Stretches of steps that restarts rolled back: more of them would hide the loss.
 _MOST_STRETCHES = 20
 
 
 def figures_of(
     timeline: Timeline, probe: Mapping[str, Any] | None
-) -> tuple[list[Figure], list[str]]:
-    """Return every figure that has data, and the titles of the figures that have none.
+) -> tuple[list[Figure], list[str], list[str]]:
+    """Return every figure that has data, the titles of the figures that have none, and what was
+    the same in all steps, which needs no figure: title and value.
 
     Args:
         timeline: run.
         probe: contents of its ``probe.json``; None where there is none.
     """
+    constants = []
 
     def metric(
         key: str,
@@ -53,6 +53,9 @@ def figures_of(
         if points is None:
             return title, None
         # A setting is drawn as it is; a measurement scatters, and is drawn with its mean.
+        if drawstyle and len(points.finite) == len(points.x) > 1 and len(set(points.finite)) == 1:
+            constants.append(f"{title} {points.finite[0]:,g}")
+            return title, None
         if drawstyle:
             curves = [_Curve(points, label, colour, {"drawstyle": drawstyle})]
         else:
@@ -87,8 +90,11 @@ def figures_of(
     if probe and probe.get("throughput"):
         possible.insert(1, ("Speed of micro-batches", _throughput(probe["throughput"])))
     figures = [figure for _, figure in possible if figure]
-    missing_titles = [title for title, figure in possible if figure is None]
-    return figures, missing_titles
+    constant_titles = [constant.rpartition(" ")[0] for constant in constants]
+    missing_titles = [
+        title for title, figure in possible if figure is None and title not in constant_titles
+    ]
+    return figures, missing_titles, constants
 
 
 @dataclass(frozen=True)
@@ -162,10 +168,9 @@ def _places(marks: Sequence[Step | Event], seconds: float | None) -> list[float]
 
 def _with_mean(points: Points, label: str, colour: str) -> list[_Curve]:
     """Return the values, and their running mean in front; few values alone."""
-    if len(points.x) < _FEW:
+    window = mean_window(len(points.x))
+    if window == 1:
         return [_Curve(points, label, colour)]
-    # A mean over a fixed share of the run is as smooth in a long run as in a short one.
-    window = max(5, len(points.x) // 40)
     mean = points.running_mean(window)
     style = {"linewidth": 1.6, "zorder": 3}
     values = _Curve(points, f"{label} of a step", colour, {"linewidth": 0.8, "alpha": 0.55})

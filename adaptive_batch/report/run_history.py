@@ -22,6 +22,8 @@ Record = Mapping[str, Any]
 # Kinds that are logged before the record of the step in which they happened.
 _IN_NEXT_STEP = {"limit", "nonfinite_loss"}
 NOT_FINITE = "loss not finite"
+# Below it, a running mean would say little.
+_FEW_VALUES = 20
 # The mark in figures, by the kind of an event.
 _MARKS = {
     "preempted": "preempted",
@@ -351,6 +353,14 @@ def whole(record: Record, name: str) -> int | None:
     if isinstance(value, bool) or not isinstance(value, int):
         return None
     return value
+
+
+def mean_window(num_values: int) -> int:
+    """Return how many values of a run a mean is taken over; 1 where they are few."""
+    if num_values < _FEW_VALUES:
+        return 1
+    # A fixed share of the run is as smooth in a long run as in a short one.
+    return max(5, num_values // 40)
 
 
 def as_number(value: object) -> float:

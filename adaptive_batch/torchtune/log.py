@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import shlex
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -72,6 +74,7 @@ class TrainingLog:
         self._settings = job.settings
         self._cfg = cfg
         self._path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
+        self._config_path = self._path.with_name("config.yaml")
         self._record = RunLog(self._path, enabled=False)
         self._metrics: Any = None
         self._last_step = 0
@@ -95,15 +98,7 @@ class TrainingLog:
         if record is None:
             return
         self._record = record
-        file = self._path.with_name("config.yaml")
-        atomic_write(file, OmegaConf.to_yaml(self._cfg, resolve=True, sort_keys=True))
-        self.event(
-            "config",
-            f"the configuration is in {file}",
-            command=sys.argv,
-            torch=torch.__version__,
-            adaptive_batch=__version__,
-        )
+        atomic_write(self._config_path, OmegaConf.to_yaml(self._cfg, resolve=True, sort_keys=True))
         if self._cfg.metric_logger is not None:
             component = str(self._cfg.metric_logger.get("_component_", ""))
             # torchtune's logger leaves an error behind where it cannot be made.
@@ -112,6 +107,22 @@ class TrainingLog:
                 raise SettingError("metric_logger", component, remedy)
             self._metrics = instantiate("metric_logger", self._cfg.metric_logger)
             self._metrics.log_config(self._cfg)
+
+    def _what_is_run(self) -> dict[str, str]:
+        """Return what tells this run from others, for the head of its report."""
+        cfg = self._cfg
+        dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
+        optimizer = cfg.optimizer
+        return {
+            "command": shlex.join(["tune", "run", Path(sys.argv[0]).stem, *sys.argv[1:]]),
+            "model": str(cfg.model._component_),
+            "base": str(cfg.checkpointer.checkpoint_dir),
+            "dataset": json.dumps(dataset),
+            "optimizer": f"{optimizer._component_}, lr {optimizer.get('lr')}",
+            "seed": str(cfg.seed),
+            "device": f"{self._job.device}, {cfg.dtype}, {count(distributed.world_size(), 'rank')}",
+            "versions": f"adaptive_batch {__version__}, torch {torch.__version__}",
+        }
 
     def close(self) -> None:
         """Close both, if they were opened."""
@@ -177,6 +188,12 @@ class TrainingLog:
             rows=rows,
             ranks=ranks,
             progress=progress.state_dict(),
+        )
+        # After the record that an attempt is known by.
+        event(
+            "config",
+            f"the configuration is in {self._config_path}",
+            settings=self._what_is_run(),
         )
         if run.begins_epoch_again:
             message = (

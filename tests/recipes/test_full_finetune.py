@@ -441,7 +441,10 @@ def test_a_terminal_shows_what_is_decided_and_the_configuration_where_that_is_as
     config = OmegaConf.load(folder / "adaptive_batch" / "config.yaml")
     assert config.max_steps_per_epoch == 3
     (record,) = records(run, "config")
-    assert record["command"][1:3] == ["--config", str(small.config)]
+    assert f"run {OURS} --config {small.config} " in record["settings"]["command"]
+    assert record["settings"]["optimizer"] == "torch.optim.AdamW, lr 0.01"
+    page, _ = write_report(folder)
+    assert "What was run" in page.read_text()
     verbose = small.run(OURS, *keys, "verbose=True").output
     assert "with resolved config:" in verbose
     assert "Setting manual seed" in verbose

@@ -106,7 +106,13 @@ def test_a_figure_without_numbers_is_left_out_and_named(metric, figures, title):
     for number in range(1, 6):
         records.step(number, **{metric: None})
     page, _ = render(timeline_of(records), PROBE, name="run")
-    assert set(figures_in(page)) == set(EVERY_FIGURE) - figures - {"peak-memory", "noise-scale"}
+    constant = {"batch_size", "micro_batches", "lr"}
+    absent = {"peak-memory", "noise-scale"} | constant
+    assert set(figures_in(page)) == set(EVERY_FIGURE) - figures - absent
+    same = re.search(r"The same in all steps: (.*?)\.</p>", page)
+    assert same
+    assert same[1].startswith("rows per step 16, micro-batches per step 1")
+    assert ("learning rate" in same[1]) == (metric != "lr")
     missing = re.search(r"Not recorded, and so not shown: (.*?)\.</p>", page)
     assert missing
     assert title in missing[1]
@@ -122,7 +128,7 @@ def test_each_kind_of_event_is_explained_and_marked_in_every_figure_over_the_run
     explained = re.search(r'<ul class="marks".*?</ul>', page, re.DOTALL)
     assert explained
     assert [event for event in MARKS if event in explained[0]] == list(MARKS)
-    drawn, _ = figures_of(timeline, PROBE)
+    drawn, *_ = figures_of(timeline, PROBE)
     shapes = {marker for marker, _, _ in MARKS.values()}
     assert [figure.name for figure in drawn if set(marks_in(figure)) != shapes] == ["probe"]
     assert marks_in(drawn[1])[MARKS["restarted"][0]] == [timeline.steps[419].samples]
@@ -132,7 +138,7 @@ def test_a_bound_that_is_the_most_that_was_tried_has_a_plus():
     for most, shown in ((24, "24+"), (25, "24")):
         probe = {**PROBE, "maximum": most}
         assert dict(facts_of(timeline_of(Records()), probe))["bound"] == shown
-        (figure, *_), _ = figures_of(timeline_of(Records()), probe)
+        (figure, *_), *_ = figures_of(timeline_of(Records()), probe)
         assert f"The largest that fits has {shown} rows" in figure.description
 
 
@@ -156,7 +162,7 @@ def test_a_short_last_step_is_not_taken_for_the_last_batch():
 
 
 def test_the_probe_shows_what_fits_what_does_not_and_the_budget():
-    (figure, *_), _ = figures_of(timeline_of(Records()), PROBE)
+    (figure, *_), *_ = figures_of(timeline_of(Records()), PROBE)
     shown = lines_of(figure)
     assert shown["fits"] == [(1, 2), (16, 9), (24, 13)]
     assert shown["does not fit"] == [(32, 14)]  # without a peak, where the budget ends
@@ -171,7 +177,7 @@ def test_the_speed_of_micro_batches_is_drawn_where_they_were_timed():
         for kind, amount, rate in choices
     ]
     fastest = {**timed[-1], "trials": timed}
-    drawn, _ = figures_of(timeline_of(full_records(30)), {"throughput": fastest})
+    drawn, *_ = figures_of(timeline_of(full_records(30)), {"throughput": fastest})
     (speed,) = [figure for figure in drawn if figure.name == "throughput"]
     assert "Fastest: packed, up to 1,024 tokens at once, 1,000 tokens/s." in speed.description
     lines = lines_of(speed)
@@ -183,14 +189,44 @@ def test_the_speed_of_micro_batches_is_drawn_where_they_were_timed():
 def test_timings_that_cannot_be_read_are_left_out(damage):
     trial = {"kind": "packed", "limit": {"amount": 8, "unit": "rows"}, "tokens_per_second": 1.0}
     throughput = {**trial, "trials": [trial], **damage}
-    drawn, missing = figures_of(timeline_of(full_records(30)), {"throughput": throughput})
+    drawn, missing, _ = figures_of(timeline_of(full_records(30)), {"throughput": throughput})
     assert "throughput" not in [figure.name for figure in drawn]
     assert "Speed of micro-batches" in missing
+
+
+def test_what_was_run_last_and_what_the_audit_says_is_on_the_page(tmp_path):
+    records = Records()
+    for seed in ("7", "8"):
+        records.start()
+        records.add("config", message="the configuration", settings={"seed": seed})
+    records.step(1)
+    page = write_report(records.write(tmp_path))[0].read_text()
+    assert '<th scope="row">seed</th><td>8</td>' in page
+    assert "<td>7</td>" not in page
+    assert "<summary>Audit</summary><pre>run log" in page
+
+
+@pytest.mark.parametrize("settings", [None, "text", 3, ["a"]])
+def test_settings_that_cannot_be_read_are_left_out(tmp_path, settings):
+    records = Records()
+    records.start()
+    records.add("config", message="the configuration", settings=settings)
+    assert "What was run" not in write_report(records.write(tmp_path))[0].read_text()
+
+
+def test_the_final_loss_is_the_mean_that_its_figure_ends_with():
+    records = Records()
+    records.start()
+    for number in range(1, 31):
+        records.step(number, loss=float(number))
+    facts = dict(facts_of(timeline_of(records), None))
+    assert facts["final loss"] == "28 (mean of 5 steps)"
 
 
 def test_text_of_the_run_is_escaped_everywhere(tmp_path):
     records = Records()
     records.start()
+    records.add("config", message=NASTY, settings={NASTY: NASTY})
     records.add(NASTY, message=f"{NASTY}\n{NASTY}", before=NASTY, after=1)
     records.step(1, loss=NASTY)
     folder = records.write(tmp_path / 'out<put>&"', probe={**PROBE, "sequence_length": NASTY})
@@ -350,7 +386,7 @@ def test_steps_whose_loss_is_not_finite_are_named_and_marked_once_each():
     assert "Loss is NaN at step 7 (2 steps)." in page
     assert "Loss is infinite at step 9 (1 step)." in page
     assert f'style="color:var(--{colour})">{character}</span> loss not finite' in page
-    drawn, _ = figures_of(timeline, None)
+    drawn, *_ = figures_of(timeline, None)
     (loss,) = [figure for figure in drawn if figure.name == "loss-over-samples"]
     assert sorted(marks_in(loss)[marker]) == wrong
     assert colour == "red"
@@ -365,8 +401,8 @@ def test_a_record_that_was_cut_at_any_byte_still_makes_a_timeline(tmp_path):
     for size in range(0, len(content), 97):
         whole.write_bytes(content[:size] + b"\n" + content[size : size + 20])
         timeline = Timeline.of(read_records(whole))
-        figures, missing = figures_of(timeline, None)
-        assert len(figures) + len(missing) == len(EVERY_FIGURE)
+        figures, missing, constants = figures_of(timeline, None)
+        assert len(figures) + len(missing) + len(constants) == len(EVERY_FIGURE)
 
 
 def test_torn_lines_and_numbers_that_are_none_still_make_a_page(tmp_path):
@@ -422,7 +458,7 @@ def test_very_short_runs_make_a_page(tmp_path, num_steps):
         records.step(number)
     page = write_report(records.write(tmp_path))[0].read_text()
     assert ("No optimizer step is recorded." in page) == (num_steps == 0)
-    assert ("lr" in figures_in(page)) == (num_steps > 0)
+    assert ("loss-over-samples" in figures_in(page)) == (num_steps > 0)
 
 
 def test_a_probe_alone_makes_a_page(tmp_path):
