@@ -456,15 +456,19 @@ class TrainingLog:
         """Log what training came to, where it is saved, and what to run next."""
         trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
         seconds = time.monotonic() - self._began
-        speed = self._tokens_trained / self._step_seconds
+        figures = ""
+        facts: dict[str, Any] = {}
+        # A run that was ended in its last save has no step left.
+        if self._step_seconds:
+            speed = self._tokens_trained / self._step_seconds
+            figures = (
+                f": loss {self._last_loss:.4f} in the last step, {speed:,.0f} tokens/s in steps"
+            )
+            facts = {"tokens_per_second": round(speed, 1)}
         epoch = Path(self._cfg.checkpointer.output_dir) / f"epoch_{self._settings.epochs - 1}"
-        figures = (
-            f"loss {self._last_loss:.4f} in the last step, {speed:,.0f} tokens/s in steps,"
-            f" {seconds:.1f} s in all"
-        )
         report = f"python -m adaptive_batch report {self._cfg.output_dir}"
-        message = f"{trained}: {figures}\nsaved in {epoch}; next: {report}"
-        self.event("end", message, seconds=round(seconds, 3), tokens_per_second=round(speed, 1))
+        message = f"{trained}{figures}, {seconds:.1f} s in all\nsaved in {epoch}; next: {report}"
+        self.event("end", message, seconds=round(seconds, 3), **facts)
 
     def failed_save(self, error: CheckpointError) -> None:
         """Log that a resume point could not be written."""

@@ -4,6 +4,7 @@ with a reason why not.
 
 import json
 import math
+import re
 import resource
 import shutil
 import signal
@@ -299,6 +300,18 @@ def test_a_resume_point_that_was_saved_after_the_last_epoch_is_gone_on_from(smal
     folder = stopped_after(whole, small, 9)
     go_on(small, folder, SAVES, *DROPOUT)
     assert went_on_from(folder) == "step_9"
+
+
+def test_a_run_that_was_ended_in_its_last_save_has_no_step_left(small):
+    overrides = ("save_every_n_steps=4", *DROPOUT)
+    whole = small.run_in_process(OURS, *overrides)
+    folder = stopped_after(whole, small, 16)
+    shutil.rmtree(folder / "epoch_1")
+    go_on(small, folder, *overrides)
+    assert went_on_from(folder) == "step_16"
+    assert_the_same(folder, whole)
+    (end,) = records(folder, "end")[-1:]
+    assert re.match(r"16 steps, 64 samples trained, \d+\.\d s in all\nsaved in ", end["message"])
 
 
 @pytest.mark.slow
