@@ -28,7 +28,7 @@ class PlannedStep:
     Attributes:
         progress: before the step, with the batch that is requested for it.
         rows: rows that it has, over all ranks.
-        micro_batches: forwards and backwards on one device.
+        micro_batches: forwards and backwards on one device; 0 where that is not known yet.
         rates: ``lr``, and what else follows the batch, by name.
         tokens: real tokens that it has, over all ranks; 0 where that is not known.
     """
@@ -144,10 +144,13 @@ def _cells(stage: Stage, ranks: int) -> tuple[str, ...]:
     high = stage.batch_most
     if stage.first.batch > stage.last.batch:
         low, high = high, low
+    micro_batches = "?"
+    if stage.micro_batches_most:
+        micro_batches = _range(stage.micro_batches_least, stage.micro_batches_most)
     return (
         *places,
         _range(low, high),
-        _range(stage.micro_batches_least, stage.micro_batches_most),
+        micro_batches,
         _range(low * ranks, high * ranks),
         *(
             f"{ends[name]:{'.3g' if name == 'lr' else '.4g'}}"

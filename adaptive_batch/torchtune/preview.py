@@ -262,8 +262,9 @@ class TrainingPreview:
             )
 
     def _num_micro_batches(self, rows: list[int], limit: MicroBatchLimit) -> int:
+        """Return how many micro-batches a step of rows has; 0 where a search tells what fits."""
         if self._sizer.waits_for_search:
-            return 1
+            return 0
         rank_rows = self._batches.rows_of_rank(rows, limit)
         lengths = self._data.dataset.lengths[[rows[position] for position in rank_rows]].tolist()
         return max(1, len(micro_batches(lengths, limit, self._sizer.layout)))

@@ -82,3 +82,21 @@ def test_fewer_ranks_are_refused_with_the_optimizer_in_backward_and_the_needed_a
         " the rows of the others; start 2 or more, or start again with optimizer_in_bwd=False"
         in refused.output
     )
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_two_ranks_replace_an_unfinished_run_only_if_that_is_asked_for(small, in_background):
+    overrides = (*SGD, "batch_size=2")
+    (first,) = launch(small, 1, *overrides, *Part(1, 3).overrides())
+    folder = first.output_dir
+    assert (folder / "step_3").exists()
+    again = (*overrides, "seed=8", "epochs=1", f"output_dir={folder}")
+    (refused,) = launch(small, 2, *again)
+    assert refused.exit_statuses == [1, 1]
+    assert "(step_3) would resume from; resume it" in refused.output
+    assert (folder / "step_3").exists()
+    saves = ("save_every_n_steps=5", f"enable_async_checkpointing={in_background}")
+    (ended,) = launch(small, 2, *again, *saves, "overwrite_output_dir=True")
+    assert ended.exit_statuses == [0, 0], ended.output
+    saved = [path.name for path in (*folder.glob("step_*"), *folder.glob("epoch_*"))]
+    assert saved == ["step_5", "epoch_0"]
