@@ -188,7 +188,10 @@ def _checkpoints(job: Job) -> Checkpoints:
     """Find what is branched from: as configured, else the newest, else the base."""
     cfg = copy.deepcopy(job.cfg)
     path = job.settings.probe.critical_batch_from
-    cfg.resume_from_checkpoint = path or AUTO
+    if path is not None:
+        cfg.resume_from_checkpoint = path
+    elif isinstance(cfg.resume_from_checkpoint, bool):
+        cfg.resume_from_checkpoint = AUTO
     try:
         return Checkpoints(cfg, job.settings, keeps_base=job.builder.keeps_base)
     except SettingError as error:

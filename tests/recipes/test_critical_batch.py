@@ -164,7 +164,8 @@ def test_it_branches_from_the_base_where_nothing_is_saved_and_from_what_is_named
         str(trained.output_dir / "step_9"),
         9,
     )
-    epoch = f"probe.critical_batch_from={trained.output_dir / 'epoch_0'}"
+    # Where the other key names none, the path that training would resume from does.
+    epoch = f"resume_from_checkpoint={trained.output_dir / 'epoch_0'}"
     small.run_in_process(
         PROBE, *RUN, *MEASURES, "model.attn_dropout=0.2", f"output_dir={other}", epoch
     )
