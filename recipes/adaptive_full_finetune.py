@@ -211,6 +211,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
+            self.resumed.change_optimizer(trainer.optimizers)
         keeps_batch = self.resumed.keeps_batch or (
             bool(saved) and self.settings.batch_size_schedule is not None
         )

@@ -268,6 +268,7 @@ class TrainingLog:
         configured = self._cfg.optimizer.get("lr")
         if configured is not None and not math.isclose(float(configured), saved, rel_tol=1e-6):
             message = f"optimizer.lr={configured} has no effect: the checkpoint's {saved:g} is kept"
+            message += "; resume_allow_changes=[optimizer.lr] changes it"
             self.event("lr", message, configured=float(configured), lr=saved)
 
     def rate_and_stages(

@@ -218,7 +218,9 @@ class TrainingPreview:
             first = next(iter(self._batch_sizes.values()))
             batches.begin(progress, batch_size=first, first_batch_size=known_first or first)
             self.look_ahead(progress, saved=saved)
-        configured = saved.get("base_rate", self._job.cfg.optimizer.get("lr"))
+        configured = self._job.cfg.optimizer.get("lr")
+        if "optimizer.lr" not in settings.resume_allow_changes:
+            configured = saved.get("base_rate", configured)
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")
         text, _ = self.table(progress, base_rate=float(configured or 1.0), saved=saved)

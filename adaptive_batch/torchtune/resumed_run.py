@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torchtune import training
 
 from adaptive_batch import distributed
@@ -19,7 +20,7 @@ from adaptive_batch._util import count, fingerprint
 from adaptive_batch.data import RowReader
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.schedules import Progress, Reference
+from adaptive_batch.schedules import Progress, Reference, write_rate
 
 from .checkpoints import Checkpoints
 from .config_errors import as_dict
@@ -34,6 +35,11 @@ _KEPT = "optimizer_settings"
 # What is not: the first two have messages of their own, the others say how this machine computes a
 # step.
 _OWN_WORDS = ("_component_", "lr", "fused", "foreach", "capturable")
+# What of the checkpoint's is kept unless `resume_allow_changes` names it.
+_LR = "optimizer.lr"
+_WEIGHT_DECAY = "optimizer.weight_decay"
+_MAX_STEPS = "max_steps_per_epoch"
+_CHANGEABLE = (_LR, _WEIGHT_DECAY, _MAX_STEPS)
 _SAMPLED_ROWS = 64
 
 
@@ -73,6 +79,7 @@ class ResumedRun:
         self.max_steps_per_epoch = self._settings.max_steps_per_epoch
         self.differs: list[str] = []
         self._ignored: dict[str, tuple[Any, Any]] = {}
+        self._changed: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
         self.begins_epoch_again = self.keeps_batch = False
         if state is None:
@@ -84,7 +91,11 @@ class ResumedRun:
             ("max_steps_per_epoch", training.MAX_STEPS_KEY),
         ):
             configured = getattr(self, name)
-            if configured != state[key]:
+            if configured == state[key]:
+                continue
+            if self._may_change(name):
+                self._changed[name] = state[key], configured
+            else:
                 self._ignored[name] = configured, state[key]
                 setattr(self, name, state[key])
         saved = self.saved
@@ -101,6 +112,10 @@ class ResumedRun:
         if saved:
             self.name = saved["run"]
             self.progress = Progress(**saved["progress"])
+            self._check_max_steps()
+            lr = job.cfg.optimizer.get("lr")
+            if self._may_change(_LR) and lr is not None and lr != saved["base_rate"]:
+                self._changed[_LR] = saved["base_rate"], lr
             self._keep_optimizer_settings(saved["conditions"], self._now["conditions"])
             if settings.reference_batch_size is None:
                 reference = saved["conditions"]["reference_batch_size"]
@@ -122,9 +137,39 @@ class ResumedRun:
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
             self.keeps_batch = found_before and knows_bound
 
+    def _may_change(self, name: str) -> bool:
+        return name in self._settings.resume_allow_changes
+
+    def _check_max_steps(self) -> None:
+        """Refuse an end of the epoch that lies before the checkpoint."""
+        done = self.progress.epoch_steps
+        if _MAX_STEPS in self._changed and (self.max_steps_per_epoch or done) < done:
+            remedy = f"the checkpoint has done {done} steps of the epoch; give {done} or more"
+            raise SettingError(_MAX_STEPS, self.max_steps_per_epoch, remedy)
+
+    def change_optimizer(self, optimizers: Iterable[Optimizer]) -> None:
+        """Set what `resume_allow_changes` lets differ, in optimizers that have loaded the
+        checkpoint's state.
+        """
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                if _LR in self._changed:
+                    _, rate = self._changed[_LR]
+                    write_rate(group, float(rate))
+                    # A scheduler begins with it.
+                    if "initial_lr" in group:
+                        group["initial_lr"] = float(rate)
+                if _WEIGHT_DECAY in self._changed:
+                    _, group["weight_decay"] = self._changed[_WEIGHT_DECAY]
+
     def _keep_optimizer_settings(self, saved: Mapping[str, Any], now: dict[str, Any]) -> None:
         cfg = self._job.cfg
-        kept = saved.get(_KEPT, now[_KEPT])
+        kept = dict(saved.get(_KEPT, now[_KEPT]))
+        decay = now[_KEPT].get("weight_decay")
+        if self._may_change(_WEIGHT_DECAY) and decay is not None:
+            if decay != kept.get("weight_decay"):
+                self._changed[_WEIGHT_DECAY] = kept.get("weight_decay"), decay
+            kept["weight_decay"] = decay
         if kept != now[_KEPT]:
             # Even what has no effect must name settings that exist.
             self._job.check_optimizer()
@@ -200,6 +245,11 @@ class ResumedRun:
                 f"{name} {saved_value} -> {value_now}: not what the checkpoint was trained with"
             )
             yield name, message, {"before": saved[name], "after": now[name]}
+        for name, (saved_value, value_now) in self._changed.items():
+            message = (
+                f"{name} {saved_value} -> {value_now}: not what the checkpoint was trained with"
+            )
+            yield name, message, {"before": saved_value, "after": value_now}
         for name, (value, kept) in self._ignored.items():
             message = f"{name}={value} has no effect: the checkpoint's {kept} is kept"
             yield "no_effect", message, {"key": name, "configured": value, "after": kept}
@@ -265,7 +315,7 @@ def compare(
     """
     refused = {name for name, policy in RESUME.items() if policy == "refuse"}
     moves_rows = {"dataset", *(name for name, policy in RESUME.items() if policy == "epoch")}
-    choices = refused | moves_rows | set(FILLS_STEPS)
+    choices = refused | moves_rows | set(FILLS_STEPS) | set(_CHANGEABLE)
     for name in allowed:
         if name not in choices:
             raise SettingError(

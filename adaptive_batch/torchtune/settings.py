@@ -756,6 +756,10 @@ def reference_tables() -> dict[str, str]:
                     "| settings of the optimizer (but `fused`, `foreach`, `capturable`), `seed`,"
                     " `max_steps_per_epoch` | the checkpoint's are kept, which is logged |"
                 ),
+                (
+                    "| `optimizer.lr`, `optimizer.weight_decay`, `max_steps_per_epoch`, where"
+                    " `resume_allow_changes` lists them | taken from now on, which is logged |"
+                ),
             ]
         ),
     }

@@ -20,6 +20,7 @@ from support.cli import FEATURES, OURS, TUNE, same_weights
 from support.paths import subprocess_environment
 from support.stops import stopped_after
 
+from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import audit, read_records
@@ -696,6 +697,47 @@ def test_another_setting_is_refused_in_mid_epoch_and_said_where_it_is_allowed(sm
     anew = records(folder, "epoch_restarted")
     assert bool(anew) == (name in ("dataset", "sample_order"))
     assert any("began again" in line for line in found.lines) == bool(anew)
+
+
+@pytest.mark.parametrize(
+    "schedule", [(), FEATURES["cosine"]], ids=["constant rate", "cosine schedule"]
+)
+def test_rate_and_decay_are_changed_where_that_is_allowed_by_name(small, schedule):
+    overrides = (SAVES, *DROPOUT, *schedule)
+    whole = small.run_in_process(OURS, *overrides)
+    folder = stopped_after(whole, small, 9)
+    changes = ("optimizer.lr=0.001", "optimizer.weight_decay=0.3")
+    allowed = "resume_allow_changes=[optimizer.lr,optimizer.weight_decay]"
+    resumed = go_on(small, folder, *overrides, *changes, allowed)
+    before = [float(rate) for rate in whole.figures("lr")]
+    after = [float(rate) for rate in resumed.figures("lr")][-7:]
+    # The configured rate was 0.01, and the schedule stays.
+    assert after == pytest.approx([rate / 10 for rate in before[9:]])
+    assert [
+        (change["before"], change["after"])
+        for change in records(folder, "optimizer.lr", "optimizer.weight_decay")
+    ] == [(0.01, 0.001), (None, 0.3)]
+    assert audit(folder).problems == ()
+    saved = max(checkpoints_in(folder)[0], key=lambda point: point.step)
+    (group,) = saved.load()[0]["optimizer"]["param_groups"]
+    assert group["weight_decay"] == 0.3
+    assert whole.losses[:9] == resumed.losses[:9]
+    assert whole.losses[10:] != resumed.losses[10:]
+
+
+def test_the_end_of_an_epoch_is_moved_where_that_is_allowed_but_not_before_the_checkpoint(
+    small, whole
+):
+    allowed = "resume_allow_changes=[max_steps_per_epoch]"
+    folder = stopped_after(whole, small, 12)
+    with pytest.raises(SettingError, match=r"=3: the checkpoint has done 4 steps .*; give 4 or"):
+        go_on(small, folder, SAVES, *DROPOUT, allowed, "max_steps_per_epoch=3")
+    go_on(small, folder, SAVES, *DROPOUT, allowed, "max_steps_per_epoch=6")
+    assert records(folder, "step")[-1]["step"] == 14
+    assert audit(folder).problems == ()
+    kept = stopped_after(whole, small, 12)
+    go_on(small, kept, SAVES, *DROPOUT, "max_steps_per_epoch=6")
+    assert_the_same(kept, whole)
 
 
 def test_what_else_results_depend_on_is_said_and_the_audit_knows_it(small, whole):
