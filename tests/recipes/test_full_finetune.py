@@ -415,7 +415,10 @@ def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, interrupted
     rest = go_on(small, interrupted, "optimizer.lr=1e-5", "gradient_accumulation_steps=2")
     assert {step["lr"] for step in records(rest, "step")} == {0.01}
     (said,) = records(rest, "lr")
-    assert said["message"] == "optimizer.lr=1e-05 has no effect: the checkpoint's 0.01 is kept"
+    assert said["message"] == (
+        "optimizer.lr=1e-05 has no effect: the checkpoint's 0.01 is kept;"
+        " resume_allow_changes=[optimizer.lr] changes it"
+    )
     (said,) = records(rest, "gradient_accumulation_steps")
     assert (said["before"], said["after"]) == (1, 2)
 
