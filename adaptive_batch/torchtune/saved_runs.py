@@ -255,8 +255,8 @@ class SavedRuns:
             overwrites: True where an earlier run in the folder may be replaced.
 
         Raises:
-            SettingError: a new run would replace one that has not ended; or the run that ``auto``
-                resumes has.
+            SettingError: a new run would replace one that has not ended, or remove what it begins
+                with; or the run that ``auto`` resumes is done.
         """
         saves = self._saves_by_run()
         unfinished = self._unfinished()
@@ -267,6 +267,8 @@ class SavedRuns:
                 " (overwrite_output_dir=True)"
             )
             raise SettingError("output_dir", str(self._folder), remedy)
+        if overwrites:
+            self._refuse_removing_base(run, saves)
         if run in saves and self._cfg.resume_from_checkpoint == AUTO:
             self._refuse_done(run, saves[run][-1])
         if self._launch is not None:
@@ -300,6 +302,22 @@ class SavedRuns:
             if _run_of(point) != run:
                 remove_folder(point.path)
         return True
+
+    def _refuse_removing_base(self, run: str, saves_by_run: dict[str, list[_Save]]) -> None:
+        for key in ("checkpoint_dir", "adapter_checkpoint"):
+            value = self._cfg.checkpointer.get(key)
+            for owner, saves in saves_by_run.items():
+                folders = [save.path.resolve() for save in saves]
+                if (
+                    owner != run
+                    and value
+                    and any(map(Path(value).resolve().is_relative_to, folders))
+                ):
+                    remedy = (
+                        "overwrite_output_dir=True would remove it, as an earlier run of"
+                        f" {self._folder} has saved it; give another output_dir"
+                    )
+                    raise SettingError(f"checkpointer.{key}", value, remedy)
 
     def _refuse_done(self, run: str, last: _Save) -> None:
         if not last.ends_run:

@@ -422,6 +422,19 @@ def test_the_first_epoch_replaces_an_earlier_run_and_its_recipe_state(small, who
     assert not (folder / "recipe_state" / "recipe_state.pt").exists()
 
 
+def test_what_a_run_begins_with_is_not_removed_with_the_run_that_saved_it(small, whole):
+    folder = stopped_after(whole, small, 9)
+    weights = [path.name for path in (folder / "epoch_0").glob("model*")]
+    base = (
+        f"checkpointer.checkpoint_dir={folder / 'epoch_0'}",
+        f"checkpointer.checkpoint_files=[{','.join(weights)}]",
+        f"output_dir={folder}",
+    )
+    with pytest.raises(SettingError, match=r"^checkpointer.checkpoint_dir='.*epoch_0': overwrite_"):
+        small.run_in_process(OURS, *DROPOUT, *base, "overwrite_output_dir=True")
+    assert saves_in(folder) == ["epoch_0", "step_3", "step_6", "step_9"]
+
+
 def saves_in(folder):
     return sorted(path.name for path in (*folder.glob("epoch_*"), *folder.glob("step_*")))
 
