@@ -5,6 +5,7 @@ of a step or an epoch.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,14 +213,27 @@ class SavedRuns:
 
     def _last_run(self) -> str | None:
         """Return which run was started last in the folder; None where that is not known."""
+        last = None
+        for record in self._records("start"):
+            last = record["run"]
+        return last
+
+    def _ended_runs(self) -> set[str]:
+        """Return the runs that trained to their end, and were not resumed since, by the log."""
+        ended = set()
+        run = ""
+        for record in self._records("start", "end"):
+            if record["kind"] == "end":
+                ended.add(run)
+            else:
+                run = record["run"]
+                ended.discard(run)
+        return ended
+
+    def _records(self, *kinds: str) -> Iterator[dict[str, Any]]:
         path = self._folder / "adaptive_batch" / "run.jsonl"
-        if not path.exists():
-            return None
-        starts = [record for record in read_records(path) if record["kind"] == "start"]
-        if not starts:
-            return None
-        run: str = starts[-1]["run"]
-        return run
+        records = read_records(path) if path.exists() else []
+        return (record for record in records if record["kind"] in kinds)
 
     def _nothing_complete(self, passed_over: list[str]) -> str:
         """Return why there is nothing to resume from."""
@@ -360,16 +374,19 @@ class SavedRuns:
         return saves
 
     def _unfinished(self) -> dict[str, list[_Save]]:
-        """Return the saves of runs that have something to resume from here, and whose last epoch
-        is not saved.
+        """Return the saves of runs that have something to resume from here, and did not train to
+        their end.
         """
         saved, _ = self._saved()
         resumable = {_run_of(checkpoint) for checkpoint in saved}
-        return {
+        unfinished = {
             run: saves
             for run, saves in self._saves_by_run().items()
             if run in resumable and not saves[-1].ends_run
         }
+        # Of a run that has ended, a later one may have replaced the last epoch.
+        ended = self._ended_runs() if unfinished else set()
+        return {run: saves for run, saves in unfinished.items() if run not in ended}
 
     def _epoch_folders(self) -> list[Path]:
         return list(self._epochs_folder.glob("epoch_*"))

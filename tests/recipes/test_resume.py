@@ -396,6 +396,22 @@ def test_an_unfinished_run_is_not_replaced_unless_that_is_asked_for(small, whole
     assert len(records(folder, "start")) == 1
 
 
+def test_a_run_that_has_ended_is_replaced_also_where_another_has_replaced_its_last_epoch(
+    small, whole
+):
+    folder = small.fresh_folder()
+    shutil.copytree(whole.output_dir, folder, dirs_exist_ok=True)
+    for seed in (8, 9):
+        small.run_in_process(OURS, f"seed={seed}", *DROPOUT, f"output_dir={folder}")
+    assert saves_in(folder)[-1] == "step_9"
+    assert len({start["run"] for start in records(folder, "start")}) == 3
+    # Resumed since, and not to its end, it is one to resume.
+    with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
+        resume_from(small, folder, folder / "step_12", SAVES, *DROPOUT, *asking_to_end(13))
+    with pytest.raises(SettingError, match="would resume from; resume it"):
+        small.run_in_process(OURS, "seed=8", *DROPOUT, f"output_dir={folder}")
+
+
 def test_what_is_replaced_goes_once_the_first_save_is_complete(small, whole, unlimited):
     folder = stopped_after(whole, small, 9)
     replaces = ("overwrite_output_dir=True", "seed=8", "save_every_n_steps=2", *DROPOUT)
