@@ -43,7 +43,9 @@ def test_on_ranks_what_is_sharded_is_shared(published):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [4, 8])  # the peak is the optimizer's step, and the loss
+@pytest.mark.parametrize(
+    "rows", [pytest.param(4, marks=pytest.mark.nightly), 8]
+)  # the peak is the optimizer's step, and the loss
 def test_a_published_peak_is_met_by_the_same_code(published, rows):
     row = next(
         one

@@ -84,7 +84,7 @@ def test_fewer_ranks_are_refused_with_the_optimizer_in_backward_and_the_needed_a
     )
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@pytest.mark.parametrize("in_background", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_two_ranks_replace_an_unfinished_run_only_if_that_is_asked_for(small, in_background):
     overrides = (*SGD, "batch_size=2")
     (first,) = launch(small, 1, *overrides, *Part(1, 3).overrides())

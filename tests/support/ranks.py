@@ -150,6 +150,8 @@ def _run(
     try:
         if begins_group:
             dist.init_process_group("gloo")
+            # A rank that ends before another has connected to it makes that one fail.
+            dist.barrier()
         result = function(*arguments)
     except BaseException:
         error = traceback.format_exc()

@@ -577,7 +577,13 @@ def run_command(*arguments, **environment):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [b"caf\xe9", "größe €".encode()], ids=["no UTF-8", "UTF-8"])
 @pytest.mark.parametrize(
-    "environment", [{}, {"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONUTF8": "0"}], ids=str
+    "environment",
+    [
+        pytest.param({}, marks=pytest.mark.nightly),
+        pytest.param({"PYTHONIOENCODING": "ascii"}, marks=pytest.mark.nightly),
+        {"LC_ALL": "C", "PYTHONUTF8": "0"},
+    ],
+    ids=str,
 )
 def test_a_folder_of_any_name_is_reported_on_any_terminal(tmp_path, name, environment):
     folder = full_records(60).write(tmp_path / os.fsdecode(name))
