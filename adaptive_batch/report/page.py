@@ -231,9 +231,10 @@ def _final_loss(steps: Sequence[Step]) -> str:
     steps, and where it is not finite, that of the last.
     """
     window = mean_window(len(steps))
-    losses = [step.value("loss") for step in steps[-window:] if "loss" in step.values]
-    if window > 1 and all(map(math.isfinite, losses)):
-        return f"{sum(losses) / len(losses):.4g} (mean of {window} steps)"
+    with_loss = [step for step in steps[-window:] if step.values.get("loss") is not None]
+    losses = [step.value("loss") for step in with_loss]
+    if len(losses) > 1 and all(map(math.isfinite, losses)):
+        return f"{sum(losses) / len(losses):.4g} (mean of {len(losses)} steps)"
     loss = steps[-1].value("loss")
     return f"{loss:.4g}" if math.isfinite(loss) else str(steps[-1].values["loss"])
 

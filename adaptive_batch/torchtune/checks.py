@@ -29,6 +29,8 @@ from .names import unread
 if TYPE_CHECKING:
     from .settings import Settings
 
+# The value of `resume_from_checkpoint` for jobs that are started again by the same command.
+AUTO = "auto"
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
 _SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
@@ -546,7 +548,7 @@ def _check_whole_or_zero(key: str, value: object) -> None:
 
 
 def _check_resume(key: str, value: object) -> None:
-    if isinstance(value, bool) or value == "auto":
+    if isinstance(value, bool) or value == AUTO:
         return
     if not isinstance(value, str) or not Path(value).is_dir():
         remedy = "give True, False, auto, or a checkpoint's folder such as OUTPUT_DIR/step_100"

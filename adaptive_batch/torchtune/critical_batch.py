@@ -33,12 +33,11 @@ from adaptive_batch.probe import (
 from adaptive_batch.schedules import LearningRate, Reference
 
 from .checkpoints import Checkpoints
-from .checks import check_output_dir
+from .checks import AUTO, check_output_dir
 from .data import Data
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
-from .saved_runs import AUTO
 from .settings import Settings
 from .trainer import Trainer
 

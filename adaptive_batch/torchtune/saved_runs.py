@@ -24,6 +24,7 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import read_records
 
+from .checks import AUTO
 from .epoch_checkpoints import (
     ADAPTERS,
     STATE_KEY,
@@ -32,9 +33,6 @@ from .epoch_checkpoints import (
     manifests_in,
     remove_epochs_of_others,
 )
-
-# The value of `resume_from_checkpoint` for jobs that are started again by the same command.
-AUTO = "auto"
 
 
 @dataclass
@@ -262,7 +260,8 @@ class SavedRuns:
     # --- whose saves there are
 
     def begin(self, run: str, *, overwrites: bool) -> None:
-        """Write down which run torchrun has started, so that a restart resumes this run.
+        """Refuse a run that must not begin here; write down which one torchrun has started, so that
+        a restart resumes it.
 
         Args:
             run: name of the run that begins here, or resumes.

@@ -221,6 +221,10 @@ def test_the_final_loss_is_the_mean_that_its_figure_ends_with():
         records.step(number, loss=float(number))
     facts = dict(facts_of(timeline_of(records), None))
     assert facts["final loss"] == "28 (mean of 5 steps)"
+    records.step(31, loss=None)
+    records.step(32, loss=32.0)
+    # Of the last five steps, one has no loss.
+    assert dict(facts_of(timeline_of(records), None))["final loss"] == "29.75 (mean of 4 steps)"
 
 
 def test_text_of_the_run_is_escaped_everywhere(tmp_path):
