@@ -67,9 +67,9 @@ TARGET_MILLISECONDS = 100
 EPOCH_ROWS = 1_000_000
 MIB, GIB = 2**20, 2**30
 
-# agree_on_step: eight whole numbers of 8 bytes; the counts of a step: five more; its loss: one
+# agree_on: eight whole numbers of 8 bytes; the counts of a step: five more; its loss: one
 # number of 4 bytes.
-COLLECTIVES = {"agree_on_step": 64, "counts": 40, "loss": 4}
+COLLECTIVES = {"agree_on": 64, "counts": 40, "loss": 4}
 HOP_MICROSECONDS = 10  # assumed of one message between two machines; a machine's own are faster
 
 MICRO_BATCHES = 8  # of part `sync`

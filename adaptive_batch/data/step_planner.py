@@ -98,7 +98,7 @@ class StepPlanner:
             lengths and ask rules, also where no clock counts tokens.
         first_batch_size: batch that training begins with; None for the one of the first step.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
-            :func:`agree_on_step` compares.
+            :meth:`StepRunner.agree_on` compares.
         order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 

@@ -1,15 +1,13 @@
-"""What all ranks know before they run a step, agreed in one small collective."""
+"""What ranks tell each other before they run a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLimit
+from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import GrowthFunctionError
-
-from .sizing import MicroBatchSizer
 
 _ABSENT = "nothing"
 
@@ -55,61 +53,6 @@ class Question:
     batch: int = 0
     num_rows: int = 0
     ends: bool = False
-
-
-def agree_on_step(
-    sizer: MicroBatchSizer,
-    divide: Callable[[MicroBatchLimit], Division],
-    question: Question,
-    *,
-    fullest: MicroBatch,
-    rows_at_once: int,
-) -> tuple[Division, bool]:
-    """Agree with all ranks on a step; make the limit smaller where an allocator only just had room,
-    or larger where all have room.
-
-    Args:
-        sizer: decides what a micro-batch of the step may hold.
-        divide: function that divides this rank's rows within a limit.
-        question: what this rank says of the step.
-        fullest: the largest micro-batch of this rank's last step.
-        rows_at_once: see :meth:`MicroBatchSizer.limit`.
-
-    Returns:
-        The division, with the counts that all ranks know; and whether a rank was asked to end.
-
-    Raises:
-        GrowthFunctionError: a rule has answered differently on some rank.
-    """
-    grown = sizer.next_limit()
-    division = divide(sizer.limit(rows_at_once))
-    must_stay = grown is None or not sizer.has_room(grown)
-    answers = [
-        int(question.ends),
-        int(sizer.must_ease),
-        int(must_stay),
-        question.batch,
-        -question.batch,
-        question.num_rows,
-        -question.num_rows,
-    ]
-    agreed = distributed.all_reduce_max([*answers, *division.own_counts])
-    any_ends, any_eases, any_stays, most_batch, least_batch, most_rows, least_rows, *counts = agreed
-    if most_batch != -least_batch or most_rows != -least_rows:
-        same_answers(
-            {
-                "batch_size_schedule": question.batch,
-                "the rows of the next step, which": question.num_rows,
-            }
-        )
-    division = replace(division, counts=tuple(counts))
-    if any_eases:
-        sizer.ease(fullest, rows_at_once=rows_at_once)
-    elif grown is not None and not any_stays:
-        sizer.grow(grown)
-    if any_eases or not any_stays:
-        division = divide(sizer.limit(rows_at_once)).agreed()
-    return division, bool(any_ends)
 
 
 def same_answers(answers: Mapping[str, int]) -> None:

@@ -118,8 +118,8 @@ class MicroBatchRunner(StepRunner):
         *,
         small_rows: tuple[int, ...] | None = None,
     ) -> tuple[Division, bool]:
-        """Agree with all ranks on a step before it runs, see :func:`agree_on_step`; for the
-        arguments see :meth:`run`.
+        """Agree with all ranks on a step before it runs, see :meth:`agree_on`; for the arguments
+        see :meth:`run`.
         """
         return self.agree_on(
             partial(self._divide, rows, small_rows), question, rows_at_once=rows_at_once

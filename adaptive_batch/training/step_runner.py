@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -15,7 +16,7 @@ from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES
 from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory
 
-from .agreement import Division, Question, agree_on_step
+from .agreement import Division, Question, same_answers
 from .gradients import GradientsApart
 from .oom_retry import OOMRetry
 from .sizing import MicroBatchSizer
@@ -69,20 +70,51 @@ class StepRunner:
         *,
         rows_at_once: int,
     ) -> tuple[Division, bool]:
-        """Agree with all ranks on a step before it runs, see :func:`agree_on_step`.
+        """Agree with all ranks on a step before it runs, in one small collective; make the limit
+        smaller where an allocator only just had room, or larger where all have room.
 
         Args:
             divide: function that divides this rank's rows within a limit.
             question: what this rank says of the step to the others.
             rows_at_once: see :meth:`MicroBatchSizer.limit`; alike on all ranks.
+
+        Returns:
+            The division, with the counts that all ranks know; and whether a rank was asked to end.
+
+        Raises:
+            GrowthFunctionError: a rule has answered differently on some rank.
         """
-        return agree_on_step(
-            self.sizer,
-            divide,
-            question,
-            fullest=self.retry.current,
-            rows_at_once=rows_at_once,
-        )
+        sizer = self.sizer
+        grown = sizer.next_limit()
+        division = divide(sizer.limit(rows_at_once))
+        must_stay = grown is None or not sizer.has_room(grown)
+        answers = [
+            int(question.ends),
+            int(sizer.must_ease),
+            int(must_stay),
+            question.batch,
+            -question.batch,
+            question.num_rows,
+            -question.num_rows,
+        ]
+        agreed = distributed.all_reduce_max([*answers, *division.own_counts])
+        any_ends, any_eases, any_stays, *counted = agreed
+        most_batch, least_batch, most_rows, least_rows, *counts = counted
+        if most_batch != -least_batch or most_rows != -least_rows:
+            same_answers(
+                {
+                    "batch_size_schedule": question.batch,
+                    "the rows of the next step, which": question.num_rows,
+                }
+            )
+        division = replace(division, counts=tuple(counts))
+        if any_eases:
+            sizer.ease(self.retry.current, rows_at_once=rows_at_once)
+        elif grown is not None and not any_stays:
+            sizer.grow(grown)
+        if any_eases or not any_stays:
+            division = divide(sizer.limit(rows_at_once)).agreed()
+        return division, bool(any_ends)
 
     def run_step(
         self,
