@@ -186,7 +186,8 @@ class Checkpoints:
     ) -> None:
         """Save an epoch, once a resume point that is being written is complete or has failed.
 
-        Where training is done, `recipe_state` is None, and the optimizer is not saved either.
+        Where `recipe_state` is None, the optimizer is not saved either; nor where training is done
+        and the disk holds the weights alone.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
@@ -209,12 +210,12 @@ class Checkpoints:
                 state = self._with_base(recipe_state)
                 state[training.OPT_KEY] = _whole_on_rank_zero(named)
 
-        def save() -> None:
+        def save_with(kept: Mapping[str, Any] | None) -> None:
             assert self._run is not None, "no run has begun"
             try:
                 self._epochs.save(
                     content,
-                    recipe_state=state,
+                    recipe_state=kept,
                     epoch=epoch,
                     order=self._manager.next_order(),
                     run=self._run,
@@ -222,6 +223,15 @@ class Checkpoints:
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{error}; {self.after_end()}") from error
+
+        def save() -> None:
+            try:
+                save_with(state)
+            except CheckpointError as error:
+                if state is None or not ends_run:
+                    raise
+                log.warning("the last epoch is saved again, as weights alone: %s", error)
+                save_with(None)
 
         distributed.on_rank_zero(save)
         self._remove_earlier_runs()

@@ -64,7 +64,7 @@ class EpochManifest:
     Attributes:
         identity: identity of the save, which the recipe state has too: `id`, `folder` and `order`.
         weights: files of the weights, by name.
-        recipe_state: file that was saved with them; None where training was done.
+        recipe_state: file that was saved with them; None for weights alone.
         run: run that saved it; None for a save of an earlier version.
         ends_run: True for the last epoch of the run.
         preempted: True where the run was asked to end meanwhile.
@@ -389,11 +389,11 @@ class EpochCheckpoints:
         run: str,
         ends_run: bool,
     ) -> None:
-        """Save as `epoch_{epoch}`, unless training is done with the recipe state.
+        """Save as `epoch_{epoch}`, and the recipe state beside it.
 
         Args:
             content: what torchtune's checkpointer saves by its keys: weights, or adapters, or both.
-            recipe_state: None where training is done.
+            recipe_state: None where the run will not go on from here.
             epoch: number of the epoch.
             order: place among the saves of the folder, counted with resume points.
             run: name of the run.

@@ -73,12 +73,14 @@ class RunSaver:
         self._all_know_of_end |= ends
 
     def save_epoch(self, trainer: Trainer, *, epoch: int) -> None:
-        """Save weights and, unless training is done, all that resuming needs; end here if that was
-        asked for.
+        """Save weights and all that resuming needs, unless training is done and that is not asked
+        for; end here if the process is asked to end.
         """
         is_last = epoch + 1 >= self._settings.epochs
         ends = distributed.any_of_ranks(self._preemption.requested)
-        state = None if is_last else self._state(preempted=ends)
+        state = None
+        if not is_last or self._settings.keep_final_state:
+            state = self._state(preempted=ends and not is_last)
         self._log.sync()
         self._checkpoints.save_epoch(trainer, recipe_state=state, epoch=epoch, ends_run=is_last)
         self._log.event(

@@ -248,7 +248,7 @@ class SavedRuns:
         if self._epoch_folders():
             return (
                 f"{folder} holds the weights of a run that is done, and nothing to resume from: the"
-                " last epoch is saved without its recipe_state; train on from its weights with"
+                " last epoch was saved without its recipe_state; train on from its weights with"
                 " another output_dir and resume_from_checkpoint=False"
             )
         return (

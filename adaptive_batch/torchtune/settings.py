@@ -567,6 +567,13 @@ class Settings:
         default=False,
         needs=("save_every_n_steps",),
     )
+    keep_final_state: bool = key(
+        check_bool,
+        "the last epoch is saved with the optimizer's state as well, so that a finished run goes on"
+        " from its end where `epochs` is raised; without it where the disk has no room. `False`:"
+        " weights alone, as torchtune",
+        default=True,
+    )
     overwrite_output_dir: bool = key(
         check_bool,
         "`True`: a new run may replace one in `output_dir` that has not ended, which else is"

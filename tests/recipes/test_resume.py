@@ -138,6 +138,38 @@ def test_more_epochs_go_on_from_the_last_step_of_a_run_that_is_done(small):
     assert_the_same(done.output_dir, longer)
 
 
+@pytest.mark.parametrize(
+    "keys", [(), ("optimizer_in_bwd=True",), ("gradient_accumulation_steps=2", "batch_size=2")]
+)
+def test_a_run_that_is_done_goes_on_from_its_end_where_epochs_is_raised(small, keys):
+    overrides = ("keep_final_state=True", *keys)
+    longer = small.run_in_process(OURS, *overrides, "epochs=3")
+    done = small.run_in_process(OURS, *overrides, "epochs=1")
+    go_on(small, done.output_dir, *overrides, "epochs=2")
+    assert went_on_from(done.output_dir) == "epoch_0"
+    go_on(small, done.output_dir, *overrides, "epochs=3")
+    assert went_on_from(done.output_dir) == "epoch_1"
+    assert_the_same(done.output_dir, longer)
+    assert audit(done.output_dir).holds
+
+
+def test_the_state_of_the_last_epoch_is_left_out_where_only_the_weights_fit(
+    small, unlimited, capfd
+):
+    keys = ("keep_final_state=True", "epochs=1", "max_steps_per_epoch=2")
+    whole = small.run_in_process(OURS, *keys)
+    weights_file, state_file = (
+        whole.output_dir / name
+        for name in ("epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt")
+    )
+    between = (weights_file.stat().st_size + state_file.stat().st_size) // 2
+    done = small.run_in_process(OURS, *keys, *full_disk(2, 3, num_bytes=between))
+    said = "".join(capfd.readouterr())
+    assert "the last epoch is saved again, as weights alone: saving" in said
+    assert same_weights(done.weights(0), whole.weights(0))
+    assert not (done.output_dir / "recipe_state").exists()
+
+
 # --- asked to end
 
 
@@ -621,11 +653,11 @@ def unlimited():
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def full_disk(first, last):
+def full_disk(first, last, num_bytes=100_000):
     logger = {
         "_component_": "support.stops.Limiting",
         "from_step": first,
-        "num_bytes": 100_000,
+        "num_bytes": num_bytes,
         "until_step": last,
     }
     return tuple(f"metric_logger.{key}={value}" for key, value in logger.items())

@@ -89,6 +89,8 @@ checkpointer:
   output_dir: ${output_dir}
   model_type: QWEN2
 resume_from_checkpoint: False
+# A run that a test cuts short is then left with the state of the epoch before.
+keep_final_state: False
 dataset:
   _component_: torchtune.datasets.instruct_dataset
   source: json
@@ -184,7 +186,7 @@ class SmallSetup:
 
     Attributes:
         folder: holds everything, the outputs of runs included.
-        config: the YAML that the runs start from, with no key of ours.
+        config: the YAML that the runs start from, with one key of ours.
     """
 
     folder: Path

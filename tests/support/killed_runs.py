@@ -52,6 +52,7 @@ WAYS: dict[str, tuple[str, ...]] = {
         *DROPOUT,
         *SCHEDULE,
         "batch_increase_function=support.components.four_more",
+        "keep_final_state=True",
     ),
     "schedule": (
         *SAVES,
