@@ -178,6 +178,7 @@ def run_search(
     run_trial: Callable[[int], Trial],
     *,
     search: Search,
+    fewest: int = 1,
     round_to_power_of_two: bool = False,
     sequence_length: int = 0,
     resident_bytes: int = 0,
@@ -191,6 +192,7 @@ def run_search(
     Args:
         run_trial: runs one trial of that many rows; see :class:`.DryRun`.
         search: decides which size is tried next.
+        fewest: rows that the model needs; fewer are not tried.
         round_to_power_of_two: also find the size to train with by rounding the bound down; it is
             tried if it was not.
         sequence_length, resident_bytes, budget_bytes: for the result.
@@ -206,7 +208,7 @@ def run_search(
         log.info("trial %d: %s", len(trials), _outcome(trial))
         return trial
 
-    while (size := search.candidate) is not None:
+    while (size := search.candidate) is not None and size >= fewest:
         search.record(run(size))
     bound = search.best
     batch_size = bound

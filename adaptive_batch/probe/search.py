@@ -159,12 +159,12 @@ class BinarySearch(Search):
 class Predictive(Search):
     """Chooses each next size so that it fits by the peaks of the trials before.
 
-    Starts from one row, and stops where the next row would not fit. Ends on the exact maximum while
-    nothing runs out of memory, and within 1.2% below it otherwise. Without peaks it doubles, then
-    bisects. Where trials tell the bytes alive at each operation, two of them tell the maximum, and
-    a third tries it. Where a curve is expected, the first trial is at what it allows, the next at
-    what it allows once it is scaled to the peak that was measured; where peaks are not counted to
-    the byte, it then ends within 3% below the maximum.
+    Starts from the fewest rows, and stops where the next row would not fit. Ends on the exact
+    maximum while nothing runs out of memory, and within 1.2% below it otherwise. Without peaks it
+    doubles, then bisects. Where trials tell the bytes alive at each operation, two of them tell the
+    maximum, and a third tries it. Where a curve is expected, the first trial is at what it allows,
+    the next at what it allows once it is scaled to the peak that was measured; where peaks are not
+    counted to the byte, it then ends within 3% below the maximum.
 
     Args:
         budget_bytes: most bytes that a trial may hold.
@@ -175,6 +175,7 @@ class Predictive(Search):
             memory in blocks.
         expected: what peaks should be, from an estimate or earlier trials; believed only as far as
             trials bear it out.
+        fewest: rows that are tried first where nothing is expected.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class Predictive(Search):
         *,
         budget_bytes: int,
         maximum: int,
+        fewest: int = 1,
         resident_bytes: int = 0,
         granularity_bytes: int = 1,
         expected: MemoryCurve | None = None,
@@ -196,6 +198,7 @@ class Predictive(Search):
         self._rounding = 2 * granularity_bytes / self._free_bytes
         self._granularity_bytes = granularity_bytes
         self._expected = expected
+        self._fewest = min(fewest, maximum)
 
     @property
     def candidate(self) -> int | None:
@@ -205,7 +208,7 @@ class Predictive(Search):
         if self._expected is not None and self._bears_out(self._expected):
             return self._rows_by_expectation(self._expected)
         if not self._trials:
-            return 1
+            return self._fewest
         # An expectation was too high.
         if best == 0 and too_many > 1 and self._expected is not None:
             part = 0.5

@@ -61,8 +61,8 @@ class DryRun:
     """Runs trials of a training step.
 
     Entering copies what training has, and leaving puts it back bit for bit. Entering also tries one
-    whole step with a single row, so that the optimizer's state is resident during every trial as it
-    is in training, and so that the optimizer's own phase, which does not grow with the batch, is
+    whole step with the fewest rows, so that the optimizer's state is resident during every trial as
+    it is in training, and so that the optimizer's own phase, which does not grow with the batch, is
     measured once.
 
     Args:
@@ -77,7 +77,8 @@ class DryRun:
             already there when a forward begins.
         memory: the device.
         budget_bytes: bytes that a trial may use, all that is resident included.
-        row: the name of a single row in an error, its length included.
+        fewest: the fewest rows that the model trains on.
+        row: the name of so many rows in an error, their length included.
         sharding: the sharding of the model; needed where there are several ranks.
         keep_gradients: a function that runs a micro-batch of one row and leaves its gradients
             unsharded, as in the middle of a step.
@@ -106,6 +107,7 @@ class DryRun:
         accumulates: bool,
         memory: DeviceMemory,
         budget_bytes: int,
+        fewest: int = 1,
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
@@ -126,6 +128,7 @@ class DryRun:
         self._step = step
         self._accumulates = accumulates
         self._memory = memory
+        self._fewest = fewest
         self._row = row
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = None
@@ -259,10 +262,10 @@ class DryRun:
         return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
 
     def _try_one_step(self, snapshot: TrainingSnapshot) -> None:
-        """Run one whole step with one row, so that the optimizer's state is there.
+        """Run one whole step with the fewest rows, so that the optimizer's state is there.
 
         Raises:
-            DoesNotFitError: the row does not fit; the error says how much it needs.
+            DoesNotFitError: they do not fit; the error says how much it needs.
         """
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:
@@ -290,12 +293,12 @@ class DryRun:
         return DoesNotFitError(f"{what} needs {needs}, {place} allows {allowed}; {self._remedies}")
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
-        """Run forward and backward of one row, the optimizer's step, and the former again.
+        """Run forward and backward of the fewest rows, the optimizer's step, and the former again.
 
         Returns:
             The phase that did not fit, or None, and the peaks of the phases before it.
         """
-        phases: list[tuple[str, Callable[[], object]]] = [(self._row, self._one_row)] * 2
+        phases: list[tuple[str, Callable[[], object]]] = [(self._row, self._run_fewest)] * 2
         if not self._in_backward:
             phases.insert(1, ("the optimizer's step", self._step))
         peaks: list[int] = []
@@ -309,8 +312,8 @@ class DryRun:
                 self.optimizer_peak_bytes = usage.peak_bytes
         return None, peaks
 
-    def _one_row(self) -> None:
-        self._forward_backward(1)
+    def _run_fewest(self) -> None:
+        self._forward_backward(self._fewest)
 
     def _measure(
         self,
@@ -339,8 +342,8 @@ class DryRun:
         if not can_rejoin:
             can_rejoin = attempt.is_prepared and self._sharding.can_finish
         if not can_rejoin:
-            # The collectives of a row are learned from the first that runs, which is this one.
-            if run == self._one_row:
+            # Collectives are learned from the first rows that run, which are these.
+            if run == self._run_fewest:
                 raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
             raise self._lost(what, attempt.message, budget_bytes)
         try:

@@ -16,7 +16,9 @@ memory runs out.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -169,7 +171,8 @@ class AdaptiveStep:
         self._learns_collectives = (
             distributed.world_size() > 1 and retries and not self._is_compiled
         )
-        if has_batch_norm(model):
+        self._has_batch_norm = has_batch_norm(model)
+        if self._has_batch_norm:
             log.warning(
                 "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
                 " changes results"
@@ -236,6 +239,8 @@ class AdaptiveStep:
 
     def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> Division:
         layout = self.sizer.layout
+        if self._has_batch_norm and limit.unit == "rows" and rows.num_rows:
+            limit = replace(limit, amount=_even_rows(rows.num_rows, at_most=limit.amount))
         if rows.knows_lengths or not layout.keeps_order(limit):
             return Division((micro_batches(_lengths(rows), limit, layout),))
         pieces = micro_batches([1] * rows.num_rows, limit, layout)
@@ -424,6 +429,11 @@ class AdaptiveStep:
         """Resume from a saved state; what :meth:`find_bound` has found since counts more."""
         self.sizer.load_search(state["sizer"])
         self.sizer.load_state_dict(state["sizer"])
+
+
+def _even_rows(num_rows: int, *, at_most: int) -> int:
+    """Return the rows of a micro-batch where as few as can be are as equal as can be."""
+    return math.ceil(num_rows / math.ceil(num_rows / at_most))
 
 
 def _lengths(rows: Splittable) -> Sequence[int]:

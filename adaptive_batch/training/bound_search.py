@@ -48,7 +48,7 @@ from adaptive_batch.probe import (
     try_again,
 )
 
-from .model_checks import check_parameters, is_compiled
+from .model_checks import check_parameters, fewest_rows, is_compiled
 from .parts import RowsOfBatch, length_in_sample
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
@@ -163,6 +163,7 @@ class BoundSearch:
         self._build_search = build_search or getattr(self, f"_{options.search}")
         self._memory = tried.runner.memory
         self._maximum = distributed.minimum(options.maximum)
+        self._fewest = fewest_rows(tried.runner.model)
         self._budget = self.budget_bytes()
         self._dry_run = self._new_dry_run()
 
@@ -195,7 +196,10 @@ class BoundSearch:
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
         stepped = self._stepped_rows
-        keeps = partial(tried.keep_gradients, stepped.first(1)) if tried.keep_gradients else None
+        fewest = self._fewest
+        keeps = None
+        if tried.keep_gradients:
+            keeps = partial(tried.keep_gradients, stepped.first(fewest))
         return DryRun(
             model=tried.runner.model,
             optimizer=tried.optimizer,
@@ -204,7 +208,8 @@ class BoundSearch:
             accumulates=self._accumulates,
             memory=self._memory,
             budget_bytes=self._budget,
-            row=stepped.name,
+            fewest=fewest,
+            row=stepped.name if fewest == 1 else f"{fewest} rows, which BatchNorm needs,",
             sharding=tried.runner.sharding,
             keep_gradients=keeps,
             remedies=tried.runner.retry.remedies,
@@ -296,6 +301,7 @@ class BoundSearch:
         result = run_search(
             self._run_trial,
             search=search,
+            fewest=self._fewest,
             round_to_power_of_two=self._options.round_to_power_of_two,
             sequence_length=self._rows.length,
         )
@@ -370,6 +376,7 @@ class BoundSearch:
         return Predictive(
             budget_bytes=budget_bytes,
             maximum=maximum,
+            fewest=self._fewest,
             resident_bytes=resident_bytes,
             granularity_bytes=self._memory.granularity_bytes,
             expected=expected,

@@ -41,6 +41,17 @@ def has_batch_norm(model: nn.Module) -> bool:
     return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
 
 
+def fewest_rows(model: nn.Module) -> int:
+    """Return the fewest rows that the model trains on: two where a BatchNorm1d takes statistics,
+    which are not defined for one value.
+    """
+    takes_statistics = any(
+        isinstance(module, nn.BatchNorm1d) and (module.training or not model.training)
+        for module in model.modules()
+    )
+    return 2 if takes_statistics else 1
+
+
 def is_compiled(model: nn.Module) -> bool:
     """Return whether the model, or a part of it, is compiled."""
     return any(

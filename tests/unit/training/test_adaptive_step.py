@@ -195,9 +195,10 @@ class Regression(nn.Module):
         return self.layers(inputs)
 
 
-def regression_data() -> tuple[torch.Tensor, torch.Tensor]:
+def regression_data(num_rows: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return torch.randn(11, 6, generator=generator), torch.randn(11, 2, generator=generator)
+    inputs = torch.randn(num_rows, 6, generator=generator)
+    return inputs, torch.randn(num_rows, 2, generator=generator)
 
 
 SHAPES = {
@@ -607,6 +608,23 @@ def test_the_check_runs_once_and_leaves_no_trace():
 def test_a_model_with_batch_norm_is_warned_about(caplog):
     AdaptiveStep(model := Normalized(), Script(model))
     assert "BatchNorm" in caplog.text
+
+
+def test_batch_norm_never_gets_a_row_alone_that_two_could_share():
+    model = Normalized()
+    script = Script(model, loss=regression_loss)
+    step = AdaptiveStep(model, script, micro_batch_size=5)
+    step(regression_data(16))
+    assert [part.num_rows for part in script.trained] == [4, 4, 4, 4]
+    optimizer = torch.optim.SGD(model.parameters())
+    found = step.find_bound(optimizer, regression_data, maximum=8, device_memory="1GiB")
+    assert found.max_batch_size == 8
+    assert min(trial.batch_size for trial in found.trials) == 2
+    with pytest.raises(DoesNotFitError, match=r"^2 rows, which BatchNorm needs, "):
+        step.find_bound(optimizer, regression_data, device_memory="1KiB")
+    model.layers[1].eval()
+    found = step.find_bound(optimizer, regression_data, maximum=8, device_memory="1GiB")
+    assert found.trials[0].batch_size == 1
 
 
 def test_trials_are_marked():
