@@ -206,7 +206,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         return self._planner.batch_size
 
     def set_batch_size(self, batch_size: int) -> None:
-        """Take another batch size, between two epochs.
+        """Take another batch size, between two epochs or after :meth:`load_state_dict`.
 
         Raises:
             SettingError: a schedule decides it.
@@ -274,9 +274,10 @@ class AdaptiveBatches(Sampler[list[int]]):
         for key, value in self._built_with.items():
             saved = state["built_with"][key]
             if saved != value:
-                raise SettingError(
-                    key, value, f"the saved state was built with {saved}; resume with that"
-                )
+                remedy = f"the saved state was built with {saved}; resume with that"
+                if key == "batch_size":
+                    remedy += ", then call set_batch_size()"
+                raise SettingError(key, value, remedy)
         self._planner.load_state_dict(state["steps"])
         # A schedule follows the maximum that is found here.
         self._planner.forget_saved_maximum()

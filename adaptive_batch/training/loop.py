@@ -313,7 +313,9 @@ class AdaptiveLoop:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step on one device now; to be set between two epochs, as to the bound."""
+        """Rows of a step on one device now; to be set between two epochs, as to the bound, or
+        after :meth:`load_state_dict`.
+        """
         return self._batches.batch_size
 
     @batch_size.setter
@@ -494,9 +496,10 @@ class AdaptiveLoop:
         for key, value in self._built_with.items():
             saved = state["built_with"][key]
             if saved != value:
-                raise SettingError(
-                    key, value, f"the saved loop was built with {saved}; resume with that"
-                )
+                remedy = f"the saved loop was built with {saved}; resume with that"
+                if key == "batch_size":
+                    remedy += ", then set loop.batch_size"
+                raise SettingError(key, value, remedy)
         self._batches.load_state_dict(state["batches"])
         self._rows_ahead.clear()
         self._step.load_state_dict(state["step"])

@@ -506,7 +506,7 @@ def test_a_step_without_a_batch_is_refused():
     [
         (
             lambda: AdaptiveBatches(Rows(), 4),
-            r"batch_size=4: the saved state was built with 3; resume with that",
+            r"batch_size=4: .* built with 3; resume with that, then call set_batch_size",
         ),
         (
             lambda: AdaptiveBatches(Rows(), 3, sampling=Sampling(seed=1)),

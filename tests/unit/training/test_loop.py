@@ -348,6 +348,28 @@ def test_rows_in_another_order_are_refused_when_going_on(option, value):
         training(**{option: value}).loop.load_state_dict(state)
 
 
+def test_the_batch_and_the_optimizer_of_a_loop_that_goes_on_may_change():
+    first = training(batch_size=4)
+    train(first, until=3)
+    state = first.loop.state_dict()
+    with pytest.raises(SettingError, match=r"^batch_size=8: .*, then set loop\.batch_size$"):
+        training(batch_size=8).loop.load_state_dict(state)
+    other = training(batch_size=4)
+    other.optimizer.load_state_dict(first.optimizer.state_dict())
+    other.loop.load_state_dict(state)
+    other.loop.batch_size = 8
+    other.optimizer.param_groups[0]["lr"] = 0.25
+    sizes = []
+    for rows in other.loop:
+        other.loop.run(rows)
+        assert other.loop.learning_rate == 0.25
+        other.optimizer.step()
+        other.optimizer.zero_grad()
+        sizes.append(len(rows))
+    assert set(sizes[:-1]) == {8}
+    assert sum(sizes) == len(ROWS) - 3 * 4
+
+
 # --- what is refused
 
 
