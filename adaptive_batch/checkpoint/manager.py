@@ -73,6 +73,8 @@ class CheckpointManager:
         process_group: whose ranks save together; None for one process. An asynchronous save needs
             one that nothing else uses.
         others: the orders of what is saved beside these and counted with them.
+        resumable_beside: function that returns the order of the newest save beside these that a run
+            resumes from; 0 where there is none.
     """
 
     def __init__(
@@ -83,12 +85,14 @@ class CheckpointManager:
         asynchronous: bool = False,
         process_group: Any = None,
         others: Callable[[], Iterable[int]] = tuple,
+        resumable_beside: Callable[[], int] = lambda: 0,
     ) -> None:
         assert keep_last is None or keep_last >= 1, keep_last
         self._output_dir = Path(output_dir)
         self._keep_last = keep_last
         self._ranks = Ranks(process_group)
         self._others = others
+        self._resumable_beside = resumable_beside
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[None] | None = None
         self._copies: dict[str, torch.Tensor] = {}
@@ -202,13 +206,31 @@ class CheckpointManager:
         temporary = self._output_dir / f"{_SAVING}step_{step}"
         ranks = self._ranks
         with saving(target, temporary, num_bytes=content.num_bytes, removes=ranks.rank == 0):
-            order = ranks.first(lambda: self._prepare(target, temporary))
+            order = ranks.first(lambda: self._prepare(target, temporary, content.num_bytes))
             write_checkpoint(temporary, content, step=step, order=order, ranks=ranks)
             ranks.first(lambda: move_into_place(temporary, target))
         if ranks.rank == 0:
             self._remove_old(order)
 
-    def _prepare(self, target: Path, temporary: Path) -> int:
+    def make_room(self, num_bytes: int) -> None:
+        """Remove what the next save will supersede, where the disk has no room for both; what a run
+        resumes from now stays.
+
+        Args:
+            num_bytes: bytes of the next save.
+        """
+        if self._keep_last is None or shutil.disk_usage(self._output_dir).free > num_bytes:
+            return
+        saved, _ = checkpoints_in(self._output_dir)
+        complete = sorted(saved, key=lambda one: -one.order)
+        kept = self._keep_last - 1
+        if complete and complete[0].order > self._resumable_beside():
+            kept = max(kept, 1)
+        for checkpoint in complete[kept:]:
+            log.info("%s is removed to make room for the next save", checkpoint.path.name)
+            remove_folder(checkpoint.path)
+
+    def _prepare(self, target: Path, temporary: Path, num_bytes: int) -> int:
         """Remove what a kill has left, and make an empty folder; returns the order of the new
         checkpoint.
         """
@@ -229,6 +251,7 @@ class CheckpointManager:
                 raise FileExistsError(
                     f"{target} exists and is not ours to replace: {existing.reason}"
                 )
+        self.make_room(num_bytes)
         temporary.mkdir()
         return self.next_order()
 

@@ -2,7 +2,15 @@
 
 from .critical_batch import FEWEST_STEPS, Branch, batches_of_branches, best_branch, critical_batch
 from .curve_cache import CachedCurve
-from .finder import ProbeResult, load_latest, load_result, run_search, save_result, try_again
+from .finder import (
+    ProbeResult,
+    TimeLimit,
+    load_latest,
+    load_result,
+    run_search,
+    save_result,
+    try_again,
+)
 from .search import BinarySearch, Halving, Predictive, Search, Trial
 from .throughput import OBJECTIVES, FastestSearch, Pieces, Throughput, TimedTrial
 from .trial import DryRun
@@ -21,6 +29,7 @@ __all__ = [
     "ProbeResult",
     "Search",
     "Throughput",
+    "TimeLimit",
     "TimedTrial",
     "Trial",
     "batches_of_branches",

@@ -174,11 +174,30 @@ class ProbeResult:
         return [*lines, bound]
 
 
+@dataclass(frozen=True)
+class TimeLimit:
+    """How long a trial may take, and what is known of how long it takes before the first.
+
+    Attributes:
+        seconds: that it may take.
+        known_rows, known_seconds: a run of so many rows took so long.
+    """
+
+    seconds: float
+    known_rows: int
+    known_seconds: float
+
+    def most_rows(self) -> int:
+        """Return the rows whose trial ends in time, where time grows as the rows do."""
+        return int(self.known_rows * self.seconds / max(self.known_seconds, 1e-9))
+
+
 def run_search(
     run_trial: Callable[[int], Trial],
     *,
     search: Search,
     fewest: int = 1,
+    time_limit: TimeLimit | None = None,
     round_to_power_of_two: bool = False,
     sequence_length: int = 0,
     resident_bytes: int = 0,
@@ -193,6 +212,8 @@ def run_search(
         run_trial: runs one trial of that many rows; see :class:`.DryRun`.
         search: decides which size is tried next.
         fewest: rows that the model needs; fewer are not tried.
+        time_limit: what a trial may take; None for any time. Few rows take longer each than many,
+            so that sizes grow until one shows that the next would take too long.
         round_to_power_of_two: also find the size to train with by rounding the bound down; it is
             tried if it was not.
         sequence_length, resident_bytes, budget_bytes: for the result.
@@ -208,9 +229,24 @@ def run_search(
         log.info("trial %d: %s", len(trials), _outcome(trial))
         return trial
 
+    maximum = search.maximum
+    if time_limit is not None:
+        search.try_at_most(distributed.minimum(max(fewest, time_limit.most_rows())))
     while (size := search.candidate) is not None and size >= fewest:
-        search.record(run(size))
+        trial = run(size)
+        search.record(trial)
+        if time_limit is not None and trial.fits:
+            time_limit = replace(time_limit, known_rows=size, known_seconds=seconds[-1])
+            rows_in_time = distributed.minimum(time_limit.most_rows())
+            # A few rows more are not worth another trial of that length.
+            search.try_at_most(rows_in_time if rows_in_time >= 2 * size else search.best)
     bound = search.best
+    if time_limit is not None and bound == search.maximum < maximum:
+        log.info(
+            "more than %s are not tried: a trial would take longer than %g s",
+            count(bound, "row"),
+            time_limit.seconds,
+        )
     batch_size = bound
     if round_to_power_of_two and bound:
         fitting = {trial.batch_size for trial in trials if trial.fits}

@@ -79,13 +79,14 @@ class Search(ABC):
     The answer lies in an open interval.
 
     Attributes:
-        maximum: the most rows that are tried.
+        maximum: the most rows that are tried, as far as is known so far.
     """
 
     def __init__(self, name: str, limit: int) -> None:
         if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
             raise ValueError(f"{name}={limit!r}: give a whole number of rows, at least 1")
         self.maximum = limit
+        self._useful_rows = limit
         self._trials: list[Trial] = []
 
     @property
@@ -104,6 +105,10 @@ class Search(ABC):
         return min(
             (trial.batch_size for trial in self._trials if not trial.fits), default=self.maximum + 1
         )
+
+    def try_at_most(self, rows: int) -> None:
+        """Try no more rows than this for now, nor more than are of use."""
+        self.maximum = min(self._useful_rows, max(1, rows, self.best))
 
     def record(self, trial: Trial) -> None:
         """Record how the trial of the candidate went.
@@ -129,12 +134,11 @@ class Halving(Search):
 
     @property
     def candidate(self) -> int | None:
-        if self.best:
-            return None
-        if not self._trials:
+        # The first, or more than it, as it took less time than was thought.
+        if all(trial.fits for trial in self._trials) and self.best < self.maximum:
             return self.maximum
         half = self._too_many // 2
-        if half == 0:
+        if half <= self.best:
             return None
         return half
 
@@ -198,7 +202,7 @@ class Predictive(Search):
         self._rounding = 2 * granularity_bytes / self._free_bytes
         self._granularity_bytes = granularity_bytes
         self._expected = expected
-        self._fewest = min(fewest, maximum)
+        self._fewest = fewest
 
     @property
     def candidate(self) -> int | None:
@@ -208,7 +212,7 @@ class Predictive(Search):
         if self._expected is not None and self._bears_out(self._expected):
             return self._rows_by_expectation(self._expected)
         if not self._trials:
-            return self._fewest
+            return min(self._fewest, self.maximum)
         # An expectation was too high.
         if best == 0 and too_many > 1 and self._expected is not None:
             part = 0.5

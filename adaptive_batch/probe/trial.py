@@ -91,6 +91,7 @@ class DryRun:
         resident_bytes: bytes alive before a trial; known after entering, as is the rest.
         optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
             backward.
+        seconds_of_fewest: that the fewest rows took, once the device was warm.
 
     Raises:
         DoesNotFitError: one row does not fit (on entering).
@@ -117,6 +118,7 @@ class DryRun:
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
         self.optimizer_peak_bytes: int | None = None
+        self.seconds_of_fewest = 0.0
         self._model = model
         self._in_backward: OptimizerInBackward | None = None
         self._optimizers: list[Optimizer] = []
@@ -303,7 +305,9 @@ class DryRun:
             phases.insert(1, ("the optimizer's step", self._step))
         peaks: list[int] = []
         for phase, run in phases:
+            start = time.perf_counter()
             usage = self._measure(run, phase, budget_bytes, prepare=run != self._step)
+            self.seconds_of_fewest = time.perf_counter() - start
             if usage is None:
                 return phase, peaks
             if usage.peak_bytes is not None:

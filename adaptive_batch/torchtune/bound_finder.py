@@ -323,6 +323,7 @@ class BoundFinder:
             distributed.minimum(maximum),
             probe.search,
             round_to_power_of_two=rounds,
+            trial_seconds=probe.trial_seconds,
             memory_key="probe.device_memory",
         )
         cache = ProbeCache(

@@ -28,7 +28,7 @@ from adaptive_batch.checkpoint import (
 )
 from adaptive_batch.errors import CheckpointError, SettingError
 
-from .epoch_checkpoints import ADAPTERS, STATE_KEY, EpochCheckpoints, manifests_in
+from .epoch_checkpoints import ADAPTERS, STATE_KEY, EpochCheckpoints, manifests_in, resumable_order
 from .saved_runs import SavedRuns
 from .settings import Settings
 from .trainer import Trainer
@@ -82,6 +82,7 @@ class Checkpoints:
             others=lambda: (
                 manifest.identity["order"] for _, manifest in manifests_in(epochs_folder)
             ),
+            resumable_beside=lambda: resumable_order(cfg.checkpointer),
         )
         self._on_failure = on_failure or _warn_of_failure
         self.found = distributed.from_rank_zero(self._saved_runs.find)
@@ -220,6 +221,7 @@ class Checkpoints:
                     order=self._manager.next_order(),
                     run=self._run,
                     ends_run=ends_run,
+                    make_room=self._manager.make_room,
                 )
             except CheckpointError as error:
                 raise CheckpointError(f"{error}; {self.after_end()}") from error

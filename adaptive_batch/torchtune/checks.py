@@ -592,7 +592,7 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
 
 # --- without effect
 
-_SEARCH_KEYS = ("search", "cache", "round_to_power_of_two", "trial_timeout")
+_SEARCH_KEYS = ("search", "cache", "round_to_power_of_two", "trial_seconds", "trial_timeout")
 _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
 
 

@@ -14,7 +14,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -209,6 +209,16 @@ def inspect_epoch(cfg: DictConfig) -> SavedEpoch | SkippedCheckpoint | None:
     return SkippedCheckpoint(folder, _why_weights_are_others(folder), True, identity["order"])
 
 
+def resumable_order(cfg: DictConfig) -> int:
+    """Return the order of the epoch that can be resumed from; 0 where none can.
+
+    Args:
+        cfg: the `checkpointer` block of the configuration.
+    """
+    epoch = inspect_epoch(cfg)
+    return epoch.order if isinstance(epoch, SavedEpoch) else 0
+
+
 def _file_of_another_epoch(cfg: DictConfig, folder: Path) -> Path | None:
     """Return a configured file of weights that exists, and is not in the folder of the epoch."""
     names = cfg.get("checkpoint_files")
@@ -388,6 +398,7 @@ class EpochCheckpoints:
         order: int,
         run: str,
         ends_run: bool,
+        make_room: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
         """Save as `epoch_{epoch}`, and the recipe state beside it.
 
@@ -398,6 +409,7 @@ class EpochCheckpoints:
             order: place among the saves of the folder, counted with resume points.
             run: name of the run.
             ends_run: True for the last epoch of the run.
+            make_room: function that is told the bytes of the save before it is written.
 
         Raises:
             CheckpointError: saving failed; what was saved before is untouched.
@@ -423,6 +435,7 @@ class EpochCheckpoints:
 
         with saving(target, self._temporary, num_bytes=num_bytes):
             self._restore_replaced()
+            make_room(num_bytes)
             alone = {} if training.MODEL_KEY in content else {"adapter_only": True}
             self._checkpointer.save_checkpoint(
                 state, epoch=epoch, intermediate_checkpoint=recipe_state is not None, **alone

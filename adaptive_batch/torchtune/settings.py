@@ -187,6 +187,12 @@ class ProbeSettings:
         default=True,
     )
     maximum: int = key(check_whole, "no larger size is tried; where `halve` starts", default=4096)
+    trial_seconds: int | None = key(
+        check_whole,
+        "a size whose trial would take longer, by the time of the one before it, is not tried."
+        " null: whatever it takes",
+        default=60,
+    )
     trial_timeout: int = key(
         check_whole,
         "several ranks: seconds after which a trial that does not end ends the run on all of them",

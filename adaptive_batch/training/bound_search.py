@@ -43,6 +43,7 @@ from adaptive_batch.probe import (
     ProbeResult,
     Search,
     Throughput,
+    TimeLimit,
     Trial,
     run_search,
     try_again,
@@ -77,6 +78,8 @@ class ProbeOptions:
         round_to_power_of_two: whether the power of two at or below the bound is tried too; it is
             then `batch_size` of the result.
         objective: what ``auto`` takes within the bound: a name of :data:`.OBJECTIVES`.
+        trial_seconds: what a trial may take; a size that would take longer is not tried. None for
+            any time.
         memory_key: name that errors give to `device_memory`.
 
     Raises:
@@ -89,6 +92,7 @@ class ProbeOptions:
     search: str = "predict"
     round_to_power_of_two: bool = False
     objective: str = "throughput"
+    trial_seconds: float | None = None
     memory_key: str = "device_memory"
 
     def __post_init__(self) -> None:
@@ -302,6 +306,7 @@ class BoundSearch:
             self._run_trial,
             search=search,
             fewest=self._fewest,
+            time_limit=self._trial_time,
             round_to_power_of_two=self._options.round_to_power_of_two,
             sequence_length=self._rows.length,
         )
@@ -309,6 +314,14 @@ class BoundSearch:
             # Training continues with the cache that this trial leaves.
             self._run_trial(result.max_batch_size)
         return result
+
+    @property
+    def _trial_time(self) -> TimeLimit | None:
+        """What a trial may take, once the fewest rows have run."""
+        seconds = self._options.trial_seconds
+        if seconds is None:
+            return None
+        return TimeLimit(seconds, self._fewest, self._dry_run.seconds_of_fewest)
 
     def _run_trial(self, size: int) -> Trial:
         # Rows are read before anything is measured.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -661,6 +662,19 @@ def full_disk(first, last, num_bytes=100_000):
         "until_step": last,
     }
     return tuple(f"metric_logger.{key}={value}" for key, value in logger.items())
+
+
+def test_on_a_disk_with_room_for_one_a_superseded_point_goes_before_the_next_is_written(
+    small, whole, monkeypatch, capfd
+):
+    usage = SimpleNamespace(free=700_000)  # above an epoch's weights, below a resume point
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    done = small.run_in_process(OURS, SAVES, *DROPOUT, "keep_last_n_checkpoints=1")
+    printed = "".join(capfd.readouterr())
+    # Before it the newest point is the only one to resume from, and stays.
+    assert "step_3 is removed to make room" not in printed
+    assert "step_6 is removed to make room" in printed
+    assert_the_same(done.output_dir, whole)
 
 
 def test_where_a_resume_point_finds_no_room_training_goes_on_and_says_so(small, whole, unlimited):

@@ -14,6 +14,7 @@ import time
 import warnings
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from adaptive_batch import __version__
 from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_complete
+from adaptive_batch.checkpoint.checkpoint import write_checkpoint
 from adaptive_batch.errors import CheckpointError
 
 HERE = Path(__file__).parent
@@ -351,6 +353,27 @@ def test_order_grows_even_where_the_clock_went_back(tmp_path):
     manifest.write_text(json.dumps(content))
     save(tmp_path, 2)
     assert newest_complete(*checkpoints_in(tmp_path))[0].order == 2**62 + 1
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "order_beside", "left"), [(1, 0, [2]), (1, 9, []), (2, 0, [2]), (2, 9, [2])]
+)
+def test_where_both_do_not_fit_what_is_superseded_goes_first(
+    tmp_path, monkeypatch, keep_last, order_beside, left
+):
+    save(tmp_path, 1, 2)
+    while_writing = []
+
+    def note(*arguments, **options):
+        while_writing.append(steps_there(tmp_path))
+        write_checkpoint(*arguments, **options)
+
+    monkeypatch.setattr("adaptive_batch.checkpoint.manager.write_checkpoint", note)
+    full = SimpleNamespace(free=0)
+    monkeypatch.setattr("adaptive_batch.checkpoint.manager.shutil.disk_usage", lambda path: full)
+    save(tmp_path, 3, keep_last=keep_last, resumable_beside=lambda: order_beside)
+    assert while_writing == [left]
+    assert steps_there(tmp_path) == [*left, 3][-keep_last:]
 
 
 def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):

@@ -22,6 +22,7 @@ from adaptive_batch.probe import (
     Halving,
     Predictive,
     ProbeResult,
+    TimeLimit,
     Trial,
     load_result,
     run_search,
@@ -73,6 +74,34 @@ def test_a_size_rounded_to_a_power_of_two_is_tried_too(search, true_maximum):
         t.batch_size for t in result.trials if t.fits
     }
     assert len(device.tried) == len(set(device.tried))
+
+
+@pytest.mark.parametrize("search", SEARCHES)
+@pytest.mark.parametrize("row_seconds", [0, 1])
+def test_a_size_whose_trial_would_take_too_long_is_not_tried(
+    search, row_seconds, monkeypatch, caplog
+):
+    device = linear(64)
+    clock = [0.0]
+
+    def trial(rows):
+        clock[0] += 1 + row_seconds * rows
+        return device(rows)
+
+    # A single row takes longer than each of many.
+    limit = TimeLimit(20, known_rows=1, known_seconds=5)
+    caplog.set_level("INFO", "adaptive_batch")
+    with monkeypatch.context() as patched:
+        patched.setattr("adaptive_batch.probe.finder.time.perf_counter", lambda: clock[0])
+        result = run_search(trial, search=SEARCHES[search](), time_limit=limit)
+    says_so = "are not tried: a trial would take longer than 20 s" in caplog.text
+    assert says_so == bool(row_seconds)
+    if row_seconds:
+        assert max(device.tried) == result.max_batch_size
+        assert 10 <= result.max_batch_size < 20
+        assert result.bound == f"{result.max_batch_size}+"
+    else:
+        assert result.max_batch_size == {"halve": 40}.get(search, 64)
 
 
 @pytest.mark.parametrize("round_to_power_of_two", [False, True])
