@@ -9,7 +9,8 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from html import escape
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from adaptive_batch.errors import AdaptiveBatchError
 
@@ -17,6 +18,8 @@ from .run_history import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+Value = TypeVar("Value")
 
 # The Okabe-Ito colours, which colour-blind people tell apart, darkened until each has a contrast of
 # 3 on white.
@@ -71,6 +74,8 @@ _MOST_RULES = 12
 _LANE = 12
 # matplotlib cannot scale an axis beyond it: such a number is marked as not finite.
 _LARGEST = 1e100
+# Begins the id of marks that have values.
+_VALUES = "value-"
 # Points of a running mean.
 _POINTS = 300
 # For matplotlib.rc_context, whose type is another in each release.
@@ -163,11 +168,51 @@ def plot(axes: Axes, points: Points, label: str, colour: str, **style: Any) -> N
     if len(points.finite) < 25:
         style.setdefault("marker", ".")
     axes.plot(points.x, points.y, color=LIGHT[colour], label=label or "_", **style)
+    _add_values(axes, points, label, colour)
     crosses = _thinned([x for x, y in zip(points.x, points.y, strict=True) if math.isnan(y)])
     if crosses:
         name = "not finite" if "not finite" not in axes.get_legend_handles_labels()[1] else "_"
         style = {"linestyle": "none", "marker": "x", "color": LIGHT["red"], "label": name}
         axes.plot(crosses, [0.98] * len(crosses), transform=axes.get_xaxis_transform(), **style)
+
+
+def _add_values(axes: Axes, points: Points, label: str, colour: str) -> None:
+    """Lay unseen marks over a line, whose values a page shows where the pointer rests on one."""
+    pairs = [pair for pair in zip(points.x, points.y, strict=True) if math.isfinite(pair[1])]
+    shown = _thinned(pairs)
+    if shown:
+        style: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 9, "alpha": 0}
+        xs, ys = zip(*shown, strict=True)
+        axes.plot(xs, ys, color=LIGHT[colour], gid=f"{_VALUES}{label}", label="_", **style)
+
+
+def _titled(svg: str, axes: Axes) -> str:
+    """Give the marks of :func:`_add_values` their values as titles."""
+    for line in axes.get_lines():
+        name = str(line.get_gid() or "")
+        if not name.startswith(_VALUES):
+            continue
+        what = name.removeprefix(_VALUES) or axes.get_ylabel()
+        points: Any = line.get_xydata()
+        texts = [
+            escape(f"{axes.get_xlabel()} {_short(x)}: {what} {_short(y)}")
+            for x, y in points.tolist()
+        ]
+        before, opening, rest = svg.partition(f'<g id="{escape(name)}">')
+        marks, closing, after = rest.partition("</g>\n")
+        head, *uses = re.split(r"(?=<use )", marks)
+        # What lies beyond the axes is not drawn.
+        if len(uses) == len(texts):
+            uses = [
+                use.replace("/>", f"><title>{text}</title></use>", 1)
+                for use, text in zip(uses, texts, strict=True)
+            ]
+        svg = "".join([before, opening, head, *uses, closing, after])
+    return svg
+
+
+def _short(number: float) -> str:
+    return f"{number:,.0f}" if abs(number) >= 1000 else f"{number:.4g}"
 
 
 def from_zero(axes: Axes) -> None:
@@ -263,11 +308,12 @@ def to_svg(figure: Figure) -> str:
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": figure.name}):
         canvas = Canvas(figsize=(_WIDTH / 72, _HEIGHT / 72), layout="constrained")
-        figure.draw(canvas.subplots())
+        axes = canvas.subplots()
+        figure.draw(axes)
         drawn = io.StringIO()
         without = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         canvas.savefig(drawn, format="svg", transparent=True, metadata=without)
-    svg = drawn.getvalue().partition("<svg ")[2]
+    svg = _titled(drawn.getvalue(), axes).partition("<svg ")[2]
     # Figures of one page share no id.
     svg = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{figure.name}-", svg)
     return f'<svg role="img" aria-labelledby="{figure.name}-title {figure.name}-text" {svg}'
@@ -331,6 +377,6 @@ def to_png(
     return drawn.getvalue()
 
 
-def _thinned(values: Sequence[float]) -> Sequence[float]:
+def _thinned(values: Sequence[Value]) -> Sequence[Value]:
     """Return up to 40 of the values, spread evenly, the last among them."""
     return values[:: -(len(values) // _MOST_MARKS + 1)][::-1]

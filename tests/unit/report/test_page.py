@@ -597,6 +597,17 @@ def test_a_folder_of_any_name_is_reported_on_any_terminal(tmp_path, name, enviro
     assert b"adaptive_batch/report.html" in done.stdout
 
 
+def test_the_values_of_a_figure_are_shown_where_the_pointer_rests():
+    records = full_records(60)
+    text, _ = render(timeline_of(records), PROBE, name="run")
+    steps = [json.loads(line) for line in records.lines]
+    losses = {step["samples_seen"]: step["loss"] for step in steps if "samples_seen" in step}
+    values = re.findall(r"<title>samples (\S+): loss of a step (\S+)</title>", text)
+    assert len(values) == 30
+    for samples, loss in values:
+        assert losses[int(samples.replace(",", ""))] == pytest.approx(float(loss), rel=1e-3)
+
+
 def test_a_reader_that_ends_early_ends_the_command_without_a_word(tmp_path):
     folder = full_records(60).write(tmp_path)
     reading, writing = os.pipe()
