@@ -1,0 +1,69 @@
+"""What a run that ended on all ranks tells its next start, and no other run."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.torchtune.lost_run import LostRun
+
+CONDITIONS = {"layout": "padded", "ranks": 2}
+
+
+def lost_run(folder, *, name="a", resumes=True, trials_name="search"):
+    job = SimpleNamespace(cfg=SimpleNamespace(output_dir=str(folder)))
+    return LostRun(job, name=name, resumes=resumes, trials_name=trials_name)
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "adaptive_batch").mkdir()
+    return tmp_path / "adaptive_batch" / "lost.json"
+
+
+def test_a_limit_is_known_to_the_run_that_resumes_under_the_same_conditions(tmp_path, path):
+    lost_run(tmp_path).keep({"limit": 12, "unit": "rows", "rank": 1}, CONDITIONS)
+    again = lost_run(tmp_path)
+    assert again.limit(CONDITIONS) == MicroBatchLimit(12, "rows")
+    assert again.limit({**CONDITIONS, "layout": "packed"}) is None
+    assert again.trial_rows("trial_rows") is None
+    assert "rank" not in json.loads(path.read_text())
+
+
+def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
+    lost_run(tmp_path).keep({"trial_rows": 8}, None)
+    lost_run(tmp_path).keep({"trial_rows_val": 4, "limit": 3, "unit": "tokens"}, CONDITIONS)
+    again = lost_run(tmp_path)
+    assert [again.trial_rows(key) for key in ("trial_rows", "trial_rows_val")] == [8, 4]
+    assert again.limit(CONDITIONS) == MicroBatchLimit(3, "tokens")
+    other_question = lost_run(tmp_path, trials_name="another dataset")
+    assert other_question.trial_rows("trial_rows") is None
+    assert other_question.limit(CONDITIONS) == MicroBatchLimit(3, "tokens")
+
+
+def test_what_is_no_reason_to_try_less_is_not_written(tmp_path, path):
+    lost_run(tmp_path).keep({"error": "connection reset"}, CONDITIONS)
+    lost_run(tmp_path).keep({"limit": 3, "unit": "rows"}, None)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("other", [{"name": "b"}, {"resumes": False}])
+def test_another_run_in_the_folder_begins_without_it(tmp_path, path, other):
+    lost_run(tmp_path).keep({"trial_rows": 8}, None)
+    assert lost_run(tmp_path, **other).trial_rows("trial_rows") is None
+    assert not path.exists()
+
+
+def test_a_restart_of_the_same_launch_knows_it_whether_it_resumes_or_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-1")
+    lost_run(tmp_path).keep({"trial_rows": 8}, None)
+    assert lost_run(tmp_path, name="b", resumes=False).trial_rows("trial_rows") == 8
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
+    assert lost_run(tmp_path, name="b", resumes=False).trial_rows("trial_rows") is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"launch": null}'])
+def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path, path, content):
+    path.write_text(content)
+    assert lost_run(tmp_path).trial_rows("trial_rows") is None
