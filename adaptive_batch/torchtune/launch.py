@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -67,6 +68,9 @@ def use_shipped_config(arguments: list[str]) -> None:
 
 def set_up_terminal() -> None:
     """Show decisions as they are made, and this package's errors as one line, not a traceback."""
+    # What is imported stays: the collector need not look through it after each trial.
+    if not gc.get_freeze_count():
+        gc.freeze()
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
