@@ -243,7 +243,7 @@ def run_search(
     bound = search.best
     if time_limit is not None and bound == search.maximum < maximum:
         log.info(
-            "more than %s are not tried: a trial would take longer than %g s",
+            "more than %s are not tried: a trial would take longer than %g s (trial_seconds)",
             count(bound, "row"),
             time_limit.seconds,
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
+from types import NoneType
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
@@ -354,7 +355,19 @@ class Data:
 
     @property
     def _measured_by_more(self) -> list[str]:
-        return sorted(set(self.read_row(0)) - _MEASURED_BY_TOKENS)
+        others = {
+            name: value
+            for name, value in self.read_row(0).items()
+            if name not in _MEASURED_BY_TOKENS
+        }
+        # torchtune's collate leaves out a number or a text, such as an id.
+        if not self._job.cfg.get("collate_fn"):
+            others = {
+                name: value
+                for name, value in others.items()
+                if not isinstance(value, str | int | float | NoneType)
+            }
+        return sorted(others)
 
     @property
     def why_unpacked(self) -> str:

@@ -29,7 +29,7 @@ from adaptive_batch.training import MicroBatchRunner
 pytestmark = pytest.mark.slow
 
 CPU, PLENTY, MOST = torch.device("cpu"), 2**40, 6
-TIMES = 8  # each peak is counted: on a machine with much to do several in a row may be too high
+TIMES = 4  # each peak is counted: on a machine with much to do several in a row may be too high
 PHASES = ("forward", "backward")
 
 

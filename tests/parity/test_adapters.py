@@ -73,7 +73,7 @@ def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes_and_that_fr
     assert ours.losses[3:] == expected.losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_ranks_do_what_the_stock_recipe_does_on_them(wide):
     asked = [
         ("LoRA", "clip_grad_norm=0.5"),

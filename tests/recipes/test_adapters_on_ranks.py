@@ -60,7 +60,10 @@ def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup, kind):
     )
 
 
-@pytest.mark.parametrize(("kind", "before", "after"), [("DoRA", 2, 1), ("QLoRA", 1, 2)])
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [("DoRA", 2, 1), pytest.param("QLoRA", 1, 2, marks=pytest.mark.nightly)],
+)
 def test_any_number_of_ranks_goes_on_from_a_resume_point(setup, kind, before, after):
     keys = (*KINDS[kind], "save_every_n_steps=2", "save_adapter_weights_only=True", "batch_size=4")
     whole = run(setup, before, *keys)

@@ -34,13 +34,18 @@ from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
 SMALL = Combination("qwen2", 32)
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 STOCK_SAMPLE = (
-    "code_llama2/7B_full_low_memory.yaml",
+    *(
+        pytest.param(name, marks=pytest.mark.nightly)
+        for name in (
+            "code_llama2/7B_full_low_memory.yaml",
+            "llama3_1/8B_full.yaml",
+            "mistral/7B_full_low_memory.yaml",
+            "qwen2_5/0.5B_full_single_device.yaml",
+        )
+    ),
     "gemma2/2B_full.yaml",
     "llama3/8B_full_single_device.yaml",
-    "llama3_1/8B_full.yaml",
-    "mistral/7B_full_low_memory.yaml",
     "phi3/mini_full.yaml",
-    "qwen2_5/0.5B_full_single_device.yaml",
 )
 TENSOR_PARALLEL = {
     "tensor_parallel_dim": 2,

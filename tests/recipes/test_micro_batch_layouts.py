@@ -478,3 +478,15 @@ def test_two_ranks_train_alike_what_one_device_trains(small, whole, keys):
         keys is AUTO and chosen(folder)[0][0] == "packed"
     ):  # on one of the ranks alone, some of it would be padding
         assert figures(folder, "padding_fraction") == [0, 0]
+
+
+def test_a_name_or_a_number_beside_the_tokens_is_no_matter_to_torchtunes_collate(small):
+    ids = (*ROWS, "dataset._component_=support.components.WithIds", "micro_batch_tokens=100")
+    for layout in ("padded", "packed"):
+        keys = (*BASE, "micro_batch_tokens=100", f"micro_batch_layout={layout}")
+        without, beside = (small.run_in_process(OURS, *keys, *more) for more in ((), ids))
+        assert beside.losses == without.losses
+    with pytest.raises(SettingError, match=r"^micro_batch_tokens=100: rows have id, source, "):
+        small.run_in_process(
+            OURS, *BASE, *ids, "collate_fn=torchtune.data.padded_collate_sft", "preview=True"
+        )
