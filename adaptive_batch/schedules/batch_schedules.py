@@ -4,6 +4,7 @@ resumed run continues unchanged.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,8 @@ from adaptive_batch.errors import SettingError
 
 from .batch_rules import INCREMENT_KEY, KEY, MOST_ROWS, Increment, Schedule, whole_number
 from .progress import Duration, Progress, parse_duration
+
+log = logging.getLogger("adaptive_batch")
 
 
 @dataclass(frozen=True, repr=False)
@@ -401,6 +404,17 @@ def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
         remedy = "give all in one unit, as which comes first must be known, and each place once"
         raise SettingError(key, dict(points), remedy)
     first = _whole(f"{KEY}.start", start)
+    for (earlier, larger), (later, smaller) in pairwise(read):
+        if smaller < larger:
+            log.warning(
+                "%s: %d rows at %s are below the %d at %s, and the batch never shrinks: they count"
+                " as those",
+                key,
+                smaller,
+                later,
+                larger,
+                earlier,
+            )
     shown = {str(at): batch for at, batch in read}
     return _ByCriticalBatch(f"by_critical_batch({shown}, start={first})", first, tuple(read))
 

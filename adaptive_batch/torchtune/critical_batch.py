@@ -356,6 +356,13 @@ def _table(record: dict[str, Any], *, ranks: int) -> str:
             " nothing may pass; give more probe.critical_batch_rows, or a lower"
             " probe.critical_batch_tolerance"
         )
+    most_steps = branches[0]["steps"]
+    if most_steps < _STEPS:
+        lines.append(
+            f"the branches took {branches[-1]['steps']} to {most_steps} steps: with fewer than"
+            f" {_STEPS} the loss tells how many there were as much as how large they are; give more"
+            " probe.critical_batch_rows"
+        )
     return "\n".join([*lines, *_use_and_cost(record, ranks=ranks)])
 
 

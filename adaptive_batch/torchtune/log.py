@@ -289,6 +289,13 @@ class TrainingLog:
         message = rate.describe()
         if message:
             event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
+        warmup_steps = int((self._cfg.get("lr_scheduler") or {}).get("num_warmup_steps", 0))
+        if warmup_steps >= plan.schedule_steps > 0:
+            message = (
+                f"lr_scheduler.num_warmup_steps={warmup_steps}: the run has"
+                f" {count(plan.schedule_steps, 'step')}, so the rate never reaches {rate.base:g}"
+            )
+            event("lr_scheduler", message)
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         table, stages = plan.table(progress, base_rate=rate.base, saved=saved)

@@ -421,5 +421,6 @@ def test_a_tolerance_above_what_the_first_branch_gained_is_pointed_out(small, ca
         "less than the tolerance: a branch that learns nothing may pass; give more"
         " probe.critical_batch_rows" in shown
     )
+    assert "the branches took 4 to 16 steps: with fewer than 64 the loss tells how many" in shown
     small.run_in_process(PROBE, *MEASURES)
     assert "may pass" not in capsys.readouterr().out

@@ -12,7 +12,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from support import components
-from support.cli import NUM_ROWS, OURS, interrupted_after_first_epoch, losses, same_weights
+from support.cli import (
+    FEATURES,
+    NUM_ROWS,
+    OURS,
+    interrupted_after_first_epoch,
+    losses,
+    same_weights,
+)
 
 from adaptive_batch.errors import (
     CheckpointError,
@@ -581,3 +588,15 @@ def test_nothing_is_left_aside(plain):
     assert torch.load(plain.output_dir / "recipe_state" / "recipe_state.pt", weights_only=True)[
         "adaptive_batch"
     ]["weights"]
+
+
+@pytest.mark.parametrize("warmup_steps", [3, 100])
+def test_a_warm_up_that_outlasts_the_run_is_pointed_out(small, warmup_steps):
+    done = small.run_in_process(
+        OURS, *FEATURES["cosine"], f"lr_scheduler.num_warmup_steps={warmup_steps}", "epochs=1"
+    )
+    said = [record["message"] for record in records(done, "lr_scheduler")]
+    message = (
+        "lr_scheduler.num_warmup_steps=100: the run has 8 steps, so the rate never reaches 0.01"
+    )
+    assert said == ([message] if warmup_steps == 100 else [])

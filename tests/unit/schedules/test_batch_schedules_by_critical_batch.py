@@ -69,3 +69,12 @@ def test_points_may_come_in_any_order_and_in_epochs():
 def test_what_it_cannot_follow_is_refused(points, start, message):
     with pytest.raises(SettingError, match=message):
         by_critical_batch(points, start)
+
+
+def test_points_that_fall_are_said_to_count_as_the_largest_before_them(caplog):
+    rule = by_critical_batch(start=4, points={"1e5tok": 64, "4e5tok": 24})
+    assert rule(Progress(tokens=400_000)) == 64
+    assert "24 rows at 400000tok are below the 64 at 100000tok, and the batch never" in caplog.text
+    caplog.clear()
+    by_critical_batch(start=4, points={"1e5tok": 24, "4e5tok": 64})
+    assert not caplog.text
