@@ -17,10 +17,18 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report,docs,dev]"
 	touch $@
 
-demo: $(INSTALLED)  ## find the largest batch, train, grow, compare the tuned model with the base
+# The demo needs less than the tests do: what is installed for these serves it too.
+DEMO := $(or $(wildcard $(INSTALLED)),$(VENV)/.installed-demo)
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[recipes,report]"
+	touch $@
+
+demo: $(DEMO)  ## find the largest batch, train, grow, compare the tuned model with the base
 	$(BIN)/python examples/demo
 
-demo-lora: $(INSTALLED)  ## adapters on the model that the demo has tuned, which comes first
+demo-lora: $(DEMO)  ## adapters on the model that the demo has tuned, which comes first
 	test -d adaptive_batch_demo/tuned/epoch_2 || $(BIN)/python examples/demo
 	$(BIN)/python examples/demo --lora
 

@@ -320,7 +320,7 @@ def load_result(path: Path, *, fingerprint: str) -> ProbeResult | None:
         if record["fingerprint"] == fingerprint:
             return _result(record, path)
     if records:
-        log.info("%s is of other settings, other rows or another device; probing again", path)
+        log.info("%s has no search of these settings, rows and this device: probing", path)
     return None
 
 
