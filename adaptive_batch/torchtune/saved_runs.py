@@ -220,12 +220,12 @@ class SavedRuns:
         """Return the runs that trained to their end, and were not resumed since, by the log."""
         ended = set()
         run = ""
-        for record in self._records("start", "end"):
-            if record["kind"] == "end":
-                ended.add(run)
-            else:
+        for record in self._records("start", "end", "nothing_to_train"):
+            if record["kind"] == "start":
                 run = record["run"]
                 ended.discard(run)
+            else:
+                ended.add(run)
         return ended
 
     def _records(self, *kinds: str) -> Iterator[dict[str, Any]]:

@@ -445,6 +445,16 @@ def test_a_run_that_has_ended_is_replaced_also_where_another_has_replaced_its_la
         small.run_in_process(OURS, "seed=8", *DROPOUT, f"output_dir={folder}")
 
 
+def test_a_run_that_is_resumed_after_its_end_is_still_one_that_has_ended(small):
+    keys = ("keep_final_state=True", SAVES, "epochs=1")
+    done = small.run_in_process(OURS, *keys)
+    go_on(small, done.output_dir, *keys)
+    assert records(done.output_dir, "nothing_to_train")
+    for seed in (8, 9):
+        small.run_in_process(OURS, *keys, f"seed={seed}", f"output_dir={done.output_dir}")
+    assert len({start["run"] for start in records(done.output_dir, "start")}) == 3
+
+
 def test_what_is_replaced_goes_once_the_first_save_is_complete(small, whole, unlimited):
     folder = stopped_after(whole, small, 9)
     replaces = ("overwrite_output_dir=True", "seed=8", "save_every_n_steps=2", *DROPOUT)
