@@ -446,9 +446,9 @@ def test_a_run_that_has_ended_is_replaced_also_where_another_has_replaced_its_la
 
 
 def test_a_run_that_is_resumed_after_its_end_is_still_one_that_has_ended(small):
-    keys = ("keep_final_state=True", SAVES, "epochs=1")
-    done = small.run_in_process(OURS, *keys)
-    go_on(small, done.output_dir, *keys)
+    keys = ("keep_final_state=True", "epochs=1")
+    done = small.run_in_process(OURS, *keys, SAVES)
+    go_on(small, done.output_dir, *keys, SAVES)
     assert records(done.output_dir, "nothing_to_train")
     for seed in (8, 9):
         small.run_in_process(OURS, *keys, f"seed={seed}", f"output_dir={done.output_dir}")
