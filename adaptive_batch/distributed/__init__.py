@@ -25,6 +25,7 @@ from .collectives import (
     rank,
     world_size,
 )
+from .ddp import Replicas, sharding_of
 from .fsdp import Sharding, reshard, shapes_worked_out_apart
 from .preemption import EXIT_STATUS, Preemption, Terminated, raising_on_request
 from .watchdog import End, Watchdog
@@ -33,6 +34,7 @@ __all__ = [
     "EXIT_STATUS",
     "End",
     "Preemption",
+    "Replicas",
     "Sharding",
     "Terminated",
     "Watchdog",
@@ -61,5 +63,6 @@ __all__ = [
     "rank",
     "reshard",
     "shapes_worked_out_apart",
+    "sharding_of",
     "world_size",
 ]

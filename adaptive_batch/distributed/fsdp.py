@@ -85,6 +85,14 @@ class Sharding:
             return "training"
         return "training, gradients kept"
 
+    # --- a step
+
+    def begin_step(self) -> None:
+        """Make the ranks alike before a step, where something has to."""
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients of a step over ranks, where no backward has."""
+
     # --- after a failure
 
     @property

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, format_bytes
-from adaptive_batch.distributed import Sharding
+from adaptive_batch.distributed import Sharding, sharding_of
 from adaptive_batch.errors import (
     MEMORY_REMEDIES,
     AdaptiveBatchError,
@@ -132,7 +132,7 @@ class DryRun:
         self._memory = memory
         self._fewest = fewest
         self._row = row
-        self._sharding = sharding or Sharding(model)
+        self._sharding = sharding or sharding_of(model)
         self._keep_gradients = None
         if accumulates:
             self._keep_gradients = keep_gradients

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
-from adaptive_batch.distributed import Sharding
+from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory
 from adaptive_batch.probe import ProbeResult
@@ -92,7 +92,7 @@ class AdaptiveStep:
     Attributes:
         model: model that is trained.
         memory: memory of its device.
-        sharding: FSDP modules of it.
+        sharding: how several ranks hold it.
         sizer: decides what a part may hold.
         pieces: rows of each part of the last batch, on this rank.
         num_pieces: parts of the last batch, on the rank that has most.
@@ -142,12 +142,12 @@ class AdaptiveStep:
             policy=options.oom_policy,
             on_change=_log_change,
         )
-        self.sharding = Sharding(
+        self.sharding = sharding_of(
             model,
             finishes=not is_replicated(model),
             syncs_every_micro_batch=options.sync_gradients_every_micro_batch,
         )
-        check_ranks(model, is_sharded=self.sharding.is_sharded)
+        check_ranks(model, self.sharding)
         retries = options.on_out_of_memory == "shrink"
         self.runner = StepRunner(
             model,
@@ -168,9 +168,7 @@ class AdaptiveStep:
         # Whether trials ran one part alone, without the gradients beside which a second part runs.
         self._tried_one_part = False
         # A rank can be brought to the end of a micro-batch whose collectives are known.
-        self._learns_collectives = (
-            distributed.world_size() > 1 and retries and not self._is_compiled
-        )
+        self._learns_collectives = self.sharding.is_sharded and retries and not self._is_compiled
         self._has_batch_norm = has_batch_norm(model)
         if self._has_batch_norm:
             log.warning(
@@ -268,7 +266,7 @@ class AdaptiveStep:
             part = parts.pop(0)
             if part is not None:
                 results.append(self._forward_backward(part))
-            elif distributed.world_size() > 1:
+            elif self.sharding.is_sharded:
                 self._forward_backward(Part(rows.dummy(), 1, share=0.0, is_last=is_last))
 
         self.runner.run_micro_batches(division, run, idle=MicroBatch([0], 1))

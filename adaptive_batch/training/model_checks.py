@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch.distributed import reshard
+from adaptive_batch.distributed import Replicas, Sharding, reshard
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -127,18 +127,30 @@ def some_names(names: Sequence[str]) -> str:
     return f"{len(names)} parameters ({', '.join(names[:_NAMED])}{more})"
 
 
-def check_ranks(model: nn.Module, *, is_sharded: bool) -> None:
-    """Refuse a model that several ranks do not divide among them as a whole.
+def check_ranks(model: nn.Module, sharding: Sharding) -> None:
+    """Refuse a model that several ranks neither divide among them as a whole, nor keep alike.
 
     Raises:
-        SettingError: naming what is not divided.
+        SettingError: naming what is not divided or not alike.
     """
     if distributed.world_size() == 1:
         return
-    if not (is_sharded and _is_divided_by_rows(model)):
+    if isinstance(sharding, Replicas):
+        alike = {id(parameter) for parameter in sharding.parameters}
+        apart = [
+            name
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and id(parameter) not in alike
+        ]
+        if apart:
+            needed = f"{some_names(apart)} are not DDP's, so each rank would train its own"
+            remedy = "wrap the whole model in one DDP module"
+            raise SettingError("model", type(model).__name__, f"{needed}; {remedy}")
+        return
+    if not (sharding.is_sharded and _is_divided_by_rows(model)):
         needed = (
             "several ranks need one that torch's fully_shard, and nothing else, has divided over"
-            " all of them"
+            " all of them, or a DDP module"
         )
         raise SettingError("model", type(model).__name__, f"{needed}; or start one process")
     whole = _undivided(model)

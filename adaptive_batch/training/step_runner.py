@@ -12,7 +12,7 @@ from torch import nn
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
-from adaptive_batch.distributed import Sharding
+from adaptive_batch.distributed import Sharding, sharding_of
 from adaptive_batch.errors import MEMORY_REMEDIES
 from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory
 
@@ -56,7 +56,7 @@ class StepRunner:
         self.sizer = sizer
         device = next(model.parameters()).device
         self.memory = memory or device_memory(device, shared_by=distributed.local_world_size())
-        self.sharding = sharding or Sharding(model)
+        self.sharding = sharding or sharding_of(model)
         self.retry = OOMRetry(
             sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
         )
@@ -138,6 +138,7 @@ class StepRunner:
             RankLostError: out of memory on this rank where the others cannot be told.
         """
         gradients = GradientsApart(self.model, self.drop_gradients)
+        self.sharding.begin_step()
         restore = self._snapshot.take()
         divisions = [] if division is None else [division]
 
@@ -164,6 +165,7 @@ class StepRunner:
         except BaseException:
             gradients.put_back()
             raise
+        self.sharding.reduce_gradients()
         gradients.add_up()
         return result
 

@@ -1,0 +1,140 @@
+"""DDP from inside: parts of a batch run without any collective, and gradients are reduced once all
+ranks have run theirs, so that one rank's failure is retried by all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import collectives as distributed
+from .fsdp import Sharding
+
+# Gradients are reduced in buckets of about so many bytes, as DDP's own are.
+_BUCKET_BYTES = 25 * 2**20
+
+
+class Replicas(Sharding):
+    """The copies of a model that DDP keeps alike, one on each rank.
+
+    Within a micro-batch nothing waits for another rank: DDP neither reduces gradients in backward
+    nor broadcasts buffers in forward. A rank that fails there only leaves its micro-batches out.
+
+    Args:
+        ddp: module that holds the model.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        super().__init__(ddp)
+        self._ddp = ddp
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained parameters that are alike on all ranks, in the same order on each."""
+        ignored = getattr(self._ddp, "parameters_to_ignore", ())
+        return [
+            parameter
+            for name, parameter in self._ddp.module.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        ]
+
+    @contextmanager
+    def micro_batch(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
+        """Inside, one micro-batch runs on this rank alone."""
+        self._ddp.require_forward_param_sync = False
+        with self._ddp.no_sync():
+            yield
+
+    @property
+    def can_finish(self) -> bool:
+        """True: no other rank waits within a micro-batch."""
+        return True
+
+    @property
+    def can_skip(self) -> bool:
+        """True: no other rank waits for a micro-batch."""
+        return True
+
+    def knows(self, *, is_last: bool = True, evaluates: bool = False) -> bool:
+        """Return True: there are no collectives that would have to be known."""
+        return True
+
+    def finish(self) -> None:
+        """Leave a micro-batch that has failed."""
+
+    def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool = False) -> None:
+        """Leave out a micro-batch."""
+
+    def begin_step(self) -> None:
+        """Give all ranks the buffers of rank zero, as DDP does before each forward."""
+        if not self._ddp.broadcast_buffers:
+            return
+        ignored = getattr(self._ddp, "parameters_to_ignore", ())
+        for name, buffer in self._ddp.module.named_buffers():
+            if name not in ignored:
+                dist.broadcast(buffer, group=self._ddp.process_group, group_src=0)
+
+    def reduce_gradients(self) -> None:
+        """Take the mean of the gradients over ranks, in place; where none has one it stays None."""
+        parameters = self.parameters
+        has_gradient = distributed.all_reduce_max(
+            [int(parameter.grad is not None) for parameter in parameters]
+        )
+        gradients = []
+        for parameter, is_there in zip(parameters, has_gradient, strict=True):
+            if is_there and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is not None:
+                gradients.append(parameter.grad)
+        for bucket in _buckets(gradients):
+            self._reduce(bucket)
+
+    def _reduce(self, gradients: Sequence[torch.Tensor]) -> None:
+        group = self._ddp.process_group
+        num_ranks = dist.get_world_size(group)
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        # Before the sum, as DDP does: the sum of float16 might overflow.
+        flat /= num_ranks
+        dist.all_reduce(flat, group=group)
+        sizes = [gradient.numel() for gradient in gradients]
+        for gradient, reduced in zip(gradients, torch.split(flat, sizes), strict=True):
+            gradient.copy_(reduced.view_as(gradient))
+
+
+def sharding_of(model: nn.Module, **options: Any) -> Sharding:
+    """Return how several ranks hold a model.
+
+    Args:
+        model: model with `fully_shard` applied, or in a DDP module, or neither.
+        options: see :class:`Sharding`.
+    """
+    if distributed.world_size() > 1:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel):
+                return Replicas(module)
+    return Sharding(model, **options)
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield the gradients in buckets of one dtype and device."""
+    bucket: list[torch.Tensor] = []
+    num_bytes = 0
+    for gradient in gradients:
+        is_other = bucket and (gradient.dtype, gradient.device) != (
+            bucket[0].dtype,
+            bucket[0].device,
+        )
+        if bucket and (is_other or num_bytes + gradient.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket = []
+            num_bytes = 0
+        bucket.append(gradient)
+        num_bytes += gradient.nbytes
+    if bucket:
+        yield bucket

@@ -1,0 +1,264 @@
+"""Under DDP a batch in parts is the batch that DDP trains, whatever one rank runs out of."""
+
+from __future__ import annotations
+
+import gc
+import random
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_on_ranks
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from adaptive_batch import AdaptiveLoop, distributed, find_max_batch_size
+from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.training import AdaptiveStep, Part
+
+STEPS = 4
+# Rows of a rank's batch.
+ROWS = (9, 6)
+
+
+class Net(nn.Module):
+    """Layers with running statistics, a part that only rank 0 uses, and one that nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(6, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.second = nn.Linear(16, 2)
+        self.of_rank_zero = nn.Parameter(torch.zeros(2))
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.second(torch.tanh(self.norm(self.first(inputs))))
+        if distributed.rank() == 0:
+            outputs = outputs + self.of_rank_zero
+        return outputs
+
+
+def replicated(*, statistics: bool = False, **options: Any) -> DDP:
+    net = Net().double()
+    if not statistics:
+        net.norm = nn.LayerNorm(16).double()
+    return DDP(net, find_unused_parameters=True, **options)
+
+
+def batch_of(step: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + distributed.rank())
+    inputs = torch.randn(num_rows, 6, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(num_rows, 2, generator=generator, dtype=torch.float64)
+
+
+class Script:
+    """A `forward_backward` function on devices of which some have room for so many rows."""
+
+    def __init__(self, model: DDP) -> None:
+        self.model = model
+        self.most_rows = [10**9, 10**9]
+        self.parts: list[int] = []
+
+    def __call__(self, part: Part) -> float:
+        if not part.is_trial:
+            self.parts.append(part.num_rows)
+        inputs, targets = part.batch
+        loss = mse_loss(self.model(inputs), targets) * part.share
+        if part.num_rows > self.most_rows[distributed.rank()]:
+            torch.empty(2**50, dtype=torch.uint8)
+        loss.backward()
+        return loss.item()
+
+
+def state_of(model: DDP) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in model.module.state_dict().items()}
+
+
+def trained_by_ddp(accumulation: int = 1, **options: Any) -> dict[str, torch.Tensor]:
+    model = replicated(**options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        for number in range(accumulation):
+            inputs, targets = batch_of(step * accumulation + number, ROWS[distributed.rank()])
+            mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model)
+
+
+def trained(
+    room: tuple[list[int], ...], accumulation: int = 1, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[int]]:
+    model = replicated(**options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    script = Script(model)
+    step_of = AdaptiveStep(model, script)
+    for step in range(STEPS):
+        script.most_rows = room[step % len(room)]
+        for number in range(accumulation):
+            step_of(batch_of(step * accumulation + number, ROWS[distributed.rank()]))
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model), script.parts
+
+
+PLENTY = [10**9, 10**9]
+
+
+def compared(room: tuple[list[int], ...], accumulation: int, options: dict[str, Any]) -> Any:
+    expected = trained_by_ddp(accumulation, **options)
+    weights, parts = trained(room, accumulation, **options)
+    differences = {
+        name: (weights[name].double() - expected[name].double()).abs().max().item()
+        for name in expected
+    }
+    # Running statistics are rank zero's from the next step on, as under DDP.
+    learned = {name: weights[name].tolist() for name in weights if "running" not in name}
+    first, second = distributed.all_gather(learned)
+    return differences, parts, first == second
+
+
+@pytest.mark.parametrize(
+    ("room", "accumulation", "options"),
+    [
+        ((PLENTY,), 1, {}),
+        ((PLENTY,), 1, {"statistics": True}),
+        ((PLENTY, [10**9, 3]), 1, {}),
+        ((PLENTY, [2, 10**9]), 2, {"gradient_as_bucket_view": True}),
+    ],
+)
+def test_a_batch_in_parts_is_what_ddp_trains(room, accumulation, options):
+    for differences, parts, are_alike in run_on_ranks(compared, 2, room, accumulation, options):
+        assert max(differences.values()) < 1e-12, differences
+        assert are_alike
+        assert (len(parts) == STEPS) == (room == (PLENTY,))
+
+
+def out_of_memory_anywhere(seed: int) -> tuple[dict[str, Any], int]:
+    """Each step, memory runs out at random parts of random ranks."""
+    chance = random.Random(seed)
+    room = tuple([chance.choice([1, 2, 3, 5, 99]) for _ in range(2)] for _ in range(STEPS))
+    weights, parts = trained(room)
+    return {name: value.tolist() for name, value in weights.items()}, len(parts)
+
+
+def many_failures(num_runs: int) -> list[bool]:
+    # What is imported need not be looked through after each failure.
+    gc.freeze()
+    expected = trained_by_ddp()
+    alike = []
+    for seed in range(num_runs):
+        weights, _ = out_of_memory_anywhere(seed)
+        alike.append(
+            all(
+                torch.allclose(torch.tensor(weights[name], dtype=value.dtype), value, atol=1e-12)
+                for name, value in expected.items()
+            )
+        )
+    return alike
+
+
+def test_no_rank_waits_for_one_that_ran_out_of_memory():
+    for alike in run_on_ranks(many_failures, 2, 100, timeout=60):
+        assert alike == [True] * 100
+
+
+def refused() -> list[str]:
+    net = Net().double()
+    messages = []
+    model = nn.ModuleDict({"ddp": DDP(net), "head": nn.Linear(2, 2)})
+    for wrong in (model, net):
+        try:
+            AdaptiveStep(wrong, lambda part: None)
+        except SettingError as error:
+            messages.append(str(error))
+    script = Script(replicated())
+    script.most_rows = [10**9, 0]
+    try:
+        AdaptiveStep(script.model, script)(batch_of(0, 4))
+    except DoesNotFitError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_what_ddp_does_not_keep_alike_is_refused_and_one_row_is_on_all_ranks():
+    first, second = run_on_ranks(refused, 2)
+    assert first == second
+    assert "2 parameters (head.weight, head.bias) are not DDP's, so each rank would" in first[0]
+    assert "or a DDP module" in first[1]
+    assert "ran out of memory on rank 1, alone in its micro-batch" in first[2]
+
+
+def searched() -> tuple[int, int, bool]:
+    model = replicated()
+    optimizer = torch.optim.AdamW(model.parameters())
+    script = Script(model)
+    script.most_rows = [13, 7]
+    before = state_of(model)
+
+    def forward_backward(batch: Any) -> None:
+        script(Part(batch, len(batch[0])))
+
+    found = find_max_batch_size(
+        model, optimizer, forward_backward, lambda n: batch_of(0, n), maximum=32
+    )
+    of_step = AdaptiveStep(model, script).find_bound(
+        optimizer, lambda n: batch_of(0, n), maximum=32
+    )
+    after = state_of(model)
+    untouched = all(torch.equal(before[name], after[name]) for name in before)
+    return found.max_batch_size, of_step.max_batch_size, untouched
+
+
+def test_the_bound_is_that_of_the_smallest_rank_and_training_is_untouched():
+    assert run_on_ranks(searched, 2) == [(7, 7, True)] * 2
+
+
+def looped(batch_size: int, num_epochs: int, state: Any = None) -> tuple[Any, Any, list[float]]:
+    torch.manual_seed(0)
+    net = nn.Linear(6, 2).double()
+    model: nn.Module = net
+    if distributed.world_size() > 1:
+        model = DDP(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(3)
+    rows = [
+        (
+            torch.randn(6, generator=generator, dtype=torch.float64),
+            torch.randn(2, generator=generator, dtype=torch.float64),
+        )
+        for _ in range(26)
+    ]
+    loop = AdaptiveLoop(
+        model,
+        optimizer,
+        rows,
+        collate=lambda each: tuple(map(torch.stack, zip(*each, strict=True))),
+        mean_loss=lambda batch: mse_loss(model(batch[0]), batch[1]),
+        batch_size=batch_size,
+        micro_batch_size=2,
+        row_length=1,
+    )
+    if state is not None:
+        net.load_state_dict(state["model"])
+        loop.load_state_dict(state["loop"])
+    losses = []
+    while loop.progress.epoch < num_epochs:
+        for step_rows in loop:
+            losses.append(loop.run(step_rows).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"model": net.state_dict(), "loop": loop.state_dict()}, net.weight.tolist(), losses
+
+
+def test_a_loop_trains_on_two_ranks_what_it_trains_on_one_and_resumes_on_either():
+    state, weights, losses = looped(8, 2)
+    for _, of_ranks, losses_of_ranks in run_on_ranks(looped, 2, 4, 2):
+        assert torch.allclose(torch.tensor(of_ranks), torch.tensor(weights), atol=1e-12)
+        assert losses_of_ranks == pytest.approx(losses)
+    _, longer, _ = looped(8, 3)
+    for _, of_ranks, _ in run_on_ranks(looped, 2, 8, 3, state):
+        assert torch.allclose(torch.tensor(of_ranks), torch.tensor(longer), atol=1e-12)
