@@ -6,6 +6,7 @@ same time, and what does not fit on one does not fit.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -91,7 +92,7 @@ class DryRun:
         resident_bytes: bytes alive before a trial; known after entering, as is the rest.
         optimizer_peak_bytes: peak of clipping and the optimizer's step; None with the optimizer in
             backward.
-        seconds_of_fewest: that the fewest rows took, once the device was warm.
+        seconds_of_fewest: least that the fewest rows took; infinity before they ran.
 
     Raises:
         DoesNotFitError: one row does not fit (on entering).
@@ -118,7 +119,7 @@ class DryRun:
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
         self.optimizer_peak_bytes: int | None = None
-        self.seconds_of_fewest = 0.0
+        self.seconds_of_fewest = math.inf
         self._model = model
         self._in_backward: OptimizerInBackward | None = None
         self._optimizers: list[Optimizer] = []
@@ -307,7 +308,9 @@ class DryRun:
         for phase, run in phases:
             start = time.perf_counter()
             usage = self._measure(run, phase, budget_bytes, prepare=run != self._step)
-            self.seconds_of_fewest = time.perf_counter() - start
+            if run == self._run_fewest:
+                seconds = time.perf_counter() - start
+                self.seconds_of_fewest = min(seconds, self.seconds_of_fewest)
             if usage is None:
                 return phase, peaks
             if usage.peak_bytes is not None:
