@@ -262,3 +262,55 @@ def test_a_loop_trains_on_two_ranks_what_it_trains_on_one_and_resumes_on_either(
     _, longer, _ = looped(8, 3)
     for _, of_ranks, _ in run_on_ranks(looped, 2, 8, 3, state):
         assert torch.allclose(torch.tensor(of_ranks), torch.tensor(longer), atol=1e-12)
+
+
+def prepared(framework: str) -> tuple[Any, Any, Any]:
+    """A model and an optimizer as a framework prepares them, and its backward."""
+    net = nn.Linear(6, 2)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(0.1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    # Both take seconds to import.
+    if framework == "accelerate":
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        return *accelerator.prepare(net, optimizer), accelerator.backward
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    return *fabric.setup(net, optimizer), fabric.backward
+
+
+def in_framework(framework: str) -> float:
+    weights = []
+    for in_parts in (False, True):
+        model, optimizer, backward = prepared(framework)
+
+        def forward_backward(part: Part, model: Any = model, backward: Any = backward) -> None:
+            inputs, targets = part.batch
+            loss = mse_loss(model(inputs), targets) * part.share
+            if part.num_rows > 3 and distributed.rank() == 1:
+                torch.empty(2**50, dtype=torch.uint8)
+            backward(loss)
+
+        step_of = AdaptiveStep(model, forward_backward)
+        for step in range(STEPS):
+            inputs, targets = (tensor.float() for tensor in batch_of(step, 8))
+            if in_parts:
+                step_of((inputs, targets))
+                assert step_of.num_pieces == 4
+            else:
+                backward(mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return (weights[0] - weights[1]).abs().max().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["accelerate", "fabric"])
+def test_frameworks_that_wrap_a_model_in_ddp_need_nothing_more(framework):
+    assert max(run_on_ranks(in_framework, 2, framework)) < 1e-6
