@@ -5,7 +5,7 @@ ranks have run theirs, so that one rank's failure is retried by all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,11 +28,15 @@ class Replicas(Sharding):
 
     Args:
         ddp: module that holds the model.
+        overlaps: the last micro-batch of a step is run as DDP does it, which reduces gradients
+            while backward runs; a rank that fails there is lost.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: DistributedDataParallel, *, overlaps: bool = False) -> None:
         super().__init__(ddp)
         self._ddp = ddp
+        self.reduces_in_backward = overlaps
+        self._is_reducing = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -45,16 +49,20 @@ class Replicas(Sharding):
         ]
 
     @contextmanager
-    def micro_batch(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
-        """Inside, one micro-batch runs on this rank alone."""
+    def micro_batch(
+        self, *, is_last: bool = True, evaluates: bool = False, is_trial: bool = False
+    ) -> Iterator[None]:
+        """Inside, one micro-batch runs; on this rank alone, unless it reduces gradients."""
         self._ddp.require_forward_param_sync = False
-        with self._ddp.no_sync():
+        self._is_reducing = self.reduces_in_backward and is_last and not (evaluates or is_trial)
+        with nullcontext() if self._is_reducing else self._ddp.no_sync():
             yield
+        self._is_reducing = False
 
     @property
     def can_finish(self) -> bool:
-        """True: no other rank waits within a micro-batch."""
-        return True
+        """Whether no other rank waits within what has just failed."""
+        return not self._is_reducing
 
     @property
     def can_skip(self) -> bool:
@@ -82,6 +90,8 @@ class Replicas(Sharding):
 
     def reduce_gradients(self) -> None:
         """Take the mean of the gradients over ranks, in place; where none has one it stays None."""
+        if self.reduces_in_backward:
+            return
         parameters = self.parameters
         has_gradient = distributed.all_reduce_max(
             [int(parameter.grad is not None) for parameter in parameters]
@@ -107,17 +117,18 @@ class Replicas(Sharding):
             gradient.copy_(reduced.view_as(gradient))
 
 
-def sharding_of(model: nn.Module, **options: Any) -> Sharding:
+def sharding_of(model: nn.Module, *, overlaps: bool = False, **options: Any) -> Sharding:
     """Return how several ranks hold a model.
 
     Args:
         model: model with `fully_shard` applied, or in a DDP module, or neither.
+        overlaps: see :class:`Replicas`.
         options: see :class:`Sharding`.
     """
     if distributed.world_size() > 1:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel):
-                return Replicas(module)
+                return Replicas(module, overlaps=overlaps)
     return Sharding(model, **options)
 
 

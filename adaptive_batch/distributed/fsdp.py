@@ -36,7 +36,10 @@ class Sharding:
 
     Attributes:
         is_sharded: the model has FSDP modules, and several ranks share it.
+        reduces_in_backward: the last micro-batch alone is one that ranks run together.
     """
+
+    reduces_in_backward = False
 
     def __init__(
         self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True
@@ -58,8 +61,14 @@ class Sharding:
 
     # --- micro-batches
 
+    def needs_dummy(self, *, is_last: bool) -> bool:
+        """Whether a rank without a micro-batch runs a dummy, as the others wait for it."""
+        return self.is_sharded or (is_last and self.reduces_in_backward)
+
     @contextmanager
-    def micro_batch(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
+    def micro_batch(
+        self, *, is_last: bool = True, evaluates: bool = False, is_trial: bool = False
+    ) -> Iterator[None]:
         """Inside, one micro-batch runs forward and backward, or forward alone; the gradients of the
         last are reduced in any case.
         """

@@ -144,6 +144,7 @@ class AdaptiveStep:
         )
         self.sharding = sharding_of(
             model,
+            overlaps=options.overlap_reduction,
             finishes=not is_replicated(model),
             syncs_every_micro_batch=options.sync_gradients_every_micro_batch,
         )
@@ -266,7 +267,7 @@ class AdaptiveStep:
             part = parts.pop(0)
             if part is not None:
                 results.append(self._forward_backward(part))
-            elif self.sharding.is_sharded:
+            elif self.sharding.needs_dummy(is_last=is_last):
                 self._forward_backward(Part(rows.dummy(), 1, share=0.0, is_last=is_last))
 
         self.runner.run_micro_batches(division, run, idle=MicroBatch([0], 1))

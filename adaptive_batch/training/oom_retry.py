@@ -187,6 +187,10 @@ class OOMRetry:
         if evaluates:
             kinds = [{"evaluates": True}] * len(pieces)
         for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
+            # Ranks run it together, or not at all.
+            is_together = self._sharding.reduces_in_backward and kind.get("is_last")
+            if is_together and distributed.any_of_ranks(self.has_failed):
+                break
             if self.has_failed:
                 self._sharding.run_dummy_collectives(**kind)
                 continue

@@ -42,6 +42,8 @@ class StepOptions:
             :class:`OOMPolicy` as it is.
         sync_gradients_every_micro_batch: False keeps unsharded gradients until the last
             micro-batch.
+        overlap_reduction: under DDP, True reduces gradients while the backward of the last part
+            runs, as DDP does; a rank that runs out of memory there is lost, see `RankLostError`.
         count_labels_over: ``rank`` weights a part by the labels of this rank's batch, so that the
             mean which FSDP takes over ranks is the script's own; ``ranks`` by those of all ranks.
         memory: memory of the model's device; None asks torch.
@@ -65,6 +67,7 @@ class StepOptions:
     on_out_of_memory: str = "shrink"
     oom_policy: OOMPolicy | None = None
     sync_gradients_every_micro_batch: bool = True
+    overlap_reduction: bool = False
     count_labels_over: str = "rank"
     memory: DeviceMemory | None = None
     on_nonfinite_loss: str = "warn"

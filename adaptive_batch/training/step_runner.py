@@ -208,7 +208,7 @@ class StepRunner:
         """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its
         end together.
         """
-        with self.sharding.micro_batch(is_last=is_last, evaluates=evaluates):
+        with self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True):
             self.is_trial = True
             try:
                 yield

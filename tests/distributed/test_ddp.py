@@ -8,18 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_on_ranks
+from support.ranks import end_of_ranks, run_on_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive_batch import AdaptiveLoop, distributed, find_max_batch_size
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.training import AdaptiveStep, Part
+from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 
 STEPS = 4
 # Rows of a rank's batch.
 ROWS = (9, 6)
+OVERLAPS = StepOptions(overlap_reduction=True)
 
 
 class Net(nn.Module):
@@ -135,6 +136,49 @@ def test_a_batch_in_parts_is_what_ddp_trains(room, accumulation, options):
         assert max(differences.values()) < 1e-12, differences
         assert are_alike
         assert (len(parts) == STEPS) == (room == (PLENTY,))
+
+
+class FailingOnce(Script):
+    """The same on devices of which the second runs out of memory once, in a part of its batch."""
+
+    fails_at = 0
+
+    def __call__(self, part: Part) -> float:
+        is_due = not part.is_trial and len(self.parts) == self.fails_at
+        if is_due and distributed.rank() == 1:
+            self.parts.append(0)
+            torch.empty(2**50, dtype=torch.uint8)
+        return super().__call__(part)
+
+
+def overlapped(fails_at: int) -> tuple[float, list[int]]:
+    expected = trained_by_ddp()
+    model = replicated()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    script = FailingOnce(model)
+    script.fails_at = fails_at
+    step_of = AdaptiveStep(model, script, micro_batch_size=2, options=OVERLAPS)
+    for step in range(STEPS):
+        step_of(batch_of(step, ROWS[distributed.rank()]))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = state_of(model)
+    error = max((weights[name] - expected[name]).abs().max().item() for name in expected)
+    return error, script.parts
+
+
+@pytest.mark.parametrize("fails_at", [10**9, 0, 4])
+def test_the_last_part_may_overlap_with_its_reduction(fails_at):
+    for error, parts in run_on_ranks(overlapped, 2, fails_at):
+        assert error < 1e-12
+        # Rank 1 has three parts of its own, and a dummy for the last.
+        assert len(parts) >= 4 * STEPS
+
+
+def test_a_rank_that_runs_out_of_memory_in_the_last_part_is_lost_where_it_overlaps():
+    _, second = end_of_ranks(overlapped, 2, 3, timeout=60)
+    assert second.error is not None
+    assert "RankLostError" in second.error
 
 
 def out_of_memory_anywhere(seed: int) -> tuple[dict[str, Any], int]:
