@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
 import torch
 
+from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
@@ -47,6 +48,8 @@ class Splittable(Protocol):
     def lengths(self) -> Sequence[int] | None: ...
     @property
     def knows_lengths(self) -> bool: ...
+    @property
+    def divided(self) -> tuple[bool, ...]: ...
     def part(self, rows: Sequence[int], /) -> Any: ...
     def dummy(self) -> Any: ...
     def to_check(self) -> Splittable: ...
@@ -71,6 +74,11 @@ class SplitBatch:
         """Whether lengths need not be worked out."""
         return self.lengths is not None
 
+    @property
+    def divided(self) -> tuple[bool, ...]:
+        """Nothing: what a part has, `part` decides."""
+        return ()
+
     def dummy(self) -> Any:
         """Return a part that runs with weight 0 where other ranks have more parts."""
         return self.part([0])
@@ -89,23 +97,48 @@ class RowsOfBatch:
     ``input_ids``.
 
     Args:
-        batch: tensors in any nesting of mappings, tuples and lists.
+        batch: tensors in any nesting of mappings, tuples and lists. A list with one item for each
+            row is divided by its items.
         trims: whether unused columns are cut.
+        row_lengths: columns that are kept of each row at least; None where nothing else is known.
 
     Raises:
-        SettingError: no tensor shows the number of rows.
+        SettingError: no tensor shows the number of rows, or most tensors of a list have another.
     """
 
     knows_lengths = False
 
-    def __init__(self, batch: Any, *, trims: bool = True) -> None:
+    def __init__(
+        self, batch: Any, *, trims: bool = True, row_lengths: Sequence[int] | None = None
+    ) -> None:
         self._batch = batch
         self._trims = trims
-        num_rows = _first_dimension(batch)
+        self._row_lengths = row_lengths
+        num_rows = _first_dimension(_outside_lists(batch))
+        if num_rows is None:
+            num_rows = _first_dimension(batch)
         if num_rows is None:
             remedy = f"no tensor in it shows the number of rows; {_SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
         self.num_rows = num_rows
+        if any(self._is_unclear(items) for items in _lists_in(batch)):
+            remedy = (
+                f"its first tensor has {count(num_rows, 'row')}, and those of a list in it have not;"
+                f" {_SPLIT_REMEDY}"
+            )
+            raise SettingError("batch", type(batch).__name__, remedy)
+
+    def _is_unclear(self, items: list[Any]) -> bool:
+        """Whether a list of tensors is neither of columns of all rows nor of one item a row."""
+        num_columns = sum(map(self._has_rows, items))
+        return len(items) != self.num_rows and 2 * num_columns < len(items)
+
+    @property
+    def divided(self) -> tuple[bool, ...]:
+        """Whether each tensor of the batch is divided, in the order in which they lie there."""
+        return tuple(
+            bool(tensor.dim()) and len(tensor) == self.num_rows for tensor in _tensors(self._batch)
+        )
 
     @cached_property
     def lengths(self) -> list[int] | None:
@@ -151,6 +184,9 @@ class RowsOfBatch:
             assert used is not None
             width = used.shape[1]
             used_width = max(self.lengths[row] for row in rows)
+            if self._row_lengths is not None:
+                longest = max(self._row_lengths[row] for row in rows)
+                used_width = min(width, max(used_width, longest))
         first = rows[0]
         last = rows[-1]
         index: Any = slice(first, last + 1) if last - first + 1 == len(rows) else list(rows)
@@ -175,6 +211,9 @@ class RowsOfBatch:
         """Return the batch as the check of a split divides it."""
         return self
 
+    def _has_rows(self, value: Any) -> bool:
+        return _first_dimension(value) == self.num_rows
+
     def _map(self, value: Any, cut: Callable[[torch.Tensor], torch.Tensor], index: Any) -> Any:
         if isinstance(value, torch.Tensor):
             if not value.dim() or len(value) != self.num_rows:
@@ -184,8 +223,8 @@ class RowsOfBatch:
             return _like(value, {key: self._map(item, cut, index) for key, item in value.items()})
         if not isinstance(value, list | tuple):
             return value
-        if len(value) == self.num_rows and _first_dimension(value) is None:
-            # A column of texts or numbers.
+        if len(value) == self.num_rows and not any(map(self._has_rows, value)):
+            # A column of texts or numbers, or of a tensor for each row.
             numbers = range(self.num_rows)[index] if isinstance(index, slice) else index
             return type(value)(value[number] for number in numbers)
         items = [self._map(item, cut, index) for item in value]
@@ -205,6 +244,37 @@ def _first_dimension(value: Any) -> int | None:
         lengths = (_first_dimension(item) for item in value)
         return next((length for length in lengths if length is not None), None)
     return None
+
+
+def _outside_lists(value: Any) -> Any:
+    """Return a mapping without its lists and tuples, whose items may be one for each row."""
+    if not isinstance(value, Mapping):
+        return value
+    return [item for item in value.values() if not isinstance(item, list | tuple)]
+
+
+def _lists_in(value: Any) -> Iterator[list[Any]]:
+    """Yield the lists in a batch that hold tensors."""
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if not isinstance(value, list | tuple):
+        return
+    if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
+        yield value
+    for item in value:
+        yield from _lists_in(item)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a batch."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

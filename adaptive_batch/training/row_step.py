@@ -44,6 +44,7 @@ class _RowsOfStep:
     """This rank's rows of a step, of which each part becomes a batch when it is asked for."""
 
     knows_lengths = True
+    divided = ()
 
     def __init__(self, step: RowStep, rows: Sequence[Row]) -> None:
         self._step = step
@@ -64,7 +65,7 @@ class _RowsOfStep:
         if self._step.is_packed or not self._rows:
             return self
         try:
-            collated = RowsOfBatch(self.part(range(self.num_rows)), trims=False)
+            collated = RowsOfBatch(self.part(range(self.num_rows)), row_lengths=self.lengths)
         except SettingError:
             return self
         if collated.num_rows != self.num_rows:

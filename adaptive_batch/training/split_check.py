@@ -36,6 +36,8 @@ _EPSILONS = 8
 _LOSS_EPSILONS = 2
 # Batches after which the likelier way to count labels is taken, if all have given the same loss.
 _MOST_CHECKS = 3
+# Splits that are checked again: the first batch may have been one of equal parts by chance.
+_CHECKED_AGAIN = frozenset({2, 4, 8, 16, 32, 64})
 
 
 class _BackwardCatcher(TorchFunctionMode):
@@ -108,6 +110,10 @@ class SplitCheck:
         self._differences: list[float] = []
         self._num_checks = 0
         self._way: int | None = None
+        self._sees_loss = True
+        self._num_splits = 0
+        # Which tensors of a batch were divided, of each batch that was checked.
+        self._divided: set[tuple[bool, ...]] = set()
 
     @property
     def way(self) -> int:
@@ -117,15 +123,20 @@ class SplitCheck:
         ways = range(len(self._differences))
         return min(ways, key=self._differences.__getitem__, default=0)
 
-    def is_due(self, counts: Sequence[Sequence[int]]) -> bool:
-        """Return whether parts have to be checked before they run; a collective until that is
-        settled.
+    def is_due(self, counts: Sequence[Sequence[int]], divided: tuple[bool, ...]) -> bool:
+        """Return whether parts have to be checked before they run; a collective.
 
         Args:
             counts: labels of each part, counted in each way; none on a rank without rows.
+            divided: whether each tensor of the batch is divided.
         """
-        if self._way is not None:
+        if not self._sees_loss:
             return False
+        self._num_splits += 1
+        is_new = divided not in self._divided
+        self._divided.add(divided)
+        if self._way is not None:
+            return distributed.any_of_ranks(is_new or self._num_splits in _CHECKED_AGAIN)
         num_ways = len(counts[0]) if counts else 1
         differs = len({_shares(counts, way) for way in range(num_ways)}) > 1
         return distributed.any_of_ranks(differs or not self._num_checks)
@@ -167,19 +178,22 @@ class SplitCheck:
                 whole = largest
                 pieces = _halves(whole)
         while distributed.any_of_ranks(len(pieces) > 1):
-            losses = self._losses(rows, [whole, *pieces] if whole else [])
+            counts = [self._labels.counts(rows.part(piece), len(piece)) for piece in pieces]
+            # A part without labels in the likelier way may have some in the other.
+            shares = [share or 1.0 for share in _shares(counts, 0)]
+            losses = self._losses(rows, [whole, *pieces] if whole else [], [1.0, *shares])
             if losses is not None:
                 self._runner.retry.disregard_allocator_retries()
-                self._decide(rows, pieces, losses)
+                self._decide(rows, counts, shares, losses)
                 return
             whole = whole[: (len(whole) + 1) // 2]
             pieces = _halves(whole)
 
     def _losses(
-        self, rows: Splittable, pieces: Sequence[Sequence[int]]
+        self, rows: Splittable, pieces: Sequence[Sequence[int]], shares: Sequence[float]
     ) -> list[float | None] | None:
-        """Return the loss that `run` calls backward on, of each piece; None where memory ran out on
-        any rank.
+        """Return the loss that the function calls backward on, of each piece with its share; None
+        where memory ran out on any rank.
         """
         restore = self._snapshot.take()
         losses: list[float | None] = []
@@ -190,7 +204,8 @@ class SplitCheck:
             if piece is None:
                 losses.append(self._loss(rows.dummy, 1))
             else:
-                losses.append(self._loss(partial(rows.part, piece), len(piece)))
+                part = partial(rows.part, piece)
+                losses.append(self._loss(part, len(piece), share=shares[number]))
 
         num_pieces = distributed.maximum(len(pieces))
         largest = MicroBatch(list(pieces[0]) if pieces else [], 0)
@@ -228,11 +243,13 @@ class SplitCheck:
         ):
             yield
 
-    def _loss(self, make_batch: Callable[[], Any], num_rows: int) -> float | None:
+    def _loss(
+        self, make_batch: Callable[[], Any], num_rows: int, *, share: float = 1.0
+    ) -> float | None:
         """Return the loss that the function calls backward on; None where no backward is seen."""
         with self._runner.trial(evaluates=True), _BackwardCatcher() as catcher:
             try:
-                self._forward_backward(Part(make_batch(), num_rows, is_trial=True))
+                self._forward_backward(Part(make_batch(), num_rows, share=share, is_trial=True))
             except RuntimeError as error:
                 # torch.autograd.backward and .grad are not caught, and have no graph here.
                 if "does not require grad" not in str(error):
@@ -242,12 +259,24 @@ class SplitCheck:
         return None if catcher.loss is None else float(catcher.loss)
 
     def _decide(
-        self, rows: Splittable, pieces: Sequence[Sequence[int]], losses: Sequence[float | None]
+        self,
+        rows: Splittable,
+        counts: Sequence[Sequence[int]],
+        shares: Sequence[float],
+        losses: Sequence[float | None],
     ) -> None:
-        """Choose how labels are counted: the way that gives the loss of the whole batch."""
+        """Choose how labels are counted: the way that gives the loss of the whole batch.
+
+        Args:
+            rows: rows of the batch.
+            counts: labels of each part, counted in each way.
+            shares: with which the parts ran.
+            losses: of the whole and of each part.
+        """
         seen = [loss for loss in losses if loss is not None]
         if distributed.any_of_ranks(len(seen) < len(losses)):
             self._way = 0
+            self._sees_loss = False
             if distributed.is_rank_zero():
                 log.warning(
                     "no loss.backward() is seen in forward_backward: whether a split changes the"
@@ -255,9 +284,8 @@ class SplitCheck:
                 )
             return
         whole_loss = seen[0] if seen else 0.0
-        counts = [self._labels.counts(rows.part(piece), len(piece)) for piece in pieces]
         num_ways = len(self._labels.counts(rows.dummy(), 1))
-        sums = [_weighted_sum(_shares(counts, way), seen[1:]) for way in range(num_ways)]
+        sums = [_weighted_sum(_shares(counts, way), shares, seen[1:]) for way in range(num_ways)]
         scale = max((abs(loss) for loss in seen if not math.isnan(loss)), default=0.0)
         num_labels = sum(count[0] for count in counts)
         gathered = distributed.all_gather([whole_loss, scale, num_labels, *sums])
@@ -275,9 +303,14 @@ class SplitCheck:
         )
         # Where a part has a share and its loss is no number, its labels are counted wrong.
         differences = [math.inf if math.isnan(total) else abs(total - whole_loss) for total in sums]
+        if self._way is not None:
+            sums = [sums[self._way]]
+            differences = [differences[self._way]]
         fitting = [difference for difference in differences if difference <= rounding * scale]
         if not fitting:
             raise self._refusal(whole_loss, sums)
+        if self._way is not None:
+            return
         earlier = self._differences or [0.0] * len(sums)
         self._differences = [total + new for total, new in zip(earlier, differences, strict=True)]
         self._num_checks += 1
@@ -293,7 +326,8 @@ class SplitCheck:
         parts = " or ".join(f"{total:.6g}" for total in sums)
         remedy = (
             f"the loss of a batch is {whole_loss:.6g} as a whole and {parts} as the sum of its"
-            " parts' shares, so a split would train something else; give num_labels=, how many"
+            " parts' shares, so a split would train something else; multiply a mean by part.share"
+            " before backward; give num_labels=, how many"
             " labels the mean is taken over, or split=, where rows belong together or the model"
             " sees padding, of which a part has less; a loss that compares rows, such as a"
             ' contrastive one, must stay whole: on_out_of_memory="raise", without micro_batch_size'
@@ -313,6 +347,13 @@ def _shares(counts: Sequence[Sequence[int]], way: int) -> tuple[float, ...]:
     return tuple(count[way] / total if total else 0.0 for count in counts)
 
 
-def _weighted_sum(shares: Sequence[float], losses: Sequence[float]) -> float:
+def _weighted_sum(
+    shares: Sequence[float], ran_with: Sequence[float], losses: Sequence[float]
+) -> float:
+    """Return the sum of losses with these shares, of parts that ran with others."""
     # The mean of a part without labels is no number, and does not count.
-    return sum(share * loss for share, loss in zip(shares, losses, strict=True) if share)
+    return sum(
+        share / divisor * loss
+        for share, divisor, loss in zip(shares, ran_with, losses, strict=True)
+        if share
+    )

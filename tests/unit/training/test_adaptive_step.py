@@ -553,6 +553,98 @@ def test_a_part_whose_mean_is_no_number_is_refused():
         step(batch)
 
 
+def summed(model: nn.Module, batch: Any) -> torch.Tensor:
+    return cross_entropy(model(batch["x"]), batch["labels"], reduction="sum")
+
+
+def test_a_function_that_forgets_the_share_is_refused_and_a_sum_needs_none():
+    model = Classifier()
+    batch = classified_rows()
+
+    def forgets(part: Part) -> None:
+        cross_entropy(model(part.batch["x"]), part.batch["labels"]).backward()
+
+    def adds_up(part: Part) -> None:
+        summed(model, part.batch).backward()
+
+    with pytest.raises(SettingError, match=r"multiply a mean by part\.share before backward"):
+        AdaptiveStep(model, forgets, micro_batch_size=4)(batch)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    expected, _ = plain_gradients(model, batch, summed)
+    AdaptiveStep(model, adds_up, micro_batch_size=4)(batch)
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+@pytest.mark.parametrize("in_batch", [2, 3, 40])
+def test_what_only_a_later_batch_shows_is_refused_there_or_soon_after(in_batch):
+    """Rows that the loss leaves out, in a tuple, which says nothing of labels."""
+    model = Regression()
+
+    def masked_loss(part: Part) -> None:
+        inputs, targets, valid = part.batch
+        loss = mse_loss(model(inputs)[valid], targets[valid]) * part.share
+        loss.backward()
+
+    step = AdaptiveStep(model, masked_loss, micro_batch_size=4)
+    inputs, targets = regression_data(12)
+    done = []
+
+    def train() -> None:
+        for number in range(1, 65):
+            valid = torch.ones(12, dtype=torch.bool)
+            valid[:3] = number < in_batch
+            step((inputs, targets, valid))
+            done.append(number)
+
+    with pytest.raises(SettingError, match="as the sum of its parts' shares"):
+        train()
+    assert in_batch - 1 <= len(done) < 2 * in_batch
+
+
+def test_a_tensor_that_is_divided_as_a_batch_happens_to_have_its_length_is_refused():
+    model = Regression()
+    table = torch.randn(10, 6)
+
+    def with_table(part: Part) -> None:
+        inputs = part.batch["x"] + part.batch["table"].mean(0)
+        (mse_loss(model(inputs), part.batch["y"]) * part.share).backward()
+
+    step = AdaptiveStep(model, with_table, micro_batch_size=4)
+    for num_rows in (16, 16, 16):
+        inputs, targets = regression_data(num_rows)
+        step({"x": inputs, "y": targets, "table": table})
+    inputs, targets = regression_data(10)
+    with pytest.raises(SettingError, match="as the sum of its parts' shares"):
+        step({"x": inputs, "y": targets, "table": table})
+
+
+def test_a_list_of_an_item_for_each_row_is_divided_by_its_items_or_refused():
+    model = nn.Conv2d(3, 2, 3)
+    images = [torch.randn(3, 8 + row, 9) for row in range(6)]
+    targets = torch.arange(6) % 2
+
+    def loss_of(batch: Any) -> torch.Tensor:
+        logits = torch.stack([model(image[None]).mean((2, 3))[0] for image in batch["images"]])
+        return cross_entropy(logits, batch["targets"])
+
+    def forward_backward(part: Part) -> None:
+        assert len(part.batch["images"]) == part.num_rows
+        (loss_of(part.batch) * part.share).backward()
+
+    loss_of({"images": images, "targets": targets}).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=2)
+    step({"images": images, "targets": targets})
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    for unclear in (
+        {"images": images, "targets": list(targets)},
+        [torch.randn(length) for length in (9, 7, 5, 8, 6, 4)],
+    ):
+        with pytest.raises(SettingError, match="those of a list in it have not; give split="):
+            step(unclear)
+
+
 def test_a_loss_that_compares_rows_may_run_whole():
     model = Classifier()
     batch = classified_rows()
@@ -581,7 +673,7 @@ def regression_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return mse_loss(model(batch[0]), batch[1])
 
 
-def test_the_check_runs_once_and_leaves_no_trace():
+def test_the_check_runs_at_a_few_splits_and_leaves_no_trace():
     model = Normalized()
     batch = regression_data()
     states = []
@@ -599,10 +691,9 @@ def test_the_check_runs_once_and_leaves_no_trace():
     states.append(training_state(twin, other))
     assert states[0] == states[1]
     assert [part.num_rows for part in script.trials] == [11, 4, 4, 3]
-    script.trials.clear()
-    for _ in range(3):
+    for _ in range(200):
         step(batch)
-    assert script.trials == []
+    assert len(script.trials) == 4 * len([1, 2, 4, 8, 16, 32, 64])
 
 
 def test_a_model_with_batch_norm_is_warned_about(caplog):
