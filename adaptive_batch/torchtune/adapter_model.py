@@ -48,7 +48,13 @@ class AdapterModel(FullModel):
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
         """Refuse a model without adapters, and adapters to begin with that are of another model."""
         check_adapters_train(model, cfg)
-        begun = _given_adapters(cfg)
+        try:
+            begun = _given_adapters(cfg)
+        except SettingError:
+            # A run that resumes has its own, and needs the file no more.
+            if cfg.get("resume_from_checkpoint"):
+                return
+            raise
         if begun is None:
             return
         state = self.state(model)
@@ -237,7 +243,10 @@ def _given_adapters(cfg: DictConfig) -> Mapping[str, torch.Tensor] | None:
         adapters = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
         raise _refused(cfg, f"{reason(error)}; give the adapter_model.pt of an epoch") from error
-    if not isinstance(adapters, dict) or any(name.startswith("base_model.") for name in adapters):
+    if not isinstance(adapters, dict) or any(
+        name.startswith("base_model.") or not isinstance(value, torch.Tensor)
+        for name, value in adapters.items()
+    ):
         raise _refused(cfg, "it is not in torchtune's form; give the adapter_model.pt of an epoch")
     return adapters
 

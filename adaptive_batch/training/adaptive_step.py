@@ -39,7 +39,15 @@ from .gradients import GradientsApart
 from .model_checks import check_parameters, check_ranks, has_batch_norm, is_compiled, is_replicated
 from .oom_retry import OutOfMemoryElsewhereError
 from .options import StepOptions
-from .parts import LabelCounter, Part, RowsOfBatch, SplitBatch, Splittable, length_in_sample
+from .parts import (
+    LabelCounter,
+    Part,
+    RowsOfBatch,
+    SplitBatch,
+    Splittable,
+    counted_sample,
+    length_in_sample,
+)
 from .sizing import LimitChange, MicroBatchSizer
 from .split_check import SplitCheck
 from .step_runner import StepRunner
@@ -383,7 +391,7 @@ class AdaptiveStep:
         tried = TriedStep(
             self.runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
         )
-        worst = WorstRows.of_sample(sample, length)
+        worst = WorstRows.of_sample(counted_sample(sample, self._split_batch), length)
         results = find_in_step(
             lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
             accumulates=accumulates or self.sizer.may_split,

@@ -50,7 +50,7 @@ from adaptive_batch.probe import (
 )
 
 from .model_checks import check_parameters, fewest_rows, is_compiled
-from .parts import RowsOfBatch, length_in_sample
+from .parts import RowsOfBatch, counted_sample, length_in_sample
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
 from .throughput_search import Choices, ThroughputSearch
@@ -477,5 +477,6 @@ def find_max_batch_size(
             forward_backward(make_batch())
 
     tried = TriedStep(runner, optimizer, try_sample)
-    rows = WorstRows.of_sample(sample, length_in_sample(sample, RowsOfBatch, runner.memory.device))
+    length = length_in_sample(sample, RowsOfBatch, runner.memory.device)
+    rows = WorstRows.of_sample(counted_sample(sample, RowsOfBatch), length)
     return BoundSearch(tried, rows, options, accumulates=accumulates).run()

@@ -110,6 +110,8 @@ def not_causal(mask: Tensor | None, *, lengths: Sequence[int], is_causal: bool =
     if mask is None:
         return "" if is_causal else "lets tokens see later ones"
     tokens = sum(lengths)
+    if any(size not in (1, tokens) for size in mask.shape[-2:]):
+        return f"has a mask of {list(mask.shape[-2:])} for {tokens} tokens"
     row = torch.repeat_interleave(torch.tensor(lengths)).to(mask.device)
     is_same_row = row[:, None] == row
     seen = mask

@@ -46,6 +46,9 @@ class WatchedAttention:
         self.calls += 1
         if not self.difference:
             difference = not_causal(attn_mask, is_causal=is_causal, lengths=[self._num_tokens])
+            num_keys = key.shape[-2]
+            if num_keys != query.shape[-2]:
+                difference = f"looks at {num_keys} keys with {query.shape[-2]} queries"
             if difference:
                 self.difference = f"{self._running[-1] or 'the model'} {difference}"
         return self._attend(query, key, value, attn_mask, dropout_p, is_causal, **how)

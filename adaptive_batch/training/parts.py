@@ -123,8 +123,8 @@ class RowsOfBatch:
         self.num_rows = num_rows
         if any(self._is_unclear(items) for items in _lists_in(batch)):
             remedy = (
-                f"its first tensor has {count(num_rows, 'row')}, and those of a list in it have not;"
-                f" {_SPLIT_REMEDY}"
+                f"its first tensor has {count(num_rows, 'row')}, and those of a list in it have"
+                f" not; {_SPLIT_REMEDY}"
             )
             raise SettingError("batch", type(batch).__name__, remedy)
 
@@ -303,6 +303,31 @@ def length_in_sample(
         lengths = None
     random_state.restore()
     return max(lengths or [0])
+
+
+def counted_sample(
+    sample: Callable[[int], Any], split: Callable[[Any], Splittable]
+) -> Callable[[int], Any]:
+    """Return a sample function that refuses a batch of fewer rows than it was asked for, where an
+    earlier one had as many.
+    """
+    has_rows = False
+
+    def make(num_rows: int) -> Any:
+        nonlocal has_rows
+        batch = sample(num_rows)
+        try:
+            found = split(batch).num_rows
+        except SettingError:
+            # A batch without a tensor can be tried, if not split.
+            return batch
+        has_rows |= found == num_rows
+        if found < num_rows and (has_rows or not found):
+            remedy = "make as many, the longest more than once where there are no others"
+            raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
+        return batch
+
+    return make
 
 
 class LabelCounter:

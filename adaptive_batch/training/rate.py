@@ -133,11 +133,13 @@ class AdaptiveRate:
         if self.counts_tokens:
             name = "tokens"
             own_batch = tokens
-        if self._scales and own_batch is None:
+        is_count = isinstance(own_batch, int) and own_batch >= 0
+        if self._scales and not is_count:
             raise SettingError(
                 name,
-                None,
-                f"the rate belongs to {self.reference}; give set({name}=...) of this step",
+                own_batch,
+                f"the rate belongs to {self.reference}; give set({name}=...) of this step, a whole"
+                " number",
             )
         if progress is None:
             if self._has_scheduler and self._clock != Clock("steps", "steps"):

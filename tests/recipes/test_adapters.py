@@ -204,13 +204,18 @@ def test_a_run_begins_with_the_adapters_that_it_is_given(small, begun):
     peft = path.with_name("adapter_model.safetensors")
     with pytest.raises(SettingError, match=r"in torchtune's form|; give the adapter_model\.pt"):
         small.run_in_process(OURS, *LORA, f"checkpointer.adapter_checkpoint={peft}")
+    nested = begun.output_dir / "nested.pt"
+    torch.save({"optimizer": {"step": 1}}, nested)
+    with pytest.raises(SettingError, match="it is not in torchtune's form; give the adapter_model"):
+        small.run_in_process(OURS, *LORA, f"checkpointer.adapter_checkpoint={nested}")
     with pytest.raises(SettingError, match=r"^checkpointer\.adapter_checkpoint=.* every weight is"):
         small.run_in_process(FULL, given)
 
 
-def test_a_run_that_resumes_has_its_own_adapters_and_says_so(small, begun, caplog):
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_run_that_resumes_has_its_own_adapters_and_says_so(small, begun, is_there):
     folder = interrupted(small, begun, step=6)
-    other = begun.output_dir / "epoch_0" / "adapter_model.pt"
+    other = begun.output_dir / "epoch_0" / ("adapter_model.pt" if is_there else "removed.pt")
     resumed = small.run_in_process(
         OURS,
         *POINTS,

@@ -20,7 +20,14 @@ from torch.nn.functional import cosine_similarity, cross_entropy, mse_loss, norm
 
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.training import AdaptiveStep, OOMPolicy, Part, SplitBatch, StepOptions
+from adaptive_batch.training import (
+    AdaptiveStep,
+    OOMPolicy,
+    Part,
+    SplitBatch,
+    StepOptions,
+    find_max_batch_size,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -1101,3 +1108,24 @@ def test_a_step_needs_a_model_with_parameters_and_a_function():
         AdaptiveStep(nn.ReLU(), lambda part: None)
     with pytest.raises(SettingError, match="forward_backward=None: give a function"):
         AdaptiveStep(decoder(), None)
+
+
+def test_a_sample_of_fewer_rows_than_it_was_asked_for_is_refused():
+    model = Regression()
+    optimizer = torch.optim.AdamW(model.parameters())
+    script = Script(model, loss=regression_loss)
+    few = regression_data(12)
+
+    def cut(num_rows: int) -> Any:
+        return tuple(tensor[:num_rows] for tensor in few)
+
+    def train(batch: Any) -> None:
+        script(Part(batch, len(batch[0])))
+
+    refusal = r"^sample='sample\(\d+\) of 12 rows': make as many"
+    with pytest.raises(SettingError, match=refusal):
+        AdaptiveStep(model, script).find_bound(optimizer, cut, device_memory="1GiB")
+    with pytest.raises(SettingError, match=refusal):
+        find_max_batch_size(model, optimizer, train, cut, device_memory="1GiB")
+    with pytest.raises(SettingError, match=r"^sample='sample\(1\) of 0 rows'"):
+        AdaptiveStep(model, script).find_bound(optimizer, lambda n: cut(0), device_memory="1GiB")

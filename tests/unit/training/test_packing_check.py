@@ -99,7 +99,12 @@ class MaskedLayer(nn.Module):
 
     def forward(self, hidden, mask):
         heads = self.project(hidden).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*heads, attn_mask=mask)
+        query, key, value = heads
+        if mask is not None:
+            # Keys that are no tokens, as of an attention sink, come first.
+            num_sinks = mask.shape[1] - mask.shape[0]
+            key, value = (functional.pad(each, (0, 0, num_sinks, 0)) for each in (key, value))
+        attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return hidden + attended.transpose(1, 2).flatten(2)
 
 
@@ -111,6 +116,11 @@ def causal(tokens, positions):
 def window(tokens, positions, *, size=20):
     place = torch.arange(len(tokens))
     return causal(tokens, positions) & (place[:, None] - place < size)
+
+
+def with_sink(tokens, positions):
+    """All see a key that is no token."""
+    return functional.pad(causal(tokens, positions), (1, 0), value=True)
 
 
 def prefix(tokens, positions):
@@ -207,6 +217,10 @@ REFUSED = {
     "a prefix": (
         lambda: Masked(prefix),
         "attention in layers.0 lets token 0 of a row see 10 tokens and not all 1 up to itself",
+    ),
+    "a sink": (
+        lambda: Masked(with_sink),
+        "attention in layers.0 looks at 41 keys with 40 queries",
     ),
     "a token that none may see": (lambda: Masked(blocked), "attention in layers.0 lets token "),
     "a bias by distance": (

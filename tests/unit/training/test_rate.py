@@ -197,3 +197,11 @@ def test_one_that_follows_does_not():
     rate = rate_of(lr_scaling="sqrt", reference_batch_size=4)
     assert rate.describe_unscaled(64, configured=4) is None
     assert rate.describe() == "lr 2e-05 belongs to 4 rows a step, and is scaled by the rule sqrt"
+
+
+@pytest.mark.parametrize("rows", [-1, 2.5, math.nan, "8", None])
+def test_rows_that_are_no_number_of_rows_are_refused(rows):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    rate = AdaptiveRate(optimizer, lr_scaling="linear", reference_batch_size=8)
+    with pytest.raises(SettingError, match=r"^rows=.*set\(rows=\.\.\.\) of this step, a whole"):
+        rate.set(rows=rows)

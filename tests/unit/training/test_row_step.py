@@ -46,7 +46,7 @@ from adaptive_batch.errors import (
     SettingError,
 )
 from adaptive_batch.schedules import at_epochs
-from adaptive_batch.training import StepOptions
+from adaptive_batch.training import AdaptiveLoop, StepOptions
 from adaptive_batch.training.parts import LabelCounter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -560,3 +560,45 @@ def test_the_largest_is_taken_where_that_is_asked_for() -> None:
     assert one.loop._sizer.limit(8).amount == found.max_batch_size * max(
         len(row["tokens"]) for row in ROWS
     )
+
+
+def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():
+    class Mean(nn.Module):
+        """Each token sees the mean over the columns of its row, padding included."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.ids = nn.Embedding(64, 16)
+            self.out = nn.Linear(16, 64)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            hidden = self.ids(tokens)
+            logits: torch.Tensor = self.out(hidden + hidden.mean(1, keepdim=True))
+            return logits
+
+    torch.manual_seed(0)
+    model = Mean()
+    rows = [{"tokens": [1 + row % 60] * (4 + row % 9)} for row in range(32)]
+
+    def collate(some: list[Any]) -> dict[str, torch.Tensor]:
+        tokens = [torch.tensor(row["tokens"]) for row in some]
+        return {
+            "tokens": nn.utils.rnn.pad_sequence(tokens, True),
+            "labels": nn.utils.rnn.pad_sequence(tokens, True, -100),
+        }
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        logits = model(batch["tokens"])[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    loop = AdaptiveLoop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        rows,
+        collate=collate,
+        mean_loss=mean_loss,
+        batch_size=16,
+        micro_batch_tokens=60,
+    )
+    with pytest.raises(SettingError, match="the model sees padding, of which a part has less"):
+        loop.run(next(iter(loop)))
