@@ -8,7 +8,8 @@ from __future__ import annotations
 import inspect
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -22,7 +23,7 @@ from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
-from .config_errors import as_dict, check_block, missing, plainly
+from .config_errors import as_dict, check_block, missing, one_line, plainly
 from .keys import keys_of, load_function
 from .names import unread
 
@@ -47,6 +48,25 @@ _SWITCHES = (
     "dataset_val.packed",
     "dataset_val.train_on_input",
     "profiler.enabled",
+    "save_adapter_weights_only",
+    *(
+        f"model.{name}"
+        for name in ("use_dora", "quantize_base", "apply_lora_to_mlp", "apply_lora_to_output")
+    ),
+)
+# Numbers that are computed with first once weights are loaded.
+_NUMBERS = (
+    *(f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "momentum")),
+    "lr_scheduler.num_cycles",
+    "model.lora_alpha",
+    "model.lora_dropout",
+    "loss.label_smoothing",
+)
+_PATHS = (
+    "checkpointer.checkpoint_dir",
+    "checkpointer.output_dir",
+    "checkpointer.recipe_checkpoint",
+    "checkpointer.adapter_checkpoint",
 )
 # Numbers that torchtune's components take for something else when they are none of these, or fail
 # on once weights are loaded.
@@ -96,6 +116,26 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
             " torch.nn.CrossEntropyLoss"
         )
         raise SettingError("loss", _component(cfg.loss), remedy)
+    takes_chunks = type(loss_fn).__name__ == "CEWithChunkedOutputLoss"
+    # What others take is not known here.
+    if not (takes_chunks or type(loss_fn).__module__.startswith("torch.nn.")):
+        return
+    num_labels = loss_fn.num_output_chunks if takes_chunks else 2
+    labels = torch.full((num_labels,), 1 if loss_fn.ignore_index != 1 else 2)
+    try:
+        if takes_chunks:
+            loss = loss_fn([torch.zeros(1, 1, 8)] * num_labels, labels[None])
+        else:
+            loss = loss_fn(torch.zeros(num_labels, 8), labels)
+    except Exception as error:
+        remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
+        raise SettingError("loss", as_dict(cfg.loss), remedy) from error
+    if loss.dim() or not loss > 0:
+        remedy = (
+            f"of logits that are all alike it is {loss.tolist()}, and not the one number above 0 of"
+            " a cross entropy; give torch.nn.CrossEntropyLoss with reduction=mean"
+        )
+        raise SettingError("loss", as_dict(cfg.loss), remedy)
 
 
 def check_chunks(model: torch.nn.Module, loss_fn: Any, cfg: DictConfig) -> None:
@@ -144,6 +184,9 @@ def check_adapter_keys(block: Mapping[str, Any]) -> None:
     if "lora_rank" in block:
         check_whole("model.lora_rank", block["lora_rank"])
     names = block.get("lora_attn_modules") or ()
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        remedy = "give a list of names, such as [q_proj, v_proj]"
+        raise SettingError("model.lora_attn_modules", names, remedy)
     known = get_args(LORA_ATTN_MODULES)
     for name in names:
         if name not in known:
@@ -340,10 +383,16 @@ def _check_values(config: Mapping[str, Any]) -> None:
         (_WHOLE, check_whole),
         (("lr_scheduler.num_warmup_steps",), _check_whole_or_zero),
         (("resume_from_checkpoint",), _check_resume),
+        (_NUMBERS, _check_number),
+        (_PATHS, _check_path),
+        (("checkpointer.checkpoint_files",), _check_files),
     ):
         for key in keys:
             for value in _values(config, key):
                 check(key, value)
+    for key in ("checkpointer.checkpoint_dir", "checkpointer.output_dir"):
+        if config.get("checkpointer") is not None and not _values(config, key):
+            _check_path(key, None)
 
 
 def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
@@ -545,6 +594,23 @@ def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
 def _check_whole_or_zero(key: str, value: object) -> None:
     if value != 0:
         check_whole(key, value, remedy="give a whole number, 0 or more")
+
+
+def _check_number(key: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max:  # type: ignore[operator]
+        raise SettingError(key, value, "give a number that is finite, such as 0.01")
+
+
+def _check_path(key: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise SettingError(key, value, "give a path")
+
+
+def _check_files(key: str, value: object) -> None:
+    # A block describes the files by a pattern.
+    if not isinstance(value, list | Mapping):
+        raise SettingError(key, value, f"give a list of names, such as [{value}]")
 
 
 def _check_resume(key: str, value: object) -> None:

@@ -42,7 +42,7 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError, SettingError
 
 from .checks import check_output_dir
-from .config_errors import instantiate
+from .config_errors import instantiate, one_line
 
 log = logging.getLogger("adaptive_batch")
 
@@ -321,6 +321,7 @@ class EpochCheckpoints:
 
     def __init__(self, cfg: DictConfig, epoch: SavedEpoch | None = None) -> None:
         self._output_dir = Path(cfg.output_dir)
+        self._model_type = cfg.get("model_type")
         self._temporary = self._output_dir / ".saving"
         overrides: dict[str, Any] = {
             "output_dir": str(self._temporary),
@@ -365,7 +366,11 @@ class EpochCheckpoints:
                         f"checkpoint file {path} cannot be read ({damage}); copy or download it"
                         " again, or take another checkpoint"
                     ) from error
-            raise
+            remedy = (
+                f"the weights of checkpoint_dir cannot be read as such ({one_line(error)}); give"
+                " the kind that they are of"
+            )
+            raise SettingError("checkpointer.model_type", str(self._model_type), remedy) from error
         return state
 
     def check_base(

@@ -18,7 +18,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, device_memory
 
 from .checks import TO_TRAIN, check_chunks, check_loss, complete
-from .config_errors import instantiate, one_line
+from .config_errors import as_dict, instantiate, one_line
 from .model import FullModel, ModelBuilder
 from .settings import Settings
 
@@ -50,8 +50,9 @@ class Job:
         self.settings = settings
         self.builder = builder or FullModel()
         self.ranks = distributed.data_parallel_size()
+        asked = str(cfg.device).partition(":")[0]
         # torchtune takes the CPU in its place.
-        if str(cfg.device).startswith("cuda") and not torch.cuda.is_available():
+        if asked == "cuda" and not torch.cuda.is_available():
             remedy = "run this where there is one, or give device=cpu dtype=fp32"
             raise SettingError(
                 "device", cfg.device, f"torch {torch.__version__} sees no CUDA device; {remedy}"
@@ -59,6 +60,9 @@ class Job:
         self.device = _usable(
             "device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device)
         )
+        if (cfg.device is not None and self.device.type != asked) or self.device.type == "meta":
+            remedy = f"torch {torch.__version__} trains on no such device here; give cuda or cpu"
+            raise SettingError("device", cfg.device, remedy)
         self.dtype = _usable(
             "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
         )
@@ -121,10 +125,18 @@ class Job:
         )
 
     def check_optimizer(self) -> None:
-        """Refuse an optimizer that cannot be built."""
-        self.new_optimizer(
-            [torch.nn.Parameter(torch.zeros(1, dtype=self.dtype, device=self.device))]
-        )
+        """Refuse an optimizer that cannot be built, and one of torch's that cannot step."""
+        parameter = torch.nn.Parameter(torch.zeros(1, dtype=self.dtype, device=self.device))
+        optimizer = self.new_optimizer([parameter])
+        # Others may compile their step.
+        if not type(optimizer).__module__.startswith("torch.optim."):
+            return
+        parameter.grad = torch.zeros_like(parameter)
+        try:
+            optimizer.step()
+        except Exception as error:
+            remedy = f"its step fails ({one_line(error)}); check its arguments"
+            raise SettingError("optimizer", as_dict(self.cfg.optimizer), remedy) from error
 
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Build the configured optimizer of some parameters."""
@@ -135,5 +147,5 @@ class Job:
 def _usable(key: str, value: Any, usable: str, read: Callable[[], T]) -> T:
     try:
         return read()
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, AttributeError, ImportError) as error:
         raise SettingError(key, value, f"{one_line(error).rstrip('.')}; give {usable}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from inspect import signature
@@ -27,7 +28,7 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import AdaptiveRate
 
-from .config_errors import as_dict, instantiate
+from .config_errors import as_dict, instantiate, one_line
 from .job import Job
 from .keys import load_function
 
@@ -152,6 +153,19 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
         planner.couple(schedule_of(scheduler), job.settings.lr_clock)
 
 
+def _check_rates(scheduler: Any, steps: int, block: DictConfig) -> None:
+    """Refuse a schedule that gives no rate somewhere: a warm-up may hide that at first."""
+    schedule = schedule_of(scheduler)
+    try:
+        factors = [float(schedule(clock)) for clock in (0, steps // 2, steps - 1)]
+    except Exception as error:
+        remedy = f"it gives no rate ({one_line(error)}); check its arguments"
+        raise SettingError("lr_scheduler", as_dict(block), remedy) from error
+    if not all(map(math.isfinite, factors)):
+        remedy = f"its factors are {factors} at the begin, half way and at the end; check them"
+        raise SettingError("lr_scheduler", as_dict(block), remedy)
+
+
 def check_scheduler(cfg: DictConfig) -> None:
     """Refuse a scheduler that cannot be built as torchtune's recipes build one, or that cannot
     follow the clock that is asked for.
@@ -185,6 +199,7 @@ def check_scheduler(cfg: DictConfig) -> None:
         )
         raise SettingError("lr_scheduler", type(built).__name__, remedy)
     if follows_clock(built):
+        _check_rates(built, steps, block)
         return
     clock = Clock.from_config(as_dict(cfg).get("lr_clock"))
     if cfg.get("lr_clock", None) is not None and clock != Clock("steps", "steps"):

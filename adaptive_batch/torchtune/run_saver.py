@@ -81,6 +81,12 @@ class RunSaver:
         state = None
         if not is_last or self._settings.keep_final_state:
             state = self._state(preempted=ends and not is_last)
+        if distributed.any_of_ranks(not trainer.is_finite()):
+            message = (
+                f"weights are nan or infinite after epoch {epoch}: what is saved is of no use;"
+                " lower optimizer.lr, or set on_nonfinite_loss=stop"
+            )
+            self._log.event("nonfinite_weights", message, epoch=epoch)
         self._log.sync()
         self._checkpoints.save_epoch(trainer, recipe_state=state, epoch=epoch, ends_run=is_last)
         self._log.event(

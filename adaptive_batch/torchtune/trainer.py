@@ -133,6 +133,15 @@ class Trainer:
             )
         return batch
 
+    def is_finite(self) -> bool:
+        """Return whether every number that trains is finite, of what this rank holds."""
+        own = self.runner.sharding.of_this_rank
+        return all(
+            bool(own(parameter.detach()).isfinite().all())
+            for parameter in self.model.parameters()
+            if parameter.requires_grad
+        )
+
     def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the mean loss of a batch over its label tokens; position `i` predicts the label at
         `i + 1`.

@@ -171,3 +171,11 @@ def test_where_all_is_finite_looking_at_the_gradients_changes_no_bit(small):
     plain = small.run_in_process(OURS, *SPOILED, "loss.at=[]")
     assert looks.losses == plain.losses
     assert same(looks.weights(0), plain.weights(0))
+
+
+@pytest.mark.parametrize("lr", ["1e-3", "1e38"])
+def test_weights_that_the_last_step_has_ruined_are_pointed_out(small, lr):
+    done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", f"optimizer.lr={lr}")
+    log = read_records(done.output_dir / "adaptive_batch" / "run.jsonl")
+    said = [record["message"] for record in log if record["kind"] == "nonfinite_weights"]
+    assert len(said) == (lr == "1e38")

@@ -250,6 +250,60 @@ REFUSED = {
         "device='cuda'",
         "sees no CUDA device; run this where there is one, or give device=cpu dtype=fp32",
     ),
+    **{
+        f"the device {name}": ([f"device={name}"], f"device='{name}'", "; give cuda or cpu")
+        for name in ("meta", "xpu", "hpu")
+    },
+    **{
+        setting: ([setting], setting.partition("=")[0], "give a number that is finite")
+        for setting in (
+            "optimizer.lr=text",
+            "optimizer.lr=.inf",
+            "optimizer.weight_decay=.inf",
+            "model.lora_alpha=text",
+            "model.lora_dropout=.nan",
+        )
+    },
+    **{
+        setting: ([setting], "optimizer={", "its step fails (")
+        for setting in ("optimizer.amsgrad=1", "optimizer.differentiable=null")
+    },
+    "an optimizer that needs a closure": (
+        ["optimizer._component_=torch.optim.LBFGS", "~optimizer.fused"],
+        "optimizer={'_component_': 'torch.optim.LBFGS'",
+        "its step fails (LBFGS.step() missing 1 required positional argument: 'closure')",
+    ),
+    **{
+        f"a loss with {name}": (
+            [f"loss=torch.nn.{loss}", *settings],
+            f"loss={{'_component_': 'torch.nn.{loss}'",
+            remedy,
+        )
+        for name, loss, settings, remedy in (
+            (
+                "a reduction that is none",
+                "CrossEntropyLoss",
+                ["loss.reduction=Mean"],
+                "it cannot be computed (Mean is not a valid value for reduction)",
+            ),
+            ("no reduction", "CrossEntropyLoss", ["loss.reduction=none"], "not the one number"),
+            ("other logits", "NLLLoss", [], "of logits that are all alike it is 0.0"),
+        )
+    },
+    **{
+        setting: ([setting], setting.partition("=")[0], "give a path")
+        for setting in (
+            "checkpointer.checkpoint_dir=null",
+            "checkpointer.output_dir=5",
+            "checkpointer.recipe_checkpoint=1",
+            "checkpointer.adapter_checkpoint=5",
+        )
+    },
+    "a file of weights that is no list": (
+        ["checkpointer.checkpoint_files=model.safetensors"],
+        "checkpointer.checkpoint_files='model.safetensors'",
+        "give a list of names, such as [model.safetensors]",
+    ),
     "a block over a block": (
         ["dataset={_component_: mine.rows}"],
         "dataset={'_component_': 'mine.rows'}",
@@ -417,6 +471,11 @@ REFUSED = {
         ["lr_scheduler._component_=support.schedulers.plateau"],
         "lr_scheduler='ReduceLROnPlateau'",
         "torchtune's cosine schedule, can follow",
+    ),
+    "a schedule that gives no rate after its warm-up": (
+        [*COSINE, "lr_scheduler.num_cycles=null"],
+        "lr_scheduler={",
+        "it gives no rate (unsupported operand",
     ),
     **{
         f"a clock that is {name}": ([*COSINE, f"lr_clock={value}"], shown, remedy)
@@ -865,3 +924,11 @@ def test_a_config_that_is_neither_file_nor_shipped_is_refused_with_what_there_is
     finished = small.run(OURS, config="demo_gpu", expect=1)
     assert "--config='demo_gpu'" in finished.output
     assert "demo_cpu" in finished.output
+
+
+@pytest.mark.parametrize("model_type", ["LLAMA3", "T5_ENCODER"])
+def test_weights_of_another_family_are_refused_as_they_are_read(small, model_type):
+    with pytest.raises(
+        SettingError, match=rf"^checkpointer\.model_type='{model_type}': the weights"
+    ):
+        small.run_in_process(OURS, f"checkpointer.model_type={model_type}")

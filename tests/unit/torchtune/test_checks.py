@@ -264,7 +264,7 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
             ),
         ),
         (
-            {"optimizer.lr": "abc"},
+            {"optimizer.betas": "abc"},
             r"optimizer='torch\.optim\.AdamW': it cannot be built: TypeError",
         ),
         (
