@@ -355,6 +355,8 @@ def in_framework(framework: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["accelerate", "fabric"])
+@pytest.mark.parametrize(
+    "framework", ["accelerate", pytest.param("fabric", marks=pytest.mark.nightly)]
+)
 def test_frameworks_that_wrap_a_model_in_ddp_need_nothing_more(framework):
     assert max(run_on_ranks(in_framework, 2, framework)) < 1e-6

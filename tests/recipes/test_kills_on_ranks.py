@@ -84,6 +84,7 @@ def test_ranks_of_which_one_or_all_are_asked_to_end_save_one_point_and_resume_to
     assert killed_runs.differences(folder, whole.folder) == []
 
 
+@pytest.mark.nightly
 def test_under_torchrun_a_killed_rank_leaves_no_process_and_the_run_goes_on_by_itself(small, whole):
     found = killed_under_torchrun(small, whole, kills=1, seed=0)
     assert found["differing"] == []

@@ -394,7 +394,7 @@ KILLS = 30
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.nightly)])
 def test_killed_at_any_moment_the_last_whole_point_loads_and_is_what_was_saved(tmp_path, mode):
     vouched, killed_while_saving = 0, 0
     with helper("kills", tmp_path, mode, KILLS) as saver:
