@@ -303,8 +303,8 @@ class AdaptiveStep:
             self._labels.counts(batch, len(piece.rows))
             for batch, piece in zip(batches, pieces, strict=False)
         ]
-        if num_pieces > 1 and self._check.is_due(counts, rows.divided):
-            self._check.check(rows.to_check(), [piece.rows for piece in pieces])
+        if num_pieces > 1 and self._check.begin_split(counts, rows.divided):
+            self._check.check(rows, [piece.rows for piece in pieces])
         labels = [count[self._check.way] for count in counts]
         total: float = sum(labels)
         if over_ranks:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import is_out_of_memory, recover
+from adaptive_batch.memory import RandomState, is_out_of_memory, recover
 
 from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry
@@ -123,8 +123,8 @@ class SplitCheck:
         ways = range(len(self._differences))
         return min(ways, key=self._differences.__getitem__, default=0)
 
-    def is_due(self, counts: Sequence[Sequence[int]], divided: tuple[bool, ...]) -> bool:
-        """Return whether parts have to be checked before they run; a collective.
+    def begin_split(self, counts: Sequence[Sequence[int]], divided: tuple[bool, ...]) -> bool:
+        """Count a split; return whether its parts have to be checked before they run. A collective.
 
         Args:
             counts: labels of each part, counted in each way; none on a rank without rows.
@@ -142,11 +142,8 @@ class SplitCheck:
         return distributed.any_of_ranks(differs or not self._num_checks)
 
     def check(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
-        """Compare the whole batch with its parts; where it does not fit, the largest half that does
-        with its halves.
-
-        Where a device has a cache and what fits is known, the largest part is compared with its
-        halves from the first.
+        """Compare a batch with its parts, and leave random numbers as they were, of which
+        collating may draw some.
 
         Args:
             rows: rows of the batch.
@@ -154,6 +151,19 @@ class SplitCheck:
 
         Raises:
             SettingError: the loss is another one when it is split; with both losses.
+        """
+        random_state = RandomState(self._runner.memory.device)
+        try:
+            self._compare(rows.to_check(), pieces)
+        finally:
+            random_state.restore()
+
+    def _compare(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
+        """Compare the whole batch with its parts; where it does not fit, the largest half that does
+        with its halves.
+
+        Where a device has a cache and what fits is known, the largest part is compared with its
+        halves from the first.
         """
         if not self._sharding.knows(evaluates=True):
             # Once, so that even the first piece can fail on one rank and be brought to its end.

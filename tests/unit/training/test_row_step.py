@@ -48,6 +48,7 @@ from adaptive_batch.errors import (
 from adaptive_batch.schedules import at_epochs
 from adaptive_batch.training import AdaptiveLoop, StepOptions
 from adaptive_batch.training.parts import LabelCounter
+from adaptive_batch.training.split_check import SplitCheck
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -602,3 +603,20 @@ def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():
     )
     with pytest.raises(SettingError, match="the model sees padding, of which a part has less"):
         loop.run(next(iter(loop)))
+
+
+def test_what_collating_draws_for_a_check_of_a_split_is_drawn_again(monkeypatch):
+    """A run that resumes checks other splits than one that was not ended."""
+
+    def drawing(rows: list[Any]) -> Any:
+        torch.rand(1)
+        return collate(rows)
+
+    def random_state_after() -> bytes:
+        one = training(micro_batch_size=2, collate=drawing)
+        train(one, until=5)
+        return bytes(torch.get_rng_state().numpy())
+
+    with_checks = random_state_after()
+    monkeypatch.setattr(SplitCheck, "begin_split", lambda *_: False)
+    assert random_state_after() == with_checks
