@@ -35,17 +35,17 @@ class Replicas(Sharding):
     def __init__(self, ddp: DistributedDataParallel, *, overlaps: bool = False) -> None:
         super().__init__(ddp)
         self._ddp = ddp
+        self._ignored = getattr(ddp, "parameters_to_ignore", ())
         self.reduces_in_backward = overlaps
         self._is_reducing = False
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The trained parameters that are alike on all ranks, in the same order on each."""
-        ignored = getattr(self._ddp, "parameters_to_ignore", ())
         return [
             parameter
             for name, parameter in self._ddp.module.named_parameters()
-            if parameter.requires_grad and name not in ignored
+            if parameter.requires_grad and name not in self._ignored
         ]
 
     @contextmanager
@@ -53,6 +53,7 @@ class Replicas(Sharding):
         self, *, is_last: bool = True, evaluates: bool = False, is_trial: bool = False
     ) -> Iterator[None]:
         """Inside, one micro-batch runs; on this rank alone, unless it reduces gradients."""
+        # Else forward might broadcast buffers, and wait for a rank that has failed.
         self._ddp.require_forward_param_sync = False
         self._is_reducing = self.reduces_in_backward and is_last and not (evaluates or is_trial)
         with nullcontext() if self._is_reducing else self._ddp.no_sync():
@@ -83,9 +84,8 @@ class Replicas(Sharding):
         """Give all ranks the buffers of rank zero, as DDP does before each forward."""
         if not self._ddp.broadcast_buffers:
             return
-        ignored = getattr(self._ddp, "parameters_to_ignore", ())
         for name, buffer in self._ddp.module.named_buffers():
-            if name not in ignored:
+            if name not in self._ignored:
                 dist.broadcast(buffer, group=self._ddp.process_group, group_src=0)
 
     def reduce_gradients(self) -> None:
@@ -108,6 +108,12 @@ class Replicas(Sharding):
     def _reduce(self, gradients: Sequence[torch.Tensor]) -> None:
         group = self._ddp.process_group
         num_ranks = dist.get_world_size(group)
+        first = gradients[0]
+        # A large gradient is a bucket by itself, and no memory is counted for a copy of it.
+        if len(gradients) == 1 and first.is_contiguous():
+            first /= num_ranks
+            dist.all_reduce(first, group=group)
+            return
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         # Before the sum, as DDP does: the sum of float16 might overflow.
         flat /= num_ranks

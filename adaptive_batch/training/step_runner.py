@@ -165,7 +165,12 @@ class StepRunner:
         except BaseException:
             gradients.put_back()
             raise
-        self.sharding.reduce_gradients()
+        try:
+            self.sharding.reduce_gradients()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise self.retry.lost(error, "as gradients were reduced") from error
         gradients.add_up()
         return result
 

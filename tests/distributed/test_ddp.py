@@ -14,6 +14,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from adaptive_batch import AdaptiveLoop, distributed, find_max_batch_size
+from adaptive_batch.distributed import ddp
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 
@@ -109,7 +110,13 @@ def trained(
 PLENTY = [10**9, 10**9]
 
 
-def compared(room: tuple[list[int], ...], accumulation: int, options: dict[str, Any]) -> Any:
+def compared(
+    room: tuple[list[int], ...],
+    accumulation: int,
+    options: dict[str, Any],
+    bucket_bytes: int = 25 * 2**20,
+) -> Any:
+    ddp._BUCKET_BYTES = bucket_bytes
     expected = trained_by_ddp(accumulation, **options)
     weights, parts = trained(room, accumulation, **options)
     differences = {
@@ -136,6 +143,12 @@ def test_a_batch_in_parts_is_what_ddp_trains(room, accumulation, options):
         assert max(differences.values()) < 1e-12, differences
         assert are_alike
         assert (len(parts) == STEPS) == (room == (PLENTY,))
+
+
+def test_a_gradient_that_fills_a_bucket_is_reduced_in_place():
+    for differences, _, are_alike in run_on_ranks(compared, 2, (PLENTY,), 1, {}, 1):
+        assert max(differences.values()) < 1e-12, differences
+        assert are_alike
 
 
 class FailingOnce(Script):
