@@ -54,7 +54,7 @@ from adaptive_batch.estimate import (
     traces_alike,
 )
 from adaptive_batch.report import audit, read_records
-from adaptive_batch.torchtune import Settings, set_up_terminal
+from adaptive_batch.torchtune import Settings, set_up_process
 from adaptive_batch.torchtune.estimates import Estimator
 from adaptive_batch.torchtune.fake_run import made_up_row
 
@@ -611,7 +611,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("run it by the Python of `make cuda-stack`")
-    set_up_terminal()
+    set_up_process()
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     share = 10 if arguments.quick else 1
     runs, parts = StackRuns(), {}

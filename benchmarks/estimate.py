@@ -41,7 +41,7 @@ from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.estimate import LengthEstimate, parse_devices
 from adaptive_batch.memory import GIB, device_memory, parse_size
 from adaptive_batch.probe import Trial
-from adaptive_batch.torchtune import estimate_devices, set_up_terminal
+from adaptive_batch.torchtune import estimate_devices, set_up_process
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.model_families import Combination, RealRun, found, peaks_on_ranks, searched, tried
@@ -624,7 +624,7 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
-    set_up_terminal()
+    set_up_process()
     logging.getLogger("adaptive_batch").setLevel(logging.WARNING)
     gc.freeze()  # trials collect garbage; what is imported need not be looked through every time
     quick = arguments.quick

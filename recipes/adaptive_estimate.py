@@ -24,7 +24,7 @@ from adaptive_batch.torchtune import (
     check_output_dir,
     estimate_devices,
     no_component_exits,
-    set_up_terminal,
+    set_up_process,
     use_shipped_config,
 )
 
@@ -60,6 +60,6 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    set_up_terminal()
+    set_up_process()
     use_shipped_config(sys.argv)
     sys.exit(recipe_main())

@@ -55,7 +55,7 @@ from adaptive_batch.torchtune import (
     couple_batch,
     instantiate,
     interruptible,
-    set_up_terminal,
+    set_up_process,
     settings_name,
     show_details,
     use_shipped_config,
@@ -482,6 +482,6 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    set_up_terminal()
+    set_up_process()
     use_shipped_config(sys.argv)
     sys.exit(recipe_main())

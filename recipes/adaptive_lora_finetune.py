@@ -17,7 +17,7 @@ from adaptive_full_finetune import main
 from omegaconf import DictConfig
 from torchtune import config
 
-from adaptive_batch.torchtune import AdapterModel, set_up_terminal, use_shipped_config
+from adaptive_batch.torchtune import AdapterModel, set_up_process, use_shipped_config
 
 
 @config.parse
@@ -27,6 +27,6 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    set_up_terminal()
+    set_up_process()
     use_shipped_config(sys.argv)
     sys.exit(recipe_main())

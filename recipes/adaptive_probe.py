@@ -38,7 +38,7 @@ from adaptive_batch.torchtune import (
     estimate_spending,
     left_by_rounding,
     measure_critical_batch,
-    set_up_terminal,
+    set_up_process,
     show_details,
     tokens_per_second,
     use_shipped_config,
@@ -202,6 +202,6 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    set_up_terminal()
+    set_up_process()
     use_shipped_config(sys.argv)
     sys.exit(recipe_main())

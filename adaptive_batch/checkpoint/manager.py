@@ -222,7 +222,7 @@ class CheckpointManager:
         if self._keep_last is None or shutil.disk_usage(self._output_dir).free > num_bytes:
             return
         saved, _ = checkpoints_in(self._output_dir)
-        complete = sorted(saved, key=lambda one: -one.order)
+        complete = _newest_first(saved)
         kept = self._keep_last - 1
         if complete and complete[0].order > self._resumable_beside():
             kept = max(kept, 1)
@@ -273,7 +273,7 @@ class CheckpointManager:
         if self._keep_last is None:
             return
         saved, skipped = checkpoints_in(self._output_dir)
-        complete = sorted(saved, key=lambda one: -one.order)
+        complete = _newest_first(saved)
         outdated = [checkpoint.path for checkpoint in complete[self._keep_last :]]
         for checkpoint in skipped:
             is_older = checkpoint.order is None or checkpoint.order < newest
@@ -281,6 +281,10 @@ class CheckpointManager:
                 outdated.append(checkpoint.path)
         for path in outdated:
             remove_folder(path)
+
+
+def _newest_first(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    return sorted(checkpoints, key=lambda checkpoint: -checkpoint.order)
 
 
 def remove_folder(path: Path) -> None:

@@ -95,7 +95,7 @@ class DryRun:
         seconds_of_fewest: least that the fewest rows took; infinity before they ran.
 
     Raises:
-        DoesNotFitError: one row does not fit (on entering).
+        DoesNotFitError: the fewest rows do not fit (on entering).
         RankLostError: out of memory on this rank where the others cannot be told.
     """
 

@@ -17,7 +17,7 @@ from .launch import (
     all_ranks,
     interruptible,
     no_component_exits,
-    set_up_terminal,
+    set_up_process,
     show_details,
     use_shipped_config,
 )
@@ -68,7 +68,7 @@ __all__ = [
     "measure_critical_batch",
     "no_component_exits",
     "reference_tables",
-    "set_up_terminal",
+    "set_up_process",
     "settings_name",
     "show_details",
     "tokens_per_second",

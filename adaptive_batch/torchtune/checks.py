@@ -116,14 +116,24 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
             " torch.nn.CrossEntropyLoss"
         )
         raise SettingError("loss", _component(cfg.loss), remedy)
-    takes_chunks = type(loss_fn).__name__ == "CEWithChunkedOutputLoss"
+    _check_loss_computes(loss_fn, cfg)
+
+
+def takes_chunks(loss_fn: Any) -> bool:
+    """Return whether a loss takes logits in chunks."""
+    return type(loss_fn).__name__ == "CEWithChunkedOutputLoss"
+
+
+def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
+    """Refuse arguments with which torch's losses cannot be computed, or are no cross entropy."""
+    is_chunked = takes_chunks(loss_fn)
     # What others take is not known here.
-    if not (takes_chunks or type(loss_fn).__module__.startswith("torch.nn.")):
+    if not (is_chunked or type(loss_fn).__module__.startswith("torch.nn.")):
         return
-    num_labels = loss_fn.num_output_chunks if takes_chunks else 2
+    num_labels = loss_fn.num_output_chunks if is_chunked else 2
     labels = torch.full((num_labels,), 1 if loss_fn.ignore_index != 1 else 2)
     try:
-        if takes_chunks:
+        if is_chunked:
             loss = loss_fn([torch.zeros(1, 1, 8)] * num_labels, labels[None])
         else:
             loss = loss_fn(torch.zeros(num_labels, 8), labels)
@@ -140,8 +150,7 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
 
 def check_chunks(model: torch.nn.Module, loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse a loss of chunks for a model that does not return them."""
-    takes_chunks = type(loss_fn).__name__ == "CEWithChunkedOutputLoss"
-    if takes_chunks and not hasattr(model, "set_num_output_chunks"):
+    if takes_chunks(loss_fn) and not hasattr(model, "set_num_output_chunks"):
         remedy = (
             f"{_component(cfg.model)} has no set_num_output_chunks, by which it would return"
             " chunks; give torch.nn.CrossEntropyLoss"
@@ -597,9 +606,11 @@ def _check_whole_or_zero(key: str, value: object) -> None:
 
 
 def _check_number(key: str, value: object) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not -sys.float_info.max <= value <= sys.float_info.max:  # type: ignore[operator]
-        raise SettingError(key, value, "give a number that is finite, such as 0.01")
+    is_switch = isinstance(value, bool)
+    # A whole number may be larger than any float.
+    if isinstance(value, int | float) and not is_switch and abs(value) <= sys.float_info.max:
+        return
+    raise SettingError(key, value, "give a number that is finite, such as 0.01")
 
 
 def _check_path(key: str, value: object) -> None:

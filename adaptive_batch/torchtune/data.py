@@ -355,19 +355,13 @@ class Data:
 
     @property
     def _measured_by_more(self) -> list[str]:
-        others = {
-            name: value
-            for name, value in self.read_row(0).items()
-            if name not in _MEASURED_BY_TOKENS
-        }
         # torchtune's collate leaves out a number or a text, such as an id.
-        if not self._job.cfg.get("collate_fn"):
-            others = {
-                name: value
-                for name, value in others.items()
-                if not isinstance(value, str | int | float | NoneType)
-            }
-        return sorted(others)
+        left_out: Any = () if self._job.cfg.get("collate_fn") else (str, int, float, NoneType)
+        return sorted(
+            name
+            for name, value in self.read_row(0).items()
+            if name not in _MEASURED_BY_TOKENS and not isinstance(value, left_out)
+        )
 
     @property
     def why_unpacked(self) -> str:

@@ -40,6 +40,7 @@ from adaptive_batch.checkpoint import (
     saving,
 )
 from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.memory import is_out_of_memory
 
 from .checks import check_output_dir
 from .config_errors import instantiate, one_line
@@ -366,6 +367,8 @@ class EpochCheckpoints:
                         f"checkpoint file {path} cannot be read ({damage}); copy or download it"
                         " again, or take another checkpoint"
                     ) from error
+            if is_out_of_memory(error):
+                raise
             remedy = (
                 f"the weights of checkpoint_dir cannot be read as such ({one_line(error)}); give"
                 " the kind that they are of"

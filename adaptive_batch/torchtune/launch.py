@@ -66,8 +66,10 @@ def use_shipped_config(arguments: list[str]) -> None:
     arguments[index] = str(path)
 
 
-def set_up_terminal() -> None:
-    """Show decisions as they are made, and this package's errors as one line, not a traceback."""
+def set_up_process() -> None:
+    """Show decisions as they are made, and this package's errors as one line, not a traceback;
+    keep what is imported from the garbage collector.
+    """
     # What is imported stays: the collector need not look through it after each trial.
     if not gc.get_freeze_count():
         gc.freeze()

@@ -289,7 +289,8 @@ class TrainingLog:
         message = rate.describe()
         if message:
             event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
-        warmup_steps = int((self._cfg.get("lr_scheduler") or {}).get("num_warmup_steps", 0))
+        scheduler = self._cfg.get("lr_scheduler") or {}
+        warmup_steps = scheduler.get("num_warmup_steps") or 0
         if warmup_steps >= plan.schedule_steps > 0:
             message = (
                 f"lr_scheduler.num_warmup_steps={warmup_steps}: the run has"

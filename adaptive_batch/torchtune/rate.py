@@ -162,7 +162,7 @@ def _check_rates(scheduler: Any, steps: int, block: DictConfig) -> None:
         remedy = f"it gives no rate ({one_line(error)}); check its arguments"
         raise SettingError("lr_scheduler", as_dict(block), remedy) from error
     if not all(map(math.isfinite, factors)):
-        remedy = f"its factors are {factors} at the begin, half way and at the end; check them"
+        remedy = f"its factors are {factors} at the beginning, half way and at the end; check them"
         raise SettingError("lr_scheduler", as_dict(block), remedy)
 
 

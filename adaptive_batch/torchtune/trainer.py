@@ -23,6 +23,7 @@ from adaptive_batch.training import (
     pack_rows,
 )
 
+from .checks import takes_chunks
 from .data import Data
 from .job import Job
 from .model import Weights
@@ -57,7 +58,7 @@ class Trainer:
         if cfg.compile:
             training.compile_loss(self._loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
-        if type(self._loss_fn).__name__ == "CEWithChunkedOutputLoss":
+        if takes_chunks(self._loss_fn):
             cast(Any, model).set_num_output_chunks(self._loss_fn.num_output_chunks)
         self.model = model
         self._device = job.device

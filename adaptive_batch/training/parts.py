@@ -236,14 +236,7 @@ class RowsOfBatch:
 
 def _first_dimension(value: Any) -> int | None:
     """Return the length of the first tensor in a batch that has dimensions; None without one."""
-    if isinstance(value, torch.Tensor):
-        return len(value) if value.dim() else None
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        lengths = (_first_dimension(item) for item in value)
-        return next((length for length in lengths if length is not None), None)
-    return None
+    return next((len(tensor) for tensor in _tensors(value) if tensor.dim()), None)
 
 
 def _outside_lists(value: Any) -> Any:

@@ -23,7 +23,7 @@ from adaptive_batch.torchtune import (
     Job,
     Settings,
     check_scheduler,
-    set_up_terminal,
+    set_up_process,
     use_shipped_config,
     without_effect,
     without_effect_on,
@@ -402,7 +402,7 @@ def caught(read):
 
 def test_what_a_configuration_lacks_is_one_line_wherever_it_is_asked_for(capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    set_up_terminal()
+    set_up_process()
     cfg = OmegaConf.create({"output_dir": "${nowhere}/x", "checkpointer": {}})
     for read, said in (
         (
