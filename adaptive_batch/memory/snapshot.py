@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,9 @@ from .device import host_available_bytes
 from .tracker import plain_tensors, storage_bytes
 
 _PLAIN = (bool, int, float, str, type(None))
+
+# The words of NumPy's Mersenne Twister and its position among them.
+_TWISTER_BYTES = 4 * (624 + 1)
 
 
 class TensorSnapshot:
@@ -104,7 +108,7 @@ class RandomState:
             self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
         numpy = _numpy()
         if numpy:
-            self._state["numpy"] = numpy.random.get_state()
+            self._state["numpy"] = _numpy_state.now(numpy.random)
 
     def restore(self) -> None:
         self.load_state_dict(self._state)
@@ -112,7 +116,7 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors, which ``torch.load(weights_only=True)`` reads."""
         state = dict(self._state)
-        if "numpy" in state:
+        if isinstance(state.get("numpy"), tuple):
             name, words, *rest = state["numpy"]
             state["numpy"] = (name, words.tolist(), *rest)
         return state
@@ -128,6 +132,43 @@ class RandomState:
         numpy = _numpy()
         if "numpy" in state and numpy:
             numpy.random.set_state(state["numpy"])
+            _numpy_state.forget()
+
+
+class _NumpyState:
+    """NumPy's random state, which is asked for again where a number was drawn since the last time.
+
+    ``numpy.random.get_state`` takes as long as ten of torch's small operators, in each step of a
+    loop that draws none; a look at the generator's memory takes a fiftieth of that.
+    """
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self._words: bytes | None = None
+        self._state: Any = None
+
+    def now(self, numpy_random: Any) -> Any:
+        """Return what ``numpy.random.set_state`` takes."""
+        get_generator = getattr(numpy_random, "get_bit_generator", None)
+        generator = get_generator() if get_generator else None
+        if not isinstance(generator, numpy_random.MT19937):
+            return numpy_random.get_state(legacy=False)
+        words = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
+        if words != self._words:
+            state = numpy_random.get_state()
+            *_, has_gauss, _ = state
+            # The second number of a normal pair lies elsewhere: that it is taken shows in no word.
+            if has_gauss:
+                self.forget()
+                return state
+            self._words = words
+            self._state = state
+        return self._state
+
+
+_numpy_state = _NumpyState()
 
 
 def _numpy() -> Any:

@@ -97,6 +97,33 @@ def test_random_state_goes_on_after_a_file(tmp_path):
     assert [draw() for _ in range(3)] == expected
 
 
+def test_numpy_goes_on_where_each_snapshot_was_taken_whatever_was_drawn_since_the_last():
+    numbers = [np.random.rand, np.random.normal, np.random.normal, lambda: np.random.randint(9)]
+    for number in numbers * 3:
+        for _ in range(2):
+            state = RandomState(CPU)
+            expected = [np.random.normal() for _ in range(3)]
+            state.restore()
+            assert [np.random.normal() for _ in range(3)] == expected
+            state.restore()
+        number()
+
+
+def test_numpy_with_another_generator_goes_on_too(tmp_path):
+    generator = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        state = RandomState(CPU)
+        torch.save(state.state_dict(), tmp_path / "state.pt")
+        expected = np.random.rand()
+        state.restore()
+        assert np.random.rand() == expected
+        RandomState(CPU).load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+        assert np.random.rand() == expected
+    finally:
+        np.random.set_bit_generator(generator)
+
+
 def test_a_fresh_paged_state_is_set_back_in_place_since_its_buffers_are_never_given_back():
     """bitsandbytes registers each paged buffer for good; it starts with zeros, step 0 and constant
     maps.
