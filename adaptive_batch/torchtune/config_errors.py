@@ -20,8 +20,12 @@ from omegaconf.errors import (
 from torchtune import config
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _merge_yaml_and_cli_args
+from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
 
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
+
+# What a file or an argument raises that cannot be read.
+_READING_ERRORS = (YAMLError, OSError, TypeError, ValueError, OmegaConfBaseException)
 
 _BLOCK = "give a block with _component_, as in torchtune's full fine-tune configs"
 _NEEDED = {
@@ -161,21 +165,29 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
             )
             raise SettingError("argument", argument, remedy)
     others = [argument for argument in arguments if argument not in removals]
-    for argument in (*removals, *others):
-        # Made for each argument, as it is changed in place.
-        values: Any = OmegaConf.to_container(cfg)
-        merged = [*removals, argument]
-        if argument in removals:
-            merged = [argument]
+    try:
+        _merge(cfg, [*removals, *others])
+        return
+    except _READING_ERRORS:
+        # Which of them it is, each shows by itself.
+        pass
+    for argument in removals:
         with _reading("argument", argument):
-            _merge_yaml_and_cli_args(Namespace(**values), merged)
+            _merge(cfg, [argument])
+    for argument in others:
+        with _reading("argument", argument):
+            _merge(cfg, [*removals, argument])
+
+
+def _merge(cfg: DictConfig, arguments: Sequence[str]) -> None:
+    """Put arguments over a configuration as torchtune will, which is left as it is."""
+    values: Any = OmegaConf.to_container(cfg)
+    _merge_yaml_and_cli_args(Namespace(**values), [*arguments])
 
 
 @contextmanager
 def _reading(key: str, value: str) -> Iterator[None]:
-    from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
-
     try:
         yield
-    except (YAMLError, OSError, TypeError, ValueError, OmegaConfBaseException) as error:
+    except _READING_ERRORS as error:
         raise SettingError(key, value, f"it cannot be read: {one_line(error)}") from error

@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,7 @@ def set_up_process() -> None:
     """Show decisions as they are made, and this package's errors as one line, not a traceback;
     keep what is imported from the garbage collector.
     """
-    # What is imported stays: the collector need not look through it after each trial.
-    if not gc.get_freeze_count():
-        gc.freeze()
+    _freeze_imports()
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)
@@ -92,6 +91,12 @@ def set_up_process() -> None:
             usual(kind, error, trace)
 
     sys.excepthook = hook
+
+
+@cache
+def _freeze_imports() -> None:
+    """Let the collector pass over what is imported, which stays, after each trial."""
+    gc.freeze()
 
 
 def show_details(cfg: DictConfig, *, recipe_name: str) -> None:
