@@ -4,7 +4,6 @@ Each page is gone through from its top, in a folder such as `make demo` leaves. 
 here, and why, is in tests/project/test_pages.py.
 """
 
-import os
 import re
 import runpy
 import shlex
@@ -17,6 +16,7 @@ from pathlib import Path
 import demo
 import pytest
 from omegaconf import OmegaConf
+from support.commands import run_command
 from support.pages import PAGES, ROOT, Block, blocks, is_read_only
 
 from adaptive_batch.config_files import config_path
@@ -91,22 +91,14 @@ def run(folder, command):
     """Run a command in a folder, as on a machine that has searched nothing yet; return what it
     prints.
     """
-    program, *arguments = shlex.split(command.replace("OUTPUT_DIR", "adaptive_batch_demo/tuned"))
-    found = {"tune": [str(Path(sys.executable).parent / "tune")], "python": [sys.executable]}[
-        program
-    ]
-    fresh = {**os.environ, "ADAPTIVE_BATCH_CACHE": str(folder / "cache")}
-    done = subprocess.run(
-        [*found, *arguments],
-        cwd=folder,
-        env=fresh,
-        capture_output=True,
-        text=True,
+    status, printed, errors = run_command(
+        shlex.split(command.replace("OUTPUT_DIR", "adaptive_batch_demo/tuned")),
+        folder=folder,
+        environment={"ADAPTIVE_BATCH_CACHE": str(folder / "cache")},
         timeout=500,
-        check=False,
     )
-    assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
-    return done.stdout
+    assert status == 0, f"{command}\n{errors[-3000:]}"
+    return printed
 
 
 def train_the_demo_instead(config):
