@@ -230,7 +230,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        self._log_if_never_validated(self.settings.epochs * epoch_steps)
+        self._log_what_comes_too_late(self.settings.epochs * epoch_steps)
         is_changed = bool(self.resumed.differs)
         is_changed |= saved.get("configured_batch_size") != self.settings.batch_size
         self.preview.look_ahead(self.queue.progress, saved=saved, changed=is_changed)
@@ -253,14 +253,23 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
             raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
 
-    def _log_if_never_validated(self, num_steps: int) -> None:
-        """Log that validation has no effect where it is due after more steps than the run has."""
+    def _log_what_comes_too_late(self, num_steps: int) -> None:
+        """Log that validation or the profiler has no effect where it is due after more steps than
+        the run has.
+        """
+        has_steps = f"the run has {count(num_steps, 'step')}"
         validation = self.settings.validation
-        if validation is None or self.settings.grows or validation.every_n_steps <= num_steps:
-            return
-        key = f"run_val_every_n_steps={validation.every_n_steps}"
-        reason = f"the run has {count(num_steps, 'step')}, so nothing is validated"
-        self.log.event("no_effect", f"{key} has no effect: {reason}")
+        if validation is not None and not self.settings.grows:
+            every = validation.every_n_steps
+            if every > num_steps:
+                message = f"run_val_every_n_steps={every} has no effect: {has_steps}"
+                self.log.event("no_effect", f"{message}, so nothing is validated")
+        profiler = self.profiler_cfg
+        if profiler.get("enabled"):
+            waits = profiler.wait_steps + profiler.warmup_steps
+            if waits >= num_steps:
+                message = f"profiler has no effect: {has_steps}, and it waits and warms up {waits}"
+                self.log.event("no_effect", f"{message}; lower wait_steps and warmup_steps")
 
     def _setup_rate(self) -> None:
         trainer = self.trainer

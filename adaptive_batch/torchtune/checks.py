@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
@@ -59,10 +60,12 @@ _NUMBERS = (
     *(f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "momentum")),
     "lr_scheduler.num_cycles",
     "model.lora_alpha",
-    "model.lora_dropout",
-    "loss.label_smoothing",
+    "model.norm_eps",
 )
+_FRACTIONS = ("model.lora_dropout", "model.attn_dropout", "loss.label_smoothing")
 _PATHS = (
+    "tokenizer.path",
+    "tokenizer.merges_file",
     "checkpointer.checkpoint_dir",
     "checkpointer.output_dir",
     "checkpointer.recipe_checkpoint",
@@ -72,14 +75,13 @@ _PATHS = (
 # on once weights are loaded.
 _WHOLE = (
     "tokenizer.max_seq_len",
-    *(
-        f"model.{name}"
-        for name in ("num_layers", "num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")
-    ),
+    *(f"model.{name}" for name in ("num_heads", "num_kv_heads", "embed_dim", "intermediate_dim")),
     "model.vocab_size",
     "model.max_seq_len",
     "loss.num_output_chunks",
 )
+# A model of more layers is built for hours before anything can be said of it.
+_MOST_LAYERS = 10_000
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
@@ -192,6 +194,10 @@ def check_adapter_keys(block: Mapping[str, Any]) -> None:
     """Refuse values of a model's block that torchtune's builders take and cannot train or save."""
     if "lora_rank" in block:
         check_whole("model.lora_rank", block["lora_rank"])
+    if block.get("lora_alpha") == 0:
+        raise SettingError(
+            "model.lora_alpha", 0, "adapters are multiplied by it; give the rank or twice the rank"
+        )
     names = block.get("lora_attn_modules") or ()
     if not isinstance(names, Sequence) or isinstance(names, str):
         remedy = "give a list of names, such as [q_proj, v_proj]"
@@ -390,9 +396,11 @@ def _check_values(config: Mapping[str, Any]) -> None:
     for keys, check in (
         (_SWITCHES, check_bool),
         (_WHOLE, check_whole),
+        (("model.num_layers",), partial(check_whole, most=_MOST_LAYERS)),
         (("lr_scheduler.num_warmup_steps",), _check_whole_or_zero),
         (("resume_from_checkpoint",), _check_resume),
         (_NUMBERS, _check_number),
+        (_FRACTIONS, _check_fraction),
         (_PATHS, _check_path),
         (("checkpointer.checkpoint_files",), _check_files),
     ):
@@ -613,6 +621,11 @@ def _check_number(key: str, value: object) -> None:
     raise SettingError(key, value, "give a number that is finite, such as 0.01")
 
 
+def _check_fraction(key: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise SettingError(key, value, "give a number from 0 to below 1, such as 0.1")
+
+
 def _check_path(key: str, value: object) -> None:
     if not isinstance(value, str):
         raise SettingError(key, value, "give a path")
@@ -622,6 +635,10 @@ def _check_files(key: str, value: object) -> None:
     # A block describes the files by a pattern.
     if not isinstance(value, list | Mapping):
         raise SettingError(key, value, f"give a list of names, such as [{value}]")
+    for name in value:
+        if str(name).endswith(".json"):
+            remedy = f"{name} holds no weights; give those of the model, such as model.safetensors"
+            raise SettingError(key, value, remedy)
 
 
 def _check_resume(key: str, value: object) -> None:
@@ -693,6 +710,7 @@ def without_effect(
     """
     config = as_dict(cfg)
     unused = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
+    unused += _of_another_kind(config)
     if ranks == 1:
         for name in ("fsdp_cpu_offload", "custom_sharded_layers"):
             if config.get(name):
@@ -714,6 +732,18 @@ def without_effect(
     if settings.estimate != type(settings.estimate)():
         unused.append(("estimate", "it is for adaptive_estimate"))
     return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in unused)]
+
+
+def _of_another_kind(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield torchtune's keys that are for another kind of training than this."""
+    if config.get("ac_option") is not None and config.get("ac_mode") != "selective":
+        yield "ac_option", "it is for ac_mode=selective"
+    if (config.get("checkpointer") or {}).get("should_load_recipe_state"):
+        yield "checkpointer.should_load_recipe_state", "resume_from_checkpoint says it"
+    if "lora_rank" not in (config.get("model") or {}):
+        for name in ("low_cpu_ram", "save_adapter_weights_only"):
+            if config.get(name):
+                yield name, "it is for adapters (tune run adaptive_lora_finetune)"
 
 
 def without_effect_on(

@@ -56,8 +56,13 @@ def check_block(key: str, value: Any, *, several: bool = False) -> None:
     """
     blocks = value if several and isinstance(value, list) and value else [value]
     for block in blocks:
+        if isinstance(block, str):
+            remedy = f"it is a block; give {key}._component_={block}, and its other keys likewise"
+            raise SettingError(key, block, remedy)
         if not isinstance(block, dict):
             raise SettingError(key, block, _BLOCK)
+        if block and "_component_" not in block:
+            raise SettingError(key, block, f"it lacks a component; give {key}._component_ too")
         component = block.get("_component_", block)
         if isinstance(component, dict) and "_component_" in component:
             # What the command line gives a block of the file becomes its component.

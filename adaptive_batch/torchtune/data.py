@@ -28,7 +28,12 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.training import LimitChange, MicroBatchSizer, RowLoss
+from adaptive_batch.training import (
+    LimitChange,
+    MicroBatchSizer,
+    RowLoss,
+    count_shifted_labels,
+)
 
 from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
@@ -39,6 +44,10 @@ from .rows import Rows
 # What a row may have for its tokens to tell what it takes: images, for example, take memory of
 # their own.
 _MEASURED_BY_TOKENS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
+
+# Rows that are collated before weights load, to see that they can be.
+_COLLATED_FIRST = 4
+_COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
 
 Collate = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 
@@ -83,7 +92,7 @@ class Data:
         with building(
             "collate_fn",
             job.cfg.get("collate_fn"),
-            "give torchtune.data.padded_collate_sft or one like it",
+            _COLLATE_REMEDY,
         ):
             signature(collate).bind([], padding_idx=self.pad_id, ignore_idx=self._ignored)
         self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
@@ -304,6 +313,7 @@ class Data:
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
+        self._check_first_rows()
         if settings.micro_batch_layout == "packed" and self.why_unpacked:
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", "packed", remedy)
@@ -352,6 +362,43 @@ class Data:
             if not has_labels:
                 remedy = "no row that is validated on has a label; see its train_on_input and masks"
                 raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
+
+    def _check_first_rows(self) -> None:
+        """Refuse rows that cannot be collated, and a dataset without any label, before it is
+        trained on for an epoch.
+        """
+        num_first = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
+        random_state = RandomState(self._job.device)
+        try:
+            self._collate_first([self.dataset[number] for number in range(num_first)])
+            has_labels = any(
+                self._num_labels(self.dataset[number]) for number in range(len(self.dataset))
+            )
+        finally:
+            random_state.restore()
+        if has_labels:
+            return
+        reason = "no row has a label after its first token; see its train_on_input and masks"
+        max_seq_len = self._job.cfg.tokenizer.get("max_seq_len")
+        if max_seq_len is not None:
+            reason += f", and tokenizer.max_seq_len={max_seq_len}, to which rows are cut"
+        raise SettingError("dataset", _names(self._job.cfg.dataset), reason)
+
+    def _collate_first(self, rows: Sequence[dict[str, Any]]) -> None:
+        try:
+            batch = self.collate([dict(row) for row in rows])
+            _ = batch["labels"]
+        except Exception as error:
+            # Of collate functions of the user's, it may be any.
+            problem = f"it fails on the dataset's rows ({type(error).__name__}: {one_line(error)})"
+            remedy = f"{problem}; {_COLLATE_REMEDY}"
+            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy) from error
+        self._of_all(rows, batch)
+
+    def _num_labels(self, row: dict[str, Any]) -> int:
+        if row.get("labels") is not None:
+            return sum(int(label) != self._ignored for label in row["labels"][1:])
+        return int(count_shifted_labels(self.collate([dict(row)]), self._ignored))
 
     @property
     def _measured_by_more(self) -> list[str]:

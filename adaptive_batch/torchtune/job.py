@@ -60,6 +60,8 @@ class Job:
         self.device = _usable(
             "device", cfg.device, "cuda or cpu", lambda: utils.get_device(device=cfg.device)
         )
+        if asked == "cpu" and self.device.index:
+            raise SettingError("device", cfg.device, "there is one CPU; give cpu")
         if (cfg.device is not None and self.device.type != asked) or self.device.type == "meta":
             remedy = f"torch {torch.__version__} trains on no such device here; give cuda or cpu"
             raise SettingError("device", cfg.device, remedy)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Dataset
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
@@ -208,7 +209,15 @@ class Rows(Dataset[Any]):
                     f"has {count(len(ids), 'token')} and {count(len(targets), 'label')}; give each"
                     " token its label",
                 )
-            targets = targets[targets != self._job.loss_fn.ignore_index]
+            ignored = self._job.loss_fn.ignore_index
+            if ignored != CROSS_ENTROPY_IGNORE_IDX and CROSS_ENTROPY_IGNORE_IDX in targets:
+                raise SettingError(
+                    "loss.ignore_index",
+                    ignored,
+                    f"{self._name} marks what is not trained by {CROSS_ENTROPY_IGNORE_IDX};"
+                    " give that",
+                )
+            targets = targets[targets != ignored]
             if len(targets):
                 extremes += [int(targets.min()), int(targets.max())]
         worst = min(extremes)

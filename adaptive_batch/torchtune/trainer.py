@@ -24,6 +24,7 @@ from adaptive_batch.training import (
 )
 
 from .checks import takes_chunks
+from .config_errors import one_line
 from .data import Data
 from .job import Job
 from .model import Weights
@@ -113,11 +114,25 @@ class Trainer:
 
     @classmethod
     def load(cls, job: Job, data: Data, weights: Weights, sizer: MicroBatchSizer) -> Trainer:
-        """Build the model with its weights, and its optimizer."""
+        """Build the model with its weights, and its optimizer.
+
+        Raises:
+            DoesNotFitError: the device has no room for the weights.
+        """
         job.check_optimizer()
         if job.settings.preview:
             raise SettingError("preview", True, "it is for the recipes that train; remove it")
-        model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
+        try:
+            model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            # Not a row was tried, so what shortens them is no remedy.
+            raise DoesNotFitError(
+                f"the weights alone ran out of memory on {job.device} ({one_line(error)}); give"
+                " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
+                " several devices (tune run --nproc_per_node N)"
+            ) from error
         return cls(job, data, model, sizer)
 
     def _to_device(self, batch: dict[str, Any]) -> None:

@@ -156,6 +156,7 @@ def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kin
             "vproj is none of q_proj, k_proj, v_proj, output_proj",
         ),
         ((*LORA, "model.lora_rank=0"), "model.lora_rank", "give a whole number, 1 or more"),
+        ((*LORA, "model.lora_alpha=0"), "model.lora_alpha", "adapters are multiplied by it"),
         ((*LORA, "model.lora_rank=-4"), "model.lora_rank", "give a whole number, 1 or more"),
         (
             (*LORA, "checkpointer.adapter_checkpoint=nowhere.pt"),

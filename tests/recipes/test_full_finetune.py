@@ -600,3 +600,22 @@ def test_a_warm_up_that_outlasts_the_run_is_pointed_out(small, warmup_steps):
         "lr_scheduler.num_warmup_steps=100: the run has 8 steps, so the rate never reaches 0.01"
     )
     assert said == ([message] if warmup_steps == 100 else [])
+
+
+@pytest.mark.parametrize("wait_steps", [2, 100])
+def test_a_profiler_that_waits_longer_than_the_run_is_pointed_out(small, wait_steps, tmp_path):
+    done = small.run_in_process(
+        OURS,
+        "epochs=1",
+        "profiler.enabled=True",
+        f"profiler.wait_steps={wait_steps}",
+        "profiler.warmup_steps=1",
+        f"profiler.output_dir={tmp_path}",
+    )
+    said = [record["message"] for record in records(done, "no_effect")]
+    message = (
+        "profiler has no effect: the run has 8 steps, and it waits and warms up 101; lower"
+        " wait_steps and warmup_steps"
+    )
+    assert said == ([message] if wait_steps == 100 else [])
+    assert any(tmp_path.iterdir()) == (wait_steps == 2)

@@ -7,7 +7,7 @@ import re
 import pytest
 from support.cli import MODEL, OURS
 
-from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
 
 FUNCTION = "batch_increase_function"
 PROBE = "use_maximum_batch_size=True"
@@ -261,9 +261,53 @@ REFUSED = {
             "optimizer.lr=.inf",
             "optimizer.weight_decay=.inf",
             "model.lora_alpha=text",
-            "model.lora_dropout=.nan",
+            "model.norm_eps=text",
         )
     },
+    **{
+        setting: ([setting], setting.partition("=")[0], "give a number from 0 to below 1")
+        for setting in (
+            "model.lora_dropout=.nan",
+            "model.attn_dropout=1",
+            "loss.label_smoothing=-0.1",
+        )
+    },
+    "layers without end": (
+        ["model.num_layers=1000000000000"],
+        "model.num_layers=1000000000000",
+        "give 10000 or less",
+    ),
+    "the seventh CPU": (["device=cpu:7"], "device='cpu:7'", "there is one CPU; give cpu"),
+    "rows that collating fails on": (
+        ["collate_fn=torchtune.data.padded_collate_dpo"],
+        "collate_fn='torchtune.data.padded_collate_dpo'",
+        "it fails on the dataset's rows (KeyError: 'chosen_input_ids')",
+    ),
+    "rows that are cut before their labels": (
+        ["tokenizer.max_seq_len=2"],
+        "dataset='json'",
+        "and tokenizer.max_seq_len=2, to which rows are cut",
+    ),
+    "labels that another number marks": (
+        ["loss.ignore_index=5"],
+        "loss.ignore_index=5",
+        "json marks what is not trained by -100; give that",
+    ),
+    "a name in place of a block": (
+        ["lr_scheduler=mine.schedule"],
+        "lr_scheduler='mine.schedule'",
+        "it is a block; give lr_scheduler._component_=mine.schedule",
+    ),
+    "a block without a component": (
+        ["lr_scheduler.num_cycles=2"],
+        "lr_scheduler={'num_cycles': 2}",
+        "give lr_scheduler._component_ too",
+    ),
+    "a file without weights": (
+        ["checkpointer.checkpoint_files=[config.json]"],
+        "checkpointer.checkpoint_files=['config.json']",
+        "config.json holds no weights",
+    ),
     **{
         setting: ([setting], "optimizer={", "its step fails (")
         for setting in ("optimizer.amsgrad=1", "optimizer.differentiable=null")
@@ -297,6 +341,7 @@ REFUSED = {
             "checkpointer.output_dir=5",
             "checkpointer.recipe_checkpoint=1",
             "checkpointer.adapter_checkpoint=5",
+            "tokenizer.merges_file=0",
         )
     },
     "a file of weights that is no list": (
@@ -932,3 +977,10 @@ def test_weights_of_another_family_are_refused_as_they_are_read(small, model_typ
         SettingError, match=rf"^checkpointer\.model_type='{model_type}': the weights"
     ):
         small.run_in_process(OURS, f"checkpointer.model_type={model_type}")
+
+
+def test_a_model_that_no_host_holds_is_refused_as_its_weights_load(small):
+    with pytest.raises(
+        DoesNotFitError, match=r"the weights alone .* fewer tokens in model\.max_seq"
+    ):
+        small.run_in_process(OURS, "model.max_seq_len=1000000000000")

@@ -189,12 +189,12 @@ def test_a_key_that_is_missing_is_named(key):
         ({"dataset.source": "${no.where}"}, r"dataset\.source='\${no\.where}': Interpolation key"),
         (
             {"model": "torchtune.models.qwen2.qwen2"},
-            r"model='torchtune\.models\.qwen2\.qwen2': give a block with _comp",
+            r"model='torchtune\.models\.qwen2\.qwen2': it is a block; give model._comp",
         ),
         ({"loss": None}, "loss=None: give a block with _component_"),
         (
             {"dataset": [{"source": "json"}]},
-            r"dataset={'source': 'json'}: give a block with _component_",
+            r"dataset={'source': 'json'}: it lacks a component; give dataset._component_",
         ),
         ({"model": "${nowhere}"}, r"model='\${nowhere}': Interpolation key 'nowhere' not found"),
         (
@@ -276,7 +276,10 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
             r"model='torchtune\.models\.qwen2\.qwen2': it cannot be built: ValueError: embed_dim",
         ),
         ({"loss.ignore_idx": 3}, "loss='.*': it cannot be built: TypeError: .*'ignore_idx'"),
-        ({"lr_scheduler": "a.b"}, "lr_scheduler='a.b': give a block with _component_"),
+        (
+            {"lr_scheduler": "a.b"},
+            "lr_scheduler='a.b': it is a block; give lr_scheduler._component_=a.b",
+        ),
         ({"checkpointer": 3}, "checkpointer=3: give a block with _component_"),
         (
             {"metric_logger": {"_component_": None}},

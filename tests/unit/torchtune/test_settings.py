@@ -61,6 +61,30 @@ def test_what_is_for_several_ranks_has_no_effect_on_one():
     assert without_effect(Settings.from_config(PLAIN), PLAIN) == []
 
 
+def test_what_is_for_another_kind_of_training_has_no_effect():
+    config = PLAIN | {
+        "ac_option": 2,
+        "checkpointer": {
+            "_component_": "a.checkpointer",
+            "checkpoint_dir": "a",
+            "output_dir": "b",
+            "should_load_recipe_state": True,
+        },
+        "low_cpu_ram": True,
+        "save_adapter_weights_only": True,
+    }
+    settings = Settings.from_config(config)
+    said = {key for key, _ in without_effect(settings, config)}
+    assert said == {
+        "ac_option",
+        "checkpointer.should_load_recipe_state",
+        "low_cpu_ram",
+        "save_adapter_weights_only",
+    }
+    used = config | {"ac_mode": "selective", "checkpointer": None, "model": {"lora_rank": 8}}
+    assert without_effect(Settings.from_config(used), used) == []
+
+
 @pytest.mark.parametrize(
     ("keys", "ranks", "without"),
     [
