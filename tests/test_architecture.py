@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "adaptive_batch"
 LINE = (
     "schedules, distributed < data, memory < probe, estimate, checkpoint < training, report <"
-    " torchtune < recipes"
+    " torchtune, integrations < recipes"
 )
 # Single modules that look at all packages, and that none imports.
 ABOVE_ALL = ("doctor", "__main__")
@@ -53,9 +53,10 @@ def test_imports_go_down_the_line_and_through_faces(path):
     for module, name in imports(path):
         first, *rest = module.split(".")
         if first != "adaptive_batch":
-            assert own in ("torchtune", "recipes") or first in OUTSIDE | OPTIONAL.get(own, set()), (
-                module
-            )
+            known = OUTSIDE | OPTIONAL.get(own, set())
+            if own == "integrations":
+                known = known | {path.stem}
+            assert own in ("torchtune", "recipes") or first in known, module
             continue
         other = rest[0] if rest else name
         if other == own or other in BELOW_ALL or other == "__version__":

@@ -1,0 +1,271 @@
+"""Hugging Face's Trainer, whose steps run in parts that fit.
+
+    class Mine(SFTTrainer, AdaptiveTrainer):
+        adaptive = AdaptiveArguments(micro_batch_size="auto")
+
+What a step holds, accumulation, clipping, scaling, logs, saves and resuming stay Trainer's.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from adaptive_batch._util import count
+from adaptive_batch.data import DatasetAdapter
+from adaptive_batch.errors import SettingError
+from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions
+
+log = logging.getLogger("adaptive_batch")
+
+_MOST_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class AdaptiveArguments:
+    """How the steps of a Trainer are run.
+
+    Attributes:
+        micro_batch_size: the most rows of a part: a number; ``auto`` for what a search finds as
+            training begins; None for the whole batch, until memory runs out.
+        micro_batch_tokens: the most tokens of a part, padding included: a number or ``auto``; not
+            together with `micro_batch_size`.
+        device_memory: memory that the search may use: a size such as ``"12GiB"``, a share such as
+            0.9, or None for what is available.
+        headroom: share of that which is left free, in [0, 1).
+        row_length: function that returns the tokens of a row of the training dataset, or a number
+            where all are alike; None for those of its ``input_ids``.
+        split: see :class:`adaptive_batch.AdaptiveStep`.
+        num_labels: see :class:`adaptive_batch.AdaptiveStep`.
+        options: how a step runs.
+    """
+
+    micro_batch_size: int | str | None = None
+    micro_batch_tokens: int | str | None = None
+    device_memory: int | float | str | None = None
+    headroom: float = 0.05
+    row_length: Callable[[Any], int] | int | None = None
+    split: Callable[[Any], SplitBatch] | None = None
+    num_labels: Callable[[Any], Any] | None = None
+    options: StepOptions = field(default_factory=StepOptions)
+
+
+class AdaptiveTrainer(Trainer):
+    """A Trainer whose ``training_step`` runs in parts that fit, and again where memory runs out.
+
+    As the last base of a class it serves trainers that derive from Trainer, such as TRL's. What
+    they prepare of a batch is prepared once a step; metrics that their losses collect in attributes
+    count neither trials nor failed attempts.
+
+    Args:
+        arguments, keywords: as :class:`transformers.Trainer` takes them.
+        adaptive: how steps are run; None for the class's own.
+
+    Attributes:
+        adaptive: how steps are run; it may be set before ``train()``.
+        adaptive_step: what runs a step; None before the first one.
+    """
+
+    adaptive = AdaptiveArguments()
+
+    def __init__(
+        self, *arguments: Any, adaptive: AdaptiveArguments | None = None, **keywords: Any
+    ) -> None:
+        super().__init__(*arguments, **keywords)
+        if adaptive is not None:
+            self.adaptive = adaptive
+        self.adaptive_step: AdaptiveStep | None = None
+        # Of the step that is run: labels of all batches of the optimizer's step, and the share of
+        # the part.
+        self._num_items: Any = None
+        self._share = 1.0
+        self._metrics_of_step = _Metrics(self)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Run forward and backward of a batch in parts that fit; return its loss, as Trainer does.
+
+        Raises:
+            DoesNotFitError: one row alone runs out of memory.
+            SettingError: an argument cannot be used; or the loss of the batch is not that of its
+                parts.
+        """
+        self._num_items = num_items_in_batch
+        self._metrics_of_step = _Metrics(self)
+        prepared = self._prepare_inputs(inputs)
+        with _replaced(
+            self,
+            # What a trainer makes in it, it makes once a step.
+            _prepare_inputs=lambda inputs: inputs,
+            compute_loss=partial(self._shared_loss, self.compute_loss),
+        ):
+            if self.adaptive_step is None or self.adaptive_step.model is not model:
+                self.adaptive_step = self._new_step(model)
+                self._find_bound(self.adaptive_step)
+            losses: list[torch.Tensor] = self.adaptive_step(prepared)
+        if len(losses) == 1:
+            return losses[0]
+        return torch.stack([loss.to(self.args.device) for loss in losses]).sum()
+
+    def _new_step(self, model: nn.Module) -> AdaptiveStep:
+        adaptive = self.adaptive
+        if not isinstance(adaptive, AdaptiveArguments):
+            raise SettingError("adaptive", adaptive, "give AdaptiveArguments(...)")
+        if self.args.n_gpu > 1:
+            remedy = "DataParallel splits batches itself; start a process a GPU with torchrun"
+            raise SettingError("n_gpu", self.args.n_gpu, remedy)
+        if self.is_deepspeed_enabled:
+            raise SettingError("deepspeed", "enabled", "it reduces gradients itself; use FSDP2")
+
+        def compute_loss(part: Part) -> torch.Tensor:
+            return self._run_part(model, part)
+
+        return AdaptiveStep(
+            model,
+            compute_loss,
+            micro_batch_size=adaptive.micro_batch_size,
+            micro_batch_tokens=adaptive.micro_batch_tokens,
+            split=adaptive.split,
+            num_labels=adaptive.num_labels,
+            options=adaptive.options,
+        )
+
+    def _run_part(self, model: nn.Module, part: Part) -> torch.Tensor:
+        # A dummy, which a rank without rows runs, counts in no sum either.
+        is_of_sum = self._is_sum_over_items and part.share
+        self._share = 1.0 if is_of_sum else part.share
+        metrics = self._metrics_of_step
+        if part.is_trial:
+            metrics = _Metrics(self)
+        is_counted = False
+        try:
+            loss: torch.Tensor = super().training_step(model, part.batch, self._num_items)
+            is_counted = not part.is_trial
+        finally:
+            if not is_counted:
+                metrics.restore()
+        return loss
+
+    def _shared_loss(
+        self,
+        compute_loss: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        **keywords: Any,
+    ) -> Any:
+        """Return what a trainer computes of a part, its loss times the part's share."""
+        result = compute_loss(model, inputs, **keywords)
+        # One part has Trainer's own bits.
+        if self._share == 1.0:
+            return result
+        if isinstance(result, tuple):
+            loss, *outputs = result
+            return (loss * self._share, *outputs)
+        return result * self._share
+
+    @property
+    def _is_sum_over_items(self) -> bool:
+        """Whether a loss is divided by the labels of the whole step, so that parts add up to it."""
+        if self._num_items is None:
+            return False
+        if self.loss_is_scaled_for_ga is not None:
+            return bool(self.loss_is_scaled_for_ga)
+        return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+
+    # --- what fits
+
+    def _find_bound(self, step: AdaptiveStep) -> None:
+        """Find the most rows that fit, where a size is ``auto``: of what trains now, with its
+        recomputation, precision and optimizer.
+        """
+        if not step.sizer.waits_for_search:
+            return
+        loader = self.callback_handler.train_dataloader
+        rows = self._rows_to_try(loader)
+
+        def sample(num_rows: int) -> Any:
+            batch = loader.collate_fn(rows.longest(num_rows))
+            return super(AdaptiveTrainer, self)._prepare_inputs(batch)
+
+        # A scaler of gradients is no part of a trial.
+        optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
+        found = step.find_bound(
+            optimizer,
+            sample,
+            device_memory=self.adaptive.device_memory,
+            headroom=self.adaptive.headroom,
+            maximum=min(_MOST_ROWS, len(rows)),
+            batch_size=min(len(rows), self._train_batch_size),
+            accumulates=self.args.gradient_accumulation_steps > 1,
+        )
+        rows.forget()
+        log.info(
+            "%s of the longest fit at once, found in %d trials",
+            count(found.max_batch_size, "row"),
+            len(found.trials),
+        )
+
+    def _rows_to_try(self, loader: Any) -> DatasetAdapter:
+        key = "micro_batch_size"
+        if self.adaptive.micro_batch_tokens is not None:
+            key = "micro_batch_tokens"
+        reason = ""
+        if type(self)._prepare_inputs is not Trainer._prepare_inputs:
+            reason = "this trainer makes its rows in each step, so none can be tried before"
+        elif isinstance(loader.dataset, IterableDataset):
+            reason = "a stream shows no longest rows"
+        if reason:
+            remedy = "give a number, or None, which splits once memory runs out"
+            raise SettingError(key, "auto", f"{reason}; {remedy}")
+        return DatasetAdapter(loader.dataset, self.adaptive.row_length)
+
+
+@contextmanager
+def _replaced(trainer: Trainer, **methods: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a trainer has other methods."""
+    own = vars(trainer)
+    earlier = {name: own[name] for name in methods if name in own}
+    own.update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del own[name]
+        own.update(earlier)
+
+
+class _Metrics:
+    """What a trainer counts in private attributes, as it was when this was made: numbers, and lists
+    and mappings of them.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._values = {
+            name: copy.deepcopy(value)
+            for name, value in vars(trainer).items()
+            if name.startswith("_") and _is_count(value)
+        }
+
+    def restore(self) -> None:
+        vars(self._trainer).update(copy.deepcopy(self._values))
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_count, value.values()))
+    if isinstance(value, list | deque):
+        return all(map(_is_count, value))
+    return isinstance(value, int | float | str)

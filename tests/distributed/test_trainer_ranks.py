@@ -1,0 +1,94 @@
+"""AdaptiveTrainer on two ranks under DDP trains what Trainer does, and both retry together where
+memory runs out on one.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_on_ranks
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from adaptive_batch import distributed
+from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
+
+
+def collate(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    ids = torch.tensor([row["input_ids"] for row in features])
+    return {"input_ids": ids, "labels": ids}
+
+
+def net() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, num_attention_heads=2, num_key_value_heads=2, **shape)
+    )
+
+
+def trained(kind: type[Trainer], limit: int | None, **arguments: Any) -> tuple[Any, torch.Tensor]:
+    model = net()
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def limited(*given: Any, **named: Any) -> Any:
+        if limit and distributed.rank() == 1 and len(named["input_ids"]) > limit:
+            torch.empty(2**50, dtype=torch.uint8)
+        return forward(*given, **named)
+
+    model.forward = limited
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(1, 64, (32, 8), generator=generator).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = kind(
+            model,
+            TrainingArguments(
+                folder,
+                per_device_train_batch_size=4,
+                num_train_epochs=2,
+                learning_rate=1e-2,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=True,
+                **arguments,
+            ),
+            train_dataset=[{"input_ids": row} for row in rows],
+            data_collator=collate,
+        )
+        if isinstance(trainer, AdaptiveTrainer) and limit is None:
+            trainer.adaptive = AdaptiveArguments(micro_batch_size="auto")
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
+    return losses, weights
+
+
+def differences(accumulates: int) -> list[float]:
+    """The largest differences from Trainer's own losses and weights: as it is, and with memory that
+    runs out on one rank.
+    """
+    arguments = {"gradient_accumulation_steps": accumulates}
+    losses, weights = trained(Trainer, None, **arguments)
+    found = []
+    for limit in (None, 2):
+        own_losses, own_weights = trained(AdaptiveTrainer, limit, **arguments)
+        assert len(own_losses) == len(losses)
+        found += [max(abs(a - b) / a for a, b in zip(losses, own_losses, strict=True))]
+        found += [(weights - own_weights).abs().max().item()]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulates", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_two_ranks_train_what_trainer_does_and_retry_together(accumulates):
+    for loss, weights, loss_in_parts, weights_in_parts in run_on_ranks(differences, 2, accumulates):
+        assert loss <= 1e-7
+        assert weights <= 1e-5
+        assert loss_in_parts <= 2e-6
+        assert weights_in_parts <= 1e-5

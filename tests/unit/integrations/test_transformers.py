@@ -1,0 +1,283 @@
+"""AdaptiveTrainer trains what Trainer trains, to the bit where nothing is split."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from adaptive_batch import SettingError, StepOptions
+from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
+
+NUM_ROWS = 24
+# More than any machine has: allocating it is an out-of-memory error.
+TOO_MUCH = 2**50
+
+
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(4, 17, (NUM_ROWS,), generator=generator).tolist()
+    return [
+        {"input_ids": torch.randint(1, 64, (length,), generator=generator).tolist()}
+        for length in lengths
+    ]
+
+
+def collate(features):
+    longest = max(len(row["input_ids"]) for row in features)
+    batch = {"input_ids": [], "attention_mask": [], "labels": []}
+    for row in features:
+        ids = row["input_ids"]
+        padding = longest - len(ids)
+        batch["input_ids"].append([*ids, *[0] * padding])
+        batch["attention_mask"].append([*[1] * len(ids), *[0] * padding])
+        batch["labels"].append([*ids, *[-100] * padding])
+    return {name: torch.tensor(values) for name, values in batch.items()}
+
+
+def llama(dropout=0.0):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            attention_dropout=dropout,
+        )
+    )
+
+
+class MeanOfRows(nn.Module):
+    """A model whose loss is a mean over rows, whatever Trainer counts."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x, y):
+        return {"loss": (self.linear(x).squeeze(1) - y).square().mean()}
+
+
+def trained(kind, folder, model=None, data=None, collator=collate, resume=None, **arguments):
+    adaptive = arguments.pop("adaptive", None)
+    keywords = {} if adaptive is None else {"adaptive": adaptive}
+    defaults = {
+        "per_device_train_batch_size": 6,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+    }
+    trainer = kind(
+        model or llama(),
+        TrainingArguments(str(folder), **defaults | arguments),
+        train_dataset=data or rows(),
+        data_collator=collator,
+        **keywords,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    weights = torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
+    return trainer, losses, weights
+
+
+def fails_above(num_rows):
+    """Return a model that runs out of memory for more rows than so many."""
+    model = llama()
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def limited(*arguments, **keywords):
+        if len(keywords["input_ids"]) > num_rows:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return forward(*arguments, **keywords)
+
+    model.forward = limited
+    return model
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"gradient_checkpointing": True, "bf16": True},
+        {"max_grad_norm": 0.1, "dataloader_num_workers": 1},
+    ],
+    ids=["plain", "accumulation", "checkpointing, bf16", "clipping, a worker"],
+)
+def test_where_nothing_is_split_it_has_trainers_own_bits(tmp_path, arguments):
+    _, plain, weights = trained(Trainer, tmp_path, llama(dropout=0.1), **arguments)
+    _, ours, own = trained(AdaptiveTrainer, tmp_path, llama(dropout=0.1), **arguments)
+    assert ours == plain
+    assert torch.equal(own, weights)
+
+
+@pytest.mark.parametrize("accumulates", [1, 3])
+def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_alone(
+    tmp_path, accumulates
+):
+    arguments = {"gradient_accumulation_steps": accumulates}
+    _, plain, weights = trained(Trainer, tmp_path, **arguments)
+    trainer, ours, own = trained(AdaptiveTrainer, tmp_path, fails_above(2), **arguments)
+    assert trainer.adaptive_step.num_pieces == 6
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+
+
+def test_a_mean_over_rows_is_weighted_by_rows(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        {"x": torch.randn(4, generator=generator), "y": float(number)} for number in range(NUM_ROWS)
+    ]
+
+    def stacked(features):
+        ys = torch.tensor([row["y"] for row in features])
+        return {"x": torch.stack([row["x"] for row in features]), "y": ys}
+
+    given = {"data": data, "collator": stacked, "per_device_train_batch_size": 5}
+    _, plain, weights = trained(Trainer, tmp_path, MeanOfRows(), **given)
+    adaptive = AdaptiveArguments(micro_batch_size=2)
+    _, ours, own = trained(AdaptiveTrainer, tmp_path, MeanOfRows(), adaptive=adaptive, **given)
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+
+
+class CountsInItsLoss(Trainer):
+    """As TRL's trainers are: makes batches and collects metrics in methods that it overrides."""
+
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        self.num_prepared = 0
+        self._metrics = {"train": defaultdict(list)}
+        self._num_tokens = 0
+
+    def _prepare_inputs(self, inputs):
+        self.num_prepared += 1
+        return super()._prepare_inputs(inputs)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        self._num_tokens += int(inputs["attention_mask"].sum())
+        self._metrics["train"]["rows"].append(len(inputs["input_ids"]))
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+
+class Counts(CountsInItsLoss, AdaptiveTrainer):
+    adaptive = AdaptiveArguments(options=StepOptions())
+
+
+def test_what_a_loss_counts_leaves_out_trials_and_failed_attempts(tmp_path):
+    plain, losses, _ = trained(CountsInItsLoss, tmp_path)
+    ours, own_losses, _ = trained(Counts, tmp_path, fails_above(2))
+    assert own_losses == pytest.approx(losses, rel=2e-6)
+    assert ours._num_tokens == plain._num_tokens
+    assert sum(ours._metrics["train"]["rows"]) == sum(plain._metrics["train"]["rows"])
+    assert max(ours._metrics["train"]["rows"]) == 1
+    assert ours.num_prepared == plain.num_prepared
+
+
+def test_the_search_runs_as_training_does_and_leaves_it_as_it_was(tmp_path):
+    _, plain, weights = trained(Trainer, tmp_path, llama(dropout=0.1))
+    adaptive = AdaptiveArguments(micro_batch_size="auto")
+    trainer, ours, own = trained(AdaptiveTrainer, tmp_path, llama(dropout=0.1), adaptive=adaptive)
+    assert trainer.adaptive_step.max_batch_size == NUM_ROWS
+    assert ours == plain
+    assert torch.equal(own, weights)
+
+
+def test_the_bound_is_that_of_what_is_trained(tmp_path):
+    bounds = {}
+    for recomputes in (False, True):
+        adaptive = AdaptiveArguments(micro_batch_size="auto", device_memory="800KiB")
+        trainer, losses, _ = trained(
+            AdaptiveTrainer,
+            tmp_path,
+            adaptive=adaptive,
+            gradient_checkpointing=recomputes,
+            per_device_train_batch_size=24,
+            num_train_epochs=1,
+        )
+        assert math.isfinite(losses[0])
+        bounds[recomputes] = trainer.adaptive_step.max_batch_size
+    assert 1 <= bounds[False] < bounds[True]
+
+
+def test_a_run_that_is_resumed_in_mid_epoch_is_the_whole_one(tmp_path):
+    saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    given = {"adaptive": AdaptiveArguments(micro_batch_size=2), **saving}
+    # Three epochs of two steps: the third is in the midst of the second epoch.
+    given["num_train_epochs"] = 3
+    _, whole, weights = trained(AdaptiveTrainer, tmp_path / "whole", **given)
+    checkpoint = str(tmp_path / "whole" / "checkpoint-3")
+    _, resumed, own = trained(AdaptiveTrainer, tmp_path / "resumed", resume=checkpoint, **given)
+    assert resumed == whole
+    assert torch.equal(own, weights)
+
+
+class Contrastive(nn.Module):
+    """A model whose loss depends on which rows are together."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, y):
+        vectors = self.linear(x)
+        target = torch.arange(len(vectors))
+        return {"loss": nn.functional.cross_entropy(vectors @ vectors.T, target)}
+
+
+def test_a_loss_that_is_no_sum_over_rows_is_refused(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    data = [{"x": torch.randn(4, generator=generator), "y": 0.0} for _ in range(NUM_ROWS)]
+
+    def stacked(features):
+        return {"x": torch.stack([row["x"] for row in features]), "y": torch.zeros(len(features))}
+
+    with pytest.raises(SettingError, match="compute_loss"):
+        trained(
+            AdaptiveTrainer,
+            tmp_path,
+            Contrastive(),
+            data=data,
+            collator=stacked,
+            adaptive=AdaptiveArguments(micro_batch_size=2),
+        )
+
+
+class Makes(CountsInItsLoss, AdaptiveTrainer):
+    adaptive = AdaptiveArguments(micro_batch_size="auto")
+
+
+def test_what_cannot_be_searched_or_split_is_refused_with_the_key(tmp_path):
+    with pytest.raises(SettingError, match="micro_batch_size='auto': this trainer makes its rows"):
+        trained(Makes, tmp_path)
+    with pytest.raises(SettingError, match=r"adaptive=2: give AdaptiveArguments"):
+        trained(AdaptiveTrainer, tmp_path, adaptive=2)
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(rows())
+
+    with pytest.raises(SettingError, match="micro_batch_tokens='auto': a stream shows no longest"):
+        trained(
+            AdaptiveTrainer,
+            tmp_path,
+            data=Stream(),
+            max_steps=2,
+            adaptive=AdaptiveArguments(micro_batch_tokens="auto"),
+        )
