@@ -9,56 +9,22 @@ What a step holds, accumulation, clipping, scaling, logs, saves and resuming sta
 from __future__ import annotations
 
 import copy
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from adaptive_batch._util import count
-from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
-from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions
+from adaptive_batch.training import AdaptiveStep, Part
 
-log = logging.getLogger("adaptive_batch")
+from .arguments import AdaptiveArguments
 
-_MOST_ROWS = 4096
-
-
-@dataclass(frozen=True)
-class AdaptiveArguments:
-    """How the steps of a Trainer are run.
-
-    Attributes:
-        micro_batch_size: the most rows of a part: a number; ``auto`` for what a search finds as
-            training begins; None for the whole batch, until memory runs out.
-        micro_batch_tokens: the most tokens of a part, padding included: a number or ``auto``; not
-            together with `micro_batch_size`.
-        device_memory: memory that the search may use: a size such as ``"12GiB"``, a share such as
-            0.9, or None for what is available.
-        headroom: share of that which is left free, in [0, 1).
-        row_length: function that returns the tokens of a row of the training dataset, or a number
-            where all are alike; None for those of its ``input_ids``.
-        split: see :class:`adaptive_batch.AdaptiveStep`.
-        num_labels: see :class:`adaptive_batch.AdaptiveStep`.
-        options: how a step runs.
-    """
-
-    micro_batch_size: int | str | None = None
-    micro_batch_tokens: int | str | None = None
-    device_memory: int | float | str | None = None
-    headroom: float = 0.05
-    row_length: Callable[[Any], int] | int | None = None
-    split: Callable[[Any], SplitBatch] | None = None
-    num_labels: Callable[[Any], Any] | None = None
-    options: StepOptions = field(default_factory=StepOptions)
+__all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
 
 class AdaptiveTrainer(Trainer):
@@ -132,15 +98,7 @@ class AdaptiveTrainer(Trainer):
         def compute_loss(part: Part) -> torch.Tensor:
             return self._run_part(model, part)
 
-        return AdaptiveStep(
-            model,
-            compute_loss,
-            micro_batch_size=adaptive.micro_batch_size,
-            micro_batch_tokens=adaptive.micro_batch_tokens,
-            split=adaptive.split,
-            num_labels=adaptive.num_labels,
-            options=adaptive.options,
-        )
+        return adaptive.new_step(model, compute_loss)
 
     def _run_part(self, model: nn.Module, part: Part) -> torch.Tensor:
         # A dummy, which a rank without rows runs, counts in no sum either.
@@ -184,52 +142,21 @@ class AdaptiveTrainer(Trainer):
             return bool(self.loss_is_scaled_for_ga)
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
 
-    # --- what fits
-
     def _find_bound(self, step: AdaptiveStep) -> None:
-        """Find the most rows that fit, where a size is ``auto``: of what trains now, with its
-        recomputation, precision and optimizer.
-        """
-        if not step.sizer.waits_for_search:
-            return
-        loader = self.callback_handler.train_dataloader
-        rows = self._rows_to_try(loader)
-
-        def sample(num_rows: int) -> Any:
-            batch = loader.collate_fn(rows.longest(num_rows))
-            return super(AdaptiveTrainer, self)._prepare_inputs(batch)
-
+        makes_rows = type(self)._prepare_inputs is not Trainer._prepare_inputs
+        if step.sizer.waits_for_search and makes_rows:
+            reason = "this trainer makes its rows in each step, so none can be tried before"
+            raise self.adaptive.not_searched(reason)
         # A scaler of gradients is no part of a trial.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        found = step.find_bound(
+        self.adaptive.find_bound(
+            step,
             optimizer,
-            sample,
-            device_memory=self.adaptive.device_memory,
-            headroom=self.adaptive.headroom,
-            maximum=min(_MOST_ROWS, len(rows)),
-            batch_size=min(len(rows), self._train_batch_size),
+            self.callback_handler.train_dataloader,
+            to_device=super()._prepare_inputs,
+            batch_size=self._train_batch_size,
             accumulates=self.args.gradient_accumulation_steps > 1,
         )
-        rows.forget()
-        log.info(
-            "%s of the longest fit at once, found in %d trials",
-            count(found.max_batch_size, "row"),
-            len(found.trials),
-        )
-
-    def _rows_to_try(self, loader: Any) -> DatasetAdapter:
-        key = "micro_batch_size"
-        if self.adaptive.micro_batch_tokens is not None:
-            key = "micro_batch_tokens"
-        reason = ""
-        if type(self)._prepare_inputs is not Trainer._prepare_inputs:
-            reason = "this trainer makes its rows in each step, so none can be tried before"
-        elif isinstance(loader.dataset, IterableDataset):
-            reason = "a stream shows no longest rows"
-        if reason:
-            remedy = "give a number, or None, which splits once memory runs out"
-            raise SettingError(key, "auto", f"{reason}; {remedy}")
-        return DatasetAdapter(loader.dataset, self.adaptive.row_length)
 
 
 @contextmanager

@@ -1,0 +1,120 @@
+"""How the steps of another library's trainer are run, and what fits of its rows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import IterableDataset
+
+from adaptive_batch._util import count
+from adaptive_batch.data import DatasetAdapter
+from adaptive_batch.errors import SettingError
+from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions
+
+log = logging.getLogger("adaptive_batch")
+
+_MOST_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class AdaptiveArguments:
+    """How the steps of a trainer are run.
+
+    Attributes:
+        micro_batch_size: the most rows of a part: a number; ``auto`` for what a search finds as
+            training begins; None for the whole batch, until memory runs out.
+        micro_batch_tokens: the most tokens of a part, padding included: a number or ``auto``; not
+            together with `micro_batch_size`.
+        device_memory: memory that the search may use: a size such as ``"12GiB"``, a share such as
+            0.9, or None for what is available.
+        headroom: share of that which is left free, in [0, 1).
+        row_length: function that returns the tokens of a row of the training dataset, or a number
+            where all are alike; None for those of its ``input_ids``.
+        split: see :class:`adaptive_batch.AdaptiveStep`.
+        num_labels: see :class:`adaptive_batch.AdaptiveStep`.
+        options: how a step runs.
+    """
+
+    micro_batch_size: int | str | None = None
+    micro_batch_tokens: int | str | None = None
+    device_memory: int | float | str | None = None
+    headroom: float = 0.05
+    row_length: Callable[[Any], int] | int | None = None
+    split: Callable[[Any], SplitBatch] | None = None
+    num_labels: Callable[[Any], Any] | None = None
+    options: StepOptions = field(default_factory=StepOptions)
+
+    def new_step(self, model: nn.Module, forward_backward: Callable[[Part], Any]) -> AdaptiveStep:
+        """Return what runs a step of a model.
+
+        Raises:
+            SettingError: a value cannot be used.
+        """
+        return AdaptiveStep(
+            model,
+            forward_backward,
+            micro_batch_size=self.micro_batch_size,
+            micro_batch_tokens=self.micro_batch_tokens,
+            split=self.split,
+            num_labels=self.num_labels,
+            options=self.options,
+        )
+
+    def find_bound(
+        self,
+        step: AdaptiveStep,
+        optimizer: Optimizer,
+        loader: Any,
+        *,
+        to_device: Callable[[Any], Any],
+        batch_size: int,
+        accumulates: bool,
+    ) -> None:
+        """Find the most rows that fit, where a size is ``auto``: of what trains now, with its
+        recomputation, precision and optimizer.
+
+        Args:
+            step: step whose parts are to fit.
+            optimizer: optimizer of the model, without a scaler of gradients.
+            loader: loader of the rows, with `dataset` and `collate_fn`.
+            to_device: function that returns a batch on the device.
+            batch_size: rows of a batch of this rank.
+            accumulates: whether gradients of several batches are added up.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+            SettingError: the loader has no rows by number, or their lengths are unknown.
+        """
+        if not step.sizer.waits_for_search:
+            return
+        dataset = getattr(loader, "dataset", None)
+        if dataset is None or isinstance(dataset, IterableDataset):
+            raise self.not_searched("a stream shows no longest rows")
+        rows = DatasetAdapter(dataset, self.row_length)
+        found = step.find_bound(
+            optimizer,
+            lambda num_rows: to_device(loader.collate_fn(rows.longest(num_rows))),
+            device_memory=self.device_memory,
+            headroom=self.headroom,
+            maximum=min(_MOST_ROWS, len(rows)),
+            batch_size=min(len(rows), batch_size),
+            accumulates=accumulates,
+        )
+        log.info(
+            "%s of the longest fit at once, found in %s",
+            count(found.max_batch_size, "row"),
+            count(len(found.trials), "trial"),
+        )
+
+    def not_searched(self, reason: str) -> SettingError:
+        """Return the error of ``auto`` where nothing can be tried before training."""
+        key = "micro_batch_size"
+        if self.micro_batch_tokens is not None:
+            key = "micro_batch_tokens"
+        remedy = "give a number, or None, which splits once memory runs out"
+        return SettingError(key, "auto", f"{reason}; {remedy}")
