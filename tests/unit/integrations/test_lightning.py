@@ -1,0 +1,149 @@
+"""AdaptiveCallback trains what Lightning trains, to the bit where nothing is split."""
+
+from __future__ import annotations
+
+import lightning
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from adaptive_batch import SettingError
+from adaptive_batch.errors import AdaptiveBatchError
+from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
+
+NUM_ROWS = 26
+TOO_MUCH = 2**50
+
+
+class Module(lightning.LightningModule):
+    """Classifies rows, and fails for more of them than fit."""
+
+    def __init__(self, *, dropout=0.0, limit=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(
+            nn.Linear(8, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 4)
+        )
+        self.limit = limit
+        self.losses = []
+        self.num_batches_logged = 0
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        if self.limit and len(inputs) > self.limit:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        loss = cross_entropy(self.layers(inputs), targets)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(inputs))
+        self.log("rows", float(len(inputs)), reduce_fx="sum", on_epoch=True)
+        return {"loss": loss, "mean": inputs.mean()}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        self.losses.append(outputs["loss"].item())
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+class Manual(Module):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def rows():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(NUM_ROWS, 8, generator=generator)
+    targets = torch.randint(0, 4, (NUM_ROWS,), generator=generator)
+    return list(zip(inputs, targets, strict=True))
+
+
+def trained(module, folder, callbacks=(), **arguments):
+    torch.manual_seed(1)
+    trainer = lightning.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **arguments,
+    )
+    trainer.fit(module, DataLoader(rows(), batch_size=8, shuffle=True))
+    weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    return trainer, weights
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+        {"precision": "bf16-mixed"},
+    ],
+    ids=["plain", "accumulation, clipping", "bf16"],
+)
+def test_where_nothing_is_split_it_has_lightnings_own_bits(tmp_path, arguments):
+    plain = Module(dropout=0.1)
+    trainer, weights = trained(plain, tmp_path, **arguments)
+    ours = Module(dropout=0.1)
+    own_trainer, own_weights = trained(ours, tmp_path, [AdaptiveCallback()], **arguments)
+    assert ours.losses == plain.losses
+    assert torch.equal(own_weights, weights)
+    assert own_trainer.logged_metrics == trainer.logged_metrics
+
+
+@pytest.mark.parametrize("accumulates", [1, 3])
+def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_alone(
+    tmp_path, accumulates
+):
+    arguments = {"accumulate_grad_batches": accumulates}
+    plain = Module()
+    trainer, weights = trained(plain, tmp_path, **arguments)
+    ours = Module(limit=2)
+    callback = AdaptiveCallback()
+    own_trainer, own_weights = trained(ours, tmp_path, [callback], **arguments)
+    assert callback.step.sizer.num_out_of_memory
+    assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
+    assert (own_weights - weights).abs().max() < 1e-5
+    # Logged once for each batch, of all its rows: neither of trials nor of failed attempts.
+    for name, value in trainer.logged_metrics.items():
+        assert own_trainer.logged_metrics[name] == pytest.approx(value.item(), rel=1e-5), name
+
+
+def test_the_search_leaves_training_as_it_was(tmp_path):
+    plain = Module(dropout=0.1)
+    trainer, weights = trained(plain, tmp_path)
+    ours = Module(dropout=0.1)
+    adaptive = AdaptiveArguments(micro_batch_size="auto", row_length=1)
+    callback = AdaptiveCallback(adaptive)
+    own_trainer, own_weights = trained(ours, tmp_path, [callback])
+    assert callback.step.max_batch_size == NUM_ROWS
+    assert ours.losses == plain.losses
+    assert torch.equal(own_weights, weights)
+    assert own_trainer.logged_metrics == trainer.logged_metrics
+
+
+def test_what_it_cannot_do_is_refused(tmp_path):
+    with pytest.raises(SettingError, match="automatic_optimization=False: call an AdaptiveStep"):
+        trained(Manual(), tmp_path, [AdaptiveCallback()])
+    with pytest.raises(SettingError, match="adaptive=2: give AdaptiveArguments"):
+        AdaptiveCallback(2)
+
+
+def test_a_release_without_the_names_that_it_needs_is_refused_in_a_sentence(tmp_path, monkeypatch):
+    from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+
+    monkeypatch.delattr(_AutomaticOptimization, "_make_backward_fn")
+    with pytest.raises(AdaptiveBatchError, match=r"lightning 2\..* has no _make_backward_fn in"):
+        trained(Module(), tmp_path, [AdaptiveCallback()])
+
+
+def test_after_training_lightning_is_as_it_was(tmp_path):
+    trainer, _ = trained(Module(), tmp_path, [AdaptiveCallback()])
+    assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
+    assert "log" not in vars(trainer.lightning_module)
