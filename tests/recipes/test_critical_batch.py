@@ -403,7 +403,11 @@ def test_a_damaged_checkpoint_or_a_loss_that_is_no_number_ends_with_the_remedy(s
         NonfiniteLossError, match=r"after steps of 1 is (nan|inf); lower optimizer\.lr"
     ):
         small.run_in_process(PROBE, *MEASURES, "optimizer.lr=1e38")
-    unlabelled = ("dataset._component_=support.components.Masked", "dataset.rows=40")
+    unlabelled = (
+        "dataset._component_=support.components.Masked",
+        "dataset.rows=40",
+        "dataset.labelled=39",
+    )
     with pytest.raises(
         NonfiniteLossError, match=r"before any branch is nan; .* the labels of these rows"
     ):

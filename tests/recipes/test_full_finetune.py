@@ -472,12 +472,15 @@ def test_an_earlier_run_in_the_same_folder_is_said(small, interrupted):
     assert said["message"].endswith("replaces once its first save is complete")
 
 
-def test_a_dataset_without_any_label_is_refused_after_one_epoch_and_nothing_is_saved(small):
+def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved(small):
     output = small.fresh_folder()
+    masked = ("dataset._component_=support.components.Masked", f"output_dir={output}")
+    with pytest.raises(SettingError, match="no row has a label after its first token"):
+        small.run_in_process(OURS, *masked)
+    assert not list(output.iterdir())
+    left_out = ("dataset.labelled=0", "shuffle=True", "batch_size=1", "max_steps_per_epoch=1")
     with pytest.raises(SettingError, match="no row of a whole epoch has a label"):
-        small.run_in_process(
-            OURS, "dataset._component_=support.components.Masked", f"output_dir={output}"
-        )
+        small.run_in_process(OURS, *masked, *left_out)
     assert not list(output.glob("epoch_*"))
 
 

@@ -483,7 +483,7 @@ def test_the_first_epoch_replaces_an_earlier_run_and_its_recipe_state(small, who
 
 def test_what_a_run_begins_with_is_not_removed_with_the_run_that_saved_it(small, whole):
     folder = stopped_after(whole, small, 9)
-    weights = [path.name for path in (folder / "epoch_0").glob("model*")]
+    weights = [path.name for path in (folder / "epoch_0").glob("*.safetensors")]
     base = (
         f"checkpointer.checkpoint_dir={folder / 'epoch_0'}",
         f"checkpointer.checkpoint_files=[{','.join(weights)}]",

@@ -151,16 +151,18 @@ class WithOddRow:
 
 
 class Masked:
-    """A dataset none of whose rows has a label."""
+    """A dataset of which one row has a label, or none."""
 
-    def __init__(self, tokenizer, rows=8, **_):
+    def __init__(self, tokenizer, rows=8, labelled=None, **_):
         self.rows = rows
+        self.labelled = labelled
 
     def __len__(self):
         return self.rows
 
     def __getitem__(self, row):
-        return {"tokens": [1, 2, 3 + row], "labels": [-100] * 3}
+        label = 2 if row == self.labelled else -100
+        return {"tokens": [1, 2, 3 + row], "labels": [-100, label, -100]}
 
 
 class Augmented:
