@@ -136,8 +136,8 @@ def measure_steps(ranks: int, by: str, *, steps: int, folder: Path) -> dict[str,
     reader.begin()
     order = row_order(len(lengths), shuffle=True)
     capacity = MicroBatchLimit(ROWS) if by == "rows" else CAPACITY
-    path = folder / "run.jsonl"
-    record = RunLog(path)
+    path = folder / "adaptive_batch" / "run.jsonl"
+    record = RunLog(folder)
     dealing, taking, cutting, recording = [], [], [], []
     imbalance, counts = [], []
     padded = waited_for = 0

@@ -30,7 +30,7 @@ from .micro_batches import (
 from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader
-from .step_planner import PlannedRows, StepPlanner
+from .step_planner import Event, PlannedRows, StepPlanner
 from .step_queue import StepQueue
 from .token_sampler import batches_by_tokens, plan_batches
 
@@ -45,6 +45,7 @@ __all__ = [
     "Batching",
     "DatasetAdapter",
     "EpochPlanner",
+    "Event",
     "Measured",
     "MicroBatch",
     "MicroBatchLayout",

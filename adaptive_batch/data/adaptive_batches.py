@@ -30,7 +30,7 @@ from .dataset import DatasetAdapter, RowLength
 from .epoch_planner import Batching
 from .micro_batches import MicroBatchLayout, MicroBatchLimit
 from .order import ORDERS, SamplerOrder
-from .step_planner import Sizer, StepPlanner
+from .step_planner import Event, Sizer, StepPlanner
 from .step_queue import StepQueue
 
 log = logging.getLogger("adaptive_batch")
@@ -162,6 +162,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         rows = dataset
         if not isinstance(rows, DatasetAdapter):
             rows = DatasetAdapter(dataset, row_length)
+        self._listeners: list[Event] = []
         self._counts_tokens = row_length is not None or reads_tokens(batch_size_schedule)
         self._planner = StepPlanner(
             rows,
@@ -171,7 +172,7 @@ class AdaptiveBatches(Sampler[list[int]]):
             divides_ahead=False,
             first_batch_size=batch_size,
             asks_rank_zero=True,
-            event=_log_event,
+            event=self._tell_all,
             order=self._order,
         )
         self._queue = StepQueue(self._planner, lengths=rows if self._counts_tokens else None)
@@ -184,6 +185,15 @@ class AdaptiveBatches(Sampler[list[int]]):
             "dataset": f"{len(rows)} rows",
             "sampler": None if sampler is None else type(sampler).__name__,
         }
+
+    def tell(self, event: Event) -> None:
+        """Tell a function of each decision about batches too: its kind, a message, and facts."""
+        self._listeners.append(event)
+
+    def _tell_all(self, kind: str, message: str, **facts: Any) -> None:
+        _log_event(kind, message, **facts)
+        for listener in self._listeners:
+            listener(kind, message, **{**facts, "prints": False})
 
     @property
     def planner(self) -> StepPlanner:

@@ -19,9 +19,8 @@ from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 
 from .run_history import LossesNotFinite, Record, RunHistory, as_number, steps_at, whole
-from .run_log import iterate_records
+from .run_log import RECORD, iterate_records
 
-RECORD = Path("adaptive_batch") / "run.jsonl"
 # Problems that are kept, and notes: all are counted, and a broken log has too many to print.
 _MOST = 20
 # What the byte of a row means: an epoch of many rows must fit into memory.

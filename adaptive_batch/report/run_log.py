@@ -18,32 +18,53 @@ from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
 
+RECORD = Path("adaptive_batch") / "run.jsonl"
+
 
 class RunLog:
     """Appends one JSON object a line: ``kind`` is ``step``, or the name of the event. Any thread
     may write; nothing is buffered.
 
     JSON has no nan and no infinities: they are written as text, which ``float`` reads. Restarts of
-    a run append; a line torn by a kill is ended. With `enabled` False, as on ranks other than zero,
-    nothing is written.
+    a run append; a line torn by a kill is ended.
+
+    A loop is given it as ``StepOptions(event=RunLog("output"))``; ``python -m adaptive_batch audit
+    output`` and ``report output`` read it.
+
+    Args:
+        folder: folder of the run; the file is ``adaptive_batch/run.jsonl`` in it.
+        enabled: whether anything is written; None on rank zero alone.
 
     Raises:
         SettingError: another process is writing the file.
     """
 
-    def __init__(self, path: Path, *, enabled: bool = True) -> None:
+    def __init__(self, folder: str | Path, *, enabled: bool | None = None) -> None:
         self._file = None
         self._writing = threading.Lock()
+        if enabled is None:
+            # It imports torch, which reading a log does not need.
+            from adaptive_batch import distributed
+
+            enabled = distributed.is_rank_zero()
         if enabled:
+            path = Path(folder) / RECORD
             path.parent.mkdir(parents=True, exist_ok=True)
             torn = _ends_torn(path)
             self._file = path.open("a", encoding="utf-8")
             if not _locked(self._file):
                 self._file.close()
                 remedy = "another run is writing there; give this one another folder"
-                raise SettingError("output_dir", str(path.parents[1]), remedy)
+                raise SettingError("output_dir", str(folder), remedy)
             if torn:
                 self._file.write("\n")
+
+    def __call__(self, kind: str, message: str, *, prints: bool = True, **values: Any) -> None:
+        """Record a step, or an event."""
+        if kind == "step":
+            self.step(**values)
+        else:
+            self.event(kind, message, prints=prints, **values)
 
     def step(self, **metrics: Any) -> None:
         """Record one optimizer step."""

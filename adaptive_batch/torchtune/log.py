@@ -73,9 +73,9 @@ class TrainingLog:
         self._data = data
         self._settings = job.settings
         self._cfg = cfg
-        self._path = Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl"
-        self._config_path = self._path.with_name("config.yaml")
-        self._record = RunLog(self._path, enabled=False)
+        self._folder = Path(cfg.output_dir)
+        self._config_path = self._folder / "adaptive_batch" / "config.yaml"
+        self._record = RunLog(self._folder, enabled=False)
         self._metrics: Any = None
         self._last_step = 0
         # Of the epoch so far: tokens, with padding, and the most micro-batches of a step.
@@ -94,7 +94,7 @@ class TrainingLog:
 
     def open(self) -> None:
         """Open both; all ranks call it."""
-        record = distributed.on_rank_zero(lambda: RunLog(self._path))
+        record = distributed.on_rank_zero(lambda: RunLog(self._folder))
         if record is None:
             return
         self._record = record
@@ -140,17 +140,7 @@ class TrainingLog:
 
     def limit(self, change: LimitChange, *, kind: str = "limit") -> None:
         """Log at once what a micro-batch holds from now on."""
-        self.event(
-            kind,
-            change.describe(),
-            before=change.before.amount,
-            after=change.after.amount,
-            unit=change.after.unit,
-            rows=change.rows,
-            length=change.length,
-            out_of_memory=change.out_of_memory,
-            error=change.error,
-        )
+        self.event(kind, change.describe(), **change.facts())
 
     @contextmanager
     def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:

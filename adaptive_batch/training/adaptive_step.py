@@ -148,7 +148,7 @@ class AdaptiveStep:
             layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
             memory=self.memory,
             policy=options.oom_policy,
-            on_change=_log_change,
+            on_change=partial(_log_change, options.event),
         )
         self.sharding = sharding_of(
             model,
@@ -467,6 +467,8 @@ def check_sizes(micro_batch_size: int | str | None, micro_batch_tokens: int | st
             check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
 
 
-def _log_change(change: LimitChange) -> None:
+def _log_change(event: Callable[..., object] | None, change: LimitChange) -> None:
     if distributed.is_rank_zero():
         log.log(logging.INFO if change.grows else logging.WARNING, "%s", change.describe())
+    if event is not None:
+        event("limit", change.describe(), prints=False, **change.facts())

@@ -14,9 +14,11 @@ the learning rate.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +31,7 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.data import (
     AdaptiveBatches,
     DatasetAdapter,
+    Event,
     MicroBatchLimit,
     RowLength,
     RowReader,
@@ -42,6 +45,7 @@ from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesa
 from .adaptive_step import check_sizes
 from .agreement import Question
 from .bound_search import ProbeOptions
+from .loop_events import LoopEvents
 from .model_checks import check_gradients_are_clear, check_parameters, parameters_of
 from .nonfinite import NonfiniteSteps
 from .options import StepOptions
@@ -168,6 +172,9 @@ class AdaptiveLoop:
             batch_size_schedule=batch_size_schedule,
             sampling=sampling,
         )
+        self._events = LoopEvents(options.event, num_rows=len(rows))
+        if options.event is not None:
+            self._batches.tell(options.event)
         if isinstance(batch_size_schedule, Seesaw):
             self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
         lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
@@ -189,7 +196,7 @@ class AdaptiveLoop:
         self._nonfinite = NonfiniteSteps(
             options.on_nonfinite_loss,
             drop_gradients=self._step.step.runner.drop_gradients,
-            event=_log_event,
+            event=partial(_log_event, options.event),
         )
         self._reader = RowReader(rows)
         self._built_with = {
@@ -404,10 +411,12 @@ class AdaptiveLoop:
         check_gradients_are_clear(
             self._model, self._optimizer, mine=self._step.step.sharding.of_this_rank
         )
+        progress = self.progress
+        self._events.begins(progress)
+        began = time.perf_counter()
         question = Question(step.progress.batch, len(step.numbers))
         result = self._step.run(rows, rows_at_once=rows_at_once, question=question)
         batch = result.tokens if self._rate.counts_tokens else result.rows
-        progress = self.progress
         self.learning_rate = self._rate.apply(progress, batch=batch)["lr"]
         try:
             self._nonfinite.drops(
@@ -429,9 +438,27 @@ class AdaptiveLoop:
                 result.rows,
             )
         self._rows_ahead.drop_first()
-        self._batches.queue.done(tokens=result.tokens)
+        self._end_step(step.numbers, result, seconds=time.perf_counter() - began)
         self._awaits_step = self._knows_steps
         return result
+
+    def _end_step(self, numbers: Sequence[int], result: StepResult, *, seconds: float) -> None:
+        """Count a step as done, and its epoch where it is over."""
+        queue = self._batches.queue
+        planner = self._batches.planner
+        progress = queue.done(tokens=result.tokens, ends_epoch=False)
+        assert self.learning_rate is not None
+        self._events.step(
+            result,
+            progress,
+            numbers=numbers,
+            lr=self.learning_rate,
+            seconds=seconds,
+            num_out_of_memory=self.num_out_of_memory,
+        )
+        if planner.is_over(progress):
+            self._events.epoch(progress, planner.epochs.left_out(progress))
+            queue.end_epoch()
 
     def _rows_at_most(self, batch_size: int) -> int:
         """Return the rows of a step on the rank that has most: there may be other ranks than
@@ -502,6 +529,7 @@ class AdaptiveLoop:
                 raise SettingError(key, value, remedy)
         self._batches.load_state_dict(state["batches"])
         self._rows_ahead.clear()
+        self._events.forget_beginning()
         self._step.load_state_dict(state["step"])
         reference = self._reference_on(self._batches.planner.ranks)
         if isinstance(reference, Reference):
@@ -547,6 +575,10 @@ def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:
     return all(first is second for first, second in zip(rows, others, strict=True))
 
 
-def _log_event(kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+def _log_event(
+    event: Event | None, kind: str, message: str, *, prints: bool = True, **facts: Any
+) -> None:
     if prints and distributed.is_rank_zero():
         log.warning("%s", message)
+    if event is not None:
+        event(kind, message, prints=False, **facts)

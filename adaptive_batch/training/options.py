@@ -56,6 +56,9 @@ class StepOptions:
             :func:`pack_rows` makes the batch in the place of `collate`.
         scale_with_batch: what of the optimizer follows the batch beside the rate: ``{"beta2":
             "half_life", "weight_decay": "per_token"}`` or one of them; None for neither.
+        event: function that is told of what happens, as ``event(kind, message, **facts)``: a
+            :class:`adaptive_batch.report.RunLog` writes it down. AdaptiveLoop tells of each step
+            with its rows; a step alone of what a part holds from then on.
         lr_clock: what the schedule of the rate counts: ``samples``, ``tokens`` or ``steps``.
 
     Raises:
@@ -74,8 +77,11 @@ class StepOptions:
     micro_batch_layout: str | None = None
     scale_with_batch: Mapping[str, str] | None = None
     lr_clock: str = "samples"
+    event: Callable[..., object] | None = None
 
     def __post_init__(self) -> None:
+        if self.event is not None and not callable(self.event):
+            raise SettingError("event", self.event, "give a function, such as RunLog(folder)")
         check_scaled("scale_with_batch", self.scale_with_batch or {})
         if self.micro_batch_layout is not None:
             check_choice("micro_batch_layout", self.micro_batch_layout, KINDS)

@@ -125,6 +125,7 @@ class RowStep:
                 sync_gradients_every_micro_batch=options.sync_gradients_every_micro_batch,
                 count_labels_over="ranks",
                 memory=options.memory,
+                event=options.event,
             ),
         )
         self.sizer = self.step.sizer

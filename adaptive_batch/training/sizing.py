@@ -77,6 +77,18 @@ class LimitChange:
         """Whether a micro-batch may hold more than before."""
         return self.after.amount > self.before.amount
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a log records of it, as plain values."""
+        return {
+            "before": self.before.amount,
+            "after": self.after.amount,
+            "unit": self.after.unit,
+            "rows": self.rows,
+            "length": self.length,
+            "out_of_memory": self.out_of_memory,
+            "error": self.error,
+        }
+
     def describe(self) -> str:
         """Return one line, with numbers."""
         now = f"a micro-batch holds {self.after} from now on, not {self.before}"

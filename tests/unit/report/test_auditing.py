@@ -568,7 +568,7 @@ def test_the_command_needs_no_torch(tmp_path):
     [b"\x00" * 40, b"\xff\xfe{", b"17", b"[1]", b"null", b'{"kind": "step"', b"[" * 100_000],
 )
 def test_garbage_between_lines_is_counted_as_torn(tmp_path, garbage):
-    with RunLog(tmp_path / "adaptive_batch" / "run.jsonl") as record:
+    with RunLog(tmp_path) as record:
         for one in Run().records():
             values = {key: value for key, value in one.items() if key != "kind"}
             (

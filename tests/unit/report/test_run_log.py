@@ -10,8 +10,8 @@ from adaptive_batch.report.run_log import iterate_records
 
 
 def test_steps_and_decisions_are_read_back_in_order(tmp_path, caplog):
-    path = tmp_path / "deep" / "run.jsonl"
-    with caplog.at_level("INFO", logger="adaptive_batch"), RunLog(path) as record:
+    path = tmp_path / "deep" / "adaptive_batch" / "run.jsonl"
+    with caplog.at_level("INFO", logger="adaptive_batch"), RunLog(path.parents[1]) as record:
         record.event("batch_size", "batch_size 4 -> 16", before=4, after=16)
         record.step(step=1, loss=2.5)
     first, second = read_records(path)
@@ -21,23 +21,23 @@ def test_steps_and_decisions_are_read_back_in_order(tmp_path, caplog):
 
 
 def test_a_record_is_on_disk_before_the_run_ends(tmp_path):
-    path = tmp_path / "run.jsonl"
-    record = RunLog(path)
+    path = tmp_path / "adaptive_batch" / "run.jsonl"
+    record = RunLog(path.parents[1])
     record.step(step=1)
     assert json.loads(path.read_text())["step"] == 1
     record.close()
 
 
 def test_a_line_torn_by_a_kill_at_any_byte_costs_that_line_alone(tmp_path):
-    path = tmp_path / "run.jsonl"
-    with RunLog(path) as record:
+    path = tmp_path / "adaptive_batch" / "run.jsonl"
+    with RunLog(path.parents[1]) as record:
         record.step(step=1)
         record.step(step=2)
     whole = path.read_bytes()
     first = whole.index(b"\n") + 1
     for size in range(first + 1, len(whole)):
         path.write_bytes(whole[:size])
-        with RunLog(path) as record:
+        with RunLog(path.parents[1]) as record:
             record.step(step=3)
         steps = [found["step"] for found in read_records(path)]
         assert steps == ([1, 2, 3] if size == len(whole) - 1 else [1, 3])
@@ -46,7 +46,7 @@ def test_a_line_torn_by_a_kill_at_any_byte_costs_that_line_alone(tmp_path):
 def test_other_ranks_write_nothing(tmp_path, caplog):
     with (
         caplog.at_level("INFO", logger="adaptive_batch"),
-        RunLog(tmp_path / "run.jsonl", enabled=False) as record,
+        RunLog(tmp_path, enabled=False) as record,
     ):
         record.event("batch_size", "said once")
         record.step(step=1)
@@ -55,27 +55,30 @@ def test_other_ranks_write_nothing(tmp_path, caplog):
 
 
 def test_what_was_synced_is_on_disk_and_other_ranks_have_nothing_to_sync(tmp_path):
-    with RunLog(tmp_path / "run.jsonl") as record:
+    with RunLog(tmp_path) as record:
         record.step(step=1)
         record.sync()
-        assert [one["step"] for one in read_records(tmp_path / "run.jsonl")] == [1]
-    with RunLog(tmp_path / "other.jsonl", enabled=False) as record:
+        (read_back,) = read_records(tmp_path / "adaptive_batch" / "run.jsonl")
+        assert read_back["step"] == 1
+    with RunLog(tmp_path / "other", enabled=False) as record:
         record.sync()
-    assert not (tmp_path / "other.jsonl").exists()
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_long_record_is_opened_without_being_read(tmp_path):
-    path = tmp_path / "run.jsonl"
+    path = tmp_path / "adaptive_batch" / "run.jsonl"
+    path.parent.mkdir()
     with path.open("wb") as file:  # sparse: reading it all would need its size in memory
         file.truncate(1 << 40)
         file.seek(0, 2)
         file.write(b"\n")
-    RunLog(path).close()
+    RunLog(path.parents[1]).close()
     assert path.stat().st_size == (1 << 40) + 1
 
 
 def test_records_come_one_by_one_and_a_torn_line_is_none(tmp_path):
-    path = tmp_path / "run.jsonl"
+    path = tmp_path / "adaptive_batch" / "run.jsonl"
+    path.parent.mkdir()
     path.write_bytes(b'{"kind": "step", "step": 1}\n{"kind": "st\n\xff\n17\n{"kind": "end"}\n')
     records = iterate_records(path)
     assert next(records) == {"kind": "step", "step": 1}
@@ -85,13 +88,13 @@ def test_records_come_one_by_one_and_a_torn_line_is_none(tmp_path):
 
 def test_a_record_that_another_run_is_writing_is_refused(tmp_path):
     path = tmp_path / "adaptive_batch" / "run.jsonl"
-    with RunLog(path) as first:
+    with RunLog(path.parents[1]) as first:
         with pytest.raises(
             SettingError,
             match=r"output_dir=.*another run is writing there; give this one another folder",
         ):
-            RunLog(path)
+            RunLog(path.parents[1])
         first.event("still", "written")
-    with RunLog(path) as second:  # it ended, by whatever means
+    with RunLog(path.parents[1]) as second:  # it ended, by whatever means
         second.event("next", "written")
     assert [record["kind"] for record in read_records(path)] == ["still", "next"]
