@@ -187,14 +187,21 @@ def test_the_core_depends_on_torch_alone(wheel):
 
 @pytest.mark.slow
 def test_the_core_imports_with_torch_alone(with_torch_alone, tmp_path):
-    program = (
-        "import importlib, importlib.util, pkgutil, sys, adaptive_batch\nfor module in"
-        " pkgutil.walk_packages(adaptive_batch.__path__, 'adaptive_batch.', onerror=lambda name:"
-        " None):\n    if not module.name.startswith('adaptive_batch.torchtune'):\n       "
-        " importlib.import_module(module.name)\nprint(adaptive_batch.__file__)\nfor name in"
-        " ('torchtune', 'omegaconf', 'recipes', 'tests', 'configs', 'demo', 'examples'):\n   "
-        " assert importlib.util.find_spec(name) is None, name\nimport adaptive_full_finetune\n"
-    )
+    program = """
+import importlib, importlib.util, pkgutil, adaptive_batch
+
+needs_more = ("adaptive_batch.torchtune", "adaptive_batch.integrations.")
+modules = pkgutil.walk_packages(
+    adaptive_batch.__path__, "adaptive_batch.", onerror=lambda name: None
+)
+for module in modules:
+    if not module.name.startswith(needs_more):
+        importlib.import_module(module.name)
+print(adaptive_batch.__file__)
+for name in ("torchtune", "omegaconf", "recipes", "tests", "configs", "demo", "examples"):
+    assert importlib.util.find_spec(name) is None, name
+import adaptive_full_finetune
+"""
     done = run(with_torch_alone, "-c", program, cwd=tmp_path, status=1)
     assert done.stdout.startswith(str(with_torch_alone.parents[1]))
     assert re.search(r"ModuleNotFoundError: No module named '(torchtune|omegaconf)'", done.stderr)
