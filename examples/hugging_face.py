@@ -50,7 +50,7 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     }
 
 
-class AdaptiveTrainer(Trainer):
+class LoopTrainer(Trainer):
     """Takes its steps, already as large as they are to be, from `loop`; Trainer clips, steps, logs
     and saves.
     """
@@ -117,7 +117,7 @@ def main() -> None:
         disable_tqdm=True,
     )
     model.to(arguments.device)
-    kind = AdaptiveTrainer if plain is None else PlainTrainer
+    kind = LoopTrainer if plain is None else PlainTrainer
     trainer = kind(model, arguments, train_dataset=ROWS, optimizers=(optimizer, scheduler))
     if plain is None:
         # --- adaptive_batch

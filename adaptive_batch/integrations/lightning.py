@@ -68,7 +68,7 @@ class AdaptiveCallback(Callback):
         )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        vars(_loop(trainer)).pop(_MAKES_CLOSURE, None)
+        vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_MAKES_CLOSURE, None)
 
     def _run_batch(
         self,
@@ -86,7 +86,6 @@ class AdaptiveCallback(Callback):
             clear()
         backward = loop._make_backward_fn(optimizer)
         logged = _Logged(module)
-
         extra: dict[str, Any] = {}
 
         def run(part: Part) -> torch.Tensor | None:

@@ -89,11 +89,7 @@ class Data:
         collate = load_function(
             job.cfg.get("collate_fn") or "torchtune.data.padded_collate_sft", key="collate_fn"
         )
-        with building(
-            "collate_fn",
-            job.cfg.get("collate_fn"),
-            _COLLATE_REMEDY,
-        ):
+        with building("collate_fn", job.cfg.get("collate_fn"), _COLLATE_REMEDY):
             signature(collate).bind([], padding_idx=self.pad_id, ignore_idx=self._ignored)
         self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
         self.collate: Collate = padded_collate_packed if packed else self._padded

@@ -30,6 +30,8 @@ TESTS = [
     "tests/distributed",
     "tests/test_architecture.py",
     "--ignore=tests/unit/torchtune",
+    "--ignore=tests/unit/integrations",
+    "--ignore=tests/distributed/test_trainer_ranks.py",
 ]
 MARKS = "not slow and not nightly and not gpu and not cuda_stack and not browser and not readme"
 
