@@ -113,12 +113,12 @@ def fails_above(num_rows):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {},
         {"gradient_accumulation_steps": 2},
-        {"gradient_checkpointing": True, "bf16": True},
-        {"max_grad_norm": 0.1, "dataloader_num_workers": 1},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True, "bf16": True}, marks=pytest.mark.slow),
+        pytest.param({"max_grad_norm": 0.1, "dataloader_num_workers": 1}, marks=pytest.mark.slow),
     ],
-    ids=["plain", "accumulation", "checkpointing, bf16", "clipping, a worker"],
+    ids=["accumulation", "plain", "checkpointing, bf16", "clipping, a worker"],
 )
 def test_where_nothing_is_split_it_has_trainers_own_bits(tmp_path, arguments):
     _, plain, weights = trained(Trainer, tmp_path, llama(dropout=0.1), **arguments)
@@ -127,7 +127,7 @@ def test_where_nothing_is_split_it_has_trainers_own_bits(tmp_path, arguments):
     assert torch.equal(own, weights)
 
 
-@pytest.mark.parametrize("accumulates", [1, 3])
+@pytest.mark.parametrize("accumulates", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_alone(
     tmp_path, accumulates
 ):
@@ -216,6 +216,7 @@ def test_the_bound_is_that_of_what_is_trained(tmp_path):
     assert 1 <= bounds[False] < bounds[True]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_in_mid_epoch_is_the_whole_one(tmp_path):
     saving = {"save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
     given = {"adaptive": AdaptiveArguments(micro_batch_size=2), **saving}
