@@ -90,7 +90,8 @@ class AdaptiveArguments:
             DoesNotFitError: one row does not fit.
             SettingError: the loader has no rows by number, or their lengths are unknown.
         """
-        if not step.sizer.waits_for_search:
+        # Of rows without lengths the sizer waits on, after a search too.
+        if step.max_batch_size is not None or not step.sizer.waits_for_search:
             return
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):

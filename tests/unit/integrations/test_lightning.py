@@ -115,7 +115,8 @@ def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_
         assert own_trainer.logged_metrics[name] == pytest.approx(value.item(), rel=1e-5), name
 
 
-def test_the_search_leaves_training_as_it_was(tmp_path):
+def test_the_search_runs_once_and_leaves_training_as_it_was(tmp_path, caplog):
+    caplog.set_level("INFO", logger="adaptive_batch")
     plain = Module(dropout=0.1)
     trainer, weights = trained(plain, tmp_path)
     ours = Module(dropout=0.1)
@@ -123,6 +124,7 @@ def test_the_search_leaves_training_as_it_was(tmp_path):
     callback = AdaptiveCallback(adaptive)
     own_trainer, own_weights = trained(ours, tmp_path, [callback])
     assert callback.step.max_batch_size == NUM_ROWS
+    assert caplog.text.count("of the longest fit at once") == 1
     assert ours.losses == plain.losses
     assert torch.equal(own_weights, weights)
     assert own_trainer.logged_metrics == trainer.logged_metrics
