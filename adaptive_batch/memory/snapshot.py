@@ -151,8 +151,10 @@ class _NumpyState:
 
     def now(self, numpy_random: Any) -> Any:
         """Return what ``numpy.random.set_state`` takes."""
-        get_generator = getattr(numpy_random, "get_bit_generator", None)
-        generator = get_generator() if get_generator else None
+        # Before NumPy 1.24.
+        if not hasattr(numpy_random, "get_bit_generator"):
+            return numpy_random.get_state()
+        generator = numpy_random.get_bit_generator()
         if not isinstance(generator, numpy_random.MT19937):
             return numpy_random.get_state(legacy=False)
         words = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)

@@ -36,7 +36,7 @@ class RunLog:
         enabled: whether anything is written; None on rank zero alone.
 
     Raises:
-        SettingError: another process is writing the file.
+        SettingError: another log of the folder is open, in this process or in another.
     """
 
     def __init__(self, folder: str | Path, *, enabled: bool | None = None) -> None:
@@ -54,7 +54,10 @@ class RunLog:
             self._file = path.open("a", encoding="utf-8")
             if not _locked(self._file):
                 self._file.close()
-                remedy = "another run is writing there; give this one another folder"
+                remedy = (
+                    "another run is writing there; give this one another folder. A RunLog of your"
+                    " own is closed by close(), and on several ranks it is made once they have met"
+                )
                 raise SettingError("output_dir", str(folder), remedy)
             if torn:
                 self._file.write("\n")

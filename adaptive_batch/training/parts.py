@@ -195,7 +195,8 @@ class RowsOfBatch:
             some_rows = tensor[index]
             has_width = tensor.dim() == 2 and tensor.shape[1] == width
             if has_width:
-                return some_rows[:, :used_width]
+                # Models call view() on their labels, which needs rows that lie side by side.
+                return some_rows[:, :used_width].contiguous()
             return some_rows
 
         return self._map(self._batch, cut, index)

@@ -395,6 +395,8 @@ def test_parts_by_tokens_leave_trailing_padding_out(shown_by):
         longest = int(lengths[part.batch["classes"]].max())
         assert part.batch["tokens"].shape == part.batch["labels"].shape == (part.num_rows, longest)
         assert part.num_rows * longest <= 40
+        # As Transformers' models call view() on them.
+        assert part.batch["labels"].is_contiguous()
         # Neither three dimensions nor another width.
         assert part.batch["positions"].shape == (part.num_rows, 16, 2)
         assert part.batch["scores"].shape == (part.num_rows, 3)
