@@ -288,14 +288,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         trainer.learn_collectives()
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
-        block = OmegaConf.create(
-            dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False}
-        )
+        # Null is as good as absent.
+        given = {key: value for key, value in (cfg_profiler or {}).items() if value is not None}
+        block = OmegaConf.create(given or {"enabled": False})
         component = "torchtune.training.setup_torch_profiler"
         if block.get("_component_", component) != component:
             raise SettingError("profiler._component_", block._component_, f"only {component} works")
         block["_component_"] = component
         self.profiler, self.profiler_cfg = instantiate(PROFILER_KEY, block)
+        if self.profiler_cfg["enabled"]:
+            available = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+            if not available.intersection(self.profiler.activities):
+                remedy = "nothing else can be profiled here; set it to True, or enabled to False"
+                raise SettingError("profiler.cpu", block.get("cpu"), remedy)
 
     # --- training
 
