@@ -205,9 +205,12 @@ def check_adapter_keys(block: Mapping[str, Any]) -> None:
     """Refuse values of a model's block that torchtune's builders take and cannot train or save."""
     if "lora_rank" in block:
         check_whole("model.lora_rank", block["lora_rank"])
-    if block.get("lora_alpha") == 0:
+    alpha = block.get("lora_alpha")
+    if isinstance(alpha, int | float) and alpha <= 0:
         raise SettingError(
-            "model.lora_alpha", 0, "adapters are multiplied by it; give the rank or twice the rank"
+            "model.lora_alpha",
+            alpha,
+            "adapters are multiplied by it; give the rank or twice the rank",
         )
     names = block.get("lora_attn_modules") or ()
     if not isinstance(names, Sequence) or isinstance(names, str):
@@ -252,6 +255,14 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
     adapters = {
         name: module for name, module in model.named_modules() if hasattr(module, "adapter_params")
     }
+    ranks = [
+        min(module.lora_a.in_features, module.lora_b.out_features)
+        for module in adapters.values()
+        if hasattr(module, "lora_a")
+    ]
+    if ranks and block.lora_rank > max(ranks):
+        remedy = f"no weight of the model has more than rank {max(ranks)}; give less, such as 8"
+        raise SettingError("model.lora_rank", block.lora_rank, remedy)
     kinds = {name.rpartition(".")[2] for name in adapters}
     made = {
         "apply_lora_to_mlp": any("mlp" in name.split(".") for name in adapters),

@@ -157,7 +157,9 @@ def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kin
         ),
         ((*LORA, "model.lora_rank=0"), "model.lora_rank", "give a whole number, 1 or more"),
         ((*LORA, "model.lora_alpha=0"), "model.lora_alpha", "adapters are multiplied by it"),
+        ((*LORA, "model.lora_alpha=-8"), "model.lora_alpha", "adapters are multiplied by it"),
         ((*LORA, "model.lora_rank=-4"), "model.lora_rank", "give a whole number, 1 or more"),
+        ((*LORA, "model.lora_rank=1000"), "model.lora_rank", "more than rank 32; give less"),
         (
             (*LORA, "checkpointer.adapter_checkpoint=nowhere.pt"),
             "checkpointer.adapter_checkpoint",
