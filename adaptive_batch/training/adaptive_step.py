@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_whole
+from adaptive_batch._util import check_state, check_whole, instance_of
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
@@ -120,7 +120,7 @@ class AdaptiveStep:
         num_labels: Callable[[Any], Any] | None = None,
         options: StepOptions | None = None,
     ) -> None:
-        options = options or StepOptions()
+        options = instance_of(StepOptions, "options", options)
         options.check_of_step()
         check_sizes(micro_batch_size, micro_batch_tokens)
         for key, function in (
@@ -433,7 +433,12 @@ class AdaptiveStep:
         return {"sizer": self.sizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; what :meth:`find_bound` has found since counts more."""
+        """Resume from a saved state; what :meth:`find_bound` has found since counts more.
+
+        Raises:
+            SettingError: the state is none of a step.
+        """
+        check_state(state, ("sizer",), owner="a step")
         self.sizer.load_search(state["sizer"])
         self.sizer.load_state_dict(state["sizer"])
 
