@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_state, check_whole, instance_of
+from adaptive_batch._util import check_bool, check_state, check_whole, instance_of
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
@@ -384,6 +384,11 @@ class AdaptiveStep:
         """
         options = ProbeOptions(device_memory, headroom, maximum)
         check_parameters(self.model, optimizer)
+        if not callable(sample):
+            raise SettingError("sample", sample, "give a function of a number of rows")
+        if batch_size is not None:
+            check_whole("batch_size", batch_size)
+        check_bool("accumulates", accumulates)
         self.memory.check_it_can_be_measured()
         length = length_in_sample(sample, self._split_batch, self.memory.device)
         if self.sizer.limit(1).unit == "tokens" and not length:
