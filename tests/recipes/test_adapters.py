@@ -235,6 +235,14 @@ def test_a_run_that_resumes_has_its_own_adapters_and_says_so(small, begun, is_th
     assert any(message.startswith("checkpointer.adapter_checkpoint has no") for message in messages)
 
 
+def test_a_change_of_shapes_that_was_allowed_is_refused_with_what_may_be_changed(small, begun):
+    folder = interrupted(small, begun, step=6)
+    rank = ("model.lora_rank=8", "resume_from_checkpoint=True", "resume_allow_changes=[model]")
+    says = r"Size mismatch.*\[model\] is for changes that keep the shape of weights: resume with"
+    with pytest.raises(CheckpointError, match=says):
+        small.run_in_process(OURS, *POINTS, f"output_dir={folder}", *rank)
+
+
 def test_adapters_train_with_the_optimizer_in_backward(small):
     keys = (*LORA[:-1], "epochs=1", "max_steps_per_epoch=4")
     whole = small.run_in_process(OURS, *keys, "optimizer_in_bwd=False")
