@@ -16,13 +16,15 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path, PurePath
+from typing import TypeVar
 
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
+T = TypeVar("T")
 
 # Seconds between two lines of progress, where no terminal shows a bar.
 SECONDS_BETWEEN_LINES = 10.0
@@ -53,6 +55,22 @@ def check_bool(key: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SettingError(key, value, "give True or False")
     return value
+
+
+def instance_of(kind: type[T], key: str, value: T | None) -> T:
+    """Return a value of one kind, one of its defaults where it is None; refuse any other."""
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise SettingError(key, value, f"give {kind.__name__}(...)")
+    return value
+
+
+def check_state(state: object, names: Iterable[str], *, owner: str) -> None:
+    """Refuse what is no state of an object, which has these names."""
+    if not isinstance(state, Mapping) or not state.keys() >= set(names):
+        remedy = f"give what state_dict() of {owner} returned"
+        raise SettingError("state", type(state).__name__, remedy)
 
 
 def check_choice(key: str, value: str, options: Sequence[str]) -> None:

@@ -230,7 +230,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        self._log_what_comes_too_late(self.settings.epochs * epoch_steps)
+        self._log_what_has_no_effect(self.settings.epochs * epoch_steps)
         is_changed = bool(self.resumed.differs)
         is_changed |= saved.get("configured_batch_size") != self.settings.batch_size
         self.preview.look_ahead(self.queue.progress, saved=saved, changed=is_changed)
@@ -253,17 +253,28 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
             raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
 
-    def _log_what_comes_too_late(self, num_steps: int) -> None:
-        """Log that validation or the profiler has no effect where it is due after more steps than
-        the run has.
+    def _log_what_has_no_effect(self, num_steps: int) -> None:
+        """Log that a resume point, validation or the profiler has no effect where it is due after
+        more steps than the run has, and that a batch of more rows than there are is cut to these.
         """
+        settings = self.settings
+        step_rows = settings.step_rows * self.job.ranks
+        rows = len(self.data.dataset)
+        is_fixed = not (settings.batch_tokens or settings.batch_changes or settings.grows)
+        if is_fixed and step_rows > rows:
+            message = f"a step of {step_rows} rows is cut to {count(rows, 'row')}"
+            self.log.event("no_effect", f"{message}: the dataset has no more")
         has_steps = f"the run has {count(num_steps, 'step')}"
-        validation = self.settings.validation
-        if validation is not None and not self.settings.grows:
+        validation = settings.validation
+        if validation is not None and not settings.grows:
             every = validation.every_n_steps
             if every > num_steps:
                 message = f"run_val_every_n_steps={every} has no effect: {has_steps}"
                 self.log.event("no_effect", f"{message}, so nothing is validated")
+        saves_every = settings.save_every_n_steps
+        if saves_every is not None and saves_every > num_steps and not settings.grows:
+            message = f"save_every_n_steps={saves_every} has no effect: {has_steps}"
+            self.log.event("no_effect", f"{message}, and is saved as each epoch ends")
         profiler = self.profiler_cfg
         if profiler.get("enabled"):
             waits = profiler.wait_steps + profiler.warmup_steps
@@ -288,14 +299,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         trainer.learn_collectives()
 
     def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
-        block = OmegaConf.create(
-            dict(cfg_profiler) if cfg_profiler is not None else {"enabled": False}
-        )
+        # Null is as good as absent.
+        given = {key: value for key, value in (cfg_profiler or {}).items() if value is not None}
+        block = OmegaConf.create(given or {"enabled": False})
         component = "torchtune.training.setup_torch_profiler"
         if block.get("_component_", component) != component:
             raise SettingError("profiler._component_", block._component_, f"only {component} works")
         block["_component_"] = component
         self.profiler, self.profiler_cfg = instantiate(PROFILER_KEY, block)
+        if self.profiler_cfg["enabled"]:
+            available = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
+            if not available.intersection(self.profiler.activities):
+                remedy = "nothing else can be profiled here; set it to True, or enabled to False"
+                raise SettingError("profiler.cpu", block.get("cpu"), remedy)
 
     # --- training
 

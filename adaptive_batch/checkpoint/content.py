@@ -134,7 +134,8 @@ def read_into(
             if path not in saved or path not in targets:
                 problem = "was not saved" if path in targets else "was saved, and is not here"
                 raise CheckpointError(
-                    f"{_joined((key, *path))} {problem}; it belongs to another model"
+                    f"{_joined((key, *path))} {problem}; it belongs to another model: give the one"
+                    " that was saved"
                 )
         for path, tensor in targets.items():
             stored = replace(saved[path], parameter=tensor)

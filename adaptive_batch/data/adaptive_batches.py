@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, Sampler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_bool, check_choice, check_whole
+from adaptive_batch._util import check_bool, check_choice, check_state, check_whole, instance_of
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Clock,
@@ -69,9 +69,15 @@ class Sampling:
     def __post_init__(self) -> None:
         check_choice("sample_order", self.sample_order, ORDERS)
         check_choice("long_rows", self.long_rows, LONG_ROWS)
-        check_bool("grow_beyond_maximum", self.grow_beyond_maximum)
-        if self.batch_tokens is not None:
-            check_whole("batch_tokens", self.batch_tokens)
+        for key in ("shuffle", "grow_beyond_maximum"):
+            check_bool(key, getattr(self, key))
+        seed = self.seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= 2**63:
+            raise SettingError("seed", seed, "give a whole number")
+        check_whole("min_rows_per_batch", self.min_rows_per_batch)
+        for key in ("batch_tokens", "max_rows_per_batch", "sample_window"):
+            if getattr(self, key) is not None:
+                check_whole(key, getattr(self, key))
 
 
 class _NoSizer:
@@ -136,7 +142,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         batch_size_schedule: Schedule | None = None,
         sampling: Sampling | None = None,
     ) -> None:
-        sampling = sampling or Sampling()
+        sampling = instance_of(Sampling, "sampling", sampling)
         check_whole("batch_size", batch_size)
         batching = Batching(
             batch_size,
@@ -151,8 +157,9 @@ class AdaptiveBatches(Sampler[list[int]]):
                 " ramp_by_doubling"
             )
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
-        if isinstance(maximum, int):
-            check_whole("maximum", maximum)
+        if maximum is not None and not hasattr(maximum, "max_batch_size"):
+            remedy = "give a whole number of rows, or the sizer of an AdaptiveStep"
+            check_whole("maximum", maximum, remedy=remedy)
         if maximum is None or isinstance(maximum, int):
             maximum = _NoSizer(maximum, sampling.batch_tokens)
         self._order = None
@@ -279,8 +286,9 @@ class AdaptiveBatches(Sampler[list[int]]):
         """Resume from a saved state, in batches that were built as the saved ones were.
 
         Raises:
-            SettingError: rows would come in another order.
+            SettingError: rows would come in another order, or the state is none of batches.
         """
+        check_state(state, ("progress", "steps", "order", "built_with"), owner="batches")
         for key, value in self._built_with.items():
             saved = state["built_with"][key]
             if saved != value:

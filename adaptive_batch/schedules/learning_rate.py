@@ -204,11 +204,14 @@ class LearningRate:
             reference = parse_reference(reference)
         self.rule = rule
         self.reference = reference
-        if isinstance(optimizers, Optimizer):
-            optimizers = [optimizers]
+        given: Sequence[Any] = [optimizers]
+        if isinstance(optimizers, list | tuple):
+            given = optimizers
         self._optimizers: list[Optimizer] = [
-            _unwrapped(optimizer, "optimizer") for optimizer in optimizers
+            _unwrapped(optimizer, "optimizer") for optimizer in given
         ]
+        if not given or not all(isinstance(each, Optimizer) for each in self._optimizers):
+            raise SettingError("optimizer", optimizers, "give an optimizer, or a list of them")
         self._first = self._optimizers[0]
         self._scheduler = _unwrapped(scheduler, "scheduler")
         # Values that are scaled for a step that is still to be taken.

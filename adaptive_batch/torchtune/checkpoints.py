@@ -85,6 +85,7 @@ class Checkpoints:
             resumable_beside=lambda: resumable_order(cfg.checkpointer),
         )
         self._on_failure = on_failure or _warn_of_failure
+        self._may_change_model = "model" in settings.resume_allow_changes
         self.found = distributed.from_rank_zero(self._saved_runs.find)
         self._run = self.found.run
         self._base: dict[str, dict[str, int]] = {}
@@ -156,9 +157,19 @@ class Checkpoints:
         return adapters
 
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load what each rank holds of a model from a resume point."""
+        """Load what each rank holds of a model from a resume point.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of a model whose weights have other shapes.
+        """
         assert self.found.point is not None
-        self.found.point.load_into({"model": dict(state)}, process_group=self._group)
+        try:
+            self.found.point.load_into({"model": dict(state)}, process_group=self._group)
+        except CheckpointError as error:
+            if not self._may_change_model:
+                raise
+            remedy = "resume_allow_changes=[model] is for changes that keep the shape of weights"
+            raise CheckpointError(f"{error}; {remedy}: resume with the checkpoint's") from error
 
     def load_optimizer(self, trainer: Trainer) -> None:
         """Load the optimizer's state, where training is resumed."""

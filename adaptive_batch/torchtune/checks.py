@@ -24,6 +24,7 @@ from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
+from .argument_types import check_arguments
 from .config_errors import as_dict, check_block, missing, one_line, plainly
 from .keys import keys_of, load_function
 from .names import unread
@@ -44,6 +45,7 @@ _SWITCHES = (
     "enable_activation_checkpointing",
     "enable_activation_offloading",
     "log_peak_memory_stats",
+    "low_cpu_ram",
     "dataset.packed",
     "dataset.train_on_input",
     "dataset_val.packed",
@@ -57,15 +59,22 @@ _SWITCHES = (
 )
 # Numbers that are computed with first once weights are loaded.
 _NUMBERS = (
-    *(f"optimizer.{name}" for name in ("lr", "weight_decay", "eps", "momentum")),
+    *(f"optimizer.{name}" for name in ("lr", "weight_decay", "eps")),
     "lr_scheduler.num_cycles",
     "model.lora_alpha",
-    "model.norm_eps",
 )
-_FRACTIONS = ("model.lora_dropout", "model.attn_dropout", "loss.label_smoothing")
+_POSITIVE = ("model.norm_eps", "model.rope_base")
+_FRACTIONS = (
+    "model.lora_dropout",
+    "model.attn_dropout",
+    "loss.label_smoothing",
+    "optimizer.momentum",
+    "optimizer.dampening",
+)
 _PATHS = (
     "tokenizer.path",
     "tokenizer.merges_file",
+    "dataset.cache_dir",
     "checkpointer.checkpoint_dir",
     "checkpointer.output_dir",
     "checkpointer.recipe_checkpoint",
@@ -82,6 +91,8 @@ _WHOLE = (
 )
 # A model of more layers is built for hours before anything can be said of it.
 _MOST_LAYERS = 10_000
+# The profiler that torchtune's recipes have.
+_PROFILER = "torchtune.training.setup_torch_profiler"
 # Optimizers whose kernels want the parameters on the device.
 _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 
@@ -130,7 +141,7 @@ def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse arguments with which torch's losses cannot be computed, or are no cross entropy."""
     is_chunked = takes_chunks(loss_fn)
     # What others take is not known here.
-    if not (is_chunked or type(loss_fn).__module__.startswith("torch.nn.")):
+    if not type(loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
         return
     num_labels = loss_fn.num_output_chunks if is_chunked else 2
     labels = torch.full((num_labels,), 1 if loss_fn.ignore_index != 1 else 2)
@@ -194,9 +205,12 @@ def check_adapter_keys(block: Mapping[str, Any]) -> None:
     """Refuse values of a model's block that torchtune's builders take and cannot train or save."""
     if "lora_rank" in block:
         check_whole("model.lora_rank", block["lora_rank"])
-    if block.get("lora_alpha") == 0:
+    alpha = block.get("lora_alpha")
+    if isinstance(alpha, int | float) and alpha <= 0:
         raise SettingError(
-            "model.lora_alpha", 0, "adapters are multiplied by it; give the rank or twice the rank"
+            "model.lora_alpha",
+            alpha,
+            "adapters are multiplied by it; give the rank or twice the rank",
         )
     names = block.get("lora_attn_modules") or ()
     if not isinstance(names, Sequence) or isinstance(names, str):
@@ -241,6 +255,14 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
     adapters = {
         name: module for name, module in model.named_modules() if hasattr(module, "adapter_params")
     }
+    ranks = [
+        min(module.lora_a.in_features, module.lora_b.out_features)
+        for module in adapters.values()
+        if hasattr(module, "lora_a")
+    ]
+    if ranks and block.lora_rank > max(ranks):
+        remedy = f"no weight of the model has more than rank {max(ranks)}; give less, such as 8"
+        raise SettingError("model.lora_rank", block.lora_rank, remedy)
     kinds = {name.rpartition(".")[2] for name in adapters}
     made = {
         "apply_lora_to_mlp": any("mlp" in name.split(".") for name in adapters),
@@ -390,7 +412,7 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
 
 def _check_values(config: Mapping[str, Any]) -> None:
     """Refuse blocks, switches and whole numbers of torchtune's that are something else."""
-    for name in ("lr_scheduler", "checkpointer", "metric_logger"):
+    for name in ("lr_scheduler", "checkpointer", "metric_logger", "tensor_parallel_plan"):
         if config.get(name) is not None:
             check_block(name, config[name])
     for keys, check in (
@@ -400,9 +422,12 @@ def _check_values(config: Mapping[str, Any]) -> None:
         (("lr_scheduler.num_warmup_steps",), _check_whole_or_zero),
         (("resume_from_checkpoint",), _check_resume),
         (_NUMBERS, _check_number),
+        (_POSITIVE, _check_positive),
+        (("optimizer.betas",), _check_betas),
         (_FRACTIONS, _check_fraction),
         (_PATHS, _check_path),
         (("checkpointer.checkpoint_files",), _check_files),
+        (("tokenizer.merges_file",), _check_merges),
     ):
         for key in keys:
             for value in _values(config, key):
@@ -410,6 +435,14 @@ def _check_values(config: Mapping[str, Any]) -> None:
     for key in ("checkpointer.checkpoint_dir", "checkpointer.output_dir"):
         if config.get("checkpointer") is not None and not _values(config, key):
             _check_path(key, None)
+    for name in (*_BLOCKS, "dataset_val", "lr_scheduler", "checkpointer", "metric_logger"):
+        value = config.get(name)
+        for block in value if isinstance(value, list) else [value]:
+            if isinstance(block, Mapping):
+                check_arguments(name, block)
+    profiler = config.get("profiler")
+    if isinstance(profiler, Mapping):
+        check_arguments("profiler", {"_component_": _PROFILER, **profiler})
 
 
 def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
@@ -621,6 +654,19 @@ def _check_number(key: str, value: object) -> None:
     raise SettingError(key, value, "give a number that is finite, such as 0.01")
 
 
+def _check_positive(key: str, value: object) -> None:
+    _check_number(key, value)
+    if not isinstance(value, int | float) or value <= 0:
+        raise SettingError(key, value, "give a number above 0")
+
+
+def _check_betas(key: str, value: object) -> None:
+    if not isinstance(value, list) or len(value) < 2:
+        raise SettingError(key, value, "give a list of numbers, such as [0.9, 0.95]")
+    for beta in value:
+        _check_fraction(key, beta)
+
+
 def _check_fraction(key: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
         raise SettingError(key, value, "give a number from 0 to below 1, such as 0.1")
@@ -635,10 +681,18 @@ def _check_files(key: str, value: object) -> None:
     # A block describes the files by a pattern.
     if not isinstance(value, list | Mapping):
         raise SettingError(key, value, f"give a list of names, such as [{value}]")
+    if not value:
+        raise SettingError(key, value, "give those of the model, such as [model.safetensors]")
     for name in value:
         if str(name).endswith(".json"):
             remedy = f"{name} holds no weights; give those of the model, such as model.safetensors"
             raise SettingError(key, value, remedy)
+
+
+def _check_merges(key: str, value: str) -> None:
+    # Any text can be read as merges, and other tokens would be made in silence.
+    if value.endswith(".json"):
+        raise SettingError(key, value, "merges are lines of text; give merges.txt")
 
 
 def _check_resume(key: str, value: object) -> None:
@@ -687,6 +741,13 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
 # --- without effect
 
 _SEARCH_KEYS = ("search", "cache", "round_to_power_of_two", "trial_seconds", "trial_timeout")
+# torchtune's loggers that pass over other arguments in silence.
+_LOGGERS = "torchtune.training.metric_logging"
+_LOGGER_ARGUMENTS = {
+    f"{_LOGGERS}.StdoutLogger": (),
+    f"{_LOGGERS}.DiskLogger": ("log_dir", "filename"),
+    f"{_LOGGERS}.TensorBoardLogger": ("log_dir", "organize_logs"),
+}
 _ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
 
 
@@ -740,6 +801,18 @@ def _of_another_kind(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "ac_option", "it is for ac_mode=selective"
     if (config.get("checkpointer") or {}).get("should_load_recipe_state"):
         yield "checkpointer.should_load_recipe_state", "resume_from_checkpoint says it"
+    recipe_checkpoint = (config.get("checkpointer") or {}).get("recipe_checkpoint")
+    if recipe_checkpoint and not config.get("resume_from_checkpoint"):
+        yield "checkpointer.recipe_checkpoint", "it is for resume_from_checkpoint=True"
+    # A file that has both keys, as some of torchtune's, means it so.
+    if config.get("tensor_parallel_plan") and config.get("tensor_parallel_dim") is None:
+        yield "tensor_parallel_plan", "it is for tensor_parallel_dim, which is not set"
+    logger = config.get("metric_logger") or {}
+    known = _LOGGER_ARGUMENTS.get(str(logger.get("_component_")))
+    if known is not None:
+        for name in logger:
+            if name not in ("_component_", *known):
+                yield f"metric_logger.{name}", "nothing reads it"
     if "lora_rank" not in (config.get("model") or {}):
         for name in ("low_cpu_ram", "save_adapter_weights_only"):
             if config.get(name):

@@ -86,9 +86,10 @@ class Data:
             first = dataset._datasets[0]
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", self.pad_id)
-        collate = load_function(
-            job.cfg.get("collate_fn") or "torchtune.data.padded_collate_sft", key="collate_fn"
-        )
+        collate_fn = job.cfg.get("collate_fn")
+        if collate_fn is None:
+            collate_fn = "torchtune.data.padded_collate_sft"
+        collate = load_function(collate_fn, key="collate_fn")
         with building("collate_fn", job.cfg.get("collate_fn"), _COLLATE_REMEDY):
             signature(collate).bind([], padding_idx=self.pad_id, ignore_idx=self._ignored)
         self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)

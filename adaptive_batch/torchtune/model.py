@@ -13,11 +13,12 @@ import torch
 from omegaconf import DictConfig
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torchtune import config, modules, training
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
+from adaptive_batch._util import nearest
 from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
@@ -298,8 +299,9 @@ def build_sharded(
     mesh = init_device_mesh(device.type, mesh_shape=(ranks, dim), mesh_dim_names=("dp", "tp"))
     tied = _tied_modules(model)
     if dim > 1:
-        plan = config.instantiate(cfg.tensor_parallel_plan)
-        _check_plan(plan, tied, dim)
+        plan = instantiate("tensor_parallel_plan", cfg.tensor_parallel_plan)
+        _check_plan(plan, model, cfg)
+        _check_plan_of_tied(plan, tied, dim)
         try:
             model = training.prepare_mha_for_tp(model, mesh["tp"])
         except ValueError as error:
@@ -315,10 +317,23 @@ def build_sharded(
     return model
 
 
-def _check_plan(plan: object, tied: set[str], dim: int) -> None:
-    """Refuse a plan that divides weights which an output layer takes as its own."""
-    if not isinstance(plan, Mapping):
+def _check_plan(plan: object, model: torch.nn.Module, cfg: DictConfig) -> None:
+    """Refuse what is no plan, and one that divides nothing of the model."""
+    styles = list(plan.values()) if isinstance(plan, Mapping) else [None]
+    names = [name for name, _ in model.named_modules()]
+    component = cfg.tensor_parallel_plan.get("_component_")
+    if not all(isinstance(style, ParallelStyle) for style in styles):
+        remedy = f"it builds a {type(plan).__name__}, and not a plan by the names of modules"
+    elif not any(fnmatch(name, pattern) for pattern in cast(Any, plan) for name in names):
+        remedy = "it names no module of the model"
+    else:
         return
+    remedy += "; give that of the model, such as torchtune.models.llama3.base_llama_tp_plan"
+    raise SettingError("tensor_parallel_plan", component, remedy)
+
+
+def _check_plan_of_tied(plan: Mapping[str, Any], tied: set[str], dim: int) -> None:
+    """Refuse a plan that divides weights which an output layer takes as its own."""
     for pattern in plan:
         if any(fnmatch(name, pattern) for name in tied):
             remedy = (
@@ -335,6 +350,12 @@ def _check_plan(plan: object, tied: set[str], dim: int) -> None:
 def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[str]) -> None:
     """Shard the model by FSDP2; refuse a tied layer that gives its weights back too early."""
     layers = cfg.get("custom_sharded_layers", None)
+    names = {name for name, _ in model.named_modules()}
+    for name in layers or ():
+        if name not in names:
+            children = [child for child, _ in model.named_children()]
+            remedy = f"the model has no {name}; {nearest(name, children)}"
+            raise SettingError("custom_sharded_layers", list(cfg.custom_sharded_layers), remedy)
     reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
     tied_layers = [name for name in layers or () if name in tied]
     if tied_layers and reshards:

@@ -139,8 +139,8 @@ class SavedRuns:
         damaged = [checkpoint for checkpoint in skipped if checkpoint.path.absolute() == path]
         if not named and not damaged:
             remedy = (
-                "it is no resume point, nor the last epoch with its recipe_state; give True, False,"
-                f" {AUTO}, or a folder such as OUTPUT_DIR/step_100"
+                "it is no resume point, nor the last epoch with its recipe_state; give a folder"
+                " such as OUTPUT_DIR/step_100"
             )
             if saved:
                 there = ", ".join(str(checkpoint.path) for checkpoint in saved)

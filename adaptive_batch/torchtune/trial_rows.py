@@ -93,7 +93,7 @@ class TrialRows:
 
         def first(size: int) -> list[dict[str, Any]]:
             while len(made) < size:
-                row = dataset[order[len(made)]]
+                row = dataset[order[len(made) % len(order)]]
                 made.append(row if length == "longest" else _resized(row, target))
             return made[:size]
 

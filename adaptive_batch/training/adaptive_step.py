@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_whole
+from adaptive_batch._util import check_bool, check_state, check_whole, instance_of
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
@@ -120,7 +120,7 @@ class AdaptiveStep:
         num_labels: Callable[[Any], Any] | None = None,
         options: StepOptions | None = None,
     ) -> None:
-        options = options or StepOptions()
+        options = instance_of(StepOptions, "options", options)
         options.check_of_step()
         check_sizes(micro_batch_size, micro_batch_tokens)
         for key, function in (
@@ -384,6 +384,11 @@ class AdaptiveStep:
         """
         options = ProbeOptions(device_memory, headroom, maximum)
         check_parameters(self.model, optimizer)
+        if not callable(sample):
+            raise SettingError("sample", sample, "give a function of a number of rows")
+        if batch_size is not None:
+            check_whole("batch_size", batch_size)
+        check_bool("accumulates", accumulates)
         self.memory.check_it_can_be_measured()
         length = length_in_sample(sample, self._split_batch, self.memory.device)
         if self.sizer.limit(1).unit == "tokens" and not length:
@@ -433,7 +438,12 @@ class AdaptiveStep:
         return {"sizer": self.sizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; what :meth:`find_bound` has found since counts more."""
+        """Resume from a saved state; what :meth:`find_bound` has found since counts more.
+
+        Raises:
+            SettingError: the state is none of a step.
+        """
+        check_state(state, ("sizer",), owner="a step")
         self.sizer.load_search(state["sizer"])
         self.sizer.load_state_dict(state["sizer"])
 

@@ -468,6 +468,7 @@ def find_max_batch_size(
     for key, function in (("forward_backward", forward_backward), ("sample", sample)):
         if not callable(function):
             raise SettingError(key, function, "give a function")
+    check_bool("accumulates", accumulates)
     reshard(model)
     runner = StepRunner(model, MicroBatchSizer())
     runner.memory.check_it_can_be_measured()

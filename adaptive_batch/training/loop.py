@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_whole
+from adaptive_batch._util import check_state, check_whole, instance_of
 from adaptive_batch.data import (
     AdaptiveBatches,
     DatasetAdapter,
@@ -134,8 +134,8 @@ class AdaptiveLoop:
         sampling: Sampling | None = None,
         options: StepOptions | None = None,
     ) -> None:
-        sampling = sampling or Sampling()
-        options = options or StepOptions()
+        sampling = instance_of(Sampling, "sampling", sampling)
+        options = instance_of(StepOptions, "options", options)
         self._seeks_maximum = batch_size == "max"
         # The maximum is not known yet: until it is found, one row stands for it.
         first_batch_size = 1
@@ -517,9 +517,7 @@ class AdaptiveLoop:
             SettingError: rows would come in another order, the rate would follow another batch, or
                 the state is none of a loop.
         """
-        if not isinstance(state, Mapping) or not state.keys() >= {"batches", "step", "rate"}:
-            remedy = "give what state_dict() of a loop returned"
-            raise SettingError("state", type(state).__name__, remedy)
+        check_state(state, ("batches", "step", "rate"), owner="a loop")
         for key, value in self._built_with.items():
             saved = state["built_with"][key]
             if saved != value:

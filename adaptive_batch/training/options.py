@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from adaptive_batch._util import check_choice
+from adaptive_batch._util import check_bool, check_choice, instance_of
 from adaptive_batch.data import KINDS
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
@@ -82,6 +82,13 @@ class StepOptions:
     def __post_init__(self) -> None:
         if self.event is not None and not callable(self.event):
             raise SettingError("event", self.event, "give a function, such as RunLog(folder)")
+        if self.to_device is not None and not callable(self.to_device):
+            raise SettingError("to_device", self.to_device, "give a function of a batch")
+        instance_of(OOMPolicy, "oom_policy", self.oom_policy)
+        if self.memory is not None and not hasattr(self.memory, "total_bytes"):
+            raise SettingError("memory", self.memory, "give a DeviceMemory")
+        check_bool("sync_gradients_every_micro_batch", self.sync_gradients_every_micro_batch)
+        check_bool("overlap_reduction", self.overlap_reduction)
         check_scaled("scale_with_batch", self.scale_with_batch or {})
         if self.micro_batch_layout is not None:
             check_choice("micro_batch_layout", self.micro_batch_layout, KINDS)

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_choice
+from adaptive_batch._util import check_choice, check_state
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     RULES,
@@ -216,7 +216,12 @@ class AdaptiveRate:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
+        """Resume from a saved state.
+
+        Raises:
+            SettingError: the state is none of a rate.
+        """
+        check_state(state, ("clock", "steps"), owner="a rate")
         self._training_clock.load_state_dict(state["clock"])
         self._steps = state["steps"]
 

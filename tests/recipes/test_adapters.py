@@ -157,7 +157,9 @@ def test_the_bound_is_found_in_few_trials_and_more_rows_do_not_fit(tmp_path, kin
         ),
         ((*LORA, "model.lora_rank=0"), "model.lora_rank", "give a whole number, 1 or more"),
         ((*LORA, "model.lora_alpha=0"), "model.lora_alpha", "adapters are multiplied by it"),
+        ((*LORA, "model.lora_alpha=-8"), "model.lora_alpha", "adapters are multiplied by it"),
         ((*LORA, "model.lora_rank=-4"), "model.lora_rank", "give a whole number, 1 or more"),
+        ((*LORA, "model.lora_rank=1000"), "model.lora_rank", "more than rank 32; give less"),
         (
             (*LORA, "checkpointer.adapter_checkpoint=nowhere.pt"),
             "checkpointer.adapter_checkpoint",
@@ -231,6 +233,14 @@ def test_a_run_that_resumes_has_its_own_adapters_and_says_so(small, begun, is_th
         if record["kind"] == "no_effect"
     ]
     assert any(message.startswith("checkpointer.adapter_checkpoint has no") for message in messages)
+
+
+def test_a_change_of_shapes_that_was_allowed_is_refused_with_what_may_be_changed(small, begun):
+    folder = interrupted(small, begun, step=6)
+    rank = ("model.lora_rank=8", "resume_from_checkpoint=True", "resume_allow_changes=[model]")
+    says = r"Size mismatch.*\[model\] is for changes that keep the shape of weights: resume with"
+    with pytest.raises(CheckpointError, match=says):
+        small.run_in_process(OURS, *POINTS, f"output_dir={folder}", *rank)
 
 
 def test_adapters_train_with_the_optimizer_in_backward(small):

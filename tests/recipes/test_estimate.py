@@ -222,8 +222,40 @@ def test_a_rank_holds_what_is_planned_for_it(on_ranks, number):
             {"custom_sharded_layers": ["tok_embeddings"]},
             "custom_sharded_layers=['tok_embeddings']: the output layer is tied to tok_embeddings",
         ),
+        (
+            "llama3",
+            2,
+            {"custom_sharded_layers": ["tok_embedding"]},
+            "custom_sharded_layers=['tok_embedding']: the model has no tok_embedding; near it: ",
+        ),
+        (
+            "llama3",
+            2,
+            TENSOR_PARALLEL | {"tensor_parallel_plan": {"_component_": "builtins.list"}},
+            "tensor_parallel_plan='builtins.list': it builds a list, and not a plan",
+        ),
+        (
+            "llama3",
+            2,
+            TENSOR_PARALLEL | {"tensor_parallel_plan": {"_component_": "builtins.dict"}},
+            "tensor_parallel_plan='builtins.dict': it names no module of the model",
+        ),
+        (
+            "llama3",
+            2,
+            TENSOR_PARALLEL | {"tensor_parallel_plan": {"_component_": "torchtune.nothing"}},
+            "tensor_parallel_plan='torchtune.nothing': it cannot be built: ",
+        ),
     ],
-    ids=["heads", "tied and divided", "tied and apart"],
+    ids=[
+        "heads",
+        "tied and divided",
+        "tied and apart",
+        "no such layer apart",
+        "a plan that is a list",
+        "a plan of nothing",
+        "a plan that is not there",
+    ],
 )
 def test_a_model_that_cannot_be_divided_so_is_refused_with_the_key(model, ranks, keys, says):
     cfg = Combination(model, 32, "AdamW").to_estimate(sequence_lengths=[32], world_size=ranks)

@@ -308,10 +308,11 @@ REFUSED = {
         "checkpointer.checkpoint_files=['config.json']",
         "config.json holds no weights",
     ),
-    **{
-        setting: ([setting], "optimizer={", "its step fails (")
-        for setting in ("optimizer.amsgrad=1", "optimizer.differentiable=null")
-    },
+    "an optimizer that cannot step": (
+        ["optimizer.differentiable=null"],
+        "optimizer={",
+        "its step fails (",
+    ),
     "an optimizer that needs a closure": (
         ["optimizer._component_=torch.optim.LBFGS", "~optimizer.fused"],
         "optimizer={'_component_': 'torch.optim.LBFGS'",
@@ -518,9 +519,9 @@ REFUSED = {
         "torchtune's cosine schedule, can follow",
     ),
     "a schedule that gives no rate after its warm-up": (
-        [*COSINE, "lr_scheduler.num_cycles=null"],
+        [*COSINE, "lr_scheduler.num_cycles=1e308"],
         "lr_scheduler={",
-        "it gives no rate (unsupported operand",
+        "it gives no rate (",
     ),
     **{
         f"a clock that is {name}": ([*COSINE, f"lr_clock={value}"], shown, remedy)
@@ -825,11 +826,38 @@ REFUSED = {
     **{
         f"{setting} for a component": ([setting], shown, remedy)
         for setting, shown, remedy in (
+            ("tokenizer.path=null", "tokenizer.path=None", "null is none of its values; give one"),
             (
-                "tokenizer.path=null",
-                "tokenizer='torchtune",
-                "it cannot be built: TypeError: expected str",
+                "loss.num_output_chunks=null",
+                "loss.num_output_chunks=None",
+                "give one, or leave it out for 8",
             ),
+            (
+                "loss._component_=torchtune.modules.loss.ForwardKLWithChunkedOutputLoss",
+                "loss={'_component_': 'torchtune.modules.loss.ForwardKL",
+                "it cannot be computed (",
+            ),
+            ("loss.ignore_index=abc", "loss.ignore_index='abc'", "give a whole number"),
+            ("optimizer.amsgrad=1", "optimizer.amsgrad=1", "give True or False"),
+            ("optimizer.fused=abc", "optimizer.fused='abc'", "give True or False"),
+            ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]", "give a list of numbers"),
+            ("optimizer.betas=[0.9,1.5]", "optimizer.betas=1.5", "give a number from 0 to below 1"),
+            ("optimizer.dampening=abc", "optimizer.dampening='abc'", "give a number"),
+            ("model.tie_word_embeddings=abc", "model.tie_word_embeddings='abc'", "True or False"),
+            ("model.rope_base=0", "model.rope_base=0", "give a number above 0"),
+            ("model.norm_eps=-1", "model.norm_eps=-1", "give a number above 0"),
+            ("dataset.new_system_prompt=[]", "dataset.new_system_prompt=", "give a text"),
+            ("checkpointer.checkpoint_files=[]", "checkpoint_files=", "give those of the model"),
+            ("dataset.cache_dir=-1", "dataset.cache_dir=-1", "give a path"),
+            (
+                "tokenizer.merges_file=vocab.json",
+                "tokenizer.merges_file='vocab.json'",
+                "merges are lines of text; give merges.txt",
+            ),
+            ("metric_logger.filename=[]", "metric_logger.filename=", "give a text"),
+            ("tensor_parallel_plan=abc", "tensor_parallel_plan='abc'", "give tensor_parallel_plan"),
+            ("low_cpu_ram=abc", "low_cpu_ram='abc'", "give True or False"),
+            ("collate_fn=[]", "collate_fn=", "give the dotted path of a function"),
             (
                 "tokenizer.path=/nowhere/vocab.json",
                 "tokenizer='torchtune",
@@ -871,9 +899,17 @@ REFUSED = {
             "it cannot be built",
         )
         for setting in (
-            "profiler.wait_steps=abc",
+            "profiler.wait_steps=-1",
             "profiler.active_steps=0",
-            "profiler.output_dir=3",
+        )
+    },
+    **{
+        f"a profile of another {setting}": (["profiler.enabled=True", setting], names, remedy)
+        for setting, names, remedy in (
+            ("profiler.wait_steps=abc", "profiler.wait_steps='abc'", "give a whole number"),
+            ("profiler.output_dir=3", "profiler.output_dir=3", "give a text"),
+            ("profiler.with_flops=abc", "profiler.with_flops='abc'", "give True or False"),
+            ("profiler.cpu=False", "profiler.cpu=False", "nothing else can be profiled here"),
         )
     },
     **{

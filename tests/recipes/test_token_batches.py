@@ -348,3 +348,11 @@ def test_a_reference_without_effect_is_said(small):
         " scale_with_batch"
     )
     assert set(figures(finished, "lr")) == {RATE}
+
+
+def test_a_search_with_rows_shorter_than_all_of_the_dataset_takes_them_more_than_once(small):
+    """A step of so many tokens has more of these rows than the dataset has."""
+    finished = small.run_in_process(
+        OURS, "epochs=1", "batch_tokens=2000", "probe.sequence_length=8", "probe.maximum=16"
+    )
+    assert len(finished.losses) == 1

@@ -477,11 +477,36 @@ class Unending:
             },
             r"batch_size_schedule|batch_increase_function",
         ),
+        ({"sampling": {"shuffle": False}}, r"^sampling=.*give Sampling\(\.\.\.\)"),
+        ({"maximum": 1.5}, r"^maximum=1\.5: give a whole number of rows, or the sizer"),
     ],
 )
 def test_arguments_that_cannot_be_used_are_refused(arguments, message):
     with pytest.raises(SettingError, match=message):
         AdaptiveBatches(Rows(), **{"batch_size": 3, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("shuffle", "no"),
+        ("seed", None),
+        ("seed", 1.5),
+        ("seed", 2**64),
+        ("sample_window", 0),
+        ("min_rows_per_batch", 0),
+        ("max_rows_per_batch", "8"),
+    ],
+)
+def test_a_sampling_that_cannot_be_used_is_refused(key, value):
+    with pytest.raises(SettingError, match=f"^{key}="):
+        Sampling(**{key: value})
+
+
+@pytest.mark.parametrize("state", [None, {}, {"progress": {}}])
+def test_a_state_that_is_none_of_batches_is_refused(state):
+    with pytest.raises(SettingError, match=r"give what state_dict\(\) of batches returned"):
+        AdaptiveBatches(Rows(), 3).load_state_dict(state)
 
 
 def test_a_sampler_of_batches_is_refused():

@@ -264,7 +264,7 @@ def test_a_value_that_cannot_be_used_is_named(changed, says):
             ),
         ),
         (
-            {"optimizer.betas": "abc"},
+            {"optimizer.nosuch": 1},
             r"optimizer='torch\.optim\.AdamW': it cannot be built: TypeError",
         ),
         (

@@ -69,6 +69,13 @@ def test_what_is_for_another_kind_of_training_has_no_effect():
             "checkpoint_dir": "a",
             "output_dir": "b",
             "should_load_recipe_state": True,
+            "recipe_checkpoint": "recipe_state.pt",
+        },
+        "tensor_parallel_plan": {"_component_": "a.plan"},
+        "metric_logger": {
+            "_component_": "torchtune.training.metric_logging.DiskLogger",
+            "log_dir": "logs",
+            "logdir": "other",
         },
         "low_cpu_ram": True,
         "save_adapter_weights_only": True,
@@ -78,10 +85,19 @@ def test_what_is_for_another_kind_of_training_has_no_effect():
     assert said == {
         "ac_option",
         "checkpointer.should_load_recipe_state",
+        "checkpointer.recipe_checkpoint",
+        "tensor_parallel_plan",
+        "metric_logger.logdir",
         "low_cpu_ram",
         "save_adapter_weights_only",
     }
-    used = config | {"ac_mode": "selective", "checkpointer": None, "model": {"lora_rank": 8}}
+    used = config | {
+        "ac_mode": "selective",
+        "checkpointer": None,
+        "model": {"lora_rank": 8},
+        "tensor_parallel_dim": 1,
+        "metric_logger": {"_component_": "a.logger", "anything": 1},
+    }
     assert without_effect(Settings.from_config(used), used) == []
 
 

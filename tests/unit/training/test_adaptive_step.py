@@ -170,6 +170,24 @@ def test_one_part_is_the_batch_itself_and_is_not_checked():
     assert script.trials == []
 
 
+def test_options_and_a_state_that_are_none_of_a_step_are_refused():
+    model = nn.Linear(2, 2)
+    with pytest.raises(SettingError, match=r"^options=.*give StepOptions\(\.\.\.\)"):
+        AdaptiveStep(model, print, options={"on_out_of_memory": "raise"})
+    with pytest.raises(SettingError, match=r"give what state_dict\(\) of a step returned"):
+        AdaptiveStep(model, print).load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("sample", 8), ("batch_size", 0), ("batch_size", "8"), ("accumulates", 2)]
+)
+def test_an_argument_of_a_search_that_cannot_be_used_is_refused(key, value):
+    model = nn.Linear(2, 2)
+    arguments = {"sample": lambda num_rows: torch.ones(num_rows, 2), key: value}
+    with pytest.raises(SettingError, match=f"^{key}={value!r}: give "):
+        AdaptiveStep(model, print).find_bound(torch.optim.SGD(model.parameters()), **arguments)
+
+
 def test_a_decorator_makes_a_step_of_a_function():
     model = decoder()
     expected, loss = plain_gradients(model, make_batch())

@@ -576,6 +576,11 @@ def test_another_batch_or_rule_does_not_go_on_in_silence() -> None:
         ("row_length", 0),
         ("row_length", "tokens"),
         ("grow_beyond_maximum", "false"),
+        ("to_device", "cuda"),
+        ("oom_policy", "shrink"),
+        ("memory", 1),
+        ("sync_gradients_every_micro_batch", "no"),
+        ("overlap_reduction", 1),
     ],
 )
 def test_an_option_that_cannot_be_used_is_refused_by_name(option: str, value: object) -> None:

@@ -205,3 +205,15 @@ def test_rows_that_are_no_number_of_rows_are_refused(rows):
     rate = AdaptiveRate(optimizer, lr_scaling="linear", reference_batch_size=8)
     with pytest.raises(SettingError, match=r"^rows=.*set\(rows=\.\.\.\) of this step, a whole"):
         rate.set(rows=rows)
+
+
+@pytest.mark.parametrize("optimizer", [None, [], "AdamW", [3]])
+def test_what_is_no_optimizer_is_refused(optimizer):
+    with pytest.raises(SettingError, match=r"^optimizer=.*give an optimizer, or a list of them"):
+        AdaptiveRate(optimizer)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"clock": {}}])
+def test_a_state_that_is_none_of_a_rate_is_refused(state):
+    with pytest.raises(SettingError, match=r"give what state_dict\(\) of a rate returned"):
+        rate_of().load_state_dict(state)
