@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning
 import pytest
 import torch
+from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -15,6 +18,8 @@ from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCal
 
 NUM_ROWS = 26
 TOO_MUCH = 2**50
+# Number of the batch whose gradients overflow.
+OVERFLOWS = 2
 
 
 class Module(lightning.LightningModule):
@@ -149,3 +154,64 @@ def test_after_training_lightning_is_as_it_was(tmp_path):
     trainer, _ = trained(Module(), tmp_path, [AdaptiveCallback()])
     assert "_make_closure" not in vars(trainer.fit_loop.epoch_loop.automatic_optimization)
     assert "log" not in vars(trainer.lightning_module)
+
+
+class Scaler(torch.amp.GradScaler):
+    """Keeps the scales of all steps."""
+
+    def __init__(self):
+        super().__init__("cpu", init_scale=2.0**10, growth_interval=2)
+        self.scales = []
+
+    def update(self, new_scale=None):
+        self.scales.append(self.get_scale())
+        super().update(new_scale)
+
+
+class SeesGradients(Module):
+    """Keeps what is backwarded of each part, as a multiple of its loss; one batch overflows."""
+
+    def __init__(self, limit=None):
+        super().__init__(limit=limit)
+        self.multiples = [[]]
+
+    def training_step(self, batch, batch_idx):
+        result = super().training_step(batch, batch_idx)
+        if result["loss"].requires_grad:
+            result["loss"].register_hook(lambda grad: self.multiples[-1].append(grad.item()))
+            if batch_idx == OVERFLOWS:
+                result["loss"].register_hook(lambda grad: grad * math.inf)
+        return result
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.multiples.append([])
+
+
+def scaled(folder, limit, *callbacks):
+    module = SeesGradients(limit)
+    scaler = Scaler()
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    _, weights = trained(module, folder, callbacks, plugins=[plugin], gradient_clip_val=0.1)
+    return module, scaler.scales, weights
+
+
+def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_path):
+    plain, scales, weights = scaled(tmp_path, None)
+    assert scales == [2.0**exponent for exponent in (10, 10, 11, 10, 10, 11, 11, 10)]
+
+    adaptive = AdaptiveArguments(micro_batch_size="auto", row_length=1)
+    whole, own_scales, own_weights = scaled(tmp_path, None, AdaptiveCallback(adaptive))
+    assert own_scales == scales
+    assert whole.losses == plain.losses
+    assert torch.equal(own_weights, weights)
+
+    callback = AdaptiveCallback()
+    parts, own_scales, own_weights = scaled(tmp_path, 2, callback)
+    assert callback.step.sizer.num_out_of_memory
+    assert own_scales == scales
+    # The scale times the share of each part; the first step has a failed attempt, too.
+    for scale, multiples in zip(scales[1:], parts.multiples[1:], strict=False):
+        assert sum(multiples) == pytest.approx(scale)
+    assert len(parts.multiples[1]) == 4
+    assert (own_weights - weights).abs().max() < 2e-3

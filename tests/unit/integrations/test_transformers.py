@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 import torch
@@ -282,3 +283,62 @@ def test_what_cannot_be_searched_or_split_is_refused_with_the_key(tmp_path):
             max_steps=2,
             adaptive=AdaptiveArguments(micro_batch_tokens="auto"),
         )
+
+
+class Scaler(torch.amp.GradScaler):
+    """Overflows in its first steps, and keeps the scales of all."""
+
+    def __init__(self):
+        super().__init__("cpu", init_scale=2.0**66, growth_interval=2)
+        self.scales = []
+
+    def update(self, new_scale=None):
+        self.scales.append(self.get_scale())
+        super().update(new_scale)
+
+
+def scaled(kind, folder, model, **arguments):
+    """Train with a scaler, which Trainer itself has on a GPU alone; the scale of each step, too."""
+    scaler = Scaler()
+    multiples = []
+
+    class Scales(kind):
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            self.accelerator.scaler = scaler
+
+        def compute_loss(self, *given, **named):
+            loss = super().compute_loss(*given, **named)
+            if loss.requires_grad:
+                loss.register_hook(lambda grad: multiples.append(grad.item()))
+            return loss
+
+    trainer, losses, weights = trained(Scales, folder, model, max_grad_norm=0.0, **arguments)
+    return trainer, losses, weights, scaler.scales, multiples
+
+
+@pytest.mark.parametrize("accumulates", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_path, accumulates):
+    given = {"gradient_accumulation_steps": accumulates, "num_train_epochs": 4}
+    _, plain, weights, scales, whole = scaled(Trainer, tmp_path, llama(), **given)
+    # It overflows, shrinks, and grows again.
+    assert min(scales) < scales[0]
+    assert any(later > earlier for earlier, later in pairwise(scales))
+
+    given["adaptive"] = AdaptiveArguments(micro_batch_size="auto")
+    _, ours, own, own_scales, _ = scaled(AdaptiveTrainer, tmp_path, llama(), **given)
+    assert ours == plain
+    assert torch.equal(own, weights)
+    assert own_scales == scales
+
+    del given["adaptive"]
+    trainer, ours, own, own_scales, parts = scaled(
+        AdaptiveTrainer, tmp_path, fails_above(2), **given
+    )
+    assert trainer.adaptive_step.num_pieces == 6
+    assert own_scales == scales
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+    # Each part's gradient begins at the scale, as that of a whole batch does.
+    assert set(parts) == set(whole) == set(scales)
+    assert len(parts) > len(whole)

@@ -1,0 +1,141 @@
+"""AdaptiveCallback on two ranks of Lightning trains what Lightning does, and both retry together
+where memory runs out on one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from functools import partial
+from typing import Any
+
+import lightning
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from support.ranks import run_on_ranks
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
+
+from adaptive_batch import SettingError, distributed
+from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
+
+TOO_MUCH = 2**50
+STRATEGIES = {
+    "ddp": DDPStrategy,
+    "fsdp2": partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1),
+    "tensor parallel": ModelParallelStrategy,
+}
+
+
+class Module(lightning.LightningModule):
+    """Classifies rows, and fails on rank 1 for more of them than fit."""
+
+    def __init__(self, limit: int | None, *, is_sharded: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+        self.limit = limit
+        self.is_sharded = is_sharded
+        self.losses: list[float] = []
+
+    def configure_model(self) -> None:
+        if self.is_sharded:
+            fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        inputs, targets = batch
+        if self.limit and distributed.rank() == 1 and len(inputs) > self.limit:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        return cross_entropy(self.layers(inputs), targets)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(outputs["loss"].item())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def trained(
+    strategy: str, limit: int | None, callback: AdaptiveCallback | None, accumulates: int
+) -> tuple[list[float], torch.Tensor]:
+    module = Module(limit, is_sharded=strategy != "ddp")
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(32, 8, generator=generator)
+    targets = torch.randint(0, 4, (32,), generator=generator)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            max_epochs=2,
+            accelerator="cpu",
+            devices=2,
+            strategy=STRATEGIES[strategy](),
+            plugins=[TorchElasticEnvironment()],
+            accumulate_grad_batches=accumulates,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+            callbacks=[callback] if callback else [],
+        )
+        rows = list(zip(inputs, targets, strict=True))
+        trainer.fit(module, DataLoader(rows, batch_size=4, shuffle=False))
+    weights = [
+        getattr(parameter, "full_tensor", lambda own=parameter: own)().detach().reshape(-1)
+        for parameter in module.parameters()
+    ]
+    return module.losses, torch.cat(weights)
+
+
+def differences(strategy: str, accumulates: int) -> dict[str, float]:
+    """The largest differences from Lightning's own losses and weights: as it is, and with memory
+    that runs out on one rank; and of rank 0's weights.
+    """
+    losses, weights = trained(strategy, None, None, accumulates)
+    found = {}
+    for name, limit in (("whole", None), ("parts", 2)):
+        adaptive = AdaptiveArguments()
+        if limit is None:
+            adaptive = AdaptiveArguments(micro_batch_size="auto", row_length=1)
+        callback = AdaptiveCallback(adaptive)
+        own_losses, own_weights = trained(strategy, limit, callback, accumulates)
+        assert callback.step is not None
+        assert len(own_losses) == len(losses) == 8
+        assert callback.step.num_pieces == (2 if limit else 1)
+        found[f"loss, {name}"] = max(
+            abs(ours - plain) / plain for ours, plain in zip(own_losses, losses, strict=True)
+        )
+        found[f"weights, {name}"] = (weights - own_weights).abs().max().item()
+        of_rank_zero = own_weights.clone()
+        dist.broadcast(of_rank_zero, 0)
+        found[f"ranks, {name}"] = (of_rank_zero - own_weights).abs().max().item()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulates", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_ranks_train_what_lightning_does_and_retry_together(strategy, accumulates):
+    for found in run_on_ranks(differences, 2, strategy, accumulates):
+        # Lightning sums the gradients of two batches before it takes their mean over ranks.
+        assert found["loss, whole"] <= (1e-7 if accumulates == 1 else 1e-6)
+        assert found["weights, whole"] <= 1e-5
+        assert found["loss, parts"] <= 2e-6
+        assert found["weights, parts"] <= 1e-5
+        assert found["ranks, whole"] == found["ranks, parts"] == 0
+
+
+def refusal() -> str:
+    with pytest.raises(SettingError) as refused:
+        trained("tensor parallel", None, AdaptiveCallback(), 1)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_each_have_rows_of_their_own_are_refused():
+    # Lightning's default is one data-parallel group of all ranks.
+    for message in run_on_ranks(refusal, 2):
+        assert "model='Module': several ranks need one that torch's fully_shard" in message
