@@ -7,8 +7,9 @@ Clipping, precision, accumulation, loggers and checkpoints stay Lightning's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.memory import recursive_detach
+from torchmetrics import Metric
 
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part
@@ -35,7 +37,9 @@ class AdaptiveCallback(Callback):
     """Runs ``training_step`` and its backward in parts that fit, and again where memory runs out.
 
     What ``training_step`` logs of the parts of a batch is averaged by their shares, and logged once
-    all of them have run: neither trials nor failed attempts are.
+    all of them have run; metrics of torchmetrics in the module have counted each row once. Neither
+    counts trials and failed attempts. Outputs beside the loss are joined where they have a row for
+    each row of the part; of others the last part's are kept.
 
     Args:
         adaptive: how steps are run; None for :class:`AdaptiveArguments` as it is.
@@ -50,81 +54,152 @@ class AdaptiveCallback(Callback):
             raise SettingError("adaptive", adaptive, "give AdaptiveArguments(...)")
         self.adaptive = adaptive or AdaptiveArguments()
         self.step: AdaptiveStep | None = None
-        self._run: Callable[[Part], Any] = lambda part: None
+        # The batch that is run now.
+        self._batch: _Batch | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not pl_module.automatic_optimization:
             remedy = "call an AdaptiveStep in training_step, in place of this callback"
             raise SettingError("automatic_optimization", False, remedy)
 
-        def forward_backward(part: Part) -> Any:
-            return self._run(part)
+        def forward_backward(part: Part) -> _Result | None:
+            assert self._batch is not None, "a step runs within a batch"
+            return self._batch.run(part)
 
         forward_backward.__name__ = "training_step"
         self.step = self.adaptive.new_step(trainer.strategy.model, forward_backward)
         loop = _loop(trainer)
         vars(loop)[_MAKES_CLOSURE] = lambda kwargs, optimizer, batch_idx: Closure(
-            lambda: self._run_batch(trainer, pl_module, kwargs, optimizer, batch_idx)
+            lambda: self._run_batch(trainer, _Batch(trainer, kwargs, optimizer, batch_idx))
         )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_MAKES_CLOSURE, None)
 
-    def _run_batch(
-        self,
-        trainer: Trainer,
-        module: LightningModule,
-        kwargs: Mapping[str, Any],
-        optimizer: torch.optim.Optimizer,
-        batch_idx: int,
-    ) -> ClosureResult:
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        # Lightning tears nothing down after an error.
+        self.teardown(trainer, pl_module, "fit")
+
+    def _run_batch(self, trainer: Trainer, batch: _Batch) -> ClosureResult:
         """Clear the gradients where they are to be, and leave those of a batch; return its loss."""
         assert self.step is not None, "training has begun"
-        loop = _loop(trainer)
-        clear = loop._make_zero_grad_fn(batch_idx, optimizer)
-        if clear is not None:
-            clear()
-        backward = loop._make_backward_fn(optimizer)
-        logged = _Logged(module)
-        extra: dict[str, Any] = {}
-
-        def run(part: Part) -> torch.Tensor | None:
-            with logged.of(part):
-                result = loop._training_step({**kwargs, "batch": part.batch})
-                loss: torch.Tensor | None = result.closure_loss
-                if loss is None:
-                    return None
-                # One part has Lightning's own bits.
-                if part.share != 1.0:
-                    loss = loss * part.share
-                if backward is not None:
-                    backward(loss)
-            # Without the graph, which would keep the part's memory.
-            extra.update(recursive_detach(result.extra))
-            return loss.detach()
-
-        self._run = run
-        self._find_bound(trainer, self.step)
-        losses = [loss for loss in self.step(kwargs["batch"]) if loss is not None]
-        logged.log()
+        batch.clear_gradients()
+        self._batch = batch
+        try:
+            self._find_bound(trainer, self.step)
+            results = [result for result in self.step(batch.rows) if result is not None]
+        finally:
+            self._batch = None
+        _log(trainer.lightning_module, results)
+        losses = [result.loss for result in results if result.loss is not None]
         loss = None
         if losses:
             loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        return ClosureResult(loss, extra)
+        return ClosureResult(loss, _joined(results))
 
     def _find_bound(self, trainer: Trainer, step: AdaptiveStep) -> None:
         if not step.sizer.waits_for_search:
             return
         loader = trainer.train_dataloader
+        sampler = getattr(loader, "batch_sampler", None)
         (optimizer,) = trainer.optimizers
+
+        def to_device(batch: Any) -> Any:
+            # As Lightning's own loop prepares a batch.
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            return trainer.strategy.batch_to_device(batch)
+
         self.adaptive.find_bound(
             step,
             optimizer,
             loader,
-            to_device=trainer.strategy.batch_to_device,
-            batch_size=getattr(loader, "batch_size", None) or 1,
+            to_device=to_device,
+            batch_size=getattr(sampler, "batch_size", None) or 1,
             accumulates=trainer.accumulate_grad_batches > 1,
         )
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What ``training_step`` left of a part: its share of the loss, other outputs, what it logged
+    by name, with all that was given.
+    """
+
+    part: Part
+    loss: torch.Tensor | None
+    outputs: dict[str, Any]
+    logged: dict[str, tuple[Any, dict[str, Any]]]
+
+
+class _Batch:
+    """A batch as Lightning's loop runs it.
+
+    Args:
+        trainer: trainer whose loop it is.
+        kwargs: arguments of ``training_step``.
+        optimizer: optimizer that steps after it.
+        batch_idx: number of the batch.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        kwargs: Mapping[str, Any],
+        optimizer: torch.optim.Optimizer,
+        batch_idx: int,
+    ) -> None:
+        if "batch" not in kwargs:
+            remedy = "take batch and batch_idx, whose rows can be split"
+            raise SettingError("training_step", f"takes {', '.join(kwargs)}", remedy)
+        self.rows = kwargs["batch"]
+        self._kwargs = kwargs
+        self._loop = _loop(trainer)
+        self._module: LightningModule = trainer.lightning_module
+        self._clear = self._loop._make_zero_grad_fn(batch_idx, optimizer)
+        self._backward = self._loop._make_backward_fn(optimizer)
+        self._metrics = _MetricStates(self._module)
+
+    def clear_gradients(self) -> None:
+        """Clear them, unless they add up over several batches."""
+        if self._clear is not None:
+            self._clear()
+
+    def run(self, part: Part) -> _Result | None:
+        """Run a part; None of a trial or a dummy, which leave no metrics."""
+        metrics = self._metrics
+        is_counted = not part.is_trial and part.share > 0.0
+        if not is_counted:
+            metrics = _MetricStates(self._module)
+        elif part.is_first:
+            # An earlier attempt may have counted rows.
+            metrics.restore()
+        result = self._run(part)
+        if not is_counted:
+            metrics.restore()
+            return None
+        return result
+
+    def _run(self, part: Part) -> _Result:
+        logged: dict[str, tuple[Any, dict[str, Any]]] = {}
+        with _logs_into(logged, self._module):
+            result = self._loop._training_step({**self._kwargs, "batch": part.batch})
+            loss: torch.Tensor | None = result.closure_loss
+            # Without the graph, which would keep the part's memory.
+            outputs = recursive_detach(result.extra)
+            if loss is None:
+                return _Result(part, None, outputs, logged)
+            # One part has Lightning's own bits.
+            if part.share != 1.0:
+                loss = loss * part.share
+            if not torch.is_grad_enabled():
+                # The check of a split: hooks of a backward would find no gradients.
+                loss.backward()  # type: ignore[no-untyped-call]
+            elif self._backward is not None:
+                self._backward(loss)
+        return _Result(part, loss.detach(), outputs, logged)
 
 
 def _loop(trainer: Trainer) -> Any:
@@ -143,63 +218,72 @@ def _loop(trainer: Trainer) -> Any:
     return loop
 
 
-class _Logged:
-    """What ``training_step`` logs of the parts of a batch.
-
-    Args:
-        module: module whose ``log`` is called.
-    """
+class _MetricStates:
+    """What metrics of torchmetrics in a module have counted, as it was when this was made."""
 
     def __init__(self, module: LightningModule) -> None:
-        self._module = module
-        # By name, of each part: its share, the value, and what else was given.
-        self._calls: dict[str, list[tuple[float, Any, dict[str, Any]]]] = {}
+        metrics = [each for each in module.modules() if isinstance(each, Metric)]
+        self._states = [
+            (metric, _copied(metric.metric_state), metric.update_count) for metric in metrics
+        ]
 
-    @contextmanager
-    def of(self, part: Part) -> Iterator[None]:
-        """Inside, what is logged waits for the other parts; of a trial it is dropped."""
-        calls: dict[str, tuple[float, Any, dict[str, Any]]] = {}
-
-        def log(name: str, value: Any, *arguments: Any, **given: Any) -> None:
-            keywords = dict(zip(_LOG_ARGUMENTS, arguments, strict=False)) | given
-            if isinstance(value, torch.Tensor) and not keywords.get("enable_graph"):
-                value = value.detach()
-            calls[name] = (part.share, value, keywords)
-
-        vars(self._module)["log"] = log
-        try:
-            yield
-        except BaseException:
-            # The whole batch is run again, if anything is.
-            self._calls.clear()
-            raise
-        finally:
-            del vars(self._module)["log"]
-        if not part.is_trial:
-            for name, call in calls.items():
-                self._calls.setdefault(name, []).append(call)
-
-    def log(self) -> None:
-        """Log what the parts have come to, as ``training_step`` of the whole batch would."""
-        module: Any = self._module
-        hook = module._current_fx_name
-        module._current_fx_name = "training_step"
-        try:
-            for name, calls in self._calls.items():
-                *_, (_, value, keywords) = calls
-                if len(calls) > 1:
-                    value = _over_parts(calls, keywords.get("reduce_fx", "mean"))
-                if keywords.get("batch_size") is not None:
-                    num_rows = sum(given["batch_size"] for *_, given in calls)
-                    keywords = keywords | {"batch_size": num_rows}
-                module.log(name, value, **keywords)
-        finally:
-            module._current_fx_name = hook
+    def restore(self) -> None:
+        for metric, state, update_count in self._states:
+            vars(metric).update(_copied(state))
+            metric._update_count = update_count
+            metric._computed = None
 
 
-def _over_parts(calls: Sequence[tuple[float, Any, dict[str, Any]]], reduce_fx: Any) -> Any:
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else [*value]
+        for name, value in state.items()
+    }
+
+
+@contextmanager
+def _logs_into(
+    logged: dict[str, tuple[Any, dict[str, Any]]], module: LightningModule
+) -> Iterator[None]:
+    """Inside, what a module logs waits for the other parts."""
+
+    def log(name: str, value: Any, *arguments: Any, **given: Any) -> None:
+        keywords = dict(zip(_LOG_ARGUMENTS, arguments, strict=False)) | given
+        if isinstance(value, torch.Tensor) and not keywords.get("enable_graph"):
+            value = value.detach()
+        logged[name] = value, keywords
+
+    vars(module)["log"] = log
+    try:
+        yield
+    finally:
+        del vars(module)["log"]
+
+
+def _log(module: LightningModule, results: Sequence[_Result]) -> None:
+    """Log what the parts of a batch have come to, as ``training_step`` of the whole would."""
+    untyped: Any = module
+    hook = untyped._current_fx_name
+    untyped._current_fx_name = "training_step"
+    try:
+        for name in dict.fromkeys(name for result in results for name in result.logged):
+            of_parts = [result for result in results if name in result.logged]
+            values, given = zip(*(result.logged[name] for result in of_parts), strict=True)
+            *_, keywords = given
+            value = values[-1]
+            if len(values) > 1:
+                shares = [result.part.share for result in of_parts]
+                value = _over_parts(values, shares, keywords.get("reduce_fx", "mean"))
+            if keywords.get("batch_size") is not None:
+                num_rows = sum(each["batch_size"] for each in given)
+                keywords = keywords | {"batch_size": num_rows}
+            module.log(name, value, **keywords)
+    finally:
+        untyped._current_fx_name = hook
+
+
+def _over_parts(values: Sequence[Any], shares: Sequence[float], reduce_fx: Any) -> Any:
     """Return what a value is of all parts; the last one of what is no number, as a metric."""
-    values = [value for _, value, _ in calls]
     if not all(isinstance(value, torch.Tensor | int | float) for value in values):
         return values[-1]
     if reduce_fx in ("sum", torch.sum):
@@ -207,4 +291,20 @@ def _over_parts(calls: Sequence[tuple[float, Any, dict[str, Any]]], reduce_fx: A
     if reduce_fx in ("max", "min", torch.max, torch.min):
         extreme = max if reduce_fx in ("max", torch.max) else min
         return extreme(values)
-    return sum(share * value for share, value, _ in calls)
+    weighted = sum(share * value for share, value in zip(shares, values, strict=True))
+    return weighted / sum(shares)
+
+
+def _joined(results: Sequence[_Result]) -> dict[str, Any]:
+    """Return the outputs of all parts."""
+    joined: dict[str, Any] = {}
+    for name in dict.fromkeys(name for result in results for name in result.outputs):
+        of_parts = [result for result in results if name in result.outputs]
+        values = [result.outputs[name] for result in of_parts]
+        joined[name] = values[-1]
+        if len(values) > 1 and all(
+            isinstance(value, torch.Tensor) and value.dim() and len(value) == result.part.num_rows
+            for value, result in zip(values, of_parts, strict=True)
+        ):
+            joined[name] = torch.cat(values)
+    return joined

@@ -276,7 +276,8 @@ class AdaptiveStep:
             if part is not None:
                 results.append(self._forward_backward(part))
             elif self.sharding.needs_dummy(is_last=is_last):
-                self._forward_backward(Part(rows.dummy(), 1, share=0.0, is_last=is_last))
+                dummy = Part(rows.dummy(), 1, share=0.0, is_first=False, is_last=is_last)
+                self._forward_backward(dummy)
 
         self.runner.run_micro_batches(division, run, idle=MicroBatch([0], 1))
         if distributed.any_of_ranks(self.runner.retry.has_failed):
@@ -310,14 +311,20 @@ class AdaptiveStep:
         if over_ranks:
             # FSDP takes the mean over ranks.
             total = sum(distributed.all_gather(total)) / distributed.world_size()
-        last = max((number for number, count in enumerate(labels) if count), default=0)
+        labelled = [number for number, count in enumerate(labels) if count]
         parts: list[Part | None] = [None] * num_pieces
         for number, (batch, count) in enumerate(zip(batches, labels, strict=True)):
             num_rows = len(pieces[number].rows)
             if len(pieces) == 1 and not over_ranks:
                 parts[number] = Part(batch, num_rows)
             elif count:
-                parts[number] = Part(batch, num_rows, share=count / total, is_last=number == last)
+                parts[number] = Part(
+                    batch,
+                    num_rows,
+                    share=count / total,
+                    is_first=number == labelled[0],
+                    is_last=number == labelled[-1],
+                )
         return parts
 
     def learn_collectives(self, rows: Splittable) -> None:

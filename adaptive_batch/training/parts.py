@@ -27,6 +27,8 @@ class Part:
         num_rows: how many they are.
         share: weight of the part's mean loss in the loss of the batch; 1.0 where it is the whole.
             Multiply the loss by it before ``backward()``.
+        is_first: whether it is the first part that an attempt at the batch runs here: what an
+            attempt before it has counted is to be dropped.
         is_last: whether it is the last part of the batch.
         is_trial: whether it only shows what fits, or whether a split changes the loss: metrics and
             logs should leave it out.
@@ -37,6 +39,7 @@ class Part:
     share: float = 1.0
     is_last: bool = True
     is_trial: bool = False
+    is_first: bool = True
 
 
 class Splittable(Protocol):

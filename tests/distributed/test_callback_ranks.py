@@ -50,6 +50,7 @@ class Module(lightning.LightningModule):
         inputs, targets = batch
         if self.limit and distributed.rank() == 1 and len(inputs) > self.limit:
             torch.empty(TOO_MUCH, dtype=torch.uint8)
+        self.log("rows", float(len(inputs)), reduce_fx="sum", on_epoch=True, on_step=False)
         return cross_entropy(self.layers(inputs), targets)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -83,6 +84,8 @@ def trained(
         )
         rows = list(zip(inputs, targets, strict=True))
         trainer.fit(module, DataLoader(rows, batch_size=4, shuffle=False))
+        # Of each rank's own half, in the last epoch: a failed attempt counts none.
+        assert trainer.logged_metrics["rows"] == 16
     weights = [
         getattr(parameter, "full_tensor", lambda own=parameter: own)().detach().reshape(-1)
         for parameter in module.parameters()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 
 import lightning
 import pytest
@@ -11,6 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
+from torchmetrics import SumMetric
 
 from adaptive_batch import SettingError
 from adaptive_batch.errors import AdaptiveBatchError
@@ -135,6 +137,61 @@ def test_the_search_runs_once_and_leaves_training_as_it_was(tmp_path, caplog):
     assert own_trainer.logged_metrics == trainer.logged_metrics
 
 
+class Counts(Module):
+    """Counts its rows in a metric, looks at gradients after each backward, and logs a constant
+    where there is a row of the first class.
+    """
+
+    def __init__(self, **keywords):
+        super().__init__(**keywords)
+        self.seen = SumMetric()
+        self.rows_seen = []
+        self.targets = []
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        self.seen.update(len(inputs))
+        if 0 in targets:
+            self.log("seven", 7.0)
+        return {**super().training_step(batch, batch_idx), "targets": targets}
+
+    def on_after_backward(self):
+        assert self.layers[0].weight.grad.isfinite().all()
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.rows_seen.append(self.seen.compute().item())
+        self.targets.append(outputs["targets"].tolist())
+
+
+@pytest.mark.parametrize("size", [None, "auto"])
+def test_what_parts_count_return_and_log_is_that_of_the_batch(tmp_path, size):
+    plain = Counts()
+    trainer, _ = trained(plain, tmp_path)
+    ours = Counts(limit=2)
+    callback = AdaptiveCallback(AdaptiveArguments(micro_batch_size=size, row_length=1))
+    own_trainer, _ = trained(ours, tmp_path, [callback])
+    assert ours.rows_seen == plain.rows_seen
+    assert ours.targets == plain.targets
+    assert own_trainer.logged_metrics["seven"] == trainer.logged_metrics["seven"] == 7.0
+
+
+class ConvertsBatch(Module):
+    """Takes rows as a loader gives them in a hook, in the precision of the trainer."""
+
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return {"rows": batch}
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch["rows"], batch_idx)
+
+
+def test_the_search_prepares_rows_as_lightning_does(tmp_path):
+    callback = AdaptiveCallback(AdaptiveArguments(micro_batch_size="auto", row_length=1))
+    trained(ConvertsBatch(), tmp_path, [callback], precision="64-true")
+    assert callback.step.max_batch_size == NUM_ROWS
+
+
 def test_what_it_cannot_do_is_refused(tmp_path):
     with pytest.raises(SettingError, match="automatic_optimization=False: call an AdaptiveStep"):
         trained(Manual(), tmp_path, [AdaptiveCallback()])
@@ -148,6 +205,20 @@ def test_a_release_without_the_names_that_it_needs_is_refused_in_a_sentence(tmp_
     monkeypatch.delattr(_AutomaticOptimization, "_make_backward_fn")
     with pytest.raises(AdaptiveBatchError, match=r"lightning 2\..* has no _make_backward_fn in"):
         trained(Module(), tmp_path, [AdaptiveCallback()])
+
+
+class Fails(Module):
+    def training_step(self, batch, batch_idx):
+        raise ValueError("of the script")
+
+
+def test_after_an_error_lightning_is_as_it_was(tmp_path):
+    callback = pickle.loads(pickle.dumps(AdaptiveCallback()))
+    module = Fails()
+    with pytest.raises(ValueError, match="of the script"):
+        trained(module, tmp_path, [callback])
+    assert "_make_closure" not in vars(module.trainer.fit_loop.epoch_loop.automatic_optimization)
+    assert "log" not in vars(module)
 
 
 def test_after_training_lightning_is_as_it_was(tmp_path):
