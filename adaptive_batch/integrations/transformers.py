@@ -26,6 +26,9 @@ from .arguments import AdaptiveArguments
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
+# Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
+_SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
+
 
 class AdaptiveTrainer(Trainer):
     """A Trainer whose ``training_step`` runs in parts that fit, and again where memory runs out.
@@ -70,6 +73,8 @@ class AdaptiveTrainer(Trainer):
         """
         self._num_items = num_items_in_batch
         self._metrics_of_step = _Metrics(self)
+        # As Trainer does before it prepares a batch, on which TRL's GRPOTrainer relies.
+        model.train()
         prepared = self._prepare_inputs(inputs)
         with _replaced(
             self,
@@ -136,6 +141,8 @@ class AdaptiveTrainer(Trainer):
     @property
     def _is_sum_over_items(self) -> bool:
         """Whether a loss is divided by the labels of the whole step, so that parts add up to it."""
+        if getattr(self, "loss_type", None) in _SUMS_OVER_TOKENS:
+            return True
         if self._num_items is None:
             return False
         if self.loss_is_scaled_for_ga is not None:

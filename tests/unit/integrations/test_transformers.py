@@ -191,6 +191,57 @@ def test_what_a_loss_counts_leaves_out_trials_and_failed_attempts(tmp_path):
     assert ours.num_prepared == plain.num_prepared
 
 
+class NotesTheMode(Trainer):
+    """As TRL's GRPOTrainer does: makes a batch by whether the model is in training mode."""
+
+    def _prepare_inputs(self, inputs):
+        self.modes = [*getattr(self, "modes", []), self.model.training]
+        return super()._prepare_inputs(inputs)
+
+
+class NotesTheModeInParts(NotesTheMode, AdaptiveTrainer):
+    pass
+
+
+def test_a_batch_is_prepared_in_training_mode_from_the_first_one(tmp_path):
+    trainer, _, _ = trained(NotesTheModeInParts, tmp_path, llama().eval(), num_train_epochs=1)
+    assert trainer.modes == [True] * 4
+
+
+class DividesBySteps(Trainer):
+    """As TRL's GRPOTrainer does: divides a sum over tokens by those of the whole batch."""
+
+    loss_type = "dapo"
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids = inputs["input_ids"]
+        logits = model(input_ids=ids, attention_mask=inputs["attention_mask"]).logits[:, :-1]
+        labels = inputs["targets"][:, 1:]
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        return losses / inputs["num_tokens"]
+
+
+class DividesByStepsInParts(DividesBySteps, AdaptiveTrainer):
+    pass
+
+
+def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
+    def counted(features):
+        batch = collate(features)
+        # Not as `labels`, of which Trainer would count the step's.
+        targets = batch.pop("labels")
+        return {**batch, "targets": targets, "num_tokens": batch["attention_mask"].sum()}
+
+    given = {"collator": counted, "remove_unused_columns": False}
+    _, plain, weights = trained(DividesBySteps, tmp_path, **given)
+    _, ours, own = trained(DividesByStepsInParts, tmp_path, fails_above(2), **given)
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+
+
 def test_the_search_runs_as_training_does_and_leaves_it_as_it_was(tmp_path):
     _, plain, weights = trained(Trainer, tmp_path, llama(dropout=0.1))
     adaptive = AdaptiveArguments(micro_batch_size="auto")
