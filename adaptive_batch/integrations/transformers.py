@@ -23,6 +23,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
+from .pairs import COLLATOR, by_pairs
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
@@ -35,7 +36,8 @@ class AdaptiveTrainer(Trainer):
 
     As the last base of a class it serves trainers that derive from Trainer, such as TRL's. What
     they prepare of a batch is prepared once a step; metrics that their losses collect in attributes
-    count neither trials nor failed attempts.
+    count neither trials nor failed attempts. The pairs that TRL's collator of preferences makes
+    stay together, each as one row.
 
     Args:
         arguments, keywords: as :class:`transformers.Trainer` takes them.
@@ -90,10 +92,16 @@ class AdaptiveTrainer(Trainer):
             return losses[0]
         return torch.stack([loss.to(self.args.device) for loss in losses]).sum()
 
+    @property
+    def _arguments(self) -> AdaptiveArguments:
+        if not isinstance(self.adaptive, AdaptiveArguments):
+            raise SettingError("adaptive", self.adaptive, "give AdaptiveArguments(...)")
+        if type(self.data_collator).__name__ == COLLATOR:
+            return by_pairs(self.adaptive)
+        return self.adaptive
+
     def _new_step(self, model: nn.Module) -> AdaptiveStep:
-        adaptive = self.adaptive
-        if not isinstance(adaptive, AdaptiveArguments):
-            raise SettingError("adaptive", adaptive, "give AdaptiveArguments(...)")
+        adaptive = self._arguments
         if self.args.n_gpu > 1:
             remedy = "DataParallel splits batches itself; start a process a GPU with torchrun"
             raise SettingError("n_gpu", self.args.n_gpu, remedy)
@@ -153,10 +161,10 @@ class AdaptiveTrainer(Trainer):
         makes_rows = type(self)._prepare_inputs is not Trainer._prepare_inputs
         if step.sizer.waits_for_search and makes_rows:
             reason = "this trainer makes its rows in each step, so none can be tried before"
-            raise self.adaptive.not_searched(reason)
+            raise self._arguments.not_searched(reason)
         # A scaler of gradients is no part of a trial.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        self.adaptive.find_bound(
+        self._arguments.find_bound(
             step,
             optimizer,
             self.callback_handler.train_dataloader,

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from adaptive_batch import SettingError, StepOptions
+from adaptive_batch.integrations.pairs import by_pairs
 from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
 
 NUM_ROWS = 24
@@ -240,6 +241,71 @@ def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
     _, ours, own = trained(DividesByStepsInParts, tmp_path, fails_above(2), **given)
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
+
+
+class DataCollatorForPreference:
+    """Named and laid out as TRL's: all chosen rows of a batch, then all rejected ones."""
+
+    def __call__(self, features):
+        rows = [{"input_ids": row["prompt_ids"] + row["chosen_ids"]} for row in features]
+        rows += [{"input_ids": row["prompt_ids"] + row["rejected_ids"]} for row in features]
+        batch = collate(rows)
+        del batch["labels"]
+        return {**batch, "margins": torch.tensor([row["margin"] for row in features])}
+
+
+class Prefers(Trainer):
+    """As TRL's DPOTrainer does: compares each row of the first half with its one of the second."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mask = inputs["attention_mask"]
+        logits = model(inputs["input_ids"], attention_mask=mask).logits
+        scores = (logits[..., 1] * mask).sum(dim=1) / mask.sum(dim=1)
+        chosen, rejected = scores.chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected - inputs["margins"]).mean()
+
+
+class PrefersInParts(Prefers, AdaptiveTrainer):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "parts"),
+    [
+        (AdaptiveArguments(micro_batch_size=2), 3),
+        (AdaptiveArguments(micro_batch_tokens=2 * 16), 5),
+        (AdaptiveArguments(micro_batch_size="auto"), 1),
+    ],
+    ids=["rows", "tokens", "auto"],
+)
+def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, adaptive, parts):
+    data = [
+        {
+            "prompt_ids": row["input_ids"][:2],
+            "chosen_ids": row["input_ids"][2:],
+            "rejected_ids": other["input_ids"],
+            "margin": number / 10,
+        }
+        for number, (row, other) in enumerate(zip(rows(), reversed(rows()), strict=True))
+    ]
+    given = {
+        "data": data,
+        "collator": DataCollatorForPreference(),
+        "remove_unused_columns": False,
+        "num_train_epochs": 1,
+    }
+    _, plain, weights = trained(Prefers, tmp_path, **given)
+    trainer, ours, own = trained(PrefersInParts, tmp_path, adaptive=adaptive, **given)
+    assert trainer.adaptive_step.num_pieces == parts
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+
+
+def test_a_split_that_is_given_is_taken_before_pairs():
+    adaptive = AdaptiveArguments(split=lambda batch: None)
+    assert by_pairs(adaptive) is adaptive
 
 
 def test_the_search_runs_as_training_does_and_leaves_it_as_it_was(tmp_path):
