@@ -122,7 +122,8 @@ class AdaptiveTrainer(Trainer):
             metrics = _Metrics(self)
         is_counted = False
         try:
-            loss: torch.Tensor = super().training_step(model, part.batch, self._num_items)
+            with _mode_kept(model):
+                loss: torch.Tensor = super().training_step(model, part.batch, self._num_items)
             is_counted = not part.is_trial
         finally:
             if not is_counted:
@@ -172,6 +173,21 @@ class AdaptiveTrainer(Trainer):
             batch_size=self._train_batch_size,
             accumulates=self.args.gradient_accumulation_steps > 1,
         )
+
+
+@contextmanager
+def _mode_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that the check of a split evaluates is not set to training, as Trainer would
+    in each step.
+    """
+    if model.training:
+        yield
+        return
+    vars(model)["train"] = lambda mode=True: model
+    try:
+        yield
+    finally:
+        del vars(model)["train"]
 
 
 @contextmanager

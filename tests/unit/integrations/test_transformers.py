@@ -97,9 +97,9 @@ def trained(kind, folder, model=None, data=None, collator=collate, resume=None, 
     return trainer, losses, weights
 
 
-def fails_above(num_rows):
+def fails_above(num_rows, dropout=0.0):
     """Return a model that runs out of memory for more rows than so many."""
-    model = llama()
+    model = llama(dropout)
     forward = model.forward
 
     @functools.wraps(forward)
@@ -139,6 +139,13 @@ def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_
     assert trainer.adaptive_step.num_pieces == 6
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
+
+
+def test_the_check_of_a_split_runs_without_dropout(tmp_path):
+    trainer, losses, _ = trained(AdaptiveTrainer, tmp_path, fails_above(2, dropout=0.5))
+    assert trainer.adaptive_step.num_pieces == 6
+    assert all(map(math.isfinite, losses))
+    assert trainer.model.training
 
 
 def test_a_mean_over_rows_is_weighted_by_rows(tmp_path):
