@@ -83,4 +83,5 @@ measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with w
 	$(BIN)/python benchmarks/parity_adapters.py --ranks
 	$(BIN)/python benchmarks/throughput.py --losses
 	$(BIN)/python benchmarks/step_time.py --compare micro
+	$(BIN)/python benchmarks/scripts.py $(if $(SCRIPTS),--scripts $(SCRIPTS),--only sft dpo grpo lightning_module stream)
 	$(STACK)/bin/python benchmarks/cuda_stack.py

@@ -16,7 +16,19 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("torch", "torchao", "torchtune", "numpy", "adaptive-batch", "bitsandbytes")
+PACKAGES = (
+    "torch",
+    "torchao",
+    "torchtune",
+    "numpy",
+    "adaptive-batch",
+    "bitsandbytes",
+    "transformers",
+    "trl",
+    "accelerate",
+    "lightning",
+    "datasets",
+)
 
 
 def write(name: str, folder: Path, /, **measured: Any) -> Path:

@@ -23,8 +23,12 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
+from .pairs import COLLATOR, by_pairs
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
+
+# Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
+_SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
 
 
 class AdaptiveTrainer(Trainer):
@@ -32,7 +36,8 @@ class AdaptiveTrainer(Trainer):
 
     As the last base of a class it serves trainers that derive from Trainer, such as TRL's. What
     they prepare of a batch is prepared once a step; metrics that their losses collect in attributes
-    count neither trials nor failed attempts.
+    count neither trials nor failed attempts. The pairs that TRL's collator of preferences makes
+    stay together, each as one row.
 
     Args:
         arguments, keywords: as :class:`transformers.Trainer` takes them.
@@ -70,6 +75,8 @@ class AdaptiveTrainer(Trainer):
         """
         self._num_items = num_items_in_batch
         self._metrics_of_step = _Metrics(self)
+        # As Trainer does before it prepares a batch, on which TRL's GRPOTrainer relies.
+        model.train()
         prepared = self._prepare_inputs(inputs)
         with _replaced(
             self,
@@ -85,10 +92,16 @@ class AdaptiveTrainer(Trainer):
             return losses[0]
         return torch.stack([loss.to(self.args.device) for loss in losses]).sum()
 
+    @property
+    def _arguments(self) -> AdaptiveArguments:
+        if not isinstance(self.adaptive, AdaptiveArguments):
+            raise SettingError("adaptive", self.adaptive, "give AdaptiveArguments(...)")
+        if type(self.data_collator).__name__ == COLLATOR:
+            return by_pairs(self.adaptive)
+        return self.adaptive
+
     def _new_step(self, model: nn.Module) -> AdaptiveStep:
-        adaptive = self.adaptive
-        if not isinstance(adaptive, AdaptiveArguments):
-            raise SettingError("adaptive", adaptive, "give AdaptiveArguments(...)")
+        adaptive = self._arguments
         if self.args.n_gpu > 1:
             remedy = "DataParallel splits batches itself; start a process a GPU with torchrun"
             raise SettingError("n_gpu", self.args.n_gpu, remedy)
@@ -109,7 +122,8 @@ class AdaptiveTrainer(Trainer):
             metrics = _Metrics(self)
         is_counted = False
         try:
-            loss: torch.Tensor = super().training_step(model, part.batch, self._num_items)
+            with _mode_kept(model):
+                loss: torch.Tensor = super().training_step(model, part.batch, self._num_items)
             is_counted = not part.is_trial
         finally:
             if not is_counted:
@@ -136,6 +150,8 @@ class AdaptiveTrainer(Trainer):
     @property
     def _is_sum_over_items(self) -> bool:
         """Whether a loss is divided by the labels of the whole step, so that parts add up to it."""
+        if getattr(self, "loss_type", None) in _SUMS_OVER_TOKENS:
+            return True
         if self._num_items is None:
             return False
         if self.loss_is_scaled_for_ga is not None:
@@ -146,10 +162,10 @@ class AdaptiveTrainer(Trainer):
         makes_rows = type(self)._prepare_inputs is not Trainer._prepare_inputs
         if step.sizer.waits_for_search and makes_rows:
             reason = "this trainer makes its rows in each step, so none can be tried before"
-            raise self.adaptive.not_searched(reason)
+            raise self._arguments.not_searched(reason)
         # A scaler of gradients is no part of a trial.
         optimizer: Any = getattr(self.optimizer, "optimizer", self.optimizer)
-        self.adaptive.find_bound(
+        self._arguments.find_bound(
             step,
             optimizer,
             self.callback_handler.train_dataloader,
@@ -157,6 +173,21 @@ class AdaptiveTrainer(Trainer):
             batch_size=self._train_batch_size,
             accumulates=self.args.gradient_accumulation_steps > 1,
         )
+
+
+@contextmanager
+def _mode_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, a model that the check of a split evaluates is not set to training, as Trainer would
+    in each step.
+    """
+    if model.training:
+        yield
+        return
+    vars(model)["train"] = lambda mode=True: model
+    try:
+        yield
+    finally:
+        del vars(model)["train"]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from .oom_retry import OOMRetry
 from .options import StepOptions
 from .packing import pack_rows, rows_apart
 from .packing_check import why_not_packed
-from .parts import Part, SplitBatch
+from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
@@ -41,6 +41,7 @@ __all__ = [
     "ProbeOptions",
     "Question",
     "RowLoss",
+    "RowsOfBatch",
     "SplitBatch",
     "StepOptions",
     "StepResult",

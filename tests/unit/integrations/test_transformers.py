@@ -13,6 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from adaptive_batch import SettingError, StepOptions
+from adaptive_batch.integrations.pairs import by_pairs
 from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
 
 NUM_ROWS = 24
@@ -96,9 +97,9 @@ def trained(kind, folder, model=None, data=None, collator=collate, resume=None, 
     return trainer, losses, weights
 
 
-def fails_above(num_rows):
+def fails_above(num_rows, dropout=0.0):
     """Return a model that runs out of memory for more rows than so many."""
-    model = llama()
+    model = llama(dropout)
     forward = model.forward
 
     @functools.wraps(forward)
@@ -138,6 +139,13 @@ def test_memory_that_runs_out_for_more_than_a_third_of_a_batch_changes_rounding_
     assert trainer.adaptive_step.num_pieces == 6
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
+
+
+def test_the_check_of_a_split_runs_without_dropout(tmp_path):
+    trainer, losses, _ = trained(AdaptiveTrainer, tmp_path, fails_above(2, dropout=0.5))
+    assert trainer.adaptive_step.num_pieces == 6
+    assert all(map(math.isfinite, losses))
+    assert trainer.model.training
 
 
 def test_a_mean_over_rows_is_weighted_by_rows(tmp_path):
@@ -189,6 +197,122 @@ def test_what_a_loss_counts_leaves_out_trials_and_failed_attempts(tmp_path):
     assert sum(ours._metrics["train"]["rows"]) == sum(plain._metrics["train"]["rows"])
     assert max(ours._metrics["train"]["rows"]) == 1
     assert ours.num_prepared == plain.num_prepared
+
+
+class NotesTheMode(Trainer):
+    """As TRL's GRPOTrainer does: makes a batch by whether the model is in training mode."""
+
+    def _prepare_inputs(self, inputs):
+        self.modes = [*getattr(self, "modes", []), self.model.training]
+        return super()._prepare_inputs(inputs)
+
+
+class NotesTheModeInParts(NotesTheMode, AdaptiveTrainer):
+    pass
+
+
+def test_a_batch_is_prepared_in_training_mode_from_the_first_one(tmp_path):
+    trainer, _, _ = trained(NotesTheModeInParts, tmp_path, llama().eval(), num_train_epochs=1)
+    assert trainer.modes == [True] * 4
+
+
+class DividesBySteps(Trainer):
+    """As TRL's GRPOTrainer does: divides a sum over tokens by those of the whole batch."""
+
+    loss_type = "dapo"
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        ids = inputs["input_ids"]
+        logits = model(input_ids=ids, attention_mask=inputs["attention_mask"]).logits[:, :-1]
+        labels = inputs["targets"][:, 1:]
+        losses = nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), reduction="sum"
+        )
+        return losses / inputs["num_tokens"]
+
+
+class DividesByStepsInParts(DividesBySteps, AdaptiveTrainer):
+    pass
+
+
+def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
+    def counted(features):
+        batch = collate(features)
+        # Not as `labels`, of which Trainer would count the step's.
+        targets = batch.pop("labels")
+        return {**batch, "targets": targets, "num_tokens": batch["attention_mask"].sum()}
+
+    given = {"collator": counted, "remove_unused_columns": False}
+    _, plain, weights = trained(DividesBySteps, tmp_path, **given)
+    _, ours, own = trained(DividesByStepsInParts, tmp_path, fails_above(2), **given)
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+
+
+class DataCollatorForPreference:
+    """Named and laid out as TRL's: all chosen rows of a batch, then all rejected ones."""
+
+    def __call__(self, features):
+        rows = [{"input_ids": row["prompt_ids"] + row["chosen_ids"]} for row in features]
+        rows += [{"input_ids": row["prompt_ids"] + row["rejected_ids"]} for row in features]
+        batch = collate(rows)
+        del batch["labels"]
+        return {**batch, "margins": torch.tensor([row["margin"] for row in features])}
+
+
+class Prefers(Trainer):
+    """As TRL's DPOTrainer does: compares each row of the first half with its one of the second."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        mask = inputs["attention_mask"]
+        logits = model(inputs["input_ids"], attention_mask=mask).logits
+        scores = (logits[..., 1] * mask).sum(dim=1) / mask.sum(dim=1)
+        chosen, rejected = scores.chunk(2)
+        return -nn.functional.logsigmoid(chosen - rejected - inputs["margins"]).mean()
+
+
+class PrefersInParts(Prefers, AdaptiveTrainer):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("adaptive", "parts"),
+    [
+        (AdaptiveArguments(micro_batch_size=2), 3),
+        (AdaptiveArguments(micro_batch_tokens=2 * 16), 5),
+        (AdaptiveArguments(micro_batch_size="auto"), 1),
+    ],
+    ids=["rows", "tokens", "auto"],
+)
+def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, adaptive, parts):
+    data = [
+        {
+            "prompt_ids": row["input_ids"][:2],
+            "chosen_ids": row["input_ids"][2:],
+            "rejected_ids": other["input_ids"],
+            "margin": number / 10,
+        }
+        for number, (row, other) in enumerate(zip(rows(), reversed(rows()), strict=True))
+    ]
+    given = {
+        "data": data,
+        "collator": DataCollatorForPreference(),
+        "remove_unused_columns": False,
+        "num_train_epochs": 1,
+    }
+    _, plain, weights = trained(Prefers, tmp_path, **given)
+    trainer, ours, own = trained(PrefersInParts, tmp_path, adaptive=adaptive, **given)
+    assert trainer.adaptive_step.num_pieces == parts
+    assert ours == pytest.approx(plain, rel=2e-6)
+    assert (own - weights).abs().max() < 1e-5
+
+
+def test_a_split_that_is_given_is_taken_before_pairs():
+    adaptive = AdaptiveArguments(split=lambda batch: None)
+    assert by_pairs(adaptive) is adaptive
 
 
 def test_the_search_runs_as_training_does_and_leaves_it_as_it_was(tmp_path):

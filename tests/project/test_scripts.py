@@ -1,0 +1,30 @@
+"""Scripts of TRL's, Lightning's and torchdata's trainers train the same with adaptive_batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.paths import ROOT
+
+pytestmark = pytest.mark.slow
+
+OWN = ["sft", "dpo", "grpo", "lightning_module", "stream"]
+
+
+def test_scripts_of_what_pip_installs_train_the_same(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "scripts.py", "--output", tmp_path]
+    done = subprocess.run([*command, "--only", *OWN], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    for name in OWN:
+        assert f"\n{name} " in done.stdout
+
+
+def test_a_script_that_is_missing_is_named(tmp_path):
+    command = [sys.executable, ROOT / "benchmarks" / "scripts.py", "--output", tmp_path]
+    done = subprocess.run(
+        [*command, "--only", "mnist"], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 1
+    assert "mnist: missing" in done.stderr
