@@ -28,7 +28,13 @@ TIER = {
 BELOW_ALL = {"errors", "_util", "_torch", "config_files"}
 OUTSIDE = sys.stdlib_module_names | {"torch"}
 # Imported where it is used.
-OPTIONAL = {"report": {"matplotlib", "jinja2"}, "_util": {"tqdm"}, "doctor": {"packaging"}}
+OPTIONAL = {
+    "report": {"matplotlib", "jinja2"},
+    "_util": {"tqdm"},
+    "doctor": {"packaging"},
+    # Lightning brings it.
+    "integrations": {"torchmetrics"},
+}
 FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
 
 

@@ -82,6 +82,7 @@ def test_a_run_that_torchrun_starts_again_finds_its_epoch_whatever_recipe_checkp
     )
     settings = SimpleNamespace(
         keep_last_n_checkpoints=None,
+        resume_allow_changes=(),
         enable_async_checkpointing=False,
         overwrite_output_dir=False,
         preview=True,
