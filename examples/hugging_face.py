@@ -20,11 +20,11 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
-    get_cosine_schedule_with_warmup,
 )
 
 # --- adaptive_batch
-from adaptive_batch import AdaptiveLoop, Sampling, geometric
+from adaptive_batch import geometric
+from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
 
 # ---
 
@@ -36,8 +36,7 @@ DOCSTRINGS = {
     if (text := getattr(one, "__doc__", None))
 }
 ROWS = [{"input_ids": list(text.encode()[:64])} for text in sorted(DOCSTRINGS)[:128]]
-EPOCHS, BATCH_SIZE, RATE = 3, 8, 3e-3
-SCHEDULE_STEPS = EPOCHS * len(ROWS) // BATCH_SIZE  # of a batch that does not grow
+EPOCHS, BATCH_SIZE = 3, 8
 
 
 def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
@@ -50,33 +49,13 @@ def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
     }
 
 
-class LoopTrainer(Trainer):
-    """Takes its steps, already as large as they are to be, from `loop`; Trainer clips, steps, logs
-    and saves.
-    """
-
-    # --- adaptive_batch
-    loop: AdaptiveLoop
-
-    def get_train_dataloader(self):
-        return self.loop
-
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        model.train()
-        return torch.tensor(self.loop.run(inputs).loss, device=self.args.device)
-
-    # ---
-
-
 class PlainTrainer(Trainer):
     """Takes the same batches, at the same rates, from a DataLoader of its own."""
-
-    rows_done = 0
 
     def batches(self, sizes: list[int]) -> list[list[int]]:
         numbers = []
         for epoch, size in enumerate(sizes):
-            sampler = DistributedSampler(ROWS, 1, 0, seed=0)
+            sampler = DistributedSampler(ROWS, 1, 0, seed=self.args.seed)
             sampler.set_epoch(epoch)
             numbers += torch.tensor(list(sampler)).split(size)
         return [batch.tolist() for batch in numbers]
@@ -86,9 +65,10 @@ class PlainTrainer(Trainer):
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         rows = len(inputs["input_ids"])
-        scheduled = self.lr_scheduler.lr_lambdas[0](self.rows_done / BATCH_SIZE)
-        self.optimizer.param_groups[0]["lr"] = RATE * scheduled * (rows / BATCH_SIZE) ** 0.5
-        self.rows_done += rows
+        for group, scheduled in zip(
+            self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True
+        ):
+            group["lr"] = scheduled * (rows / BATCH_SIZE) ** 0.5
         return super().training_step(model, inputs, num_items_in_batch)
 
 
@@ -106,43 +86,37 @@ def main() -> None:
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=256, num_key_value_heads=2, max_position_embeddings=128, **shape)
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 4, SCHEDULE_STEPS)
     arguments = TrainingArguments(
         tempfile.mkdtemp(),
-        max_steps=1,
+        per_device_train_batch_size=BATCH_SIZE,
+        num_train_epochs=EPOCHS,
+        learning_rate=3e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=4,
         logging_steps=5,
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
     )
-    model.to(arguments.device)
-    kind = LoopTrainer if plain is None else PlainTrainer
-    trainer = kind(model, arguments, train_dataset=ROWS, optimizers=(optimizer, scheduler))
+    given = {"train_dataset": ROWS, "data_collator": collate}
     if plain is None:
         # --- adaptive_batch
-        trainer.loop = loop = AdaptiveLoop(
-            model,
-            optimizer,
-            ROWS,
-            collate=collate,
-            mean_loss=lambda batch: model(**batch).loss,
-            batch_size=BATCH_SIZE,
+        adaptive = AdaptiveArguments(
+            micro_batch_size="auto",
+            device_memory="20MiB" if arguments.device.type == "cpu" else None,
             batch_increase_function=geometric(2.0),
-            sampling=Sampling(grow_beyond_maximum=True),
             lr_scaling="sqrt",
-            lr_scheduler=scheduler,
         )
-        found = loop.find_bound(device_memory="20MiB" if arguments.device.type == "cpu" else None)
-        arguments.max_steps = loop.num_steps(EPOCHS)
+        trainer = AdaptiveTrainer(model, arguments, adaptive=adaptive, **given)
+        trainer.train()
+        print("max_batch_size:", trainer.adaptive_step.max_batch_size)
         # ---
-        print(found.table())
+        print("batch sizes:", *(BATCH_SIZE * 2**epoch for epoch in range(EPOCHS)))
     else:
+        trainer = PlainTrainer(model, arguments, **given)
         trainer.sizes = plain
         arguments.max_steps = len(trainer.batches(plain))
-    trainer.train()
-    if plain is None:
-        print("batch sizes:", *(BATCH_SIZE * 2**epoch for epoch in range(EPOCHS)))
+        trainer.train()
     print("optimizer steps:", trainer.state.global_step)
     with torch.no_grad():
         model.eval()

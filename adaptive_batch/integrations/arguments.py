@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from adaptive_batch._util import count
+from adaptive_batch._util import check_choice, count
 from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import RULES
 from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions
 
 log = logging.getLogger("adaptive_batch")
@@ -38,6 +39,14 @@ class AdaptiveArguments:
         split: see :class:`adaptive_batch.AdaptiveStep`.
         num_labels: see :class:`adaptive_batch.AdaptiveStep`.
         options: how a step runs.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch begins,
+            0 included; None for batches of a constant size. Of AdaptiveTrainer alone, as is
+            `lr_scaling`.
+        lr_scaling: how the rate of the trainer's scheduler follows the batch that grows: ``none``,
+            ``linear`` or ``sqrt`` of its rows / `per_device_train_batch_size`.
+
+    Raises:
+        SettingError: a value cannot be used.
     """
 
     micro_batch_size: int | str | None = None
@@ -48,6 +57,17 @@ class AdaptiveArguments:
     split: Callable[[Any], SplitBatch] | None = None
     num_labels: Callable[[Any], Any] | None = None
     options: StepOptions = field(default_factory=StepOptions)
+    batch_increase_function: Callable[[int, int], int] | None = None
+    lr_scaling: str = "none"
+
+    def __post_init__(self) -> None:
+        function = self.batch_increase_function
+        if function is not None and not callable(function):
+            raise SettingError("batch_increase_function", function, "give a function")
+        check_choice("lr_scaling", self.lr_scaling, RULES)
+        if self.lr_scaling != "none" and function is None:
+            remedy = "batches do not grow; give batch_increase_function too"
+            raise SettingError("lr_scaling", self.lr_scaling, remedy)
 
     def new_step(self, model: nn.Module, forward_backward: Callable[[Part], Any]) -> AdaptiveStep:
         """Return what runs a step of a model.

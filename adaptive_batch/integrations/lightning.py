@@ -53,6 +53,10 @@ class AdaptiveCallback(Callback):
         if adaptive is not None and not isinstance(adaptive, AdaptiveArguments):
             raise SettingError("adaptive", adaptive, "give AdaptiveArguments(...)")
         self.adaptive = adaptive or AdaptiveArguments()
+        growth = self.adaptive.batch_increase_function
+        if growth is not None:
+            remedy = "Lightning's loader decides the batch; give it batch_sampler=AdaptiveBatches()"
+            raise SettingError("batch_increase_function", growth, remedy)
         self.step: AdaptiveStep | None = None
         # The batch that is run now.
         self._batch: _Batch | None = None

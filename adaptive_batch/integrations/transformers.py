@@ -9,6 +9,8 @@ What a step holds, accumulation, clipping, scaling, logs, saves and resuming sta
 from __future__ import annotations
 
 import copy
+import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +18,17 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import Trainer
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
 from .pairs import COLLATOR, by_pairs
+from .transformers_growth import Growth, refuse_saved_growth
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
@@ -62,6 +67,7 @@ class AdaptiveTrainer(Trainer):
         self._num_items: Any = None
         self._share = 1.0
         self._metrics_of_step = _Metrics(self)
+        self._growth: Growth | None = None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -88,6 +94,8 @@ class AdaptiveTrainer(Trainer):
                 self.adaptive_step = self._new_step(model)
                 self._find_bound(self.adaptive_step)
             losses: list[torch.Tensor] = self.adaptive_step(prepared)
+        if self._growth is not None:
+            self._growth.set_rate(self.optimizer)
         if len(losses) == 1:
             return losses[0]
         return torch.stack([loss.to(self.args.device) for loss in losses]).sum()
@@ -171,8 +179,66 @@ class AdaptiveTrainer(Trainer):
             self.callback_handler.train_dataloader,
             to_device=super()._prepare_inputs,
             batch_size=self._train_batch_size,
-            accumulates=self.args.gradient_accumulation_steps > 1,
+            # A batch that grows will not fit at once.
+            accumulates=self.args.gradient_accumulation_steps > 1 or self._growth is not None,
         )
+
+    # --- batches that grow
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return Trainer's own loader, or where the batch grows one of such batches.
+
+        Raises:
+            SettingError: an argument that a batch cannot grow with.
+        """
+        loader: DataLoader[Any] = super().get_train_dataloader()
+        if self._growth is not None:
+            self.remove_callback(self._growth)
+            self._growth = None
+        if self._arguments.batch_increase_function is None:
+            return loader
+        if not hasattr(Trainer, "_run_epoch"):
+            remedy = "take transformers 5.23, or AdaptiveLoop"
+            raise SettingError("transformers", transformers.__version__, remedy)
+        self._growth = Growth(self.adaptive, self.args, loader)
+        self.add_callback(self._growth)
+        return self._growth.loader
+
+    def set_initial_training_values(self, args: TrainingArguments, *arguments: Any) -> Any:
+        """Return what Trainer does, with the epochs and steps of batches that grow."""
+        values = super().set_initial_training_values(args, *arguments)
+        if self._growth is None:
+            return values
+        _, *between, max_steps = values
+        if args.max_steps > 0:
+            # Trainer ends at that step, in whichever epoch it is.
+            return (sys.maxsize, *between, max_steps)
+        num_epochs = math.ceil(args.num_train_epochs)
+        return (num_epochs, *between, self._growth.num_steps(args.num_train_epochs))
+
+    def _init_training_state(self, *arguments: Any, **keywords: Any) -> tuple[int, int]:
+        place: tuple[int, int] = super()._init_training_state(*arguments, **keywords)
+        if self._growth is None:
+            refuse_saved_growth(self.state)
+        if self._growth is None or not self.state.global_step:
+            return place
+        self._growth.resume(self.state)
+        # Nothing is to be skipped of the batches that are left.
+        return self._growth.batches.progress.epoch, 0
+
+    def _run_epoch(self, **keywords: Any) -> None:
+        if self._growth is not None:
+            steps_left = len(self._growth.batches)
+            keywords |= {
+                "steps_in_epoch": steps_left,
+                "num_update_steps_per_epoch": steps_left,
+            }
+        super()._run_epoch(**keywords)
+
+    def _get_learning_rate(self) -> float:
+        if self._growth is not None and self._growth.learning_rate is not None:
+            return self._growth.learning_rate
+        return float(super()._get_learning_rate())
 
 
 @contextmanager

@@ -197,6 +197,8 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         trained(Manual(), tmp_path, [AdaptiveCallback()])
     with pytest.raises(SettingError, match="adaptive=2: give AdaptiveArguments"):
         AdaptiveCallback(2)
+    with pytest.raises(SettingError, match="batch_sampler=AdaptiveBatches"):
+        AdaptiveCallback(AdaptiveArguments(batch_increase_function=lambda epoch, size: size))
 
 
 def test_a_release_without_the_names_that_it_needs_is_refused_in_a_sentence(tmp_path, monkeypatch):

@@ -10,9 +10,15 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    get_linear_schedule_with_warmup,
+)
 
-from adaptive_batch import SettingError, StepOptions
+from adaptive_batch import AdaptiveBatches, Sampling, SettingError, StepOptions, geometric
 from adaptive_batch.integrations.pairs import by_pairs
 from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
 
@@ -466,3 +472,105 @@ def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_
     # Each part's gradient begins at the scale, as that of a whole batch does.
     assert set(parts) == set(whole) == set(scales)
     assert len(parts) > len(whole)
+
+
+GROWS = {"batch_increase_function": geometric(2.0), "lr_scaling": "sqrt"}
+
+
+def grown(folder, dropout=0.0, model=None, adaptive=None, **arguments):
+    given = {"num_train_epochs": 3, "logging_steps": 1, "per_device_train_batch_size": 3}
+    adaptive = AdaptiveArguments(**GROWS, **(adaptive or {}))
+    model = model or llama(dropout)
+    return trained(AdaptiveTrainer, folder, model, adaptive=adaptive, **given | arguments)
+
+
+def test_a_batch_that_grows_is_that_of_a_loop_with_adaptive_batches(tmp_path):
+    trainer, losses, weights = grown(tmp_path, max_grad_norm=0.0, weight_decay=0.1)
+    model = llama()
+    optimizer = Trainer(
+        model, trainer.args, train_dataset=rows(), data_collator=collate
+    ).create_optimizer()
+    batches = AdaptiveBatches(
+        rows(),
+        3,
+        batch_increase_function=geometric(2.0),
+        sampling=Sampling(seed=trainer.args.seed),
+    )
+    num_steps = batches.num_steps(3)
+    schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)
+    own = []
+    rates = []
+    for _ in range(3):
+        for numbers in batches:
+            rate = 1e-2 * (1 - len(own) / num_steps) * (len(numbers) / 3) ** 0.5
+            rates.append(rate)
+            optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = rate
+            loss = model(**collate([rows()[number] for number in numbers])).loss
+            loss.backward()
+            own.append(loss.item())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            batches.step()
+    assert len(own) == num_steps == trainer.state.global_step == trainer.state.max_steps
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == pytest.approx(own, rel=1e-6)
+    assert [entry["learning_rate"] for entry in logged] == pytest.approx(rates)
+    plain = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    assert (weights - plain).abs().max() < 1e-5
+    assert trainer.state.epoch == 3
+    assert [entry["epoch"] for entry in logged][:2] == pytest.approx([3 / NUM_ROWS, 6 / NUM_ROWS])
+
+
+@pytest.mark.parametrize("saves_every", [5, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_whose_batch_grows_resumes_exactly_in_mid_epoch_and_at_its_end(tmp_path, saves_every):
+    # Epochs of 8, 4 and 2 steps.
+    given = {"save_strategy": "steps", "save_steps": saves_every, "dropout": 0.1}
+    whole, losses, weights = grown(tmp_path / "whole", **given)
+    assert whole.state.max_steps == 14
+    for step in range(saves_every, 14, saves_every):
+        checkpoint = str(tmp_path / "whole" / f"checkpoint-{step}")
+        resumed, own, own_weights = grown(tmp_path / str(step), resume=checkpoint, **given)
+        assert own == losses
+        assert torch.equal(own_weights, weights)
+        assert resumed.state.epoch == whole.state.epoch
+        assert resumed.state.log_history[-2]["epoch"] == whole.state.log_history[-2]["epoch"]
+
+
+def test_a_batch_that_grows_beyond_what_fits_is_split(tmp_path):
+    _, losses, weights = grown(tmp_path)
+    trainer, own, own_weights = grown(tmp_path, model=fails_above(4))
+    assert trainer.adaptive_step.num_pieces > 1
+    assert own == pytest.approx(losses, rel=2e-6)
+    assert (own_weights - weights).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("arguments", [{"max_steps": 10}, {"num_train_epochs": 1.5}])
+def test_a_run_whose_batch_grows_ends_where_it_is_told(tmp_path, arguments):
+    trainer, losses, _ = grown(tmp_path, **arguments)
+    # Eight steps of epoch 0, and two of the four of epoch 1.
+    assert len(losses) == trainer.state.global_step == trainer.state.max_steps == 10
+    assert trainer.state.epoch == 1.5
+
+
+def test_what_a_batch_cannot_grow_with_is_refused(tmp_path):
+    with pytest.raises(SettingError, match=r"lr_scaling='sqrt': batches do not grow"):
+        AdaptiveArguments(lr_scaling="sqrt")
+    with pytest.raises(SettingError, match="batch_increase_function=2: give a function"):
+        AdaptiveArguments(batch_increase_function=2)
+    for key, value in {
+        "gradient_accumulation_steps": 2,
+        "train_sampling_strategy": "sequential",
+        "dataloader_drop_last": True,
+    }.items():
+        with pytest.raises(SettingError, match=f"^{key}={value!r}: with batch_increase_function"):
+            grown(tmp_path, **{key: value})
+    given = {"save_strategy": "steps", "save_steps": 3}
+    trained(AdaptiveTrainer, tmp_path / "constant", max_steps=3, **given)
+    checkpoint = str(tmp_path / "constant" / "checkpoint-3")
+    with pytest.raises(SettingError, match="it was saved without batch_increase_function"):
+        grown(tmp_path, resume=checkpoint)
+    grown(tmp_path / "grown", max_steps=3, **given)
+    checkpoint = str(tmp_path / "grown" / "checkpoint-3")
+    with pytest.raises(SettingError, match="its batch grew; give AdaptiveArguments the same"):
+        trained(AdaptiveTrainer, tmp_path, resume=checkpoint)
