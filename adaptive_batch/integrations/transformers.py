@@ -24,11 +24,14 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import Progress
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
 from .pairs import COLLATOR, by_pairs
+from .step_log import DrawnRows, StepLog, keep_drawn_rows
 from .transformers_growth import Growth, refuse_saved_growth
+from .transformers_log import LogsSteps
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
@@ -68,6 +71,9 @@ class AdaptiveTrainer(Trainer):
         self._share = 1.0
         self._metrics_of_step = _Metrics(self)
         self._growth: Growth | None = None
+        # Where StepOptions has an event: rows as the sampler draws them, and what tells of steps.
+        self._drawn_rows: DrawnRows | None = None
+        self._logs_steps: LogsSteps | None = None
 
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
@@ -96,9 +102,12 @@ class AdaptiveTrainer(Trainer):
             losses: list[torch.Tensor] = self.adaptive_step(prepared)
         if self._growth is not None:
             self._growth.set_rate(self.optimizer)
-        if len(losses) == 1:
-            return losses[0]
-        return torch.stack([loss.to(self.args.device) for loss in losses]).sum()
+        loss = losses[0]
+        if len(losses) > 1:
+            loss = torch.stack([part.to(self.args.device) for part in losses]).sum()
+        if self._logs_steps is not None:
+            self._logs_steps.add(loss.item(), self.adaptive_step)
+        return loss
 
     @property
     def _arguments(self) -> AdaptiveArguments:
@@ -195,12 +204,15 @@ class AdaptiveTrainer(Trainer):
         if self._growth is not None:
             self.remove_callback(self._growth)
             self._growth = None
-        if self._arguments.batch_increase_function is None:
+        adaptive = self._arguments
+        if adaptive.batch_increase_function is None:
+            if adaptive.options.event is not None:
+                self._drawn_rows = keep_drawn_rows(loader)
             return loader
         if not hasattr(Trainer, "_run_epoch"):
             remedy = "take transformers 5.23, or AdaptiveLoop"
             raise SettingError("transformers", transformers.__version__, remedy)
-        self._growth = Growth(self.adaptive, self.args, loader)
+        self._growth = Growth(adaptive, self.args, loader)
         self.add_callback(self._growth)
         return self._growth.loader
 
@@ -220,11 +232,52 @@ class AdaptiveTrainer(Trainer):
         place: tuple[int, int] = super()._init_training_state(*arguments, **keywords)
         if self._growth is None:
             refuse_saved_growth(self.state)
-        if self._growth is None or not self.state.global_step:
-            return place
-        self._growth.resume(self.state)
-        # Nothing is to be skipped of the batches that are left.
-        return self._growth.batches.progress.epoch, 0
+        elif self.state.global_step:
+            self._growth.resume(self.state)
+            # Nothing is to be skipped of the batches that are left.
+            place = (self._growth.batches.progress.epoch, 0)
+        if self._logs_steps is not None:
+            self.remove_callback(self._logs_steps)
+            self._logs_steps = None
+        event = self.adaptive.options.event
+        # The rows of a stream have no numbers.
+        if event is not None and hasattr(self.train_dataset, "__len__"):
+            self._logs_steps = LogsSteps(self._new_log(event, *place))
+            self.add_callback(self._logs_steps)
+        return place
+
+    def _new_log(
+        self, event: Callable[..., object], epoch: int, num_batches_trained: int
+    ) -> StepLog:
+        """Return what tells of steps, after so many batches of an epoch."""
+        # Checked before: it has a length.
+        num_rows = len(self.train_dataset)
+        if self._growth is not None:
+            growth = self._growth
+            return StepLog(
+                event,
+                num_rows=num_rows,
+                take_rows=lambda: growth.batches.queue.waiting[0].numbers,
+                progress=growth.batches.progress,
+            )
+        batch_rows = self._train_batch_size * self.args.world_size
+        rows_per_epoch = num_rows
+        if self.args.dataloader_drop_last:
+            rows_per_epoch -= num_rows % batch_rows
+        position = num_batches_trained * batch_rows
+        drawn_rows = self._drawn_rows
+        take_rows = None
+        if drawn_rows is not None:
+            drawn_rows.skip(position)
+            take_rows = partial(drawn_rows.take, batch_rows)
+        progress = Progress(
+            epoch=epoch,
+            epoch_rows=position,
+            steps=self.state.global_step,
+            samples=epoch * rows_per_epoch + position,
+            rows_per_epoch=num_rows,
+        )
+        return StepLog(event, num_rows=num_rows, take_rows=take_rows, progress=progress)
 
     def _run_epoch(self, **keywords: Any) -> None:
         if self._growth is not None:

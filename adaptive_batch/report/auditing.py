@@ -181,6 +181,7 @@ class _Auditor:
             self._expect_steps(f"checkpoint at step {saved_step}", saved_step)
         elif kind == "end":
             self._is_over = True
+            self._check_all_epochs(whole(record, "epochs"))
 
     def _start(self, record: Record) -> None:
         """Check that training resumes where the steps before end."""
@@ -350,6 +351,15 @@ class _Auditor:
             epoch = self._epoch_of(number, subject=f"an end after step {self._steps}")
         if epoch:
             epoch.ending = record
+
+    def _check_all_epochs(self, num_asked: int | None) -> None:
+        """Check that training has ended with the last epoch that was asked for, where that is
+        recorded.
+        """
+        num_begun = self._epoch.number + 1 if self._epoch else 0
+        if num_asked is not None and num_begun < num_asked:
+            missing = _span("epoch", num_begun, num_asked - 1)
+            self._wrong(f"training has ended, and {missing} of {num_asked} not in the log")
 
     def _close(self, *, is_done: bool) -> None:
         """Judge the newest epoch."""

@@ -6,6 +6,7 @@ from .bound_search import SEARCHES, BoundSearch, ProbeOptions, find_in_step, fin
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
+from .loop_events import LoopEvents
 from .micro_batch_runner import MicroBatchRunner, RowLoss, count_shifted_labels
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
@@ -32,6 +33,7 @@ __all__ = [
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",
+    "LoopEvents",
     "MicroBatchRunner",
     "MicroBatchSizer",
     "NonfiniteSteps",

@@ -57,8 +57,9 @@ class StepOptions:
         scale_with_batch: what of the optimizer follows the batch beside the rate: ``{"beta2":
             "half_life", "weight_decay": "per_token"}`` or one of them; None for neither.
         event: function that is told of what happens, as ``event(kind, message, **facts)``: a
-            :class:`adaptive_batch.report.RunLog` writes it down. AdaptiveLoop tells of each step
-            with its rows; a step alone of what a part holds from then on.
+            :class:`adaptive_batch.report.RunLog` writes it down. AdaptiveLoop, AdaptiveTrainer
+            and AdaptiveCallback tell of each step with its rows; a step alone of what a part holds
+            from then on.
         lr_clock: what the schedule of the rate counts: ``samples``, ``tokens`` or ``steps``.
 
     Raises:
