@@ -64,6 +64,9 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
     needed = "give a map-style dataset, with a length and rows by number"
     if dataset is None:
         raise SettingError(key, name, f"what builds it returned None; {needed}")
+    if isinstance(dataset, DataLoader):
+        remedy = "batches are made here: give its dataset, loader.dataset, and its collate_fn"
+        raise SettingError(key, name, f"a DataLoader has no row by its number; {remedy}")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise SettingError(
             key, name, f"a {type(dataset).__name__} has no row by its number; {needed}"

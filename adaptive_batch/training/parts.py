@@ -360,6 +360,25 @@ class LabelCounter:
         return (int(is_label[:, 1:].sum()), in_all)
 
 
+def has_shifted_labels(batch: Any) -> bool:
+    """Return whether each label of a batch is the token after it, as where collate has shifted
+    them, and not its own.
+    """
+    if not isinstance(batch, Mapping):
+        return False
+    labels: Any = batch.get("labels")
+    tokens: Any = batch.get("tokens", batch.get("input_ids"))
+    for tensor in (labels, tokens):
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() != 2:
+            return False
+    if labels.shape != tokens.shape:
+        return False
+    is_label = labels != IGNORE_INDEX
+    is_next = labels[:, :-1] == tokens[:, 1:]
+    is_own = labels == tokens
+    return bool(is_next[is_label[:, :-1]].all()) and not bool(is_own[is_label].all())
+
+
 def whole_count(count: Any) -> int:
     """Return the result of a user's `num_labels`, if it is a whole number.
 

@@ -21,7 +21,7 @@ from adaptive_batch.memory import RandomState, is_out_of_memory, recover
 
 from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry
-from .parts import LabelCounter, Part, Splittable
+from .parts import LabelCounter, Part, Splittable, has_shifted_labels
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
 from .step_runner import StepRunner
@@ -326,11 +326,26 @@ class SplitCheck:
         self._num_checks += 1
         if len(fitting) == 1 or self._num_checks == _MOST_CHECKS:
             self._way = self.way
+            if num_ways > 1 and len(fitting) == 1 and self._way == 0:
+                self._refuse_labels_shifted_twice(rows)
             if self._way > 0 and distributed.is_rank_zero():
                 log.info(
                     "labels are shifted already where they reach the model, so the first of each"
                     " row counts too"
                 )
+
+    def _refuse_labels_shifted_twice(self, rows: Splittable) -> None:
+        """Refuse labels that collate has shifted where the loss leaves the first of each row out,
+        which is to shift them again.
+        """
+        has_shifted = bool(rows.num_rows) and has_shifted_labels(rows.part(range(rows.num_rows)))
+        if distributed.any_of_ranks(has_shifted):
+            remedy = (
+                "each is the token after its own already, and the loss shifts them again, so that"
+                " it predicts the token after the next; shift them in one of the two, or give"
+                " num_labels= where that is meant"
+            )
+            raise SettingError("labels", "shifted twice", remedy)
 
     def _refusal(self, whole_loss: float, sums: Sequence[float]) -> SettingError:
         parts = " or ".join(f"{total:.6g}" for total in sums)

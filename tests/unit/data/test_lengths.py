@@ -13,9 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
+from adaptive_batch.data import DatasetAdapter, longest_rows, row_lengths
 from adaptive_batch.data import lengths as lengths_module
-from adaptive_batch.data import longest_rows, row_lengths
 from adaptive_batch.errors import SettingError
 
 
@@ -358,3 +359,11 @@ def test_longest_rows_are_those_of_a_stable_sort(lengths, data):
     count = data.draw(st.integers(1, len(lengths)))
     expected = sorted(range(len(lengths)), key=lambda row: -lengths[row])[:count]
     assert longest_rows(torch.tensor(lengths), count) == expected
+
+
+def test_a_loader_given_as_a_dataset_is_refused_with_what_to_give():
+    loader = DataLoader([{"tokens": [1]}])
+    with pytest.raises(
+        SettingError, match=r"DataLoader': .* give its dataset, loader\.dataset, and"
+    ):
+        DatasetAdapter(loader, None)

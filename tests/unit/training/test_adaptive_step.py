@@ -338,6 +338,32 @@ def test_labels_that_are_shifted_already_are_counted_right():
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
+def test_labels_that_collate_and_the_loss_both_shift_are_refused():
+    batch = make_batch()
+    labels = batch["tokens"].masked_fill(batch["tokens"] == 0, IGNORE_INDEX)
+    last = torch.full((len(labels), 1), IGNORE_INDEX)
+    shifted = {"tokens": batch["tokens"], "labels": torch.cat([labels[:, 1:], last], 1)}
+
+    def loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits = model(batch["tokens"])[:, :-1]
+        return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    step = AdaptiveStep(decoder(), Script(decoder(), loss=loss), micro_batch_size=5)
+    with pytest.raises(SettingError, match="labels='shifted twice': each is the token after its"):
+        step(shifted)
+    # Labels that are the tokens are shifted once.
+    AdaptiveStep(decoder(), Script(decoder(), loss=loss), micro_batch_size=5)(
+        {"tokens": batch["tokens"], "labels": labels}
+    )
+    # What predicts the token after the next on purpose says how many labels it has.
+    AdaptiveStep(
+        decoder(),
+        Script(decoder(), loss=loss),
+        micro_batch_size=5,
+        num_labels=lambda batch: int((batch["labels"][:, 1:] != IGNORE_INDEX).sum()),
+    )(shifted)
+
+
 def test_a_function_may_say_how_many_labels_there_are():
     model = Regression()
     inputs, targets = regression_data()
