@@ -11,14 +11,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from adaptive_batch._util import check_choice, count
+from adaptive_batch._util import check_choice, check_share, count, instance_of
 from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import check_device_memory
 from adaptive_batch.schedules import RULES
-from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions
+from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions, check_sizes
 
 log = logging.getLogger("adaptive_batch")
 
+# That a search tries, as elsewhere by default.
 _MOST_ROWS = 4096
 
 
@@ -61,6 +63,13 @@ class AdaptiveArguments:
     lr_scaling: str = "none"
 
     def __post_init__(self) -> None:
+        check_sizes(self.micro_batch_size, self.micro_batch_tokens)
+        check_device_memory("device_memory", self.device_memory)
+        check_share("headroom", self.headroom)
+        instance_of(StepOptions, "options", self.options)
+        if self.options.max_grad_norm is not None:
+            remedy = "the trainer clips; set its own max_grad_norm or gradient_clip_val"
+            raise SettingError("max_grad_norm", self.options.max_grad_norm, remedy)
         function = self.batch_increase_function
         if function is not None and not callable(function):
             raise SettingError("batch_increase_function", function, "give a function")
@@ -115,7 +124,7 @@ class AdaptiveArguments:
             return
         dataset = getattr(loader, "dataset", None)
         if dataset is None or isinstance(dataset, IterableDataset):
-            raise self.not_searched("a stream shows no longest rows")
+            raise self.not_searched("a stream, or several loaders, show no longest rows")
         rows = DatasetAdapter(dataset, self.row_length)
         found = step.find_bound(
             optimizer,

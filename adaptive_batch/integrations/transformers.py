@@ -14,6 +14,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,22 @@ __all__ = ["AdaptiveArguments", "AdaptiveTrainer"]
 
 # Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
 _SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
+
+
+@dataclass
+class _Reduction:
+    """How the loss of the part that is run stands to that of the step.
+
+    Attributes:
+        num_items: labels of all batches of the optimizer's step; None where they are not counted.
+        share: of the part; 1.0 where its loss is one of the terms of a sum.
+        is_seen_sum: whether twice the labels were seen to halve a loss; None before one was looked
+            at.
+    """
+
+    num_items: Any = None
+    share: float = 1.0
+    is_seen_sum: bool | None = None
 
 
 class AdaptiveTrainer(Trainer):
@@ -64,12 +81,13 @@ class AdaptiveTrainer(Trainer):
         super().__init__(*arguments, **keywords)
         if adaptive is not None:
             self.adaptive = adaptive
+        if not isinstance(self.adaptive, AdaptiveArguments):
+            raise SettingError("adaptive", self.adaptive, "give AdaptiveArguments(...)")
         self.adaptive_step: AdaptiveStep | None = None
-        # Of the step that is run: labels of all batches of the optimizer's step, and the share of
-        # the part.
-        self._num_items: Any = None
-        self._share = 1.0
-        self._metrics_of_step = _Metrics(self)
+        # What it was built with.
+        self._adaptive_of_step: AdaptiveArguments | None = None
+        self._reduction = _Reduction()
+        self._metrics_of_step: _Metrics | None = None
         self._growth: Growth | None = None
         # Where StepOptions has an event: rows as the sampler draws them, and what tells of steps.
         self._drawn_rows: DrawnRows | None = None
@@ -85,37 +103,47 @@ class AdaptiveTrainer(Trainer):
             SettingError: an argument cannot be used; or the loss of the batch is not that of its
                 parts.
         """
-        self._num_items = num_items_in_batch
-        self._metrics_of_step = _Metrics(self)
+        self._reduction.num_items = num_items_in_batch
         # As Trainer does before it prepares a batch, on which TRL's GRPOTrainer relies.
         model.train()
         prepared = self._prepare_inputs(inputs)
+        self._metrics_of_step = _Metrics(self)
         with _replaced(
             self,
             # What a trainer makes in it, it makes once a step.
             _prepare_inputs=lambda inputs: inputs,
             compute_loss=partial(self._shared_loss, self.compute_loss),
         ):
-            if self.adaptive_step is None or self.adaptive_step.model is not model:
-                self.adaptive_step = self._new_step(model)
-                self._find_bound(self.adaptive_step)
-            losses: list[torch.Tensor] = self.adaptive_step(prepared)
+            step = self._step_of(model)
+            losses: list[torch.Tensor] = step(prepared)
         if self._growth is not None:
             self._growth.set_rate(self.optimizer)
-        loss = losses[0]
+        # Without a label no part runs.
+        loss = losses[0] if losses else torch.zeros((), device=self.args.device)
         if len(losses) > 1:
             loss = torch.stack([part.to(self.args.device) for part in losses]).sum()
         if self._logs_steps is not None:
-            self._logs_steps.add(loss.item(), self.adaptive_step)
+            self._logs_steps.add(loss.item(), step)
         return loss
 
     @property
     def _arguments(self) -> AdaptiveArguments:
         if not isinstance(self.adaptive, AdaptiveArguments):
+            # It was set since.
             raise SettingError("adaptive", self.adaptive, "give AdaptiveArguments(...)")
         if type(self.data_collator).__name__ == COLLATOR:
             return by_pairs(self.adaptive)
         return self.adaptive
+
+    def _step_of(self, model: nn.Module) -> AdaptiveStep:
+        """Return what runs a step of a model, which is kept while model and arguments are."""
+        step = self.adaptive_step
+        if step is None or step.model is not model or self._adaptive_of_step is not self.adaptive:
+            self.adaptive_step = step = self._new_step(model)
+            self._adaptive_of_step = self.adaptive
+            self._reduction.is_seen_sum = None
+            self._find_bound(step)
+        return step
 
     def _new_step(self, model: nn.Module) -> AdaptiveStep:
         adaptive = self._arguments
@@ -131,20 +159,22 @@ class AdaptiveTrainer(Trainer):
         return adaptive.new_step(model, compute_loss)
 
     def _run_part(self, model: nn.Module, part: Part) -> torch.Tensor:
-        # A dummy, which a rank without rows runs, counts in no sum either.
-        is_of_sum = self._is_sum_over_items and part.share
-        self._share = 1.0 if is_of_sum else part.share
+        is_counted = not part.is_trial and part.share > 0.0
         metrics = self._metrics_of_step
-        if part.is_trial:
+        if not is_counted:
             metrics = _Metrics(self)
-        is_counted = False
-        try:
-            with _mode_kept(model):
-                loss: torch.Tensor = super().training_step(model, part.batch, self._num_items)
-            is_counted = not part.is_trial
-        finally:
-            if not is_counted:
-                metrics.restore()
+        elif part.is_first and metrics is not None:
+            # An earlier attempt may have counted rows, on a rank whose own memory sufficed too.
+            metrics.restore()
+        with _mode_kept(model):
+            if self._reduction.is_seen_sum is None and not torch.is_grad_enabled():
+                self._reduction.is_seen_sum = self._sees_sum(model, part)
+            # A dummy, which a rank without rows runs, counts in no sum either.
+            is_of_sum = self._is_sum_over_items and part.share
+            self._reduction.share = 1.0 if is_of_sum else part.share
+            loss: torch.Tensor = super().training_step(model, part.batch, self._reduction.num_items)
+        if not is_counted and metrics is not None:
+            metrics.restore()
         return loss
 
     def _shared_loss(
@@ -157,23 +187,48 @@ class AdaptiveTrainer(Trainer):
         """Return what a trainer computes of a part, its loss times the part's share."""
         result = compute_loss(model, inputs, **keywords)
         # One part has Trainer's own bits.
-        if self._share == 1.0:
+        if self._reduction.share == 1.0:
             return result
         if isinstance(result, tuple):
             loss, *outputs = result
-            return (loss * self._share, *outputs)
-        return result * self._share
+            return (loss * self._reduction.share, *outputs)
+        return result * self._reduction.share
 
     @property
     def _is_sum_over_items(self) -> bool:
         """Whether a loss is divided by the labels of the whole step, so that parts add up to it."""
         if getattr(self, "loss_type", None) in _SUMS_OVER_TOKENS:
             return True
-        if self._num_items is None:
+        if self._reduction.num_items is None:
             return False
+        if self._reduction.is_seen_sum is not None:
+            return self._reduction.is_seen_sum
         if self.loss_is_scaled_for_ga is not None:
             return bool(self.loss_is_scaled_for_ga)
         return bool(self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+
+    def _sees_sum(self, model: nn.Module, part: Part) -> bool | None:
+        """Return whether a loss is halved by twice the labels; None where that is not asked for.
+
+        Some of Transformers' models take the number of labels, and leave their loss a mean.
+        """
+        # Ranks that have no rows would not run it.
+        if self.is_fsdp_enabled or not part.share:
+            return None
+        if self._reduction.num_items is None or not self._is_sum_over_items:
+            return None
+        self._reduction.share = 1.0
+        losses = []
+        for factor in (1, 2):
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(
+                    model, dict(part.batch), num_items_in_batch=self._reduction.num_items * factor
+                )
+            losses.append(float(loss))
+        once, halved = losses
+        if not once:
+            return None
+        return abs(2 * halved - once) < 0.1 * abs(once)
 
     def _find_bound(self, step: AdaptiveStep) -> None:
         makes_rows = type(self)._prepare_inputs is not Trainer._prepare_inputs
@@ -324,20 +379,22 @@ def _replaced(trainer: Trainer, **methods: Callable[..., Any]) -> Iterator[None]
 
 
 class _Metrics:
-    """What a trainer counts in private attributes, as it was when this was made: numbers, and lists
-    and mappings of them.
+    """What a trainer counts in its attributes, as it was when this was made: numbers, texts and
+    tensors, and lists and mappings of them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._values = {
-            name: copy.deepcopy(value)
-            for name, value in vars(trainer).items()
-            if name.startswith("_") and _is_count(value)
+            name: _copied(value) for name, value in vars(trainer).items() if _is_count(value)
         }
 
     def restore(self) -> None:
-        vars(self._trainer).update(copy.deepcopy(self._values))
+        own = vars(self._trainer)
+        for name in [name for name, value in own.items() if _is_count(value)]:
+            if name not in self._values:
+                del own[name]
+        own.update({name: _copied(value) for name, value in self._values.items()})
 
 
 def _is_count(value: Any) -> bool:
@@ -345,4 +402,19 @@ def _is_count(value: Any) -> bool:
         return all(map(_is_count, value.values()))
     if isinstance(value, list | deque):
         return all(map(_is_count, value))
-    return isinstance(value, int | float | str)
+    return isinstance(value, int | float | str | torch.Tensor)
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy whose containers are copied, of the same types."""
+    if isinstance(value, Mapping):
+        copied_mapping: Any = copy.copy(value)
+        for key, item in value.items():
+            copied_mapping[key] = _copied(item)
+        return copied_mapping
+    if isinstance(value, list | deque):
+        copied_list = copy.copy(value)
+        for number, item in enumerate(value):
+            copied_list[number] = _copied(item)
+        return copied_list
+    return value

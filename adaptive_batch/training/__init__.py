@@ -1,6 +1,6 @@
 """The training loop: micro-batches, retries after running out of memory, evaluation."""
 
-from .adaptive_step import AdaptiveStep
+from .adaptive_step import AdaptiveStep, check_sizes
 from .agreement import Question, differences, same_answers
 from .bound_search import SEARCHES, BoundSearch, ProbeOptions, find_in_step, find_max_batch_size
 from .evaluation import Evaluator
@@ -49,6 +49,7 @@ __all__ = [
     "StepResult",
     "TriedStep",
     "WorstRows",
+    "check_sizes",
     "count_shifted_labels",
     "differences",
     "find_in_step",

@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
@@ -172,6 +174,68 @@ def test_a_mean_over_rows_is_weighted_by_rows(tmp_path):
     assert (own - weights).abs().max() < 1e-5
 
 
+class ClassifiesRows(BertForSequenceClassification):
+    """Takes the number of labels, as Transformers' models do, and leaves its loss a mean."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        super().__init__(BertConfig(vocab_size=64, num_hidden_layers=1, **sizes, **no_dropout))
+
+
+def collate_with_classes(features):
+    batch = collate(features)
+    return {**batch, "labels": batch["attention_mask"].sum(dim=1) % 2}
+
+
+@pytest.mark.parametrize("adaptive", [AdaptiveArguments(micro_batch_size=2)])
+def test_a_mean_that_takes_the_number_of_labels_is_weighted_by_rows(tmp_path, adaptive):
+    given = {"collator": collate_with_classes}
+    _, plain, weights = trained(Trainer, tmp_path, ClassifiesRows(), **given)
+    _, ours, own = trained(AdaptiveTrainer, tmp_path, ClassifiesRows(), adaptive=adaptive, **given)
+    assert ours == pytest.approx(plain, rel=5e-6)
+    assert (own - weights).abs().max() < 1e-4
+
+
+def collate_without_labels(features):
+    batch = collate(features)
+    return {**batch, "labels": torch.full_like(batch["labels"], -100)}
+
+
+def test_a_batch_without_a_label_changes_nothing(tmp_path):
+    adaptive = AdaptiveArguments(micro_batch_size=2)
+    given = {"collator": collate_without_labels, "adaptive": adaptive}
+    before = torch.cat([p.detach().reshape(-1) for p in llama().parameters()])
+    _, losses, weights = trained(AdaptiveTrainer, tmp_path, **given)
+    assert set(losses) == {0.0}
+    assert torch.equal(weights, before)
+
+
+def test_other_arguments_are_taken_in_the_next_run(tmp_path):
+    trainer, _, _ = trained(AdaptiveTrainer, tmp_path)
+    assert trainer.adaptive_step.num_pieces == 1
+    trainer.adaptive = AdaptiveArguments(micro_batch_size=2)
+    trainer.train()
+    assert trainer.adaptive_step.num_pieces == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"headroom": 2}, "headroom=2"),
+        ({"micro_batch_size": 0}, "micro_batch_size=0"),
+        ({"micro_batch_size": 1, "micro_batch_tokens": 2}, "give one of them"),
+        ({"device_memory": "much"}, "device_memory='much'"),
+        ({"options": 3}, "options=3"),
+        ({"options": StepOptions(max_grad_norm=1.0)}, "the trainer clips; set its own"),
+    ],
+)
+def test_arguments_are_checked_as_they_are_given(given, message):
+    with pytest.raises(SettingError, match=message):
+        AdaptiveArguments(**given)
+
+
 class CountsInItsLoss(Trainer):
     """As TRL's trainers are: makes batches and collects metrics in methods that it overrides."""
 
@@ -180,6 +244,8 @@ class CountsInItsLoss(Trainer):
         self.num_prepared = 0
         self._metrics = {"train": defaultdict(list)}
         self._num_tokens = 0
+        self.num_rows = 0
+        self.row_counts = []
 
     def _prepare_inputs(self, inputs):
         self.num_prepared += 1
@@ -187,7 +253,11 @@ class CountsInItsLoss(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self._num_tokens += int(inputs["attention_mask"].sum())
-        self._metrics["train"]["rows"].append(len(inputs["input_ids"]))
+        num_rows = len(inputs["input_ids"])
+        self._metrics["train"]["rows"].append(num_rows)
+        self.num_rows += num_rows
+        self.row_counts.append(torch.tensor(num_rows))
+        self.num_seen_later = getattr(self, "num_seen_later", 0) + num_rows
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
@@ -202,6 +272,8 @@ def test_what_a_loss_counts_leaves_out_trials_and_failed_attempts(tmp_path):
     assert ours._num_tokens == plain._num_tokens
     assert sum(ours._metrics["train"]["rows"]) == sum(plain._metrics["train"]["rows"])
     assert max(ours._metrics["train"]["rows"]) == 1
+    assert ours.num_rows == ours.num_seen_later == plain.num_rows
+    assert sum(ours.row_counts) == sum(plain.row_counts)
     assert ours.num_prepared == plain.num_prepared
 
 
@@ -405,7 +477,10 @@ def test_what_cannot_be_searched_or_split_is_refused_with_the_key(tmp_path):
         def __iter__(self):
             return iter(rows())
 
-    with pytest.raises(SettingError, match="micro_batch_tokens='auto': a stream shows no longest"):
+    with pytest.raises(
+        SettingError,
+        match="micro_batch_tokens='auto': a stream, or several loaders, show no longest",
+    ):
         trained(
             AdaptiveTrainer,
             tmp_path,
