@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from typing import Any
 
@@ -21,8 +20,8 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.utilities.memory import recursive_detach
 from torchmetrics import Metric
 
+from adaptive_batch._util import instance_of
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.schedules import Progress
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
@@ -53,9 +52,7 @@ class AdaptiveCallback(Callback):
     """
 
     def __init__(self, adaptive: AdaptiveArguments | None = None) -> None:
-        if adaptive is not None and not isinstance(adaptive, AdaptiveArguments):
-            raise SettingError("adaptive", adaptive, "give AdaptiveArguments(...)")
-        self.adaptive = adaptive or AdaptiveArguments()
+        self.adaptive = instance_of(AdaptiveArguments, "adaptive", adaptive)
         growth = self.adaptive.batch_increase_function
         if growth is not None:
             remedy = "Lightning's loader decides the batch; give it batch_sampler=AdaptiveBatches()"
@@ -114,24 +111,18 @@ class AdaptiveCallback(Callback):
         loader = trainer.train_dataloader
         if event is None or not hasattr(getattr(loader, "dataset", None), "__len__"):
             return None
-        num_rows = len(loader.dataset)
-        drawn_rows = keep_drawn_rows(loader)
-        take_rows = None
-        if drawn_rows is not None:
-            take_rows = partial(drawn_rows.take, loader.batch_size)
-        rows_per_epoch = num_rows
-        if loader.drop_last:
-            rows_per_epoch -= num_rows % loader.batch_size
-        num_batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        position = num_batches * (loader.batch_size or 1)
-        progress = Progress(
+        # A batch sampler of the script's own has both, and the loader none.
+        sampler = loader.batch_sampler
+        return StepLog.of_equal_batches(
+            event,
+            keep_drawn_rows(loader),
+            num_rows=len(loader.dataset),
+            batch_rows=(getattr(sampler, "batch_size", None) or 1) * trainer.world_size,
+            drops_last=getattr(sampler, "drop_last", False),
             epoch=trainer.current_epoch,
-            epoch_rows=position,
-            steps=trainer.global_step,
-            samples=trainer.current_epoch * rows_per_epoch + position,
-            rows_per_epoch=num_rows,
+            num_batches=trainer.fit_loop.epoch_loop.batch_progress.current.completed,
+            num_steps=trainer.global_step,
         )
-        return StepLog(event, num_rows=num_rows, take_rows=take_rows, progress=progress)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_MAKES_CLOSURE, None)
@@ -152,7 +143,7 @@ class AdaptiveCallback(Callback):
             results = [result for result in self.step(batch.rows) if result is not None]
         finally:
             self._batch = None
-        _log(trainer.lightning_module, results)
+        _log_results(trainer.lightning_module, results)
         losses = [result.loss for result in results if result.loss is not None]
         loss = None
         if losses:
@@ -322,7 +313,7 @@ def _logs_into(
         del vars(module)["log"]
 
 
-def _log(module: LightningModule, results: Sequence[_Result]) -> None:
+def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
     """Log what the parts of a batch have come to, as ``training_step`` of the whole would."""
     untyped: Any = module
     hook = untyped._current_fx_name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -93,6 +94,47 @@ class StepLog:
         self._progress = progress
         self._events.begins(progress)
         self._begin_step()
+
+    @classmethod
+    def of_equal_batches(
+        cls,
+        event: Callable[..., object],
+        drawn_rows: DrawnRows | None,
+        *,
+        num_rows: int,
+        batch_rows: int,
+        drops_last: bool,
+        epoch: int,
+        num_batches: int,
+        num_steps: int,
+    ) -> StepLog:
+        """Return a log of batches of a constant size.
+
+        Args:
+            event: function that is told.
+            drawn_rows: the loader's sampler; None where rows are not known.
+            num_rows: rows of the dataset.
+            batch_rows: rows of a batch, on all ranks.
+            drops_last: whether a last batch of fewer rows is left out.
+            epoch: epochs that are done.
+            num_batches: batches of the current epoch that are done.
+            num_steps: optimizer steps that are done.
+        """
+        rows_per_epoch = num_rows
+        if drops_last:
+            rows_per_epoch -= num_rows % batch_rows
+        position = num_batches * batch_rows
+        progress = Progress(
+            epoch=epoch,
+            epoch_rows=position,
+            steps=num_steps,
+            samples=epoch * rows_per_epoch + position,
+            rows_per_epoch=num_rows,
+        )
+        take_rows = None
+        if drawn_rows is not None:
+            take_rows = partial(drawn_rows.take, batch_rows)
+        return cls(event, num_rows=num_rows, take_rows=take_rows, progress=progress)
 
     def _begin_step(self) -> None:
         self._rows: list[int] = []

@@ -24,8 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from adaptive_batch._util import instance_of
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Progress
 from adaptive_batch.training import AdaptiveStep, Part
 
 from .arguments import AdaptiveArguments
@@ -81,8 +81,7 @@ class AdaptiveTrainer(Trainer):
         super().__init__(*arguments, **keywords)
         if adaptive is not None:
             self.adaptive = adaptive
-        if not isinstance(self.adaptive, AdaptiveArguments):
-            raise SettingError("adaptive", self.adaptive, "give AdaptiveArguments(...)")
+        instance_of(AdaptiveArguments, "adaptive", self.adaptive)
         self.adaptive_step: AdaptiveStep | None = None
         # What it was built with.
         self._adaptive_of_step: AdaptiveArguments | None = None
@@ -128,12 +127,11 @@ class AdaptiveTrainer(Trainer):
 
     @property
     def _arguments(self) -> AdaptiveArguments:
-        if not isinstance(self.adaptive, AdaptiveArguments):
-            # It was set since.
-            raise SettingError("adaptive", self.adaptive, "give AdaptiveArguments(...)")
+        # It may have been set since this was built.
+        adaptive = instance_of(AdaptiveArguments, "adaptive", self.adaptive)
         if type(self.data_collator).__name__ == COLLATOR:
-            return by_pairs(self.adaptive)
-        return self.adaptive
+            return by_pairs(adaptive)
+        return adaptive
 
     def _step_of(self, model: nn.Module) -> AdaptiveStep:
         """Return what runs a step of a model, which is kept while model and arguments are."""
@@ -161,9 +159,10 @@ class AdaptiveTrainer(Trainer):
     def _run_part(self, model: nn.Module, part: Part) -> torch.Tensor:
         is_counted = not part.is_trial and part.share > 0.0
         metrics = self._metrics_of_step
+        assert metrics is not None, "a part runs within a step"
         if not is_counted:
             metrics = _Metrics(self)
-        elif part.is_first and metrics is not None:
+        elif part.is_first:
             # An earlier attempt may have counted rows, on a rank whose own memory sufficed too.
             metrics.restore()
         with _mode_kept(model):
@@ -173,7 +172,7 @@ class AdaptiveTrainer(Trainer):
             is_of_sum = self._is_sum_over_items and part.share
             self._reduction.share = 1.0 if is_of_sum else part.share
             loss: torch.Tensor = super().training_step(model, part.batch, self._reduction.num_items)
-        if not is_counted and metrics is not None:
+        if not is_counted:
             metrics.restore()
         return loss
 
@@ -316,23 +315,19 @@ class AdaptiveTrainer(Trainer):
                 progress=growth.batches.progress,
             )
         batch_rows = self._train_batch_size * self.args.world_size
-        rows_per_epoch = num_rows
-        if self.args.dataloader_drop_last:
-            rows_per_epoch -= num_rows % batch_rows
-        position = num_batches_trained * batch_rows
-        drawn_rows = self._drawn_rows
-        take_rows = None
-        if drawn_rows is not None:
-            drawn_rows.skip(position)
-            take_rows = partial(drawn_rows.take, batch_rows)
-        progress = Progress(
+        if self._drawn_rows is not None:
+            # Trainer draws what it skips.
+            self._drawn_rows.skip(num_batches_trained * batch_rows)
+        return StepLog.of_equal_batches(
+            event,
+            self._drawn_rows,
+            num_rows=num_rows,
+            batch_rows=batch_rows,
+            drops_last=self.args.dataloader_drop_last,
             epoch=epoch,
-            epoch_rows=position,
-            steps=self.state.global_step,
-            samples=epoch * rows_per_epoch + position,
-            rows_per_epoch=num_rows,
+            num_batches=num_batches_trained,
+            num_steps=self.state.global_step,
         )
-        return StepLog(event, num_rows=num_rows, take_rows=take_rows, progress=progress)
 
     def _run_epoch(self, **keywords: Any) -> None:
         if self._growth is not None:

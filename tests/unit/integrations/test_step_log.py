@@ -8,7 +8,7 @@ import lightning
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from transformers import TrainingArguments
 
 from adaptive_batch import StepOptions, geometric
@@ -163,7 +163,7 @@ class Module(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def fitted(log, *, saves=None, resumes=None, drop_last=False, **arguments):
+def fitted(log, *, saves=None, resumes=None, drop_last=False, loader=None, **arguments):
     module = Module()
     callbacks = []
     if saves is not None:
@@ -186,9 +186,10 @@ def fitted(log, *, saves=None, resumes=None, drop_last=False, **arguments):
             callbacks=[AdaptiveCallback(adaptive), *callbacks],
             **arguments,
         )
-        loader = DataLoader(
-            dataset(), batch_size=4, shuffle=True, collate_fn=collate, drop_last=drop_last
-        )
+        if loader is None:
+            loader = DataLoader(
+                dataset(), batch_size=4, shuffle=True, collate_fn=collate, drop_last=drop_last
+            )
         trainer.fit(module, loader, ckpt_path=resumes)
     return trainer, module.model
 
@@ -216,6 +217,14 @@ def test_rows_that_lightning_drops_and_steps_it_is_told_to_leave_are_no_gap(tmp_
     fitted(tmp_path / "stops", max_steps=8)
     proof = audit(tmp_path / "stops")
     assert proof.holds, proof.lines
+
+
+def test_rows_of_a_batch_sampler_of_the_scripts_own_are_proved_to_be_used_once(tmp_path):
+    batches = BatchSampler(RandomSampler(range(NUM_ROWS)), 4, drop_last=True)
+    fitted(tmp_path, loader=DataLoader(dataset(), batch_sampler=batches, collate_fn=collate))
+    proof = audit(tmp_path)
+    assert proof.holds, proof.lines
+    assert "20 of 22 rows exactly once in epochs 0 to 2, 2 left out" in proof.lines[-1]
 
 
 def test_rows_that_lightning_reads_twice_as_it_resumes_in_mid_epoch_are_named(tmp_path):

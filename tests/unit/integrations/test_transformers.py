@@ -189,8 +189,8 @@ def collate_with_classes(features):
     return {**batch, "labels": batch["attention_mask"].sum(dim=1) % 2}
 
 
-@pytest.mark.parametrize("adaptive", [AdaptiveArguments(micro_batch_size=2)])
-def test_a_mean_that_takes_the_number_of_labels_is_weighted_by_rows(tmp_path, adaptive):
+def test_a_mean_that_takes_the_number_of_labels_is_weighted_by_rows(tmp_path):
+    adaptive = AdaptiveArguments(micro_batch_size=2)
     given = {"collator": collate_with_classes}
     _, plain, weights = trained(Trainer, tmp_path, ClassifiesRows(), **given)
     _, ours, own = trained(AdaptiveTrainer, tmp_path, ClassifiesRows(), adaptive=adaptive, **given)
