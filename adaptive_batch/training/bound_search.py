@@ -272,10 +272,14 @@ class BoundSearch:
             if is_compiled(self._tried.runner.model):
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
+        runner = self._tried.runner
+        if self._fragments and not (self._choices or self._evaluation):
+            lengths = [self._rows.length] * result.max_batch_size
+            runner.cache.keep(runner.sizer.layout.padded_tokens(lengths))
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
             raise DoesNotFitError(
-                f"{self._rows.name} does not fit in {budget}; {self._tried.runner.retry.remedies}"
+                f"{self._rows.name} does not fit in {budget}; {runner.retry.remedies}"
             )
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)

@@ -1,0 +1,65 @@
+"""When the allocator's cache is given back before a step."""
+
+from __future__ import annotations
+
+import torch
+
+from adaptive_batch.memory import AllocatorCache
+from adaptive_batch.memory.device import CountedMemory
+
+
+class CachingMemory(CountedMemory):
+    """A device whose allocator has a cache; counts how often it is given back."""
+
+    granularity_bytes = 2 * 2**20
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.releases = 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+
+def releases_of(cache: AllocatorCache, memory: CachingMemory, *sizes: int) -> list[int]:
+    """Begin a step of each size; return after which of them the cache had been given back."""
+    released = []
+    for size in sizes:
+        before = memory.releases
+        cache.begin_step(size)
+        if memory.releases > before:
+            released.append(size)
+    return released
+
+
+def test_it_is_given_back_before_a_step_that_is_larger_than_all_before():
+    memory = CachingMemory()
+    cache = AllocatorCache(memory)
+    assert releases_of(cache, memory, 50) == [50]
+    assert releases_of(cache, memory, 30, 20, 40, 30, 40, 41, 10) == [30, 40, 41]
+
+
+def test_the_second_step_gives_back_what_the_optimizers_state_was_cut_out_of():
+    memory = CachingMemory()
+    assert releases_of(AllocatorCache(memory), memory, 60, 50, 40) == [60, 50]
+
+
+def test_blocks_that_a_search_has_left_are_kept():
+    memory = CachingMemory()
+    cache = AllocatorCache(memory)
+    cache.keep(100)
+    assert releases_of(cache, memory, 90, 100, 101) == [101]
+
+
+def test_blocks_are_made_anew_after_something_else_has_used_the_cache():
+    memory = CachingMemory()
+    cache = AllocatorCache(memory)
+    cache.keep(100)
+    cache.forget()
+    assert releases_of(cache, memory, 90, 80) == [90]
+
+
+def test_a_device_that_caches_nothing_is_left_alone():
+    memory = CachingMemory()
+    memory.granularity_bytes = 1
+    assert releases_of(AllocatorCache(memory), memory, 1, 2, 3) == []
