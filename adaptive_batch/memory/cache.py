@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
+from adaptive_batch._util import format_bytes
+
 from .device import DeviceMemory
+
+log = logging.getLogger("adaptive_batch")
+
+# What the allocator holds is looked at every so many steps.
+_STEPS_UNTIL_LOOK = 20
+# More than this times what it held after its largest step is pointed out.
+_MUCH = 1.1
 
 
 class AllocatorCache:
@@ -22,6 +33,9 @@ class AllocatorCache:
         # Size of the largest micro-batch that the cached blocks were made for.
         self._largest = 0
         self._has_optimizer_state = False
+        self._steps_since_release = 0
+        self._held_after_largest = 0
+        self._has_warned = False
 
     def begin_step(self, size: int) -> None:
         """Make room for a step.
@@ -29,13 +43,21 @@ class AllocatorCache:
         Args:
             size: tokens of its largest micro-batch; rows where their lengths are not known.
         """
-        if not self._has_cache or size <= self._largest:
+        if not self._has_cache:
             return
-        self._memory.release()
-        # The first step of the optimizer cuts its state out of these blocks.
-        if self._has_optimizer_state:
-            self._largest = size
-        self._has_optimizer_state = True
+        if size > self._largest:
+            self._memory.release()
+            self._steps_since_release = 0
+            # The first step of the optimizer cuts its state out of these blocks.
+            if self._has_optimizer_state:
+                self._largest = size
+            self._has_optimizer_state = True
+            return
+        self._steps_since_release += 1
+        if self._steps_since_release == 1:
+            self._held_after_largest = self._memory.reserved_bytes()
+        elif self._steps_since_release % _STEPS_UNTIL_LOOK == 0 and not self._has_warned:
+            self._point_out_fragments()
 
     def keep(self, size: int) -> None:
         """Take it that a search has left blocks for micro-batches of this size, and a place for the
@@ -43,7 +65,22 @@ class AllocatorCache:
         """
         self._largest = size
         self._has_optimizer_state = True
+        self._steps_since_release = 0
 
     def forget(self) -> None:
         """Take it that something else has used the cache, or has given it back."""
         self._largest = 0
+
+    def _point_out_fragments(self) -> None:
+        """Say what is lost to fragmentation, and what helps."""
+        held = self._memory.reserved_bytes()
+        if held <= _MUCH * self._held_after_largest:
+            return
+        self._has_warned = True
+        log.info(
+            "the allocator holds %s, and held %s after its largest step: steps of different"
+            " lengths fragment its cache; PYTORCH_ALLOC_CONF=expandable_segments:True, set before"
+            " the start, leaves most of the difference free",
+            format_bytes(held),
+            format_bytes(self._held_after_largest),
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from adaptive_batch.memory import AllocatorCache
@@ -16,6 +18,10 @@ class CachingMemory(CountedMemory):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.releases = 0
+        self.held = 0
+
+    def reserved_bytes(self) -> int:
+        return self.held
 
     def release(self) -> None:
         self.releases += 1
@@ -57,6 +63,23 @@ def test_blocks_are_made_anew_after_something_else_has_used_the_cache():
     cache.keep(100)
     cache.forget()
     assert releases_of(cache, memory, 90, 80) == [90]
+
+
+def test_much_that_is_lost_to_fragmentation_is_said_once(caplog):
+    caplog.set_level(logging.INFO)
+    memory = CachingMemory()
+    cache = AllocatorCache(memory)
+    cache.keep(100)
+    memory.held = 10 * 2**30
+    releases_of(cache, memory, 90)
+    memory.held = 11 * 2**30
+    releases_of(cache, memory, *[90] * 50)
+    assert caplog.messages == []
+    memory.held = 12 * 2**30
+    releases_of(cache, memory, *[90] * 50)
+    (message,) = caplog.messages
+    assert "holds 12.00 GiB, and held 10.00 GiB after its largest step" in message
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in message
 
 
 def test_a_device_that_caches_nothing_is_left_alone():
