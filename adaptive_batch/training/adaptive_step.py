@@ -251,7 +251,7 @@ class AdaptiveStep:
         if rows.knows_lengths or not layout.keeps_order(limit):
             return Division((micro_batches(_lengths(rows), limit, layout),))
         pieces = micro_batches([1] * rows.num_rows, limit, layout)
-        return Division(([MicroBatch(piece.rows, length=0) for piece in pieces],))
+        return Division(([MicroBatch(piece.rows, length=rows.width) for piece in pieces],))
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""

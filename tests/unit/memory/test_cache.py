@@ -4,27 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import torch
+from support.fakes import CachingMemory
 
 from adaptive_batch.memory import AllocatorCache
-from adaptive_batch.memory.device import CountedMemory
-
-
-class CachingMemory(CountedMemory):
-    """A device whose allocator has a cache; counts how often it is given back."""
-
-    granularity_bytes = 2 * 2**20
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.releases = 0
-        self.held = 0
-
-    def reserved_bytes(self) -> int:
-        return self.held
-
-    def release(self) -> None:
-        self.releases += 1
 
 
 def releases_of(cache: AllocatorCache, memory: CachingMemory, *sizes: int) -> list[int]:
