@@ -7,8 +7,8 @@ device.
 Twenty distributions of lengths, each with a model of real width and two layers, drawn by a seed.
 500 steps run as micro-batches of a written number of tokens, on the default allocator: in a random
 order (as sampled), and by `AdaptiveStep`. Reported: the 99th percentile over the steps of what is
-reserved at the end of one, over the peak of what was allocated until then. The first two steps are
-left out: the optimizer's state is made in the first.
+reserved at the end of one, over the peak of what was allocated until then; the first two steps, in
+which the optimizer's state is made, are left out.
 """
 
 from __future__ import annotations

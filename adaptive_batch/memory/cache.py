@@ -32,7 +32,6 @@ class AllocatorCache:
         self._has_cache = memory.granularity_bytes > 1
         # Size of the largest micro-batch that the cached blocks were made for.
         self._largest = 0
-        self._has_optimizer_state = False
         self._steps_since_release = 0
         self._held_after_largest = 0
         self._has_warned = False
@@ -48,10 +47,7 @@ class AllocatorCache:
         if size > self._largest:
             self._memory.release()
             self._steps_since_release = 0
-            # The first step of the optimizer cuts its state out of these blocks.
-            if self._has_optimizer_state:
-                self._largest = size
-            self._has_optimizer_state = True
+            self._largest = size
             return
         self._steps_since_release += 1
         if self._steps_since_release == 1:
@@ -60,11 +56,8 @@ class AllocatorCache:
             self._point_out_fragments()
 
     def keep(self, size: int) -> None:
-        """Take it that a search has left blocks for micro-batches of this size, and a place for the
-        optimizer's state.
-        """
+        """Take it that a search has left blocks for micro-batches of this size."""
         self._largest = size
-        self._has_optimizer_state = True
         self._steps_since_release = 0
 
     def forget(self) -> None:

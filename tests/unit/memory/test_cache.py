@@ -23,13 +23,7 @@ def releases_of(cache: AllocatorCache, memory: CachingMemory, *sizes: int) -> li
 def test_it_is_given_back_before_a_step_that_is_larger_than_all_before():
     memory = CachingMemory()
     cache = AllocatorCache(memory)
-    assert releases_of(cache, memory, 50) == [50]
     assert releases_of(cache, memory, 30, 20, 40, 30, 40, 41, 10) == [30, 40, 41]
-
-
-def test_the_second_step_gives_back_what_the_optimizers_state_was_cut_out_of():
-    memory = CachingMemory()
-    assert releases_of(AllocatorCache(memory), memory, 60, 50, 40) == [60, 50]
 
 
 def test_blocks_that_a_search_has_left_are_kept():
