@@ -14,6 +14,7 @@ the learning rate.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,7 +47,7 @@ from .adaptive_step import check_sizes
 from .agreement import Question
 from .bound_search import ProbeOptions
 from .loop_events import LoopEvents
-from .model_checks import check_gradients_are_clear, check_parameters, parameters_of
+from .model_checks import check_gradients_are_clear, check_parameters, with_gradients
 from .nonfinite import NonfiniteSteps
 from .options import StepOptions
 from .rate import AdaptiveRate
@@ -492,8 +493,7 @@ class AdaptiveLoop:
                 that resumes would not take.
         """
         # A step that a GradScaler skips has no gradients any more.
-        has_gradients = any(parameter.grad is not None for parameter in parameters_of(self._model))
-        if self._awaits_step and has_gradients:
+        if self._awaits_step and with_gradients(self._model):
             raise ValueError(
                 "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
                 " here would lose that step; save after optimizer.step()"
@@ -568,9 +568,7 @@ class _RowsAhead:
 
 
 def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:
-    if len(rows) != len(others):
-        return False
-    return all(first is second for first, second in zip(rows, others, strict=True))
+    return len(rows) == len(others) and all(map(operator.is_, rows, others))
 
 
 def _log_event(
