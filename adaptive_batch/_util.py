@@ -90,6 +90,16 @@ def check_share(key: str, value: object) -> None:
         raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
 
 
+def check_headroom(key: str, value: object) -> None:
+    """Refuse what is neither ``auto`` nor a share in [0, 1)."""
+    if value == "auto":
+        return
+    try:
+        check_share(key, value)
+    except SettingError as error:
+        raise SettingError(key, value, f"{error.remedy}, or auto") from None
+
+
 def without_nan(values: Mapping[str, object]) -> dict[str, object]:
     """Return values with text, such as ``nan``, for the numbers that JSON does not have."""
     written = dict(values)

@@ -237,7 +237,8 @@ def micro_batches(
     Padded there are as few as can be: by rows they stay in their order, by tokens they are grouped
     by length. Grouped, the time that the layout models is least. Packed they stay in their order by
     rows, and by tokens are as few as first-fit decreasing finds. A row that alone is above the
-    limit is a micro-batch by itself.
+    limit is a micro-batch by itself. Where rows leave their order, the micro-batches with the most
+    tokens come first.
 
     Args:
         lengths: tokens of each row of the step.
@@ -252,20 +253,33 @@ def micro_batches(
         # Rows of a step have few lengths among them.
         padded_lengths = {length: layout.padded(length) for length in set(lengths)}
         padded = [padded_lengths[length] for length in lengths]
-    pieces = _LAYOUT_KINDS[layout.kind].cut(padded, limit, layout)
-    if not layout.pads:
-        cut = []
-        for piece in pieces:
-            own_lengths = tuple(lengths[row] for row in piece)
-            mean_length = math.ceil(sum(own_lengths) / len(own_lengths))
-            cut.append(MicroBatch(piece, mean_length, own_lengths))
-        return cut
-    longest = max(padded)
-    alike = layout.uniform in ("lengths", "both")
-    return [
-        MicroBatch(piece, longest if alike else max(padded[row] for row in piece))
-        for piece in pieces
-    ]
+    cut = _LAYOUT_KINDS[layout.kind].cut(padded, limit, layout)
+    if layout.pads:
+        pieces = _padded_pieces(cut, padded, alike=layout.uniform in ("lengths", "both"))
+    else:
+        pieces = _packed_pieces(cut, lengths)
+    if not layout.keeps_order(limit):
+        # What the largest leaves in an allocator's cache serves the others, and not the reverse.
+        pieces.sort(key=lambda piece: (piece.padded_tokens, piece.length), reverse=True)
+    return pieces
+
+
+def _padded_pieces(
+    cut: Sequence[list[int]], padded: Sequence[int], *, alike: bool
+) -> list[MicroBatch]:
+    if alike:
+        longest = max(padded)
+        return [MicroBatch(rows, longest) for rows in cut]
+    return [MicroBatch(rows, max(padded[row] for row in rows)) for rows in cut]
+
+
+def _packed_pieces(cut: Sequence[list[int]], lengths: Sequence[int]) -> list[MicroBatch]:
+    pieces = []
+    for rows in cut:
+        own_lengths = tuple(lengths[row] for row in rows)
+        mean_length = math.ceil(sum(own_lengths) / len(own_lengths))
+        pieces.append(MicroBatch(rows, mean_length, own_lengths))
+    return pieces
 
 
 def _cut_padded(

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from adaptive_batch._util import check_choice, check_share, count, instance_of
+from adaptive_batch._util import check_choice, check_headroom, count, instance_of
 from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import check_device_memory
@@ -35,7 +35,7 @@ class AdaptiveArguments:
             together with `micro_batch_size`.
         device_memory: memory that the search may use: a size such as ``"12GiB"``, a share such as
             0.9, or None for what is available.
-        headroom: share of that which is left free, in [0, 1).
+        headroom: share of that which is left free, in [0, 1); ``auto`` for 5%.
         row_length: function that returns the tokens of a row of the training dataset, or a number
             where all are alike; None for those of its ``input_ids``.
         split: see :class:`adaptive_batch.AdaptiveStep`.
@@ -54,7 +54,7 @@ class AdaptiveArguments:
     micro_batch_size: int | str | None = None
     micro_batch_tokens: int | str | None = None
     device_memory: int | float | str | None = None
-    headroom: float = 0.05
+    headroom: float | str = "auto"
     row_length: Callable[[Any], int] | int | None = None
     split: Callable[[Any], SplitBatch] | None = None
     num_labels: Callable[[Any], Any] | None = None
@@ -65,7 +65,7 @@ class AdaptiveArguments:
     def __post_init__(self) -> None:
         check_sizes(self.micro_batch_size, self.micro_batch_tokens)
         check_device_memory("device_memory", self.device_memory)
-        check_share("headroom", self.headroom)
+        check_headroom("headroom", self.headroom)
         instance_of(StepOptions, "options", self.options)
         if self.options.max_grad_norm is not None:
             remedy = "the trainer clips; set its own max_grad_norm or gradient_clip_val"

@@ -2,6 +2,7 @@
 state.
 """
 
+from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
     GIB,
@@ -24,6 +25,7 @@ from .tracker import MemoryTracker, plain_tensors, storage_bytes
 
 __all__ = [
     "GIB",
+    "AllocatorCache",
     "DeviceMemory",
     "Line",
     "MemoryCurve",

@@ -220,6 +220,9 @@ class DeviceMemory(Protocol):
     def room(self) -> Room | None:
         """What can be allocated now, without giving anything back; None where nobody can say."""
 
+    def reserved_bytes(self) -> int:
+        """What an allocator holds now, its cache included; 0 where nobody can say."""
+
     def num_retries(self) -> int:
         """How often an allocator has given back its cache and asked again, so far; 0 where none
         reports it.
@@ -301,6 +304,9 @@ class CountedMemory:
     def room(self) -> Room | None:
         return None
 
+    def reserved_bytes(self) -> int:
+        return 0
+
     def num_retries(self) -> int:
         return 0
 
@@ -342,7 +348,7 @@ class AcceleratorMemory:
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
         self.release()
-        return self._free_and_total()[0] + self._statistic("memory_reserved")
+        return self._free_and_total()[0] + self.reserved_bytes()
 
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
@@ -374,13 +380,16 @@ class AcceleratorMemory:
 
     def room(self) -> Room | None:
         allocated = self._statistic("memory_allocated")
-        reserved = self._statistic("memory_reserved")
+        reserved = self.reserved_bytes()
         # The backend does not count.
         if not reserved:
             return None
         free, total = self._free_and_total()
         reservable = max(0, min(free, int(self._fraction() * total) - reserved))
         return Room(allocated, reservable + reserved - allocated)
+
+    def reserved_bytes(self) -> int:
+        return self._statistic("memory_reserved")
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:

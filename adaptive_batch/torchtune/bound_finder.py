@@ -102,9 +102,11 @@ class BoundFinder:
         ranks = distributed.world_size()
         memory = job.memory
         memory.check_it_can_be_measured()
+        # How much auto leaves free is known where rows are.
+        headroom = 0.0 if isinstance(probe.headroom, str) else probe.headroom
         budget = budget_bytes(
             probe.device_memory,
-            headroom=probe.headroom,
+            headroom=headroom,
             total_bytes=memory.total_bytes(),
             available_bytes=memory.available_bytes(()),
         )

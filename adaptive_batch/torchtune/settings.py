@@ -16,7 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from adaptive_batch._util import check_bool, check_share, check_whole
+from adaptive_batch._util import check_bool, check_headroom, check_share, check_whole
 from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
@@ -159,10 +159,11 @@ class ProbeSettings:
         " as `12GiB`; or a share of the device such as `0.9`",
         default=None,
     )
-    headroom: float = key(
-        checked(check_share),
-        "share of that which is left free, at least 0 and below 1",
-        default=0.05,
+    headroom: float | str = key(
+        checked(check_headroom),
+        "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one accelerator,"
+        " where trials are whole steps of the dataset's own lengths, and 0.05 elsewhere",
+        default="auto",
     )
     sequence_length: int | str = key(
         _length,

@@ -257,7 +257,7 @@ class AdaptiveStep:
         if rows.knows_lengths or not layout.keeps_order(limit):
             return Division((micro_batches(_lengths(rows), limit, layout),))
         pieces = split_by_rows(range(rows.num_rows), limit.amount)
-        return Division(([MicroBatch(piece, length=0) for piece in pieces],))
+        return Division(([MicroBatch(piece, length=rows.width) for piece in pieces],))
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
@@ -369,7 +369,7 @@ class AdaptiveStep:
         sample: Callable[[int], Any],
         *,
         device_memory: int | float | str | None = None,
-        headroom: float = 0.05,
+        headroom: float | str = "auto",
         maximum: int = 4096,
         batch_size: int | None = None,
         accumulates: bool = False,
@@ -383,7 +383,7 @@ class AdaptiveStep:
                 may meet, collated.
             device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as
                 0.9, or None for what is available.
-            headroom: share of that which is left free.
+            headroom: share of that which is left free; see :class:`ProbeOptions`.
             maximum: the most rows that are tried.
             batch_size: rows of the script's batches; of more than fit, the bound is sought again
                 beside the gradients that a second part meets. None where they fit, or are not

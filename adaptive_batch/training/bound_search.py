@@ -18,7 +18,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import (
     check_bool,
     check_choice,
-    check_share,
+    check_headroom,
     check_whole,
     count,
     format_bytes,
@@ -60,6 +60,11 @@ log = logging.getLogger("adaptive_batch")
 
 SEARCHES = ("predict", "binary", "halve")
 
+# What is left free by default, where trials have shown how lengths that vary fragment the cache and
+# where they have not.
+_HEADROOM_SHOWN = 0.01
+_HEADROOM_UNKNOWN = 0.05
+
 # Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
 # cache.
 _DRAWN_STEPS = 12
@@ -72,7 +77,8 @@ class ProbeOptions:
     Attributes:
         device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9,
             or None for what is available.
-        headroom: share of that which is left free, in [0, 1).
+        headroom: share of that which is left free, in [0, 1); ``auto`` for 1% where trials are
+            whole steps of training's own lengths, and 5% elsewhere.
         maximum: the most rows that are tried.
         search: ``predict``, ``binary`` or ``halve``.
         round_to_power_of_two: whether the power of two at or below the bound is tried too; it is
@@ -87,7 +93,7 @@ class ProbeOptions:
     """
 
     device_memory: int | float | str | None = None
-    headroom: float = 0.05
+    headroom: float | str = "auto"
     maximum: int = 4096
     search: str = "predict"
     round_to_power_of_two: bool = False
@@ -97,7 +103,7 @@ class ProbeOptions:
 
     def __post_init__(self) -> None:
         check_device_memory(self.memory_key, self.device_memory)
-        check_share("headroom", self.headroom)
+        check_headroom("headroom", self.headroom)
         check_whole("maximum", self.maximum)
         check_bool("round_to_power_of_two", self.round_to_power_of_two)
         check_choice("search", self.search, SEARCHES)
@@ -191,11 +197,19 @@ class BoundSearch:
             available = max(1, available - storage_bytes(resident))
         return budget_bytes(
             self._options.device_memory,
-            headroom=self._options.headroom,
+            headroom=self.headroom,
             total_bytes=self._memory.total_bytes(),
             available_bytes=available,
             key=self._options.memory_key,
         )
+
+    @property
+    def headroom(self) -> float:
+        """The share of memory that is left free."""
+        headroom = self._options.headroom
+        if isinstance(headroom, str):
+            return _HEADROOM_SHOWN if self._fragments else _HEADROOM_UNKNOWN
+        return headroom
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
@@ -250,12 +264,13 @@ class BoundSearch:
         random_state = RandomState(self._memory.device)
         budgets = distributed.all_gather(self._budget)
         log.info(
-            "probing %s%s on %s, up to %s in %s",
+            "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
             "evaluating rows" if self._evaluation else "rows",
             self._of_tokens,
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
+            100 * self.headroom,
         )
         try:
             with ExitStack() as stack:
@@ -272,10 +287,14 @@ class BoundSearch:
             if is_compiled(self._tried.runner.model):
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
+        runner = self._tried.runner
+        if self._fragments and not (self._choices or self._evaluation):
+            lengths = [self._rows.length] * result.max_batch_size
+            runner.cache.keep(runner.sizer.layout.padded_tokens(lengths))
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
             raise DoesNotFitError(
-                f"{self._rows.name} does not fit in {budget}; {self._tried.runner.retry.remedies}"
+                f"{self._rows.name} does not fit in {budget}; {runner.retry.remedies}"
             )
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
@@ -429,7 +448,7 @@ def find_max_batch_size(
     sample: Callable[[int], Any],
     *,
     device_memory: int | float | str | None = None,
-    headroom: float = 0.05,
+    headroom: float | str = "auto",
     maximum: int = 4096,
     search: str = "predict",
     accumulates: bool = False,

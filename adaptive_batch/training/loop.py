@@ -242,7 +242,7 @@ class AdaptiveLoop:
         self,
         *,
         device_memory: int | float | str | None = None,
-        headroom: float = 0.05,
+        headroom: float | str = "auto",
         maximum: int = 4096,
         round_to_power_of_two: bool = False,
         objective: str = "throughput",
@@ -257,7 +257,7 @@ class AdaptiveLoop:
         Args:
             device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as
                 0.9, or None for what is available.
-            headroom: share of that which is left free.
+            headroom: share of that which is left free; see :class:`ProbeOptions`.
             maximum: the most rows that are tried.
             round_to_power_of_two: whether the power of two at or below the bound is tried too; it
                 is then `batch_size` of the result.

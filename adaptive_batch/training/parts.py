@@ -52,6 +52,8 @@ class Splittable(Protocol):
     @property
     def knows_lengths(self) -> bool: ...
     @property
+    def width(self) -> int: ...
+    @property
     def divided(self) -> tuple[bool, ...]: ...
     def part(self, rows: Sequence[int], /) -> Any: ...
     def dummy(self) -> Any: ...
@@ -76,6 +78,11 @@ class SplitBatch:
     def knows_lengths(self) -> bool:
         """Whether lengths need not be worked out."""
         return self.lengths is not None
+
+    @property
+    def width(self) -> int:
+        """Columns that rows are padded to; 0 as nothing shows them."""
+        return 0
 
     @property
     def divided(self) -> tuple[bool, ...]:
@@ -142,6 +149,16 @@ class RowsOfBatch:
         return tuple(
             bool(tensor.dim()) and len(tensor) == self.num_rows for tensor in _tensors(self._batch)
         )
+
+    @property
+    def width(self) -> int:
+        """Columns that rows are padded to; 0 where nothing shows them."""
+        if isinstance(self._batch, Mapping):
+            for name in ("attention_mask", "tokens", "input_ids"):
+                table = self._batch.get(name)
+                if self._is_table(table):
+                    return table.shape[1]
+        return 0
 
     @cached_property
     def lengths(self) -> list[int] | None:

@@ -44,6 +44,7 @@ class _RowsOfStep:
     """This rank's rows of a step, of which each part becomes a batch when it is asked for."""
 
     knows_lengths = True
+    width = 0
     divided = ()
 
     def __init__(self, step: RowStep, rows: Sequence[Row]) -> None:

@@ -13,7 +13,12 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.distributed import Sharding, sharding_of
 from adaptive_batch.errors import MEMORY_REMEDIES
-from adaptive_batch.memory import DeviceMemory, device_memory, is_out_of_memory
+from adaptive_batch.memory import (
+    AllocatorCache,
+    DeviceMemory,
+    device_memory,
+    is_out_of_memory,
+)
 
 from .agreement import Division, Question, same_answers
 from .gradients import GradientsApart
@@ -38,6 +43,7 @@ class StepRunner:
     Attributes:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
+        cache: keeps what the allocator has cached from fragmenting.
         is_trial: whether what runs now is a trial, and not training.
     """
 
@@ -59,6 +65,7 @@ class StepRunner:
         self.retry = OOMRetry(
             sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
         )
+        self.cache = AllocatorCache(self.memory)
         self.is_trial = False
         self._snapshot = StepSnapshot(model, self.memory.device)
 
@@ -156,6 +163,7 @@ class StepRunner:
         def undo() -> None:
             gradients.drop_new()
             restore()
+            self.cache.forget()
 
         try:
             result = self.retry.run(
@@ -198,6 +206,8 @@ class StepRunner:
             pieces += [*part, *[None] * (num_pieces - len(part))]
             ends.add(len(pieces) - 1)
         reduced = [number in ends for number in range(len(pieces))]
+        sizes = [piece.padded_tokens or len(piece.rows) for piece in pieces if piece]
+        self.cache.begin_step(max(sizes, default=0))
 
         def run_number(number: int) -> None:
             with self.sharding.micro_batch(is_last=reduced[number]):
@@ -218,6 +228,7 @@ class StepRunner:
                 yield
             finally:
                 self.is_trial = False
+                self.cache.forget()
 
     def learn_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
         """Run trials and undo them, so that a rank which runs out of memory even in the first

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import Trial
 
 
@@ -88,3 +89,22 @@ class FakeBackend:
 
     def empty_cache(self) -> None:
         self.reserved = self.allocated
+
+
+class CachingMemory(CountedMemory):
+    """A CPU whose allocator has a cache; counts how often it is given back, and holds what the
+    test says.
+    """
+
+    granularity_bytes = 2 * 2**20
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.releases = 0
+        self.held = 0
+
+    def release(self) -> None:
+        self.releases += 1
+
+    def reserved_bytes(self) -> int:
+        return self.held

@@ -362,3 +362,16 @@ def test_the_fullest_packed_micro_batch_can_be_made_smaller_wherever_one_can(len
         assert len(fullest.rows) == max(len(piece.rows) for piece in pieces)
     else:
         assert fullest.padded_tokens == max(piece.padded_tokens for piece in several or pieces)
+
+
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=30),
+    st.integers(60, 300),
+    st.sampled_from(["padded", "grouped", "packed"]),
+)
+def test_micro_batches_that_leave_the_order_of_rows_come_with_the_most_tokens_first(
+    lengths, tokens, kind
+):
+    pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), MicroBatchLayout(kind=kind))
+    sizes = [piece.padded_tokens for piece in pieces]
+    assert sizes == sorted(sizes, reverse=True)

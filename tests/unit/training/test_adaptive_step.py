@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fakes import CachingMemory
 from support.sharded_model import Decoder, bits, collate, make_rows, relative_error, training_state
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy, mse_loss, normalize
@@ -1175,3 +1176,16 @@ def test_a_sample_of_fewer_rows_than_it_was_asked_for_is_refused():
         find_max_batch_size(model, optimizer, train, cut, device_memory="1GiB")
     with pytest.raises(SettingError, match=r"^sample='sample\(1\) of 0 rows'"):
         AdaptiveStep(model, script).find_bound(optimizer, lambda n: cut(0), device_memory="1GiB")
+
+
+def test_the_cache_is_given_back_before_a_batch_that_is_wider_than_all_before():
+    model = decoder()
+    memory = CachingMemory()
+    step = AdaptiveStep(model, Script(model), options=StepOptions(memory=memory))
+    released = []
+    for longest in (6, 8, 8, 7, 9):
+        before = memory.releases
+        step(collate(make_rows([longest, 3, 5])))
+        if memory.releases > before:
+            released.append(longest)
+    assert released == [6, 8, 9]

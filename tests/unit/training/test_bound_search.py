@@ -10,13 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fakes import CachingMemory
 from support.sharded_model import Decoder, collate, make_rows, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import device_memory
-from adaptive_batch.training import AdaptiveStep, find_max_batch_size
+from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.training import (
+    AdaptiveStep,
+    BoundSearch,
+    MicroBatchSizer,
+    ProbeOptions,
+    find_max_batch_size,
+)
+from adaptive_batch.training.step_runner import StepRunner
+from adaptive_batch.training.trials import TriedStep, WorstRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -96,6 +106,29 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
         or search == "predict"
     )
     assert f"max_batch_size: {expected}" in result.table()
+
+
+@pytest.mark.parametrize(
+    ("memory", "has_order", "headroom", "left_free"),
+    [
+        (CachingMemory(), True, "auto", 0.01),
+        (CachingMemory(), False, "auto", 0.05),
+        (CachingMemory(), True, 0.2, 0.2),
+        (CountedMemory(torch.device("cpu")), True, "auto", 0.05),
+    ],
+)
+def test_less_is_left_free_where_trials_are_steps_of_trainings_own_lengths(
+    memory, has_order, headroom, left_free
+):
+    training = Training()
+    runner = StepRunner(training.model, MicroBatchSizer(), memory=memory)
+    tried = TriedStep(runner, training.optimizer, training.forward_backward)
+    in_order = (lambda begin, num_rows: [0] * num_rows) if has_order else None
+    rows = WorstRows(lambda size: [0] * size, 9, "one row", in_order)
+    options = ProbeOptions("1GiB", headroom)
+    search = BoundSearch(tried, rows, options, accumulates=False)
+    assert search.headroom == left_free
+    assert search.budget_bytes() == int(2**30 * (1 - left_free))
 
 
 def test_halving_finds_the_first_half_that_fits():

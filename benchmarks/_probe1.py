@@ -1,0 +1,650 @@
+"""Estimates, bounds and the search beside PyTorch's own CUDA allocator, on PyTorch's CUDA stack
+without a device.
+
+    make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
+    {cases,bounds,probe,recipe,ranks}] [--quick] [--output DIR]
+
+Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
+(tests/support/stack_runs.py); no kernel computes, and memory is accounted
+(tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the estimate
+says of each number of rows, and its replay of the allocator with default and with expandable
+segments, beside what PyTorch counted: bytes requested, allocated and reserved, and every segment
+with its blocks. `bounds`: the rows that are estimated to fit without a retry of the allocator
+beside brute force: the most rows that run six steps so, and those rows with varying lengths.
+`probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
+small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
+shares of the memory taken away and given back. `ranks`: estimated bounds beside brute force for a
+small model that FSDP divides between two processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import records
+import torch
+
+from adaptive_batch.estimate import (
+    CONTEXT_BYTES,
+    AllocatorSettings,
+    Between,
+    CachingAllocator,
+    EstimatedDevice,
+    Run,
+    estimate_length,
+    parse_devices,
+    traces_alike,
+)
+from adaptive_batch.report import audit, read_records
+from adaptive_batch.torchtune import Settings, set_up_process
+from adaptive_batch.torchtune.estimates import Estimator
+from adaptive_batch.torchtune.fake_run import made_up_row
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.allocator_on_stack import described
+from support.cli import OURS, SmallSetup, losses, make_setup
+from support.model_families import Combination
+from support.stack_runs import Outcome, StackRun, StackRuns
+
+SEED = 15
+STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
+CONFS = {"default": "", "expandable": "expandable_segments:True"}
+DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
+PARAMETERS = {  # in billions
+    "llama3_2_1b": 1.24,
+    "llama3_2_3b": 3.21,
+    "llama3_1_8b": 8.03,
+    "qwen2_5_0_5b": 0.49,
+    "qwen2_5_7b": 7.62,
+    "gemma2_2b": 2.61,
+    "phi4_14b": 14.7,
+}
+HEADROOMS = (0.01,)
+COPIES = (
+    5  # of the weights, that a step of AdamW holds: with gradients, two moments and a temporary
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of the sample: a combination, a device, and a number of rows or the bound."""
+
+    combination: Combination
+    device: str
+    rows: int | str
+
+    def __str__(self) -> str:
+        return f"{self.combination}, {self.device}, {self.rows} rows".replace(
+            "bound rows", "the bound"
+        )
+
+    @property
+    def found(self) -> EstimatedDevice:
+        (device,) = parse_devices([self.device])
+        return device
+
+
+def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[Case]:
+    """Draw that many different cases whose optimizer's step fits."""
+    draw, cases = random.Random(SEED), dict[Case, None]()
+    while len(cases) < number:
+        model, dtype = draw.choice(list(PARAMETERS)), draw.choice(["bf16", "fp32"])
+        length = round(math.exp(draw.uniform(math.log(200), math.log(8192))))
+        checkpointing = draw.choice(["", "checkpointing"])
+        loss = "plain" if model == "gemma2_2b" else "chunked"  # it has no chunks of outputs
+        combination = Combination(model, length, "AdamW", loss, checkpointing, dtype, device="cuda")
+        case = Case(combination, draw.choice(list(DEVICES)), draw.choice(rows))
+        held = COPIES * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
+        if held < 0.95 * case.found.total_bytes:
+            cases[case] = None
+    return list(cases)
+
+
+# --- the estimate
+
+
+class Estimated:
+    """The estimate of a combination on a device, and what it says that the allocator is
+    asked for.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.device = case.found
+        self.budget_bytes = self.device.total_bytes - CONTEXT_BYTES
+        self._cfg = case.combination.to_estimate(devices=[case.device], changes=False)
+        self._combination, self._length = case.combination, case.combination.length
+        self._logs: dict[int, Sequence[int]] = {}
+
+    @contextmanager
+    def opened(self) -> Iterator[Estimated]:
+        """Inside, logs can be had."""
+        settings = Settings.from_config(self._cfg)
+        estimator = Estimator(self._cfg, settings, [self.device])
+        with estimator._step(self._cfg, [self._length], 1, self.device) as step:
+            self._step, self._targets = step, estimator._targets
+            self._run = step.run.forward_backward(step._rows[self._length][0])
+            yield self
+
+    def log(self, rows: int) -> Sequence[int]:
+        if rows not in self._logs:
+            self._logs[rows] = self._step._step.log(rows, [self._run] * STEPS)
+        return self._logs[rows]
+
+    def replayed(
+        self, rows: int, conf: str, *, budget_bytes: int | None = None
+    ) -> CachingAllocator:
+        """Return the allocator after the steps, or as it was when it ran out of memory."""
+        settings = AllocatorSettings(expandable_segments=bool(conf))
+        capacity = self.budget_bytes if budget_bytes is None else budget_bytes
+        allocator = CachingAllocator(capacity, settings, total_bytes=self.device.total_bytes)
+        with suppress(torch.OutOfMemoryError):
+            allocator.replay(self.log(rows))
+        return allocator
+
+    def bound(self, conf: str, kind: str = "fixed") -> int:
+        """Return the estimate's most rows that run without a retry, of one length or in steps of
+        varying lengths.
+        """
+        step, run = self._step.run, self._run
+        shorter = 3 * self._length // 4
+        short = step.forward_backward(lambda rows: [made_up_row(shorter, packed=False)] * rows)
+
+        def of_steps(rows: int) -> list[Run | Between]:
+            padded = map(
+                max, StackRun.varying(self._combination, rows, steps=STEPS_OF_BOUNDS).steps
+            )
+            return [
+                Between(short, run, Fraction(one - shorter, self._length - shorter))
+                for one in padded
+            ]
+
+        if kind == "varying":
+            traces_alike(self._step._step, short)
+        _, (fit,) = estimate_length(
+            self._step._step,
+            self._length,
+            self._targets,
+            maximum=4096,
+            forward_backward=run,
+            of_steps=of_steps if kind == "varying" else None,
+            allocator=AllocatorSettings(expandable_segments=bool(conf)),
+        )
+        rows: int = fit.max_batch_size
+        return rows
+
+
+def largest(fits: Callable[[int], bool], *, start: int = 1) -> int:
+    """Return the most rows that fit: from `start` on in growing steps, then between; 0 for none."""
+    known: dict[int, bool] = {0: True}
+
+    def asked(rows: int) -> bool:
+        if rows not in known:
+            known[rows] = fits(rows)
+        return known[rows]
+
+    low, high, step = 0, None, 1
+    rows = max(1, start)
+    while high is None or high - low > 1:
+        if asked(rows):
+            low = max(low, rows)
+        else:
+            high = rows if high is None else min(high, rows)
+        if high is None:
+            rows, step = low + step, 2 * step
+        elif low == 0 and high > 1:
+            rows, step = max(1, high - step), 2 * step
+        else:
+            rows = (low + high) // 2
+    return low
+
+
+# --- cases
+
+
+def measure_cases(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+    """Peaks and segments of each case, estimated and counted."""
+    rows_of_table = []
+    print(
+        f"{'case':<78} {'rows':>5} {'requested':>10} {'allocated':>10} {'reserved':>9}"
+        f" {'expandable':>10} {'segments':>9} s"
+    )
+    for case in cases:
+        start = time.perf_counter()
+        entry: dict[str, Any] = {**asdict(case), "is_equal": {}}
+        rows_of_table.append(entry)
+        try:
+            with Estimated(case).opened() as estimated:
+                for name, conf in CONFS.items():
+                    rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
+                    rows = max(1, rows)
+                    run = StackRun.fixed(case.combination, rows, steps=STEPS)
+                    real = runs(
+                        run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes
+                    )
+                    entry[name] = compared(estimated.replayed(rows, conf), real) | {"rows": rows}
+        except Exception as error:
+            entry["failed"] = f"{type(error).__name__}: {error}"
+            print(f"{case!s:<78} {entry['failed']}", flush=True)
+            traceback.print_exc(file=sys.stderr)
+            continue
+        entry["seconds"] = round(time.perf_counter() - start, 1)
+        default, expandable = entry["default"], entry["expandable"]
+        equal = "/".join("yes" if one["segments_equal"] else "no" for one in (default, expandable))
+        print(
+            f"{case!s:<78} {default['rows']:>5} {default['errors']['requested']:>10.4%}"
+            f" {default['errors']['allocated']:>10.4%} {default['errors']['reserved']:>9.3%}"
+            f" {expandable['errors']['reserved']:>10.3%} {equal:>9} {entry['seconds']}",
+            flush=True,
+        )
+    summary = summarised(rows_of_table)
+    print("\n" + "\n".join(f"{name}: {value}" for name, value in summary.items()))
+    return rows_of_table
+
+
+def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
+    """What was estimated and what was counted, with errors above 0 where the estimate is
+    too high.
+    """
+    estimate = {
+        "requested": allocator.peak_requested_bytes,
+        "allocated": allocator.peak_allocated_bytes,
+        "reserved": allocator.peak_reserved_bytes,
+        "retries": allocator.num_retries,
+        "ooms": allocator.num_ooms,
+    }
+    counted = {name: getattr(real, name) for name in estimate}
+    return {
+        "estimate": estimate,
+        "counted": counted,
+        "errors": {
+            name: estimate[name] / counted[name] - 1
+            for name in ("requested", "allocated", "reserved")
+        },
+        "segments_equal": (
+            of_segments(described(allocator.segments())) == of_segments(real.segments)
+        ),
+        "blocks_equal": of_blocks(described(allocator.segments())) == of_blocks(real.segments),
+        "large_segments_equal": (
+            of_blocks(described(allocator.segments()), "large") == of_blocks(real.segments, "large")
+        ),
+        "same_end": (
+            (real.retries, bool(real.ooms)) == (allocator.num_retries, bool(allocator.num_ooms))
+        ),
+    }
+
+
+def of_segments(segments: Sequence[Any]) -> list[Any]:
+    """Sizes and pools of segments, the newest last."""
+    return [[one[1], one[6]] for one in segments]
+
+
+def of_blocks(segments: Sequence[Any], pool: str = "") -> list[Any]:
+    """Segments with their blocks, the newest last, without where they are; of one pool,
+    or of both.
+    """
+    return [
+        [one[1], one[6], [block[:2] for block in one[-1]]]
+        for one in segments
+        if pool in ("", one[6])
+    ]
+
+
+def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The worst errors, and shares that are equal."""
+    done = [case for case in cases if "failed" not in case]
+    summary: dict[str, Any] = {"cases": len(cases), "failed": len(cases) - len(done)}
+    for name in CONFS if done else ():
+        for kind in ("requested", "allocated", "reserved"):
+            errors = [abs(case[name]["errors"][kind]) for case in done]
+            within = {"requested": 1e-4, "allocated": 1e-3, "reserved": 5e-3}[kind]
+            share = sum(error <= within for error in errors) / len(errors)
+            worst, middle = max(errors), median(errors)
+            summary[f"{kind}, {name}"] = (
+                f"within {within:.2%} in {share:.1%}, median {middle:.4%}, worst {worst:.3%}"
+            )
+        equal = sum(case[name]["segments_equal"] for case in done) / len(done)
+        blocks = sum(case[name]["blocks_equal"] for case in done) / len(done)
+        large = sum(case[name]["large_segments_equal"] for case in done) / len(done)
+        same = sum(case[name]["same_end"] for case in done) / len(done)
+        summary[f"segments, {name}"] = (
+            f"equal in {equal:.1%}, with every block in {blocks:.1%}, with every block above 1 MiB"
+            f" in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
+        )
+    return summary
+
+
+# --- bounds
+
+
+def run_of_bounds(
+    runs: StackRuns, case: Case, conf: str, rows: int, kind: str = "fixed"
+) -> Outcome:
+    run = getattr(StackRun, kind)(case.combination, rows, steps=STEPS_OF_BOUNDS)
+    return runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+
+
+def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+    """Bounds that are estimated, beside the most rows that run without a retry, and what the
+    estimate's rows do.
+    """
+    table = []
+    print(
+        f"{'case':<78} {'settings':<10} {'lengths':<7} {'planned':>7} {'true':>5}  at the planned"
+        " rows"
+    )
+    for case in cases:
+        for (name, conf), kind in product(CONFS.items(), ("fixed", "varying")):
+            entry: dict[str, Any] = {**asdict(case), "settings": name, "lengths": kind}
+            table.append(entry)
+            try:
+                with Estimated(case).opened() as estimated:
+                    planned = estimated.bound(conf, kind)
+                outcome = partial(run_of_bounds, runs, case, conf, kind=kind)
+                true = largest(lambda rows, outcome=outcome: outcome(rows).is_clean, start=planned)
+                entry |= {"planned": planned, "true": true, "at_planned": "no row"}
+                if planned:
+                    real = outcome(planned)
+                    entry["at_planned"] = (
+                        "OOM" if real.ooms else "retries" if real.retries else "clean"
+                    )
+            except Exception as error:
+                entry["failed"] = f"{type(error).__name__}: {error}"
+            said = (
+                entry.get("failed")
+                or f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
+            )
+            print(f"{case!s:<78} {name:<10} {kind:<7} {said}", flush=True)
+    done = [entry for entry in table if "failed" not in entry]
+    for name, kind in product(CONFS, ("fixed", "varying")):
+        these = [entry for entry in done if (entry["settings"], entry["lengths"]) == (name, kind)]
+        equal = sum(entry["planned"] == entry["true"] for entry in these)
+        bad = sum(entry["at_planned"] in ("OOM", "retries") for entry in these)
+        print(
+            f"{name}, {kind}: equal in {equal} of {len(these)}; OOM or retries at the planned rows"
+            f" in {bad}"
+        )
+    return table
+
+
+WIDE = {
+    "num_layers": 8,
+    "embed_dim": 512,
+    "intermediate_dim": 2048,
+    "num_heads": 8,
+    "num_kv_heads": 4,
+    "max_seq_len": 512,
+}
+ROOMS = (3 * 2**28, 2**30, 2**31)
+OF_ONE_LENGTH = (
+    "dataset._component_=support.components.OfLengths",
+    *(
+        f"~dataset.{key}"
+        for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
+    ),
+    "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
+    "on_out_of_memory=raise",
+    "save_last_epoch_only=True",
+    "epochs=1",
+    "device=cuda",
+)
+
+
+def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str, Any]]:
+    """Bounds that are estimated for each of two ranks that have so many bytes, beside the most rows
+    that run without a retry.
+    """
+    setup, table = make_setup(folder, **WIDE), []
+    print(
+        f"{'GiB':>5} {'settings':<10} {'planned':>7} {'true':>5} {'fits':>5}  at the planned rows"
+    )
+    length = WIDE["max_seq_len"]
+    for room, (name, conf) in product(rooms, CONFS.items()):
+        capacity = CONTEXT_BYTES + room
+        on_stack = {
+            "STUB_CUDA_COUNT": 2,
+            "STUB_CUDA_KEEP": 65536,
+            "STUB_CUDA_DEVICE": "a100",
+            "STUB_CUDA_CAPACITY": capacity,
+            "PYTORCH_ALLOC_CONF": conf,
+        }
+        os.environ |= {key: str(value) for key, value in on_stack.items()}
+
+        @cache
+        def ended(rows: int) -> str:
+            lengths = f"dataset.lengths={[length] * (2 * STEPS_OF_BOUNDS * rows)}"
+            try:
+                output = setup.run(
+                    OURS,
+                    *OF_ONE_LENGTH,
+                    lengths,
+                    f"batch_size={rows}",
+                    f"micro_batch_size={rows}",
+                    ranks=2,
+                ).output_dir
+            except AssertionError as error:
+                if "out of memory" not in str(error):
+                    raise
+                return "OOM"
+            return "retries" if int(float(losses(output, name="retries")[-1])) else "clean"
+
+        asked = (
+            "device=cuda",
+            "estimate.world_size=2",
+            f"estimate.devices=[{capacity}]",
+            f"estimate.sequence_lengths=[{length}]",
+        )
+        output = setup.run("adaptive_estimate", *asked, "estimate.changes=False").output_dir
+        fit = json.loads((output / "adaptive_batch" / "estimate.json").read_text())["devices"][0][
+            "lengths"
+        ][0]
+        planned = fit["max_batch_size"]
+        entry = {
+            "room": room,
+            "settings": name,
+            "planned": planned,
+            "reserved": fit["reserved_bytes"],
+        }
+        entry["true"] = largest(lambda rows: ended(rows) == "clean", start=planned)
+        entry["fits"] = largest(lambda rows: ended(rows) != "OOM", start=planned)
+        entry["at_planned"] = ended(planned) if planned else "no row"
+        table.append(entry)
+        print(
+            f"{room / 2**30:>5.2f} {name:<10} {planned:>7} {entry['true']:>5} {entry['fits']:>5} "
+            f" {entry['at_planned']}",
+            flush=True,
+        )
+    return table
+
+
+def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+    """The bound that a search finds, beside brute force of rows of one length, and steps of varying
+    lengths at it.
+    """
+    table = []
+    print(
+        f"{'case':<78} {'settings':<10} {'headroom':>8} {'probe':>6} {'true':>5} {'trials':>7}"
+        f" {'OOMs':>5} {'steps':>6} {'retries':>8} {'OOMs':>5}"
+    )
+    for case in cases:
+        for (name, conf), headroom in product(CONFS.items(), HEADROOMS):
+            entry: dict[str, Any] = {**asdict(case), "settings": name, "headroom": headroom}
+            table.append(entry)
+            run = StackRun(case.combination, (), probes=STEPS_AFTER_PROBE, headroom=headroom)
+            try:
+                real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+                outcome = partial(run_of_bounds, runs, case, conf)
+                if False:
+                    entry["true"] = largest(
+                        lambda rows, outcome=outcome: outcome(rows).is_clean, start=real.bound
+                    )
+            except RuntimeError as error:
+                entry["failed"] = str(error)
+                print(f"{case!s:<78} {name:<10} {headroom:>8} {error}", flush=True)
+                continue
+            kept = ("bound", "trials", "ooms_of_search", "steps", "retries", "ooms", "reserved")
+            entry |= {key: getattr(real, key) for key in kept}
+            print(
+                f"{case!s:<78} {name:<10} {headroom:>8} {real.bound:>6} {entry.get('true', ''):>5}"
+                f" {real.trials:>7} {real.ooms_of_search:>5} {real.steps:>6} {real.retries:>8}"
+                f" {real.ooms:>5}",
+                flush=True,
+            )
+    return table
+
+
+# --- the recipe
+
+NARROW = {"num_layers": 4, "embed_dim": 256, "intermediate_dim": 1024, "max_seq_len": 512}
+ROOM, LITTLE = 3 * 2**30, 3 * 2**28
+SKEWED = (
+    "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
+    "dataset.number=40000",
+    "dataset.longest=512",
+    *(
+        f"~dataset.{key}"
+        for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
+    ),
+    "metric_logger._component_=support.cuda_stack.squeezing.TakingAway",
+    "max_steps_per_epoch=200",
+    "epochs=1",
+    "device=cuda",
+    "probe.round_to_power_of_two=False",
+    "use_maximum_batch_size=True",
+    "save_last_epoch_only=True",
+)
+TAKEN = {"first": 50, "last": 100}  # steps after which memory is taken, and given back
+
+
+def trained(setup: SmallSetup, room: int, *overrides: str) -> tuple[Path, list[int]]:
+    """Run the recipe where it has so many bytes; return its folder, and the limit of a micro-batch
+    in each step.
+    """
+    os.environ["STUB_CUDA_CAPACITY"] = str(500 * 2**20 + room)
+    folder = setup.run(OURS, *SKEWED, *overrides).output_dir
+    limit, limits = 0, []
+    for record in read_records(folder / "adaptive_batch" / "run.jsonl"):
+        if record["kind"] in ("plan", "limit"):
+            limit = record["limit" if record["kind"] == "plan" else "after"]
+        elif record["kind"] == "step":
+            limits.append(limit)
+    return folder, limits
+
+
+def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict[str, Any]]:
+    """The probe and what it leads to: steps at its bound; and with shares of the memory taken away
+    and given back.
+    """
+    setup, table = make_setup(folder, **NARROW), []
+    print(
+        f"{'GiB':>5} {'taken':>6} {'bound':>6} {'trials':>7} {'OOMs':>5} {'steps':>6}"
+        f" {'retries':>8} {'OOMs':>5} {'problems':>9}  rows at once: before it was given back, at"
+        " the end, steps until nine tenths and all of the bound"
+    )
+    for room, share in runs:
+        taking = [f"metric_logger.{key}={value}" for key, value in TAKEN.items()] if share else []
+        output, limits = trained(
+            setup, room, *taking, *([f"metric_logger.share={share}"] if share else [])
+        )
+        probe = json.loads((output / "adaptive_batch" / "probe.json").read_text())
+        retries, ooms = (
+            [int(float(number)) for number in losses(output, name=name)]
+            for name in ("retries", "ooms")
+        )
+        bound, after = probe["max_batch_size"], limits[TAKEN["last"] :]
+        entry = {
+            "room": room,
+            "taken": share,
+            "bound": bound,
+            "trials": len(probe["trials"]),
+            "ooms_of_probe": sum(
+                not (trial["fits"] or trial["retried"]) for trial in probe["trials"]
+            ),
+            "steps": len(limits),
+            "retries": retries[-1] - retries[0],
+            "ooms": ooms[-1] - ooms[0],
+            "problems": list(audit(output).problems),
+            "limits": limits,
+            "steps_until_nine_tenths": next(
+                (n for n, rows in enumerate(after) if rows >= 0.9 * bound), None
+            ),
+            "steps_until_all": next((n for n, rows in enumerate(after) if rows == bound), None),
+        }
+        table.append(entry)
+        print(
+            f"{room / 2**30:>5.2f} {share:>6.0%} {entry['bound']:>6} {entry['trials']:>7}"
+            f" {entry['ooms_of_probe']:>5} {entry['steps']:>6} {entry['retries']:>8}"
+            f" {entry['ooms']:>5} {len(entry['problems']):>9}  {limits[TAKEN['last'] - 1]},"
+            f" {limits[-1]}, {entry['steps_until_nine_tenths']}, {entry['steps_until_all']}",
+            flush=True,
+        )
+    return table
+
+
+PARTS = ("cases", "bounds", "probe", "recipe", "ranks")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=PARTS, help="one of the parts")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the cases")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("run it by the Python of `make cuda-stack`")
+    set_up_process()
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+    share = 10 if arguments.quick else 1
+    runs, parts = StackRuns(), {}
+    try:
+        if arguments.only in (None, "cases"):
+            cases = measure_cases(by_device(sample(120 // share)), runs)
+            parts["cases"] = {"seed": SEED, "summary": summarised(cases), "cases": cases}
+            print()
+        if arguments.only in (None, "bounds"):
+            parts["bounds"] = measure_bounds(by_device(sample(40 // share, rows=("bound",))), runs)
+            print()
+        if arguments.only in (None, "probe"):
+            parts["probe"] = measure_probe(by_device(sample(20 // share, rows=("bound",))), runs)
+            print()
+        if arguments.only in (None, "recipe"):
+            with tempfile.TemporaryDirectory() as folder:
+                shares = (0.35,) if arguments.quick else (0.0, 0.1, 0.35, 0.6)
+                pairs = [(room, share) for room in (ROOM, LITTLE) for share in shares]
+                parts["recipe"] = measure_recipe(Path(folder), pairs)
+        if arguments.only in (None, "ranks"):
+            with tempfile.TemporaryDirectory() as folder:
+                parts["ranks"] = measure_bounds_on_ranks(
+                    Path(folder), ROOMS[:1] if arguments.quick else ROOMS
+                )
+    finally:
+        runs.close()
+    name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"
+    records.write(name, arguments.output, **parts)
+
+
+def by_device(cases: Sequence[Case]) -> list[Case]:
+    return sorted(cases, key=lambda case: list(DEVICES).index(case.device))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""What steps of varying lengths reserve on PyTorch's own caching allocator, beside what they
+allocate.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from adaptive_batch import AdaptiveStep
+from adaptive_batch.data import MicroBatchLimit, micro_batches
+
+pytestmark = pytest.mark.cuda_stack
+
+CUDA, VOCABULARY, WIDTH, TOKENS = torch.device("cuda", 0), 32000, 1024, 4096
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Trained:
+    """A model, and what its steps reserve."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        self.net = nn.Sequential(
+            nn.Embedding(VOCABULARY, WIDTH),
+            *(Block() for _ in range(6)),
+            nn.Linear(WIDTH, VOCABULARY),
+        )
+        self.net.to(CUDA, torch.bfloat16)
+        self.optimizer = torch.optim.AdamW(self.net.parameters())
+
+    def forward_backward(self, tokens: torch.Tensor, labels: torch.Tensor, share: float) -> None:
+        logits = self.net(tokens.to(CUDA))
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.to(CUDA).flatten())
+        (loss * share).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def drawn_steps() -> list[list[int]]:
+    draw = random.Random(0)
+    return [[draw.randint(30, 2000) for _ in range(12)] for _ in range(60)]
+
+
+def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    labels = torch.full_like(tokens, -100)
+    for row, length in enumerate(lengths):
+        labels[row, :length] = 1
+    return {"tokens": tokens, "labels": labels}
+
+
+def reserved_over_peak() -> float:
+    return torch.cuda.memory_reserved() / torch.cuda.max_memory_allocated()
+
+
+def as_sampled() -> float:
+    """Return what is reserved over the peak where micro-batches run in a random order."""
+    trained = Trained()
+    draw = random.Random(1)
+    for lengths in drawn_steps():
+        pieces = micro_batches(lengths, MicroBatchLimit(TOKENS, "tokens"))
+        draw.shuffle(pieces)
+        for piece in pieces:
+            batch = batch_of([lengths[row] for row in piece.rows])
+            trained.forward_backward(batch["tokens"], batch["labels"], 1 / len(pieces))
+        trained.step()
+    return reserved_over_peak()
+
+
+def by_adaptive_step() -> float:
+    trained = Trained()
+    step = AdaptiveStep(
+        trained.net,
+        lambda part: trained.forward_backward(
+            part.batch["tokens"], part.batch["labels"], part.share
+        ),
+        micro_batch_tokens=TOKENS,
+    )
+    for lengths in drawn_steps():
+        step(batch_of(lengths))
+        trained.step()
+    return reserved_over_peak()
+
+
+def test_a_step_reserves_little_more_than_it_allocates_where_lengths_vary():
+    sampled = as_sampled()
+    adaptive = by_adaptive_step()
+    assert adaptive < 1.2
+    assert adaptive - 1 < (sampled - 1) / 2
