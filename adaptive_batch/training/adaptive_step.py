@@ -257,7 +257,8 @@ class AdaptiveStep:
         if rows.knows_lengths or not layout.keeps_order(limit):
             return Division((micro_batches(_lengths(rows), limit, layout),))
         pieces = split_by_rows(range(rows.num_rows), limit.amount)
-        return Division(([MicroBatch(piece, length=rows.width) for piece in pieces],))
+        width = rows.width
+        return Division(([MicroBatch(piece, length=width) for piece in pieces],))
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""

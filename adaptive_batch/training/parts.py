@@ -287,11 +287,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a batch."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
     elif isinstance(value, list | tuple):
         for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from _tensors(item)
 
 
