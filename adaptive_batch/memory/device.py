@@ -40,6 +40,9 @@ _UNITS = {
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
+# PyTorch reads its allocator's settings from the first of these that is set.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
 # other faults.
@@ -155,6 +158,16 @@ def budget_bytes(
             )
             raise SettingError(key, device_memory, remedy)
     return int(min(limit, available_bytes) * (1 - headroom))
+
+
+def allocator_settings() -> tuple[str, dict[str, str]]:
+    """Return the variable that sets PyTorch's allocator, empty where none does, and its settings by
+    name.
+    """
+    variable = next((name for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
+    text = re.sub(r"\s", "", os.environ.get(variable, ""))
+    settings = re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", text)
+    return variable, dict(settings)
 
 
 @dataclass
