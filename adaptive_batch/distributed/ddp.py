@@ -13,8 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from adaptive_batch.errors import SettingError
-
 from . import collectives as distributed
 from .fsdp import Sharding
 
@@ -32,17 +30,10 @@ class Replicas(Sharding):
         ddp: module that holds the model.
         overlaps: the last micro-batch of a step is run as DDP does it, which reduces gradients
             while backward runs; a rank that fails there is lost.
-
-    Raises:
-        SettingError: a layer has sparse gradients.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, overlaps: bool = False) -> None:
         super().__init__(ddp)
-        for name, module in ddp.module.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                remedy = "parts are reduced as dense gradients; build the layer with sparse=False"
-                raise SettingError(f"{name}.sparse", True, remedy)
         self._ddp = ddp
         self._ignored = getattr(ddp, "parameters_to_ignore", ())
         self.reduces_in_backward = overlaps
@@ -90,21 +81,7 @@ class Replicas(Sharding):
         """Leave out a micro-batch."""
 
     def begin_step(self) -> None:
-        """Give all ranks the buffers of rank zero, as DDP does before each forward.
-
-        Raises:
-            SettingError: a communication hook would not be run.
-        """
-        # One may have been registered since the last step.
-        hooks = getattr(self._ddp, "_comm_hooks", ())
-        if hooks and not self.reduces_in_backward:
-            hook, _ = hooks[0]
-            name = getattr(hook, "__qualname__", type(hook).__name__)
-            remedy = (
-                "gradients are reduced without DDP once all parts have run; leave it out, or give"
-                " StepOptions(overlap_reduction=True), where DDP reduces the last part and runs it"
-            )
-            raise SettingError("register_comm_hook", name, remedy)
+        """Give all ranks the buffers of rank zero, as DDP does before each forward."""
         if not self._ddp.broadcast_buffers:
             return
         for name, buffer in self._ddp.module.named_buffers():

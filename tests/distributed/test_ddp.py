@@ -10,7 +10,6 @@ import pytest
 import torch
 from support.ranks import end_of_ranks, run_on_ranks
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -239,10 +238,6 @@ def refused() -> list[str]:
         AdaptiveStep(script.model, script)(batch_of(0, 4))
     except DoesNotFitError as error:
         messages.append(str(error))
-    try:
-        AdaptiveStep(DDP(nn.Sequential(nn.Embedding(8, 2, sparse=True))), script)
-    except SettingError as error:
-        messages.append(str(error))
     return messages
 
 
@@ -252,33 +247,6 @@ def test_what_ddp_does_not_keep_alike_is_refused_and_one_row_is_on_all_ranks():
     assert "2 parameters (head.weight, head.bias) are not DDP's, so each rank would" in first[0]
     assert "or a DDP module" in first[1]
     assert "ran out of memory on rank 1, alone in its micro-batch" in first[2]
-    assert "0.sparse=True: parts are reduced as dense gradients" in first[3]
-
-
-def with_hook() -> tuple[str, int]:
-    calls = []
-
-    # DDP refuses annotations that are text.
-    def counts_calls(state, bucket):
-        calls.append(bucket)
-        return default_hooks.allreduce_hook(None, bucket)
-
-    model = replicated()
-    model.register_comm_hook(None, counts_calls)
-    script = Script(model)
-    AdaptiveStep(model, script, micro_batch_size=2, options=OVERLAPS)(batch_of(0, 4))
-    try:
-        AdaptiveStep(model, script)(batch_of(0, 4))
-    except SettingError as error:
-        return str(error), len(calls)
-    return "", len(calls)
-
-
-def test_a_communication_hook_is_run_where_ddp_reduces_and_refused_elsewhere():
-    for message, num_calls in run_on_ranks(with_hook, 2):
-        assert "counts_calls" in message
-        assert "overlap_reduction=True" in message
-        assert num_calls >= 1
 
 
 def searched() -> tuple[int, int, bool]:
