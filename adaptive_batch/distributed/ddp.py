@@ -13,11 +13,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from adaptive_batch._torch import private
+from adaptive_batch.errors import SettingError
+
 from . import collectives as distributed
 from .fsdp import Sharding
 
 # Gradients are reduced in buckets of about so many bytes, as DDP's own are.
 _BUCKET_BYTES = 25 * 2**20
+
+# Kinds of a gradient, in an order in which the highest of any rank serves all ranks.
+_NO_GRADIENT = 0
+_SPARSE = 1
+_DENSE = 2
 
 
 class Replicas(Sharding):
@@ -30,6 +38,9 @@ class Replicas(Sharding):
         ddp: module that holds the model.
         overlaps: the last micro-batch of a step is run as DDP does it, which reduces gradients
             while backward runs; a rank that fails there is lost.
+
+    Raises:
+        SettingError: the module reduces gradients in a way that parts would not.
     """
 
     def __init__(self, ddp: DistributedDataParallel, *, overlaps: bool = False) -> None:
@@ -38,6 +49,26 @@ class Replicas(Sharding):
         self._ignored = getattr(ddp, "parameters_to_ignore", ())
         self.reduces_in_backward = overlaps
         self._is_reducing = False
+        self._refuse_own_reductions()
+
+    def _refuse_own_reductions(self) -> None:
+        """Refuse what DDP does only as it reduces gradients itself."""
+        if self._ddp.mixed_precision is not None:
+            remedy = (
+                "DDP gives parameters their own type back as it reduces gradients, which no part"
+                " does; use torch.autocast instead"
+            )
+            raise SettingError("mixed_precision", self._ddp.mixed_precision, remedy)
+        ddp = private(self._ddp, "_get_ddp_logging_data")
+        hook = ddp._get_ddp_logging_data().get("comm_hook")
+        if hook and not self.reduces_in_backward:
+            remedy = (
+                "a communication hook would not run, as gradients are reduced without DDP once all"
+                " parts have run, and by no trial; give"
+                " options=StepOptions(overlap_reduction=True), with which DDP reduces them in the"
+                " last part, and register the hook after find_max_batch_size"
+            )
+            raise SettingError("register_comm_hook", hook, remedy)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -82,6 +113,8 @@ class Replicas(Sharding):
 
     def begin_step(self) -> None:
         """Give all ranks the buffers of rank zero, as DDP does before each forward."""
+        # A hook may have been registered since.
+        self._refuse_own_reductions()
         if not self._ddp.broadcast_buffers:
             return
         for name, buffer in self._ddp.module.named_buffers():
@@ -93,34 +126,36 @@ class Replicas(Sharding):
         if self.reduces_in_backward:
             return
         parameters = self.parameters
-        has_gradient = distributed.all_reduce_max(
-            [int(parameter.grad is not None) for parameter in parameters]
-        )
+        kinds = distributed.all_reduce_max([_kind_of(parameter.grad) for parameter in parameters])
         gradients = []
-        for parameter, is_there in zip(parameters, has_gradient, strict=True):
-            if is_there and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            if parameter.grad is not None:
-                gradients.append(parameter.grad)
+        for parameter, kind in zip(parameters, kinds, strict=True):
+            if kind == _NO_GRADIENT:
+                continue
+            gradient = _as_kind(kind, parameter)
+            parameter.grad = gradient
+            if kind == _SPARSE:
+                self._reduce_in_place(gradient)
+            else:
+                gradients.append(gradient)
         for bucket in _buckets(gradients):
             self._reduce(bucket)
 
     def _reduce(self, gradients: Sequence[torch.Tensor]) -> None:
-        group = self._ddp.process_group
-        num_ranks = dist.get_world_size(group)
-        first = gradients[0]
         # A large gradient is a bucket by itself, and no memory is counted for a copy of it.
-        if len(gradients) == 1 and first.is_contiguous():
-            first /= num_ranks
-            dist.all_reduce(first, group=group)
+        if len(gradients) == 1 and gradients[0].is_contiguous():
+            self._reduce_in_place(gradients[0])
             return
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        # Before the sum, as DDP does: the sum of float16 might overflow.
-        flat /= num_ranks
-        dist.all_reduce(flat, group=group)
+        self._reduce_in_place(flat)
         sizes = [gradient.numel() for gradient in gradients]
         for gradient, reduced in zip(gradients, torch.split(flat, sizes), strict=True):
             gradient.copy_(reduced.view_as(gradient))
+
+    def _reduce_in_place(self, tensor: torch.Tensor) -> None:
+        group = self._ddp.process_group
+        # Before the sum, as DDP does: the sum of float16 might overflow.
+        tensor /= dist.get_world_size(group)
+        dist.all_reduce(tensor, group=group)
 
 
 def sharding_of(model: nn.Module, *, overlaps: bool = False, **options: Any) -> Sharding:
@@ -136,6 +171,28 @@ def sharding_of(model: nn.Module, *, overlaps: bool = False, **options: Any) -> 
             if isinstance(module, DistributedDataParallel):
                 return Replicas(module, overlaps=overlaps)
     return Sharding(model, **options)
+
+
+def _kind_of(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return _NO_GRADIENT
+    return _SPARSE if gradient.is_sparse else _DENSE
+
+
+def _as_kind(kind: int, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a parameter's gradient as the kind that all ranks have; zeros where it has none."""
+    gradient = parameter.grad
+    if kind == _DENSE:
+        if gradient is None:
+            return torch.zeros_like(parameter)
+        return gradient.to_dense()
+    if gradient is not None:
+        # Embeddings whose outputs were added up share the values of their gradients.
+        return gradient.clone()
+    # That of an embedding of which no row was used.
+    indices = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    no_values = parameter.detach()[:0]
+    return torch.sparse_coo_tensor(indices, no_values, parameter.shape, check_invariants=False)
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from support.ranks import end_of_ranks, run_on_ranks
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel.distributed import _MixedPrecision
 
 from adaptive_batch import AdaptiveLoop, distributed, find_max_batch_size
 from adaptive_batch.distributed import ddp
@@ -247,6 +249,135 @@ def test_what_ddp_does_not_keep_alike_is_refused_and_one_row_is_on_all_ranks():
     assert "2 parameters (head.weight, head.bias) are not DDP's, so each rank would" in first[0]
     assert "or a DDP module" in first[1]
     assert "ran out of memory on rank 1, alone in its micro-batch" in first[2]
+
+
+class Words(nn.Module):
+    """Embeddings that both ranks use, that rank 0 alone uses, and of which rank 1 uses all rows."""
+
+    def __init__(self, *, sparse: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(12, 2, sparse=sparse)
+        self.of_rank_zero = nn.Embedding(12, 2, sparse=sparse)
+        self.mixed = nn.Embedding(12, 2, sparse=sparse)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        words = inputs.abs().argmax(dim=1)
+        outputs: torch.Tensor = self.words(words)
+        if distributed.rank() == 0:
+            return outputs + self.of_rank_zero(words) + self.mixed(words)
+        return outputs + self.mixed.weight.sum(dim=0)
+
+
+def trained_words(*, sparse: bool, most_rows: int) -> tuple[dict[str, torch.Tensor], list[bool]]:
+    model = DDP(Words(sparse=sparse).double(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    script = Script(model)
+    step_of = AdaptiveStep(model, script)
+    for step in range(STEPS):
+        script.most_rows = [10**9, most_rows]
+        for number in range(2):
+            step_of(batch_of(2 * step + number, ROWS[distributed.rank()]))
+        are_sparse = [parameter.grad.is_sparse for parameter in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model), are_sparse
+
+
+def sparse_and_dense(most_rows: int) -> tuple[float, list[bool], bool]:
+    model = DDP(Words(sparse=False).double(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        for number in range(2):
+            inputs, targets = batch_of(2 * step + number, ROWS[distributed.rank()])
+            mse_loss(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = state_of(model)
+    weights, are_sparse = trained_words(sparse=True, most_rows=most_rows)
+    error = max((weights[name] - expected[name]).abs().max().item() for name in expected)
+    first, second = distributed.all_gather({name: weights[name].tolist() for name in weights})
+    return error, are_sparse, first == second
+
+
+@pytest.mark.parametrize("most_rows", [10**9, 2])
+def test_sparse_gradients_are_reduced_and_stay_sparse_where_all_ranks_have_them(most_rows):
+    for error, are_sparse, are_alike in run_on_ranks(sparse_and_dense, 2, most_rows):
+        assert error < 1e-12
+        assert are_sparse == [True, True, False]
+        assert are_alike
+
+
+def refusals_of_hooks() -> list[str]:
+    hooked = replicated()
+    hooked.register_comm_hook(None, fp16_compress_hook)
+    later = replicated()
+    step_of = AdaptiveStep(later, Script(later))
+    later.register_comm_hook(None, fp16_compress_hook)
+    half = DDP(nn.Linear(6, 2))
+    # As DDP(mixed_precision=...) leaves it, which needs a GPU to be built.
+    half.mixed_precision = _MixedPrecision(param_dtype=torch.float16)
+    optimizer = torch.optim.SGD(hooked.parameters(), lr=0.1)
+
+    def loop() -> AdaptiveLoop:
+        return AdaptiveLoop(
+            hooked,
+            optimizer,
+            [batch_of(0, 1)] * 4,
+            collate=list,
+            mean_loss=Script(hooked),
+            batch_size=2,
+            row_length=1,
+        )
+
+    messages = []
+    for act in (
+        lambda: AdaptiveStep(hooked, Script(hooked)),
+        loop,
+        lambda: find_max_batch_size(hooked, optimizer, Script(hooked), lambda n: batch_of(0, n)),
+        lambda: step_of(batch_of(0, 4)),
+        lambda: AdaptiveStep(half, Script(half), options=OVERLAPS),
+    ):
+        with pytest.raises(SettingError) as refusal:
+            act()
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_what_ddp_does_only_as_it_reduces_gradients_itself_is_refused():
+    for *hooks, half in run_on_ranks(refusals_of_hooks, 2):
+        for message in hooks:
+            assert message.startswith("register_comm_hook='fp16_compress_hook': a communication")
+            assert "give options=StepOptions(overlap_reduction=True)" in message
+        assert "use torch.autocast instead" in half
+
+
+def trained_with_hook() -> float:
+    """Return the largest difference from weights that DDP trains with the same hook."""
+    weights = []
+    for in_parts in (False, True):
+        model = replicated()
+        model.register_comm_hook(None, fp16_compress_hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        script = Script(model)
+        step_of = AdaptiveStep(model, script, micro_batch_size=2, options=OVERLAPS)
+        for step in range(STEPS):
+            batch = batch_of(step, ROWS[distributed.rank()])
+            if in_parts:
+                step_of(batch)
+            else:
+                script(Part(batch, len(batch[0])))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(state_of(model))
+    plain = trained_by_ddp()
+    rounding = max((weights[0][name] - plain[name]).abs().max().item() for name in plain)
+    assert rounding > 1e-6, "the hook ran"
+    return max((weights[0][name] - weights[1][name]).abs().max().item() for name in plain)
+
+
+def test_a_communication_hook_runs_where_the_reduction_overlaps():
+    assert max(run_on_ranks(trained_with_hook, 2)) < 1e-6
 
 
 def searched() -> tuple[int, int, bool]:
