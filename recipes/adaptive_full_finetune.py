@@ -254,8 +254,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
 
     def _log_what_has_no_effect(self, num_steps: int) -> None:
-        """Log that a resume point, validation or the profiler has no effect where it is due after
-        more steps than the run has, and that a batch of more rows than there are is cut to these.
+        """Log that a resume point, validation, metrics or the profiler have no effect where they
+        are due after more steps than the run has, and that a batch of more rows than there are is
+        cut to these.
         """
         settings = self.settings
         step_rows = settings.step_rows * self.job.ranks
@@ -275,6 +276,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if saves_every is not None and saves_every > num_steps and not settings.grows:
             message = f"save_every_n_steps={saves_every} has no effect: {has_steps}"
             self.log.event("no_effect", f"{message}, and is saved as each epoch ends")
+        logs_every = settings.log_every_n_steps
+        if logs_every is not None and logs_every > num_steps and not settings.grows:
+            message = f"log_every_n_steps={logs_every} has no effect: {has_steps}"
+            self.log.event("no_effect", f"{message}, so no metrics are logged")
         profiler = self.profiler_cfg
         if profiler.get("enabled"):
             waits = profiler.wait_steps + profiler.warmup_steps

@@ -326,6 +326,9 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
         raise SettingError(
             "sampler", name, "it yields batches, which are made here; give its sampler"
         )
+    if isinstance(sampler, str) or not hasattr(sampler, "__iter__"):
+        remedy = "it yields no row numbers; give a Sampler, such as torch's RandomSampler"
+        raise SettingError("sampler", sampler, remedy)
     if not hasattr(sampler, "__len__"):
         raise SettingError(
             "sampler", name, "it has no length, so an epoch has no end; give one with __len__"

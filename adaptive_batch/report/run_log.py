@@ -86,12 +86,17 @@ class RunLog:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Close the file; writing afterwards is an error."""
+        """Close the file; writing afterwards raises a :class:`SettingError`."""
         if self._file:
             self._file.close()
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._file:
+            if self._file.closed:
+                remedy = (
+                    "it was closed, and steps come after that; close it when training has ended"
+                )
+                raise SettingError("event", type(self).__name__, remedy)
             finite = without_nan(values)
             with self._writing:
                 self._file.write(

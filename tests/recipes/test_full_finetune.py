@@ -624,11 +624,17 @@ def test_a_profiler_that_waits_longer_than_the_run_is_pointed_out(small, wait_st
     assert any(tmp_path.iterdir()) == (wait_steps == 2)
 
 
-def test_a_save_after_the_end_and_a_batch_of_more_rows_than_there_are_are_pointed_out(small):
+def test_what_is_due_after_the_end_and_a_batch_of_more_rows_than_there_are_are_pointed_out(small):
     done = small.run_in_process(
-        OURS, "epochs=1", "save_every_n_steps=100", "batch_size=64", "micro_batch_size=4"
+        OURS,
+        "epochs=1",
+        "save_every_n_steps=100",
+        "log_every_n_steps=100",
+        "batch_size=64",
+        "micro_batch_size=4",
     )
     assert [record["message"] for record in records(done, "no_effect")] == [
         "a step of 64 rows is cut to 32 rows: the dataset has no more",
         "save_every_n_steps=100 has no effect: the run has 1 step, and is saved as each epoch ends",
+        "log_every_n_steps=100 has no effect: the run has 1 step, so no metrics are logged",
     ]

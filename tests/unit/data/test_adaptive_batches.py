@@ -457,6 +457,7 @@ class Unending:
     [
         ({"batch_size": 0}, r"batch_size=0: "),
         ({"maximum": 0}, r"maximum=0: "),
+        ({"sampler": "random"}, r"sampler='random': it yields no row numbers; give a Sampler"),
         ({"sampler": Unending()}, r"sampler='Unending': it has no length.*give one with __len__"),
         (
             {"sampler": ByEpoch(), "sampling": Sampling(batch_tokens=30)},

@@ -28,6 +28,13 @@ def test_a_record_is_on_disk_before_the_run_ends(tmp_path):
     record.close()
 
 
+def test_a_log_that_is_closed_before_the_last_step_says_so(tmp_path):
+    record = RunLog(tmp_path)
+    record.close()
+    with pytest.raises(SettingError, match=r"event='RunLog': it was closed.*when training has"):
+        record("step", "", step=1)
+
+
 def test_a_line_torn_by_a_kill_at_any_byte_costs_that_line_alone(tmp_path):
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     with RunLog(path.parents[1]) as record:
