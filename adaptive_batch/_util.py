@@ -73,6 +73,25 @@ def check_state(state: object, names: Iterable[str], *, owner: str) -> None:
         raise SettingError("state", type(state).__name__, remedy)
 
 
+def check_built_alike(
+    own: Mapping[str, object], saved: Mapping[str, object], *, what: str, sets_batch: str
+) -> None:
+    """Refuse a saved state of what was built with other arguments.
+
+    Args:
+        own: arguments that the object was built with which resumes.
+        saved: those of the saved one.
+        what: name of what is saved.
+        sets_batch: how another batch size is set after resuming.
+    """
+    for key, value in own.items():
+        if saved[key] != value:
+            remedy = f"the saved {what} was built with {saved[key]}; resume with that"
+            if key == "batch_size":
+                remedy += f", then {sets_batch}"
+            raise SettingError(key, value, remedy)
+
+
 def check_choice(key: str, value: str, options: Sequence[str]) -> None:
     """Refuse what is none of the options."""
     if value not in options:

@@ -165,14 +165,21 @@ class Estimated:
         """
         step, run = self._step.run, self._run
         shorter = 3 * self._length // 4
-        short = step.forward_backward(lambda rows: [made_up_row(shorter, packed=False)] * rows)
+
+        @cache
+        def own(length: int) -> Run:
+            if length == self._length:
+                return run
+            return step.forward_backward(lambda rows: [made_up_row(length, packed=False)] * rows)
+
+        short = own(shorter)
 
         def of_steps(rows: int) -> list[Run | Between]:
             padded = map(
                 max, StackRun.varying(self._combination, rows, steps=STEPS_OF_BOUNDS).steps
             )
             return [
-                Between(short, run, Fraction(one - shorter, self._length - shorter))
+                Between(short, run, Fraction(one - shorter, self._length - shorter), own(one))
                 for one in padded
             ]
 

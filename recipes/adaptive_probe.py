@@ -96,10 +96,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            choices = bounds.choices(trainer)
-            *_, result = bounds.of_training(
-                trainer, length=length, batch_size=settings.batch_size, choices=choices
-            )
+            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -152,10 +149,7 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         try:
             _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
             *_, found = bounds.of_training(
-                trainer,
-                length=length,
-                batch_size=bounds.settings.batch_size,
-                choices=bounds.choices(trainer),
+                trainer, length=length, batch_size=bounds.settings.batch_size
             )
         except DoesNotFitError as error:
             if distributed.world_size() > 1:

@@ -13,7 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, Sampler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_bool, check_choice, check_state, check_whole, instance_of
+from adaptive_batch._util import (
+    check_bool,
+    check_built_alike,
+    check_choice,
+    check_state,
+    check_whole,
+    instance_of,
+)
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Clock,
@@ -289,13 +296,9 @@ class AdaptiveBatches(Sampler[list[int]]):
             SettingError: rows would come in another order, or the state is none of batches.
         """
         check_state(state, ("progress", "steps", "order", "built_with"), owner="batches")
-        for key, value in self._built_with.items():
-            saved = state["built_with"][key]
-            if saved != value:
-                remedy = f"the saved state was built with {saved}; resume with that"
-                if key == "batch_size":
-                    remedy += ", then call set_batch_size()"
-                raise SettingError(key, value, remedy)
+        check_built_alike(
+            self._built_with, state["built_with"], what="state", sets_batch="call set_batch_size()"
+        )
         self._planner.load_state_dict(state["steps"])
         # A schedule follows the maximum that is found here.
         self._planner.forget_saved_maximum()

@@ -279,22 +279,18 @@ class EpochPlanner:
             return self._planned_by
         return [_PlannedBy(0, self._rows.lengths)]
 
-    def next_step(
-        self, progress: Progress, rule: Callable[[Progress], int]
-    ) -> tuple[Progress, int]:
-        """Return progress with the batch that is requested for the next step, and its rows over all
-        ranks; 0 where the epoch is over.
+    def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[int, int]:
+        """Return the batch that is requested for the next step on one device, and the step's rows
+        over all ranks; 0 rows where the epoch is over.
         """
         if self.batching.batch_tokens:
             _, budgets, plan = self._planned(progress.at_epoch_start())
             step = progress.epoch_steps
             if step >= plan.steps:
-                return progress, 0
-            return replace(progress, batch=budgets[step]), plan.rows_of_step(step)
+                return progress.batch, 0
+            return budgets[step], plan.rows_of_step(step)
         requested = rule(progress)
-        return replace(progress, batch=requested), self._rows_of_next_step(
-            progress, requested * self.ranks
-        )
+        return requested, self._rows_of_next_step(progress, requested * self.ranks)
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""
@@ -488,9 +484,10 @@ class EpochPlanner:
         """
         tokens = iter(()) if order is None else self._tokens_in(order, begin=progress.epoch_rows)
         while True:
-            step_begin, size = self.next_step(progress, rule)
+            batch, size = self.next_step(progress, rule)
             if not size:
                 return
+            step_begin = replace(progress, batch=batch)
             progress = step_begin.after_step(rows=size, tokens=sum(islice(tokens, size)))
             yield step_begin, size, progress
 

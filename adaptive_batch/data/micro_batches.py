@@ -248,7 +248,11 @@ def micro_batches(
     layout = layout or MicroBatchLayout()
     if not lengths:
         return []
-    padded = [layout.padded(length) if layout.pads else length for length in lengths]
+    padded = lengths
+    if layout.pads:
+        # Rows of a step have few lengths among them.
+        padded_lengths = {length: layout.padded(length) for length in set(lengths)}
+        padded = [padded_lengths[length] for length in lengths]
     cut = _LAYOUT_KINDS[layout.kind].cut(padded, limit, layout)
     if layout.pads:
         pieces = _padded_pieces(cut, padded, alike=layout.uniform in ("lengths", "both"))

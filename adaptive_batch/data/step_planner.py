@@ -359,7 +359,7 @@ class StepPlanner:
         """Return the rows of the step at a progress; None where the epoch is over."""
         if self.is_over(progress):
             return None
-        step_begin, size = self.epochs.next_step(progress, self._follow)
+        batch, size = self.epochs.next_step(progress, self._follow)
         if not size:
             # With drop_last fewer rows are left than are requested.
             return None
@@ -371,9 +371,8 @@ class StepPlanner:
         following = [
             next_numbers[position] for position in positions if position < len(next_numbers)
         ]
-        return PlannedRows(
-            replace(step_begin, pace=self.pace()), self.batch_size, numbers, positions, following
-        )
+        step_begin = replace(progress, batch=batch, pace=self.pace())
+        return PlannedRows(step_begin, self.batch_size, numbers, positions, following)
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch
@@ -419,10 +418,10 @@ class StepPlanner:
         are distributed in turn, as torch's sampler does.
         """
         ranks = distributed.data_parallel_size()
-        rank = distributed.data_parallel_rank()
-        layout = self.sizer.layout
         if ranks == 1:
             return range(len(numbers))
+        rank = distributed.data_parallel_rank()
+        layout = self.sizer.layout
         if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
             lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]

@@ -137,9 +137,10 @@ class StepQueue:
         handed_out = self._ahead.popleft()
         if tokens is None:
             tokens = handed_out.tokens
-        begin = replace(self._progress, batch=handed_out.step.progress.batch)
-        end = begin.after_step(rows=len(handed_out.step.numbers), tokens=tokens)
-        self._progress = replace(end, **measured)
+        step = handed_out.step
+        self._progress = self._progress.after_step(
+            rows=len(step.numbers), tokens=tokens, batch=step.progress.batch, **measured
+        )
         if ends_epoch and self._planner.is_over(self._progress):
             self.end_epoch()
         return self._progress

@@ -22,7 +22,8 @@ import torch.distributed as dist
 from adaptive_batch._torch import private
 from adaptive_batch.errors import RankLostError
 
-if dist.is_available():
+_IS_AVAILABLE = dist.is_available()
+if _IS_AVAILABLE:
     from torch.distributed.distributed_c10d import PrefixStore, Store
     from torch.distributed.rendezvous import rendezvous
 
@@ -343,4 +344,4 @@ def _sendable(error: BaseException) -> BaseException:
 
 
 def _has_group() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return _IS_AVAILABLE and dist.is_initialized()

@@ -21,6 +21,7 @@ import torch
 
 from adaptive_batch._util import format_bytes, round_up
 from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import allocator_settings
 
 from .step_log import STREAM
 
@@ -38,8 +39,6 @@ _TOP = 2**47
 # block; before, the lowest.
 _OLDEST_SEGMENT = torch.__version__ >= "2.13"
 _OLDEST_BLOCK = "2.12" <= torch.__version__ < "2.13"
-# PyTorch reads the first that is set.
-_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _HARMLESS = re.compile(
     "expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_"
 )
@@ -66,16 +65,14 @@ class AllocatorSettings:
                 1,
                 "only what is cached can be simulated; unset it",
             )
-        name = next((name for name in _VARIABLES if name in os.environ), "")
-        text = os.environ.get(name, "")
-        settings = re.findall(r"\w+:(?:\[[^\]]*\]|[^,]*)", re.sub(r"\s", "", text))
-        for setting in settings:
+        variable, settings = allocator_settings()
+        for name, value in settings.items():
+            setting = f"{name}:{value}"
             if not _HARMLESS.match(setting):
-                raise SettingError(
-                    name, text, f"{setting}: reserved memory is simulated without it; unset it"
-                )
-        values = dict(setting.split(":") for setting in settings)
-        return cls(values.get("expandable_segments") == "True")
+                text = os.environ[variable]
+                remedy = f"{setting}: reserved memory is simulated without it; unset it"
+                raise SettingError(variable, text, remedy)
+        return cls(settings.get("expandable_segments") == "True")
 
 
 class _Pool:

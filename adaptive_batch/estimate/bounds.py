@@ -59,8 +59,22 @@ class ReplayedBounds:
                 most=counted_rows,
                 least=rows,
             )
+        return self._fit(rows, with_retries, counted.first_too_large)
+
+    def fit_near(self, expected: Fit, budget_bytes: int) -> Fit:
+        """Return what fits in what the driver gives, sought around what is expected to."""
+        counted = self._length.counted_fit(budget_bytes, maximum=self._maximum)
+        rows = _largest(
+            lambda rows: self.peaks(rows)[1] <= budget_bytes,
+            most=counted.max_batch_size,
+            guess=expected.max_batch_size,
+        )
+        with_retries = max(rows, expected.max_batch_size_with_retries)
+        return self._fit(rows, with_retries, counted.first_too_large)
+
+    def _fit(self, rows: int, with_retries: int, too_large: str | None) -> Fit:
         allocated, reserved = self.peaks(max(1, rows))
-        reason = counted.first_too_large
+        reason = too_large
         if rows == 0 and reason is None:
             reason = (
                 f"what the allocator reserves for one row ({format_bytes(reserved)} at the peak)"

@@ -19,8 +19,6 @@ from .tracker import StepTrace
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
 # Fewest rows of the step that a curve is checked by.
 _LEAST_CHECKED = 5
-# A trace of a bound, and of one row more, may move the bound; so often it is traced again.
-_ROUNDS = 3
 # The first step makes gradients and states; from the third on, steps are alike.
 _STEPS = 4
 # Tokens are collated for real, which takes time and memory: roughly the most bytes of a batch.
@@ -73,17 +71,19 @@ def estimate_length(
     def steps_of(rows: int) -> Sequence[Run | Between]:
         return of_steps(rows) if of_steps else [run] * _STEPS
 
-    def fit_targets() -> tuple[Fit, ...]:
-        if allocator is None:
-            return tuple(
-                length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets
-            )
-        bounds = ReplayedBounds(
-            length, lambda rows: step.log(rows, steps_of(rows)), allocator, maximum=maximum
-        )
-        return tuple(bounds.fit(target.budget_bytes) for target in targets)
+    def log(rows: int) -> Sequence[int]:
+        return step.log(rows, steps_of(rows))
 
-    fits = fit_targets()
+    def exact_log(rows: int) -> Sequence[int]:
+        if rows <= collated_rows:
+            step.learn(rows, steps_of(rows))
+        return log(rows)
+
+    if allocator is None:
+        fits = tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
+    else:
+        bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
+        fits = tuple(bounds.fit(target.budget_bytes) for target in targets)
     collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
     if explains:
         # Checked at the bound, which is traced by that.
@@ -91,13 +91,11 @@ def estimate_length(
         checked_rows = max(_LEAST_CHECKED, min(largest_bound, collated_rows))
         length = _checked(step, run, length, curve, checked_rows)
     if is_exact and allocator:
-        for _ in range(_ROUNDS):
-            bounds_and_next = {fit.max_batch_size + extra for fit in fits for extra in (0, 1)}
-            traced_rows = {rows for rows in bounds_and_next if 0 < rows <= collated_rows}
-            is_new = [step.learn(rows, steps_of(rows)) for rows in traced_rows]
-            fits = fit_targets()
-            if not any(is_new):
-                break
+        exact = ReplayedBounds(length, exact_log, allocator, maximum=maximum)
+        fits = tuple(
+            exact.fit_near(fit, target.budget_bytes)
+            for fit, target in zip(fits, targets, strict=True)
+        )
     speeds = [
         roofline.tokens_per_second(fit.max_batch_size, tokens, target.speed)
         for fit, target in zip(fits, targets, strict=True)

@@ -209,11 +209,13 @@ class Between:
         short: run of the shorter rows.
         long: run of the longer rows.
         share: part of the way from the length of `short` to that of `long`.
+        own: run of rows of that length, which is traced where sizes have to be exact.
     """
 
     short: Run
     long: Run
     share: Fraction
+    own: Run
 
 
 class FakeStep:
@@ -315,8 +317,8 @@ class FakeStep:
     ) -> array[int]:
         """Return what loading and steps of so many rows at once allocate (see :mod:`.step_log`).
 
-        It is exact at numbers of rows that were traced, and lies on a straight line between two of
-        them elsewhere.
+        It is exact where that number of rows of a step's own length was traced, and lies on a
+        straight line between two traces elsewhere.
 
         Args:
             of_steps: forward and backward of each step.
@@ -346,6 +348,8 @@ class FakeStep:
         The first makes the gradients, or the states where the optimizer is in backward.
         """
         if isinstance(run, Between):
+            if rows in self._phases.get((run.own, is_first), {}):
+                return self._phases[run.own, is_first][rows]
             short = self._at(rows, run.short, is_first=is_first)
             long = self._at(rows, run.long, is_first=is_first)
             if not short.is_like(long):
@@ -384,7 +388,7 @@ class FakeStep:
         """
         runs: list[Run] = []
         for step in of_steps:
-            runs += [step.short, step.long] if isinstance(step, Between) else [step]
+            runs.append(step.own if isinstance(step, Between) else step)
         traced_any = False
         for run in dict.fromkeys(runs):
             if rows not in self._phases.get((run, False), {}):

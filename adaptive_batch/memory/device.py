@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ _UNITS = {
     "gb": 10**9,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+
+# PyTorch reads its allocator's settings from the first of these that is set.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
@@ -154,6 +158,16 @@ def budget_bytes(
             )
             raise SettingError(key, device_memory, remedy)
     return int(min(limit, available_bytes) * (1 - headroom))
+
+
+def allocator_settings() -> tuple[str, dict[str, str]]:
+    """Return the variable that sets PyTorch's allocator, empty where none does, and its settings by
+    name.
+    """
+    variable = next((name for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
+    text = re.sub(r"\s", "", os.environ.get(variable, ""))
+    settings = re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", text)
+    return variable, dict(settings)
 
 
 @dataclass
@@ -277,12 +291,20 @@ class CountedMemory:
         limit = _cgroup_bytes("memory.max")
         if limit:
             total = min(total, limit)
-        return total // self._shared_by
+        total //= self._shared_by
+        # The limit of `ulimit -v` is each process's own.
+        address_bytes = _address_space_bytes()
+        if address_bytes:
+            total = min(total, address_bytes)
+        return total
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
-        return min(
-            self.total_bytes(), host_available_bytes() // self._shared_by + storage_bytes(resident)
-        )
+        available = host_available_bytes() // self._shared_by
+        address_bytes = _address_space_bytes()
+        if address_bytes:
+            used = _kernel_fields("/proc/self/status").get("VmSize:", 0) * 1024
+            available = min(available, max(0, address_bytes - used))
+        return min(self.total_bytes(), available + storage_bytes(resident))
 
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
@@ -447,6 +469,14 @@ def host_available_bytes() -> int:
         available,
         max(0, limit - used + cache.get("active_file", 0) + cache.get("inactive_file", 0)),
     )
+
+
+def _address_space_bytes() -> int | None:
+    """Return what this process may map, as ``ulimit -v`` sets it; None where it sets nothing."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return None
+    return limit
 
 
 def _physical_bytes() -> int:

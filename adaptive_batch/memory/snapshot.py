@@ -96,7 +96,8 @@ class RandomState:
     """The state of every random number generator that training may draw from, as it was when this
     was made.
 
-    These are torch's on the host and on the device, Python's, and NumPy's where it is loaded.
+    These are torch's on the host and on the device, Python's, and NumPy's where ``numpy.random`` is
+    loaded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -106,9 +107,10 @@ class RandomState:
         self._state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
         if device.type != "cpu":
             self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
-        numpy = _numpy()
-        if numpy:
-            self._state["numpy"] = _numpy_state.now(numpy.random)
+        # It is loaded when it is first used, and nothing has been drawn from it before.
+        numpy_random = sys.modules.get("numpy.random")
+        if numpy_random is not None:
+            self._state["numpy"] = _numpy_state.now(numpy_random)
 
     def restore(self) -> None:
         self.load_state_dict(self._state)
@@ -129,8 +131,8 @@ class RandomState:
         if self._device.type in state:
             getattr(torch, self._device.type).set_rng_state(state[self._device.type], *self._which)
         random.setstate(state["python"])
-        numpy = _numpy()
-        if "numpy" in state and numpy:
+        numpy = sys.modules.get("numpy")
+        if "numpy" in state and numpy is not None:
             numpy.random.set_state(state["numpy"])
             _numpy_state.forget()
 
@@ -171,10 +173,6 @@ class _NumpyState:
 
 
 _numpy_state = _NumpyState()
-
-
-def _numpy() -> Any:
-    return sys.modules.get("numpy")
 
 
 class TrainingSnapshot:

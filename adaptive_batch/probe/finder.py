@@ -21,6 +21,8 @@ log = logging.getLogger("adaptive_batch")
 _FORMAT = 4
 # Results of other lengths, devices or settings that a file keeps beside the newest.
 _KEPT = 31
+# More bytes than any device has.
+_ENDLESS = 2**62
 
 
 @dataclass(frozen=True)
@@ -379,13 +381,20 @@ def _agree(trial: Trial) -> Trial:
     fails = not trial.fits
     # A rank that ran with retries does not fit, but has not run out of memory.
     is_out_of_memory = fails and not trial.retried
-    fails_anywhere, is_out_of_memory_anywhere, peak, optimizer_peak = distributed.all_reduce_max(
-        [
-            fails,
-            is_out_of_memory,
-            _as_number(trial.peak_bytes),
-            _as_number(trial.optimizer_peak_bytes),
-        ]
+    # The rank that held least counts, and not one that did not run out.
+    least_held = _ENDLESS
+    if trial.held_bytes is not None:
+        least_held = trial.held_bytes
+    fails_anywhere, is_out_of_memory_anywhere, peak, optimizer_peak, held = (
+        distributed.all_reduce_max(
+            [
+                fails,
+                is_out_of_memory,
+                _as_number(trial.peak_bytes),
+                _as_number(trial.optimizer_peak_bytes),
+                -least_held,
+            ]
+        )
     )
     trace = None
     if not fails_anywhere:
@@ -397,6 +406,7 @@ def _agree(trial: Trial) -> Trial:
         _as_peak(optimizer_peak),
         trace,
         retried=bool(fails_anywhere and not is_out_of_memory_anywhere),
+        held_bytes=None if held == -_ENDLESS else -held,
     )
 
 

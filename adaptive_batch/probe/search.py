@@ -50,6 +50,8 @@ class Trial:
             them.
         retried: it ran to its end, and does not fit because the allocator gave back its cache and
             asked again.
+        held_bytes: most bytes held before memory ran out; None where it did not, or where that is
+            not known.
     """
 
     batch_size: int
@@ -58,6 +60,7 @@ class Trial:
     optimizer_peak_bytes: int | None = None
     trace: Trace | None = field(default=None, repr=False, compare=False)
     retried: bool = False
+    held_bytes: int | None = None
 
 
 def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:
@@ -213,14 +216,8 @@ class Predictive(Search):
             return self._rows_by_expectation(self._expected)
         if not self._trials:
             return min(self._fewest, self.maximum)
-        # An expectation was too high.
-        if best == 0 and too_many > 1 and self._expected is not None:
-            part = 0.5
-            if self._trials[-1].retried:
-                part = 1 - NEAR * 2 ** (len(self._trials) - 1)
-            return max(1, math.floor(too_many * max(part, 0.5)))
         if best == 0:
-            return None
+            return self._rows_below_expected()
         resolution = 1.0
         if failed:
             resolution = max(1, CLOSE * best)
@@ -232,6 +229,9 @@ class Predictive(Search):
             if traced <= best:
                 return None
             return traced
+        refuted = self._refutes_budget()
+        if refuted is not None:
+            return self._rows_from_below(refuted)
         points = self._points()
         # The device does not report the peak.
         if not points or points[-1].rows != best:
@@ -247,6 +247,16 @@ class Predictive(Search):
             part = 0.7 if is_near_miss else 0.5
             target = min(target, best + part * (too_many - best))
         return max(best + 1, min(math.floor(target + 1e-6), too_many - 1))
+
+    def _rows_below_expected(self) -> int | None:
+        """Return fewer rows than an expectation that was too high; None where none was."""
+        too_many = self._too_many
+        if self._expected is None or too_many == 1:
+            return None
+        part = 0.5
+        if self._trials[-1].retried:
+            part = 1 - NEAR * 2 ** (len(self._trials) - 1)
+        return max(1, math.floor(too_many * max(part, 0.5)))
 
     def _bears_out(self, curve: MemoryCurve) -> bool:
         """Return whether nothing that was tried contradicts a curve."""
@@ -312,6 +322,51 @@ class Predictive(Search):
         if curve is None:
             return None
         return self._allowed(curve, self._budget_bytes)
+
+    def _refutes_budget(self) -> Trial | None:
+        """Return the trial that held most when memory ran out with part of the budget left.
+
+        None where that was not so, or where an allocator in blocks may just have asked for the
+        rest.
+        """
+        if self._granularity_bytes > 1:
+            return None
+        early = [
+            trial
+            for trial in self._trials
+            if trial.held_bytes is not None and trial.held_bytes < self._budget_bytes
+        ]
+        return max(early, key=lambda trial: trial.held_bytes or 0, default=None)
+
+    def _rows_from_below(self, refuted: Trial) -> int:
+        """Return the rows to try where the device gives less than the budget.
+
+        What it has held it can hold, so the rows of that come first. Then steps from the largest
+        that fitted double until one fails, and the gap is halved.
+        """
+        best = self.best
+        too_many = self._too_many
+        sure_rows = self._sure_rows(refuted.held_bytes or 0)
+        if best < sure_rows < too_many:
+            return sure_rows
+        fewer = [trial.batch_size for trial in self._trials if trial.batch_size < best]
+        step = 2 * (best - max(fewer, default=0))
+        # What was held misses what fits by about one operation of that trial.
+        if sure_rows == best:
+            step = math.floor(CLOSE * refuted.batch_size)
+        return best + max(1, min(step, (too_many - best) // 2))
+
+    def _sure_rows(self, held_bytes: int) -> int:
+        """Return the rows whose peak stays within what was held, as far as is known."""
+        curve = measured_curve(self._trials)
+        if curve is not None:
+            return self._allowed(curve, held_bytes)
+        points = self._points()
+        if not points:
+            return 0
+        # The peak of a row does not grow with the rows.
+        share = (held_bytes - self._resident_bytes) / self._free_bytes
+        return math.floor(points[-1].rows * share / points[-1].share)
 
     def _points(self) -> list[Point]:
         peaks = [(trial.batch_size, trial.peak_bytes or 0) for trial in self._trials if trial.fits]

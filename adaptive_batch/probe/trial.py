@@ -49,12 +49,14 @@ class _Attempt:
         has_run: whether it came to its end, so that no other rank waits for it; it may still be
             over its budget.
         usage: memory that it used; None where it ran out of memory.
+        held_bytes: most bytes held before it ran out of memory; None where that is not known.
         message: message of the device where it ran out of memory.
     """
 
     is_prepared: bool = False
     has_run: bool = False
     usage: Usage | None = None
+    held_bytes: int | None = None
     message: str = ""
 
 
@@ -140,6 +142,7 @@ class DryRun:
         self._remedies = remedies
         self._steps = steps
         self._retried = False
+        self._held_bytes: int | None = None
         self._exit = ExitStack()
 
     def __enter__(self) -> DryRun:
@@ -196,7 +199,14 @@ class DryRun:
             raise
         optimizer_peak_bytes = self.optimizer_peak_bytes
         if usage is None:
-            return Trial(batch_size, False, None, optimizer_peak_bytes, None, self._retried)
+            return Trial(
+                batch_size,
+                False,
+                None,
+                optimizer_peak_bytes,
+                retried=self._retried,
+                held_bytes=self._held_bytes,
+            )
         return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
     def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
@@ -343,6 +353,7 @@ class DryRun:
         attempt = self._attempt(run, what, budget_bytes, prepare=prepare, is_timed=is_timed)
         usage = attempt.usage
         self._retried = usage is not None and usage.retried
+        self._held_bytes = attempt.held_bytes
         fits = usage is not None and not usage.retried
         # Where a rank failed in mid-run, the others wait in collectives that it has to go through.
         can_rejoin = attempt.has_run or distributed.world_size() == 1
@@ -385,6 +396,7 @@ class DryRun:
         block has been left.
         """
         attempt = _Attempt()
+        usage: Usage | None = None
         try:
             if prepare:
                 self._prepare_gradients()
@@ -404,6 +416,8 @@ class DryRun:
             if not is_out_of_memory(error):
                 raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
             attempt.message = str(error) or type(error).__name__
+            if usage is not None:
+                attempt.held_bytes = usage.peak_bytes
         return attempt
 
     def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:

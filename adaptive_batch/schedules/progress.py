@@ -61,12 +61,13 @@ class Progress:
             return float(self.epoch)
         return self.epoch + self.epoch_rows / self.rows_per_epoch
 
-    def after_step(self, *, rows: int, tokens: int) -> Progress:
+    def after_step(self, *, rows: int, tokens: int, **measured: Any) -> Progress:
         """Return the progress after one optimizer step of that many rows and real tokens, over all
-        ranks.
+        ranks; `measured` is what else of it the step has changed, such as its `noise_scale`.
         """
         return replace(
             self,
+            **measured,
             epoch_rows=self.epoch_rows + rows,
             steps=self.steps + 1,
             samples=self.samples + rows,

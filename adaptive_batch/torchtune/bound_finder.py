@@ -154,9 +154,9 @@ class BoundFinder:
         length: int | str,
         batch_size: int,
         keeps_batch: bool = False,
-        choices: Choices | None = None,
     ) -> list[ProbeResult]:
-        """Find the largest number of rows whose forward and backward fit in training.
+        """Find the largest number of rows whose forward and backward fit in training, and within it
+        the fastest micro-batches, see :meth:`choices`, unless the sizer knows them.
 
         All that is resident in training is there in the trials, too.
 
@@ -165,8 +165,6 @@ class BoundFinder:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             batch_size: rows that training begins with, unless they are to be found.
             keeps_batch: flag that `batch_size` is a checkpoint's, and is kept whatever fits.
-            choices: choices of the fastest micro-batches, see :meth:`choices`; None for as much at
-                once as fits.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first;
@@ -184,6 +182,9 @@ class BoundFinder:
             settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
         )
         rows = self.rows.of_length(length)
+        choices = None
+        if trainer.runner.sizer.throughput is None:
+            choices = self.choices(trainer)
 
         def find(accumulates: bool) -> ProbeResult:
             is_first = accumulates == several

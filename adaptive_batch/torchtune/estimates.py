@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import torch
@@ -400,13 +401,20 @@ class _Step:
         short = self.run.forward_backward(self._rows_of(self._bounds, shorter)[0])
         traces_alike(self._step, short)
 
+        @cache
+        def run_of(length: int) -> Run:
+            if length == tokens:
+                return longest
+            return self.run.forward_backward(self._rows_of(self._bounds, length)[0])
+
         def of_steps(rows: int) -> list[Run | Between]:
             steps: list[Run | Between] = [longest]
             for step in range(_STEPS):
                 numbers = range(step * rows, (step + 1) * rows)
                 longest_drawn = max(drawn[number % len(drawn)] for number in numbers)
                 padded = self.run.data.shapes.padded(longest_drawn)
-                steps.append(Between(short, longest, Fraction(padded - shorter, tokens - shorter)))
+                share = Fraction(padded - shorter, tokens - shorter)
+                steps.append(Between(short, longest, share, run_of(padded)))
             return steps
 
         return of_steps

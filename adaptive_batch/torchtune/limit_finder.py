@@ -13,7 +13,7 @@ from adaptive_batch.data import StepPlanner, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Throughput
-from adaptive_batch.training import Choices, MicroBatchSizer, has_batch_norm
+from adaptive_batch.training import MicroBatchSizer, has_batch_norm
 
 from .advice import advise
 from .bound_finder import BoundFinder, left_by_rounding
@@ -90,18 +90,17 @@ class LimitFinder:
                     " tried"
                 )
                 self._log.event("indeterminate", message, rows=rows)
-        choices = self._bounds.choices(self._trainer)
-        if saved is not None and choices is not None:
-            sizer.load_throughput(saved, kinds=choices.kinds)
-            if sizer.throughput is not None:
-                choices = None
+        if saved is not None and saved["throughput"]:
+            choices = self._bounds.choices(self._trainer)
+            if choices is not None:
+                sizer.load_throughput(saved, kinds=choices.kinds)
         if settings.micro_batch_layout == "packed":
             reason = self._trainer.runner.why_not_packed(data.longest(2))
             if reason:
                 raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
         results = []
         if settings.needs_bound:
-            results = self._search(choices, keeps_batch=keeps_batch)
+            results = self._search(keeps_batch=keeps_batch)
             planner.take_batch_size(
                 self._batch_size_within(results[-1], planner.batch_size, keeps_batch=keeps_batch)
             )
@@ -120,14 +119,13 @@ class LimitFinder:
             if advice:
                 self._log.event("advice", advice)
 
-    def _search(self, choices: Choices | None, *, keeps_batch: bool) -> list[ProbeResult]:
+    def _search(self, *, keeps_batch: bool) -> list[ProbeResult]:
         """Search for the bound, and log each search."""
         results = self._bounds.of_training(
             self._trainer,
             length=self._settings.probe.sequence_length,
             batch_size=self._planner.batch_size,
             keeps_batch=keeps_batch,
-            choices=choices,
         )
         for result in results:
             self._log.event(

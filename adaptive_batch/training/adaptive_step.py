@@ -27,7 +27,13 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_state, check_whole, instance_of
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.data import (
+    MicroBatch,
+    MicroBatchLayout,
+    MicroBatchLimit,
+    micro_batches,
+    split_by_rows,
+)
 from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory
@@ -250,8 +256,9 @@ class AdaptiveStep:
             limit = replace(limit, amount=_even_rows(rows.num_rows, at_most=limit.amount))
         if rows.knows_lengths or not layout.keeps_order(limit):
             return Division((micro_batches(_lengths(rows), limit, layout),))
-        pieces = micro_batches([1] * rows.num_rows, limit, layout)
-        return Division(([MicroBatch(piece.rows, length=rows.width) for piece in pieces],))
+        pieces = split_by_rows(range(rows.num_rows), limit.amount)
+        width = rows.width
+        return Division(([MicroBatch(piece, length=width) for piece in pieces],))
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
@@ -341,7 +348,7 @@ class AdaptiveStep:
 
     def num_labels(self, batch: Any, num_rows: int) -> int:
         """Return the labels of a batch of so many rows, as a part's share counts them."""
-        return self._labels.counts(batch, num_rows)[self._check.way]
+        return self._labels.count(batch, num_rows, way=self._check.way)
 
     def try_part(self, make: Callable[[], tuple[Any, int]], *, is_last: bool = True) -> None:
         """Run a batch as one part, as a trial, and forget what it returned.

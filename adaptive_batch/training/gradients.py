@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .model_checks import parameters_of
+from .model_checks import with_gradients
 
 
 class GradientsApart:
@@ -27,7 +27,8 @@ class GradientsApart:
     def __init__(self, model: nn.Module, drop: Callable[[], object]) -> None:
         self._drop = drop
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for parameter in parameters_of(model):
+        for parameter in with_gradients(model):
+            # None of one that is shared, where it comes again.
             if parameter.grad is not None:
                 self._earlier.append((parameter, parameter.grad))
                 parameter.grad = None

@@ -14,9 +14,9 @@ the learning rate.
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_state, check_whole, instance_of
+from adaptive_batch._util import check_built_alike, check_state, check_whole, instance_of
 from adaptive_batch.data import (
     AdaptiveBatches,
     DatasetAdapter,
@@ -46,9 +46,10 @@ from .adaptive_step import check_sizes
 from .agreement import Question
 from .bound_search import ProbeOptions
 from .loop_events import LoopEvents
-from .model_checks import check_gradients_are_clear, check_parameters, parameters_of
+from .model_checks import check_gradients_are_clear, check_parameters
 from .nonfinite import NonfiniteSteps
 from .options import StepOptions
+from .pending_step import PendingStep
 from .rate import AdaptiveRate
 from .row_step import RowStep
 from .step_result import StepResult
@@ -206,23 +207,11 @@ class AdaptiveLoop:
             "lr_clock": str(Clock.from_config(options.lr_clock)),
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
-        # Whether the optimizer has yet to take the step that ran last.
-        self._awaits_step = False
-        self._note_steps_of(optimizer)
+        self._pending_step = PendingStep(model, optimizer)
         self._rows_ahead = _RowsAhead()
         self._described_batch = first_batch_size
         self.learning_rate: float | None = None
         self._warned_unlabelled = False
-
-    def _note_steps_of(self, optimizer: Optimizer) -> None:
-        def note(*_: Any) -> None:
-            self._awaits_step = False
-
-        self._knows_steps = False
-        # Some of torchao's optimizers have no hooks, nor has accelerate's wrapper of one.
-        with suppress(AttributeError):
-            optimizer.register_step_post_hook(note)
-            self._knows_steps = True
 
     def _reference_on(self, ranks: int) -> Reference | int | str | None:
         """Return the global batch that the rates belong to; the run began on so many ranks."""
@@ -251,15 +240,9 @@ class AdaptiveLoop:
 
         Steps of more rows run as micro-batches, beside whose gradients fewer rows fit: the bound is
         of the batch as it is now. Call it after :meth:`load_state_dict` and after `batch_size` was
-        set above what fits.
+        set above what fits. The arguments are those of :class:`ProbeOptions`.
 
         Args:
-            device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as
-                0.9, or None for what is available.
-            headroom: share of that which is left free; see :class:`ProbeOptions`.
-            maximum: the most rows that are tried.
-            round_to_power_of_two: whether the power of two at or below the bound is tried too; it
-                is then `batch_size` of the result.
             objective: what ``micro_batch_tokens="auto"`` takes: ``throughput``, the micro-batches
                 that train most tokens a second within the bound, found by a few timed trials; or
                 ``largest``, as much at once as fits.
@@ -439,7 +422,7 @@ class AdaptiveLoop:
             )
         self._rows_ahead.drop_first()
         self._end_step(step.numbers, result, seconds=time.perf_counter() - began)
-        self._awaits_step = self._knows_steps
+        self._pending_step.ran()
         return result
 
     def _end_step(self, numbers: Sequence[int], result: StepResult, *, seconds: float) -> None:
@@ -491,13 +474,7 @@ class AdaptiveLoop:
             ValueError: the gradients of the last step wait for ``optimizer.step()``, which a run
                 that resumes would not take.
         """
-        # A step that a GradScaler skips has no gradients any more.
-        has_gradients = any(parameter.grad is not None for parameter in parameters_of(self._model))
-        if self._awaits_step and has_gradients:
-            raise ValueError(
-                "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
-                " here would lose that step; save after optimizer.step()"
-            )
+        self._pending_step.check_taken()
         return {
             "batches": self._batches.state_dict(),
             "step": self._step.state_dict(),
@@ -518,13 +495,9 @@ class AdaptiveLoop:
                 the state is none of a loop.
         """
         check_state(state, ("batches", "step", "rate"), owner="a loop")
-        for key, value in self._built_with.items():
-            saved = state["built_with"][key]
-            if saved != value:
-                remedy = f"the saved loop was built with {saved}; resume with that"
-                if key == "batch_size":
-                    remedy += ", then set loop.batch_size"
-                raise SettingError(key, value, remedy)
+        check_built_alike(
+            self._built_with, state["built_with"], what="loop", sets_batch="set loop.batch_size"
+        )
         self._batches.load_state_dict(state["batches"])
         self._rows_ahead.clear()
         self._events.forget_beginning()
@@ -568,9 +541,7 @@ class _RowsAhead:
 
 
 def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:
-    if len(rows) != len(others):
-        return False
-    return all(first is second for first, second in zip(rows, others, strict=True))
+    return len(rows) == len(others) and all(map(operator.is_, rows, others))
 
 
 def _log_event(

@@ -21,19 +21,22 @@ log = logging.getLogger("adaptive_batch")
 _NAMED = 3
 
 
-def parameters_of(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a model, shared ones more than once, in a tenth of the time of
-    ``model.parameters()``.
+def with_gradients(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of a model that have a gradient, shared ones more than once, in a tenth
+    of the time that ``model.parameters()`` takes: each step asks.
     """
     modules: list[nn.Module | None] = [model]
+    parameters: list[nn.Parameter | None] = []
     # It grows as it is gone through.
     for module in modules:
-        if module is None:
-            continue
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                yield parameter
-        modules += module._modules.values()
+        if module is not None:
+            parameters += module._parameters.values()
+            modules += module._modules.values()
+    return [
+        parameter
+        for parameter in parameters
+        if parameter is not None and parameter.grad is not None
+    ]
 
 
 def has_batch_norm(model: nn.Module) -> bool:
@@ -209,7 +212,7 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
     Raises:
         ValueError: with the parameters that have some.
     """
-    if all(parameter.grad is None for parameter in parameters_of(model)):
+    if not with_gradients(model):
         return
     dirty = {
         name: parameter

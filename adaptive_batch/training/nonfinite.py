@@ -51,7 +51,8 @@ class NonfiniteSteps:
         self._remedy = remedy
         self._is_taken = is_taken
         self._num_in_a_row = self._num_since_counted = 0
-        self._before = ""
+        # The last step that was finite: its number, loss and learning rate.
+        self._last_finite: tuple[int, float, float] | None = None
         self._facts: dict[str, object] = {}
         self._changes: dict[str, str] = {}
 
@@ -76,7 +77,7 @@ class NonfiniteSteps:
         wrong = self._wrong(result)
         if wrong is None:
             self._num_in_a_row = 0
-            self._before = f"; step {step} had loss {result.loss:.4g} and lr {lr:g}"
+            self._last_finite = (step, result.loss, lr)
             return False
         self._num_in_a_row += 1
         self._num_since_counted += 1
@@ -84,7 +85,7 @@ class NonfiniteSteps:
         in_a_row = ""
         if self._num_in_a_row > 1:
             in_a_row = f" ({self._num_in_a_row} steps in a row)"
-        message = f"step {step}: {wrong}{in_a_row}, lr {lr:g}{self._before}{changes}"
+        message = f"step {step}: {wrong}{in_a_row}, lr {lr:g}{self._before()}{changes}"
         skips = self._policy == "skip"
         if skips:
             what_next = "it is skipped: weights and optimizer stay as they are"
@@ -127,6 +128,13 @@ class NonfiniteSteps:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting from a saved state."""
         self._num_since_counted = state["since_counted"]
+
+    def _before(self) -> str:
+        """Return how a message goes on about the last step that was finite."""
+        if self._last_finite is None:
+            return ""
+        step, loss, lr = self._last_finite
+        return f"; step {step} had loss {loss:.4g} and lr {lr:g}"
 
     def _wrong(self, result: StepResult) -> str | None:
         if not math.isfinite(result.loss):

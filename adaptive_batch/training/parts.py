@@ -257,7 +257,10 @@ class RowsOfBatch:
 
 def _first_dimension(value: Any) -> int | None:
     """Return the length of the first tensor in a batch that has dimensions; None without one."""
-    return next((len(tensor) for tensor in _tensors(value) if tensor.dim()), None)
+    for tensor in _tensors(value):
+        if tensor.dim():
+            return tensor.shape[0]
+    return None
 
 
 def _outside_lists(value: Any) -> Any:
@@ -276,18 +279,19 @@ def _lists_in(value: Any) -> Iterator[list[Any]]:
     if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
         yield value
     for item in value:
-        yield from _lists_in(item)
+        if not isinstance(item, torch.Tensor):
+            yield from _lists_in(item)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a batch."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
     elif isinstance(value, list | tuple):
         for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
             yield from _tensors(item)
 
 
@@ -365,16 +369,24 @@ class LabelCounter:
         Raises:
             SettingError: `num_labels` returned no whole number.
         """
+        return tuple(way() for way in self._ways(batch, num_rows))
+
+    def count(self, batch: Any, num_rows: int, *, way: int) -> int:
+        """Return the labels of a batch, counted in one of the ways of :meth:`counts`."""
+        return self._ways(batch, num_rows)[way]()
+
+    def _ways(self, batch: Any, num_rows: int) -> list[Callable[[], int]]:
         if self._num_labels is not None:
-            return (whole_count(self._num_labels(batch)),)
+            own_count = self._num_labels
+            return [lambda: whole_count(own_count(batch))]
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
-            return (num_rows,)
+            return [lambda: num_rows]
         is_label = labels != IGNORE_INDEX
-        in_all = int(is_label.sum())
-        if labels.dim() != 2:
-            return (in_all,)
-        return (int(is_label[:, 1:].sum()), in_all)
+        ways = [lambda: int(is_label.sum())]
+        if labels.dim() == 2:
+            ways.insert(0, lambda: int(is_label[:, 1:].sum()))
+        return ways
 
 
 def has_shifted_labels(batch: Any) -> bool:

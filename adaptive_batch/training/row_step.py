@@ -187,7 +187,9 @@ class RowStep:
         trained = [result for result in results if result is not None]
         losses = [loss for loss, _ in trained]
         loss = 0.0
-        if losses:
+        if len(losses) == 1:
+            loss = float(losses[0])
+        elif losses:
             loss = float(torch.stack(losses).sum())
         num_labels = sum(labels for _, labels in trained)
         num_tokens = sum(step_rows.lengths)

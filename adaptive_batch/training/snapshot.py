@@ -33,6 +33,8 @@ class StepSnapshot:
     def take(self) -> Callable[[], None]:
         """Return the function that puts everything back as it is now."""
         random_state = RandomState(self._device)
+        if not self._places:
+            return random_state.restore
         # A forward may also put another tensor in a buffer's place.
         buffers = [(module, name, module._buffers[name]) for module, name in self._places]
         statistics = TensorSnapshot(buffer for *_, buffer in buffers if buffer is not None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -114,7 +113,7 @@ class StepRunner:
                     "the rows of the next step, which": question.num_rows,
                 }
             )
-        division = replace(division, counts=tuple(counts))
+        division = Division(division.parts, tuple(counts))
         if any_eases:
             sizer.ease(self.retry.current, rows_at_once=rows_at_once)
         elif grown is not None and not any_stays:

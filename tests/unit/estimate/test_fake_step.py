@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adaptive_batch.estimate import FakeDevice
+from adaptive_batch.estimate import Between, FakeDevice
 from adaptive_batch.memory import (
     MemoryCurve,
     device_memory,
@@ -156,6 +157,22 @@ def test_rows_of_another_length_are_traced_by_code_of_their_own():
         assert plain == trial(3).peak_bytes
         trial._forward_backward = partial(run, trial._model, lambda batch: None, length=40)
         assert other == trial(3).peak_bytes
+
+
+def test_a_length_between_two_is_exact_once_it_was_traced():
+    with torch.device("meta"):
+        model = Decoder()
+    device = FakeDevice()
+    step = fake_step(model=model, device=device)
+    short, own, long = (partial(run, model, device.batch, length=length) for length in (20, 33, 40))
+    # The 20th part of the way is that of 21 tokens.
+    between = Between(short, long, Fraction(1, 20), own)
+    guessed = step.log(3, [between])
+    assert step.learn(3, [between])
+    learned = step.log(3, [between])
+    assert learned != guessed
+    assert learned == step.log(3, [own])
+    assert not step.learn(3, [between])
 
 
 def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():

@@ -386,6 +386,25 @@ def test_a_cpu_has_what_is_available_and_what_is_held():
     assert memory.describe().startswith("cpu (")
 
 
+def test_a_cpu_has_no_more_than_ulimit_leaves_of_the_address_space():
+    script = """
+        import resource, torch
+        from adaptive_batch.memory import device_memory
+        limit = 64 * 2**30
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        memory = device_memory(torch.device("cpu"))
+        assert memory.total_bytes() <= limit
+        before = memory.available_bytes([])
+        (used_kib,) = [l.split()[1] for l in open("/proc/self/status") if l.startswith("VmSize:")]
+        limit = 1024 * int(used_kib) + 2**29
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        available = memory.available_bytes([])
+        assert 2**28 < available <= 2**29, (before, available)
+        torch.empty(available * 9 // 10, dtype=torch.uint8)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True, timeout=100)
+
+
 # an accelerator, behind a fake of its allocator
 
 DEVICE = torch.device("cuda", 0)

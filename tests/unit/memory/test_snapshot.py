@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import torch
@@ -107,6 +108,13 @@ def test_numpy_goes_on_where_each_snapshot_was_taken_whatever_was_drawn_since_th
             assert [np.random.normal() for _ in range(3)] == expected
             state.restore()
         number()
+
+
+def test_numpy_has_no_state_where_it_is_not_loaded_and_nothing_can_have_been_drawn(monkeypatch):
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    state = RandomState(CPU)
+    assert "numpy" not in state.state_dict()
+    state.restore()
 
 
 def test_numpy_with_another_generator_goes_on_too(tmp_path):

@@ -403,6 +403,17 @@ def test_each_module_is_tried_in_its_mode_of_training_and_evaluated_in_that_of_e
     assert not any(module.training for module in modules)
 
 
+def test_a_trial_that_runs_out_of_memory_tells_what_it_held():
+    training = Training(Case("AdamW"))
+    with training.rehearsal(budget_bytes=GIB) as trial:
+        fitting = trial(3)
+        training.model.burden = {"backward": 2**50}
+        failing = trial(3)
+    assert fitting.held_bytes is None
+    assert not failing.fits
+    assert trial.resident_bytes < failing.held_bytes
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_trial_of_training_takes_the_same_after_one_of_evaluating(accumulates):
     """Gradients and the mode of training are there again."""

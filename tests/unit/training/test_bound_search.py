@@ -109,17 +109,19 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
 
 
 @pytest.mark.parametrize(
-    ("memory", "has_order", "headroom", "left_free"),
+    ("memory", "has_order", "segments", "headroom", "left_free"),
     [
-        (CachingMemory(), True, "auto", 0.01),
-        (CachingMemory(), False, "auto", 0.05),
-        (CachingMemory(), True, 0.2, 0.2),
-        (CountedMemory(torch.device("cpu")), True, "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:True", "auto", 0.01),
+        (CachingMemory(), True, "expandable_segments:False", "auto", 0.05),
+        (CachingMemory(), False, "expandable_segments:True", "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:True", 0.2, 0.2),
+        (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", "auto", 0.05),
     ],
 )
-def test_less_is_left_free_where_trials_are_steps_of_trainings_own_lengths(
-    memory, has_order, headroom, left_free
+def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_lengths(
+    monkeypatch, memory, has_order, segments, headroom, left_free
 ):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
     training = Training()
     runner = StepRunner(training.model, MicroBatchSizer(), memory=memory)
     tried = TriedStep(runner, training.optimizer, training.forward_backward)
