@@ -161,6 +161,7 @@ class StepLog:
         if epoch != self._progress.epoch:
             self._progress = self._progress.after_epoch()
         facts: dict[str, Any] = {}
+        # Trainers give all ranks as many rows, but for the last batch of an epoch.
         batch_size = distributed.world_size() * self._num_used
         if self._take_rows is not None:
             facts["rows"] = self._rows

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
+from adaptive_batch import distributed
 from adaptive_batch._util import instance_of
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
@@ -49,11 +50,26 @@ class _Reduction:
         share: of the part; 1.0 where its loss is one of the terms of a sum.
         is_seen_sum: whether twice the labels were seen to halve a loss; None before one was looked
             at.
+        is_agreed: whether all ranks have that answer.
     """
 
     num_items: Any = None
     share: float = 1.0
     is_seen_sum: bool | None = None
+    is_agreed: bool = False
+
+    def agree(self) -> None:
+        """Give all ranks the answer of those that have one. A collective until there is one.
+
+        A rank whose loss was 0 has none, and its gradients were 0 whatever it took.
+        """
+        if self.is_agreed:
+            return
+        answers = distributed.all_gather(self.is_seen_sum)
+        known = [answer for answer in answers if answer is not None]
+        if known:
+            self.is_seen_sum = all(known)
+            self.is_agreed = True
 
 
 class AdaptiveTrainer(Trainer):
@@ -115,6 +131,9 @@ class AdaptiveTrainer(Trainer):
         ):
             step = self._step_of(model)
             losses: list[torch.Tensor] = step(prepared)
+        # Alike on all ranks: only a split is looked at.
+        if step.num_pieces > 1:
+            self._reduction.agree()
         if self._growth is not None:
             self._growth.set_rate(self.optimizer)
         # Without a label no part runs.
@@ -139,7 +158,7 @@ class AdaptiveTrainer(Trainer):
         if step is None or step.model is not model or self._adaptive_of_step is not self.adaptive:
             self.adaptive_step = step = self._new_step(model)
             self._adaptive_of_step = self.adaptive
-            self._reduction.is_seen_sum = None
+            self._reduction = _Reduction(num_items=self._reduction.num_items)
             self._find_bound(step)
         return step
 
@@ -225,7 +244,7 @@ class AdaptiveTrainer(Trainer):
                 )
             losses.append(float(loss))
         once, halved = losses
-        if not once:
+        if not once or not math.isfinite(once):
             return None
         return abs(2 * halved - once) < 0.1 * abs(once)
 
