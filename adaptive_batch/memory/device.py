@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -473,6 +473,11 @@ def host_available_bytes() -> int:
 
 def _address_space_bytes() -> int | None:
     """Return what this process may map, as ``ulimit -v`` sets it; None where it sets nothing."""
+    # It has no limits of this kind.
+    if sys.platform == "win32":
+        return None
+    import resource
+
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
