@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from adaptive_batch._util import format_bytes
 
@@ -36,14 +37,15 @@ class AllocatorCache:
         self._held_after_largest = 0
         self._has_warned = False
 
-    def begin_step(self, size: int) -> None:
+    def begin_step(self, sizes: Iterable[int]) -> None:
         """Make room for a step.
 
         Args:
-            size: tokens of its largest micro-batch; rows where their lengths are not known.
+            sizes: tokens of each micro-batch; rows where their lengths are not known.
         """
         if not self._has_cache:
             return
+        size = max(sizes, default=0)
         if size > self._largest:
             self._memory.release()
             self._steps_since_release = 0

@@ -206,8 +206,7 @@ class StepRunner:
             pieces += [*part, *[None] * (num_pieces - len(part))]
             ends.add(len(pieces) - 1)
         reduced = [number in ends for number in range(len(pieces))]
-        sizes = [piece.padded_tokens or len(piece.rows) for piece in pieces if piece]
-        self.cache.begin_step(max(sizes, default=0))
+        self.cache.begin_step(piece.padded_tokens or len(piece.rows) for piece in pieces if piece)
 
         def run_number(number: int) -> None:
             with self.sharding.micro_batch(is_last=reduced[number]):

@@ -14,7 +14,7 @@ def releases_of(cache: AllocatorCache, memory: CachingMemory, *sizes: int) -> li
     released = []
     for size in sizes:
         before = memory.releases
-        cache.begin_step(size)
+        cache.begin_step([size])
         if memory.releases > before:
             released.append(size)
     return released
