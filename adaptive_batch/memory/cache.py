@@ -26,6 +26,9 @@ class AllocatorCache:
 
     Args:
         memory: memory of the device; one whose allocator caches nothing is left alone.
+
+    Attributes:
+        is_kept: whether the blocks are those that a search has left.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
@@ -33,6 +36,7 @@ class AllocatorCache:
         self._has_cache = memory.granularity_bytes > 1
         # Size of the largest micro-batch that the cached blocks were made for.
         self._largest = 0
+        self.is_kept = False
         self._steps_since_release = 0
         self._held_after_largest = 0
         self._has_warned = False
@@ -50,6 +54,7 @@ class AllocatorCache:
             self._memory.release()
             self._steps_since_release = 0
             self._largest = size
+            self.is_kept = False
             return
         self._steps_since_release += 1
         if self._steps_since_release == 1:
@@ -60,11 +65,13 @@ class AllocatorCache:
     def keep(self, size: int) -> None:
         """Take it that a search has left blocks for micro-batches of this size."""
         self._largest = size
+        self.is_kept = True
         self._steps_since_release = 0
 
     def forget(self) -> None:
         """Take it that something else has used the cache, or has given it back."""
         self._largest = 0
+        self.is_kept = False
 
     def _point_out_fragments(self) -> None:
         """Say what is lost to fragmentation, and what helps."""

@@ -227,7 +227,9 @@ class StepRunner:
                 yield
             finally:
                 self.is_trial = False
-                self.cache.forget()
+                # What is evaluated leaves room for itself in the blocks of a whole training step.
+                if not (evaluates and self.cache.is_kept):
+                    self.cache.forget()
 
     def learn_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
         """Run trials and undo them, so that a rank which runs out of memory even in the first

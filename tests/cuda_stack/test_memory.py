@@ -37,6 +37,7 @@ def test_what_is_free_falls_by_what_is_reserved_and_comes_back():
 
 
 def test_memory_that_others_took_is_refused_by_name_and_given_once_it_is_back():
+    torch.cuda.empty_cache()
     leave(torch.cuda.memory_reserved() + 100 * MIB)
     torch.cuda.reset_peak_memory_stats()
     torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")

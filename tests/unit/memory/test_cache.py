@@ -33,6 +33,17 @@ def test_blocks_that_a_search_has_left_are_kept():
     assert releases_of(cache, memory, 90, 100, 101) == [101]
 
 
+def test_it_is_said_whether_the_blocks_are_those_of_a_search():
+    memory = CachingMemory()
+    cache = AllocatorCache(memory)
+    assert not cache.is_kept
+    cache.keep(100)
+    releases_of(cache, memory, 100)
+    assert cache.is_kept
+    releases_of(cache, memory, 101)
+    assert not cache.is_kept
+
+
 def test_blocks_are_made_anew_after_something_else_has_used_the_cache():
     memory = CachingMemory()
     cache = AllocatorCache(memory)
