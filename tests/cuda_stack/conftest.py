@@ -21,4 +21,6 @@ def _the_device_is_whole_again():
     yield
     library().cudastub_set_reserved(500 * MIB)
     gc.collect()
+    # A workspace of cuBLAS may lie in a large block that a test's tensors left.
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
