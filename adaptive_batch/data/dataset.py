@@ -5,6 +5,7 @@ what it returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -74,10 +75,22 @@ class DatasetAdapter(Dataset[Any]):
         return self.length(row)
 
     def length(self, row: Any) -> int:
-        """Return the tokens of a row."""
+        """Return the tokens of a row.
+
+        Raises:
+            SettingError: `row_length` returned no number of tokens.
+        """
         if isinstance(self._row_length, int):
             return self._row_length
-        return max(1, int((self._row_length or _tokens)(row)))
+        tokens = (self._row_length or _tokens)(row)
+        try:
+            length = index(tokens)
+        except TypeError:
+            length = -1
+        if length < 0:
+            remedy = "give a function that returns the tokens of a row: a whole number, 0 or more"
+            raise SettingError("row_length", tokens, remedy)
+        return max(1, length)
 
     def describe(self, row: Any) -> str:
         """Return how an error names a row, its length included unless all are alike."""

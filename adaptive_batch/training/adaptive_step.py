@@ -47,6 +47,7 @@ from .oom_retry import OutOfMemoryElsewhereError
 from .options import StepOptions
 from .parts import (
     LabelCounter,
+    OwnSplit,
     Part,
     RowsOfBatch,
     SplitBatch,
@@ -142,7 +143,9 @@ class AdaptiveStep:
         self._forward_backward = forward_backward
         self._options = options
         self._is_compiled = is_compiled(model)
-        self._split_batch = split or partial(RowsOfBatch, trims=not self._is_compiled)
+        self._split_batch: Callable[[Any], Splittable] = (
+            partial(RowsOfBatch, trims=not self._is_compiled) if split is None else OwnSplit(split)
+        )
         self._labels = LabelCounter(num_labels)
         device = next(model.parameters()).device
         self.memory = options.memory or device_memory(

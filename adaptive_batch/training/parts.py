@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
@@ -74,6 +74,12 @@ class SplitBatch:
     part: Callable[[Sequence[int]], Any]
     lengths: Sequence[int] | None = None
 
+    def __post_init__(self) -> None:
+        if self.lengths is not None and len(self.lengths) != self.num_rows:
+            lengths = f"SplitBatch of {count(len(self.lengths), 'length')}"
+            remedy = f"give lengths one number for each of the {count(self.num_rows, 'row')}"
+            raise SettingError("split", lengths, remedy)
+
     @property
     def knows_lengths(self) -> bool:
         """Whether lengths need not be worked out."""
@@ -96,6 +102,57 @@ class SplitBatch:
     def to_check(self) -> Splittable:
         """Return the batch as the check of a split divides it."""
         return self
+
+
+class OwnSplit:
+    """A script's own function that splits a batch, whose results are looked at.
+
+    Args:
+        split: function that returns :class:`SplitBatch` of a batch.
+
+    Raises:
+        SettingError: when called: it returns something else, or its part of all rows leaves some
+            out.
+    """
+
+    def __init__(self, split: Callable[[Any], SplitBatch]) -> None:
+        self._split = split
+        self._has_seen_all = False
+
+    def __call__(self, batch: Any) -> SplitBatch:
+        rows = self._split(batch)
+        if not isinstance(rows, SplitBatch):
+            remedy = "give a function that returns SplitBatch(num_rows, part)"
+            raise SettingError("split", type(rows).__name__, remedy)
+
+        def part(numbers: Sequence[int]) -> Any:
+            some_rows = rows.part(numbers)
+            if len(numbers) == rows.num_rows:
+                self._compare(some_rows, batch, rows.num_rows)
+            return some_rows
+
+        if rows.num_rows and not self._has_seen_all:
+            part(range(rows.num_rows))
+        return replace(rows, part=part)
+
+    def _compare(self, all_rows: Any, batch: Any, num_rows: int) -> None:
+        """Refuse a part of all rows whose tensors have not the rows of the batch's."""
+        self._has_seen_all = True
+        if isinstance(all_rows, torch.Tensor) and isinstance(batch, torch.Tensor):
+            all_rows = {"a tensor": all_rows}
+            batch = {"a tensor": batch}
+        if not isinstance(all_rows, Mapping) or not isinstance(batch, Mapping):
+            return
+        for key in all_rows.keys() & batch.keys():
+            has = _first_dimension(all_rows[key])
+            due = _first_dimension(batch[key])
+            if has != due:
+                split = f"SplitBatch of {count(num_rows, 'row')}"
+                remedy = (
+                    f"the part of all of them has {key} of first dimension {has}, and the batch of"
+                    f" {due}; give num_rows and part of the whole batch"
+                )
+                raise SettingError("split", split, remedy)
 
 
 class RowsOfBatch:
@@ -414,8 +471,11 @@ def whole_count(count: Any) -> int:
     Raises:
         SettingError: it is none.
     """
-    tensor = torch.as_tensor(count)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
-        remedy = "give a function that returns a whole number: how many labels are averaged over"
+    remedy = "give a function that returns a whole number: how many labels are averaged over"
+    try:
+        tensor = torch.as_tensor(count)
+    except (RuntimeError, TypeError, ValueError):
+        raise SettingError("num_labels", count, remedy) from None
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() or tensor < 0:
         raise SettingError("num_labels", count, remedy)
     return int(tensor)

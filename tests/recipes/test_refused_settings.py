@@ -957,6 +957,19 @@ def test_it_is_refused_before_weights_load(small, overrides, names, remedy):
     assert not list(output.glob("run/epoch_*"))
 
 
+def test_tensorboard_that_is_missing_is_named_and_torchtunes_logger_is_not_half_made(
+    small, monkeypatch
+):
+    monkeypatch.setattr("adaptive_batch.torchtune.log.find_spec", lambda name: None)
+    logger = "torchtune.training.metric_logging.TensorBoardLogger"
+    monkeypatch.setattr(logger, lambda **settings: pytest.fail("it was made"))
+    with pytest.raises(SettingError) as refused:
+        small.run_in_process(OURS, f"metric_logger._component_={logger}")
+    assert str(refused.value) == (
+        f"metric_logger={logger!r}: tensorboard is not installed: pip install tensorboard"
+    )
+
+
 @pytest.mark.parametrize("recipe", [OURS, "adaptive_probe", "adaptive_estimate"])
 @pytest.mark.parametrize(
     ("setting", "says"),

@@ -3,6 +3,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.config_files import config_path, copy_config, shipped_configs
@@ -34,6 +35,13 @@ def test_every_config_is_listed_with_one_line_that_says_what_it_is():
     for _, description in listed:
         assert 20 < len(description) <= 120
         assert not description.startswith("#")
+
+
+def test_commands_with_the_demos_config_leave_the_model_alone_that_make_demo_tunes():
+    config = OmegaConf.load(config_path("demo_cpu"))
+    folder = Path(config.demo_dir)
+    assert Path(config.output_dir).parent == folder
+    assert Path(config.output_dir).name not in ("base", "cache", "data", "tuned")
 
 
 def test_a_config_is_found_by_its_name_alone():

@@ -493,6 +493,44 @@ def test_pairs_stay_together():
     assert relative_error(gradients_of(model), expected) <= ROUNDING
 
 
+@pytest.mark.parametrize(
+    ("split", "says"),
+    [
+        (lambda batch: None, r"^split='NoneType': give a function that returns SplitBatch\("),
+        (
+            lambda batch: SplitBatch(24, batch.__getitem__, lengths=[3, 4]),
+            r"^split='SplitBatch of 2 lengths': give lengths one number for each of the 24 rows$",
+        ),
+        (
+            lambda batch: SplitBatch(10, lambda rows: batch[list(rows)]),
+            r"^split='SplitBatch of 10 rows': the part of all of them has a tensor of first"
+            r" dimension 10, and the batch of 24; give num_rows and part of the whole batch$",
+        ),
+    ],
+)
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 5}])
+def test_a_split_that_leaves_rows_out_is_refused_before_any_runs(split, says, limit):
+    model = Regression()
+    script = Script(model, loss=lambda model, batch: model(batch).mean())
+    step = AdaptiveStep(model, script, split=split, **limit)
+    with pytest.raises(SettingError, match=says):
+        step(torch.randn(24, 6))
+    assert script.trained == script.trials == []
+
+
+def test_a_later_split_that_leaves_rows_out_is_refused_where_one_part_has_them_all():
+    model = Regression()
+    script = Script(model, loss=lambda model, batch: model(batch["x"]).mean())
+
+    def split(batch: Mapping[str, torch.Tensor]) -> SplitBatch:
+        return SplitBatch(10, lambda rows: {"x": batch["x"][list(rows)]})
+
+    step = AdaptiveStep(model, script, split=split)
+    step({"x": torch.randn(10, 6)})
+    with pytest.raises(SettingError, match="has x of first dimension 10, and the batch of 24"):
+        step({"x": torch.randn(24, 6)})
+
+
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 5}, {"micro_batch_tokens": 40}])
 def test_rows_may_be_columns(limit):
     model = decoder()

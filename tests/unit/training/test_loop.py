@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import random
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -588,11 +589,18 @@ def test_an_option_that_cannot_be_used_is_refused_by_name(option: str, value: ob
         training(**{option: value})
 
 
-def test_labels_that_cannot_be_counted_are_refused() -> None:
-    one = training(num_labels=lambda batch: 0.8)
-    with pytest.raises(
-        SettingError, match=r"num_labels=0\.8: give a function that returns a whole number"
-    ):
+@pytest.mark.parametrize("num_labels", [0.8, None, -1, [1, 2]])
+def test_labels_that_cannot_be_counted_are_refused(num_labels: object) -> None:
+    one = training(num_labels=lambda batch: num_labels)
+    says = f"num_labels={num_labels!r}: give a function that returns a whole number"
+    with pytest.raises(SettingError, match=re.escape(says)):
+        one.loop.run(next(iter(one.loop)))
+
+
+@pytest.mark.parametrize("length", [2.5, None, -1])
+def test_a_length_that_is_no_number_of_tokens_is_refused(length: object) -> None:
+    one = training(row_length=lambda row: length, micro_batch_tokens=64)
+    with pytest.raises(SettingError, match=f"row_length={length!r}: .* a whole number, 0 or more"):
         one.loop.run(next(iter(one.loop)))
 
 
