@@ -115,7 +115,7 @@ class OwnSplit:
             out.
     """
 
-    def __init__(self, split: Callable[[Any], SplitBatch]) -> None:
+    def __init__(self, split: Callable[[Any], Any]) -> None:
         self._split = split
         self._has_seen_all = False
 
