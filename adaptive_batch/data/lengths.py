@@ -5,6 +5,7 @@ that is worth it, and cached.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import logging
 import math
@@ -113,6 +114,12 @@ def row_lengths(
     ).numbers[:, 0]
 
 
+@functools.cache
+def _tell_cached(num_rows: int, cache_file: Path) -> None:
+    """Log once that lengths were read: an estimate of several changes reads them for each."""
+    logger.info("lengths of %d rows read from %s", num_rows, cache_file)
+
+
 def measure_rows(
     dataset: Any,
     measure: Measure,
@@ -161,7 +168,7 @@ def measure_rows(
                 None,
             )
             if changed is None:
-                logger.info("lengths of %d rows read from %s", num_rows, cache_file)
+                _tell_cached(num_rows, cache_file)
                 return Measured(cached, is_cached=True)
             logger.warning(
                 "%s: row %d no longer has that length; counting all rows again", cache_file, changed

@@ -215,7 +215,8 @@ def test_a_mistake_of_the_dataset_is_raised_as_itself(caplog):
 # the cache
 
 
-def test_rows_are_counted_once_and_then_read_from_the_cache(tmp_path, caplog):
+def test_rows_are_counted_once_and_then_read_from_the_cache_which_is_said_once(tmp_path, caplog):
+    caplog.set_level("INFO")
     dataset = Rows(some_lengths(1000))
     first = measure(dataset, tmp_path / "a" / "b")
     assert len(dataset.reads) == 1000
@@ -226,6 +227,8 @@ def test_rows_are_counted_once_and_then_read_from_the_cache(tmp_path, caplog):
     assert len(dataset.reads) <= 8
     assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["lengths-f.bin"]
     assert warnings_of(caplog) == []
+    measure(dataset, tmp_path / "a" / "b")
+    assert caplog.text.count("lengths of 1000 rows read from") == 1
 
 
 @given(lengths=st.lists(st.integers(0, 50), min_size=1, max_size=40))
