@@ -343,8 +343,7 @@ class AdaptiveLoop:
         """Hand out this rank's rows of each step that is left of the current epoch; they may be
         taken ahead of :meth:`run`.
         """
-        if self._seeks_maximum and self.max_batch_size is None:
-            self.find_bound()
+        self._seek_maximum()
         self._rows_ahead.clear()
         queue = self._batches.queue
         asks_for_tokens = self._batches.planner.batching.batch_size_schedule is not None
@@ -357,6 +356,15 @@ class AdaptiveLoop:
                 )
             self._rows_ahead.add(rows)
             yield rows
+
+    def _seek_maximum(self) -> None:
+        if self._seeks_maximum and self.max_batch_size is None:
+            self.find_bound()
+
+    def __len__(self) -> int:
+        """Return the steps that are left of the current epoch, as the rules answer now."""
+        self._seek_maximum()
+        return self.num_steps(self.progress.epoch + 1)
 
     def num_steps(self, epochs: int) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""

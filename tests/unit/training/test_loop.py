@@ -57,6 +57,7 @@ def test_an_increment_is_asked_once_an_epoch_and_cut_to_the_bound():
     one = training(batch_increase_function=grow)
     one.loop.find_bound(device_memory="1GiB", maximum=11)
     assert one.loop.num_steps(4) == 10 + 5 + 4 + 4
+    assert len(one.loop) == 10
     asked.clear()
     seen = train(one, epochs=4)
     assert [sizes(seen, epoch)[0] for epoch in range(4)] == [4, 8, 11, 11]
@@ -67,6 +68,15 @@ def test_an_increment_is_asked_once_an_epoch_and_cut_to_the_bound():
         next(iter(iter_twice.loop))
     assert iter_twice.loop.batch_size == 4
     assert len(asked) == 5
+
+
+def test_the_most_that_fits_is_sought_as_an_epoch_begins_or_its_length_is_asked_for():
+    one = training(batch_size="max")
+    assert one.loop.max_batch_size is None
+    assert len(one.loop) == 1
+    assert one.loop.max_batch_size == len(ROWS)
+    assert sizes(train(one)) == [len(ROWS)]
+    assert sizes(train(training(batch_size="max"))) == [len(ROWS)]
 
 
 def test_an_increment_may_pass_the_bound_in_micro_batches():
