@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     EpochPlan,
@@ -406,8 +407,8 @@ class EpochPlanner:
         """
         num_rows = len(self._rows)
         if self._takes_all_rows and num_rows != self.num_rows:
-            remedy = f"it has {num_rows} rows, and had {self.num_rows} when training began"
-            raise SettingError("dataset", type(self._rows).__name__, f"{remedy}; keep its length")
+            remedy = f"it had {self.num_rows} when training began; keep its length"
+            raise SettingError("dataset", count(num_rows, "row"), remedy)
         if self.batching.batch_tokens:
             return self.token_batches(progress).rows
         if not self.depends_on_lengths:

@@ -5,6 +5,7 @@ It is recomputed for each step, never accumulated.
 
 from __future__ import annotations
 
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, SequentialLR
 
 from adaptive_batch._util import LARGEST_NUMBER
 from adaptive_batch.errors import SettingError
+
+log = logging.getLogger("adaptive_batch")
 
 RULES = ("none", "linear", "sqrt")
 SCALED_WITH_BATCH: Mapping[str, str] = {"beta2": "half_life", "weight_decay": "per_token"}
@@ -216,8 +219,9 @@ class LearningRate:
         self._scheduler = _unwrapped(scheduler, "scheduler")
         # Values that are scaled for a step that is still to be taken.
         self._scaled: dict[Optimizer, list[_Scaled]] = {}
-        # Values that somebody else changed between set() and the step.
-        self._overwritten: list[_Scaled] = []
+        # Values in whose place a step was taken with a rate of 0.
+        self._stepped_with_zero: list[_Scaled] = []
+        self._warned_left_out = False
         self._check_scheduler()
         self._remember_bases()
         for optimizer in self._optimizers:
@@ -247,12 +251,16 @@ class LearningRate:
     def _register_hooks(self) -> None:
         """Let each optimizer restore its unscaled values after its step, and save only those."""
 
+        def refuse_overwritten(optimizer: Optimizer, *_: Any) -> None:
+            self._refuse_overwritten(optimizer)
+
         def restore_after_step(optimizer: Optimizer, *_: Any) -> None:
             self._after_step(optimizer)
 
         for optimizer in self._optimizers:
             # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it.
             with suppress(AttributeError):
+                optimizer.register_step_pre_hook(refuse_overwritten)
                 optimizer.register_step_post_hook(restore_after_step)
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 
@@ -268,14 +276,18 @@ class LearningRate:
             The rate of the first group, as applied.
 
         Raises:
-            SettingError: somebody else has overwritten the last step's rate, or added a parameter
-                group that the scheduler does not know.
+            SettingError: the scheduler's rate is no finite number, or somebody has added a
+                parameter group that it does not know. Where somebody overwrites the rate before
+                ``optimizer.step()``, that raises it.
             ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has
                 moved then.
         """
         ratio, rate_factor = self._scaling_of(batch)
         # The groups hold the unscaled values again, so that no scaling comes on top of another.
-        self._settle_overwritten()
+        for scaled in self._stepped_with_zero:
+            _write(scaled.group, scaled.key, scaled.unscaled)
+        self._stepped_with_zero = []
+        self._warn_of_step_left_out()
         self.restore()
         if self._scheduler is not None:
             self._schedule(self._scheduler, clock)
@@ -310,25 +322,36 @@ class LearningRate:
         for optimizer in self._optimizers:
             self._scaled[optimizer] = _scale_groups(optimizer, keys, ratio, rate_factor)
 
-    def _settle_overwritten(self) -> None:
-        """Unscale what had another value at the last step; refuse what was set by somebody else."""
-        # Emptied first: a refusal is raised once.
-        overwritten = self._overwritten
-        self._overwritten = []
-        for scaled in overwritten:
-            if not scaled.is_there:
-                setting = "scale_with_batch"
-                value = str(self._follow)
-                if scaled.key == "lr":
-                    setting = "lr_scaling"
-                    value = self.rule
-                remedy = (
-                    f"another {scaled.key} was set after the step's own and before"
-                    " optimizer.step(), and is not scaled; set it before or after both"
-                )
-                raise SettingError(setting, value, remedy)
-            # torch's get_optimizer_state_dict has taken a step at a rate of 0.
-            _write(scaled.group, scaled.key, scaled.unscaled)
+    def _refuse_overwritten(self, optimizer: Optimizer) -> None:
+        """Refuse a step with a value that somebody has set since :meth:`set`: it is not scaled."""
+        for scaled in self._scaled.get(optimizer, ()):
+            # torch's get_optimizer_state_dict takes a step at a rate of 0.
+            if scaled.is_there or not _read(scaled.group, scaled.key):
+                continue
+            setting = "scale_with_batch"
+            value = str(self._follow)
+            if scaled.key == "lr":
+                setting = "lr_scaling"
+                value = self.rule
+            remedy = (
+                f"another {scaled.key} was set after the step's own and before optimizer.step(),"
+                " and is not scaled; set it before or after both"
+            )
+            raise SettingError(setting, value, remedy)
+
+    def _warn_of_step_left_out(self) -> None:
+        """Say once where a rate was written after a step that was not taken: a scheduler that
+        multiplies has multiplied the scaled one.
+        """
+        waiting = (scaled for owned in self._scaled.values() for scaled in owned)
+        if self._warned_left_out or all(scaled.is_there for scaled in waiting):
+            return
+        self._warned_left_out = True
+        log.warning(
+            "a step was left out, and another rate was written since: a scheduler that multiplies"
+            " the last rate, as CosineAnnealingLR, has multiplied the scaled one; call restore()"
+            " of the rate after a step that is left out"
+        )
 
     def restore(self, optimizer: Optimizer | None = None) -> None:
         """Restore the unscaled rates, where nobody has changed what :meth:`set` wrote.
@@ -359,9 +382,9 @@ class LearningRate:
         return values
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """Restore an optimizer's unscaled values, and note what somebody else has changed."""
+        """Restore an optimizer's unscaled values, and note what will be put back."""
         scaled_values = self._scaled.get(optimizer, ())
-        self._overwritten += [scaled for scaled in scaled_values if not scaled.is_there]
+        self._stepped_with_zero += [scaled for scaled in scaled_values if not scaled.is_there]
         self.restore(optimizer)
 
     def _save_unscaled(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
@@ -395,6 +418,11 @@ class LearningRate:
             remedy = (
                 f"it was built for {len(factors)} parameter groups, and the optimizer has "
                 f"{num_groups}; add groups before it is built"
+            )
+            raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
+        if not all(map(math.isfinite, factors)):
+            remedy = (
+                f"at step {clock:g} it gives {factors}; give a function whose values are finite"
             )
             raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
         # Groups may have been added since the last step.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ from .model import (
     refusing_other_weights,
     whole_bytes,
 )
+
+log = logging.getLogger("adaptive_batch")
 
 
 class AdapterModel(FullModel):
@@ -74,6 +78,7 @@ class AdapterModel(FullModel):
                 " adapters were trained on"
             )
             raise _refused(cfg, remedy)
+        _warn_of_other_strength(cfg)
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
@@ -226,19 +231,46 @@ class AdapterModel(FullModel):
                 target.copy_(saved)
 
 
+def _given_path(cfg: DictConfig) -> Path | None:
+    given = cfg.get("checkpointer", {}).get("adapter_checkpoint", None)
+    if given is None:
+        return None
+    path = Path(given)
+    if path.exists():
+        return path
+    # Where torchtune's checkpointers look for it.
+    return Path(cfg.checkpointer.output_dir, given)
+
+
+def _warn_of_other_strength(cfg: DictConfig) -> None:
+    """Say where adapters to begin with were trained with another `lora_alpha`."""
+    path = _given_path(cfg)
+    assert path is not None
+    try:
+        saved = json.loads(path.with_name("adapter_config.json").read_text())["lora_alpha"]
+    except (OSError, ValueError, KeyError):
+        # The file may have been moved without the others of its epoch.
+        return
+    alpha = cfg.model.lora_alpha
+    if alpha != saved and distributed.is_rank_zero():
+        log.warning(
+            "checkpointer.adapter_checkpoint was trained with lora_alpha=%s: with %s its adapters"
+            " act %.3g times as strongly",
+            saved,
+            alpha,
+            alpha / saved,
+        )
+
+
 def _given_adapters(cfg: DictConfig) -> Mapping[str, torch.Tensor] | None:
     """Load the adapters of ``checkpointer.adapter_checkpoint``; None where it is not set.
 
     Raises:
         SettingError: the file cannot be read, or is none that torchtune saves.
     """
-    given = cfg.get("checkpointer", {}).get("adapter_checkpoint", None)
-    if given is None:
+    path = _given_path(cfg)
+    if path is None:
         return None
-    path = Path(given)
-    if not path.exists():
-        # Where torchtune's checkpointers look for it.
-        path = Path(cfg.checkpointer.output_dir, given)
     try:
         adapters = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:

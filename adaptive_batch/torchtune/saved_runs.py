@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -274,9 +276,13 @@ class SavedRuns:
         saves = self._saves_by_run()
         unfinished = self._unfinished()
         if unfinished and run not in saves and not overwrites:
+            choice = "True"
+            if len(saves) > 1:
+                newest = max(chain(*unfinished.values()), key=attrgetter("order"))
+                choice = str(newest.path)
             remedy = (
                 f"it holds what {_described(unfinished)} would resume from; resume it"
-                " (resume_from_checkpoint=True), give another folder, or replace it"
+                f" (resume_from_checkpoint={choice}), give another folder, or replace it"
                 " (overwrite_output_dir=True)"
             )
             raise SettingError("output_dir", str(self._folder), remedy)

@@ -42,7 +42,14 @@ from adaptive_batch.probe import ProbeResult
 from .agreement import Division, Question
 from .bound_search import BoundSearch, ProbeOptions, find_in_step
 from .gradients import GradientsApart
-from .model_checks import check_parameters, check_ranks, has_batch_norm, is_compiled, is_replicated
+from .model_checks import (
+    check_gradients_came,
+    check_parameters,
+    check_ranks,
+    has_batch_norm,
+    is_compiled,
+    is_replicated,
+)
 from .oom_retry import OutOfMemoryElsewhereError
 from .options import StepOptions
 from .parts import (
@@ -440,6 +447,8 @@ class AdaptiveStep:
 
         if not beside_gradients:
             self.try_part(whole, is_last=is_last)
+            if is_last:
+                check_gradients_came(self.model, self._forward_backward)
             return
         gradients = GradientsApart(self.model, self.runner.drop_gradients)
         if self.sizer.may_split:

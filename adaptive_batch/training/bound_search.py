@@ -50,7 +50,7 @@ from adaptive_batch.probe import (
     try_again,
 )
 
-from .model_checks import check_parameters, fewest_rows, is_compiled
+from .model_checks import check_gradients_came, check_parameters, fewest_rows, is_compiled
 from .parts import RowsOfBatch, counted_sample, length_in_sample
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
@@ -499,6 +499,8 @@ def find_max_batch_size(
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
         with runner.trial(is_last=is_last):
             forward_backward(make_batch())
+        if is_last:
+            check_gradients_came(model, forward_backward)
 
     tried = TriedStep(runner, optimizer, try_sample)
     length = length_in_sample(sample, RowsOfBatch, runner.memory.device)

@@ -502,7 +502,7 @@ class AdaptiveLoop:
             SettingError: rows would come in another order, the rate would follow another batch, or
                 the state is none of a loop.
         """
-        check_state(state, ("batches", "step", "rate"), owner="a loop")
+        check_state(state, ("batches", "step", "rate", "built_with"), owner="a loop")
         check_built_alike(
             self._built_with, state["built_with"], what="loop", sets_batch="set loop.batch_size"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import Any
@@ -235,3 +235,20 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
             " freeze them with requires_grad_(False), or call model.zero_grad() after each step"
         )
     raise ValueError(f"gradients are there before a step: {remedy}")
+
+
+def check_gradients_came(model: nn.Module, function: Callable[..., object]) -> None:
+    """Refuse a `forward_backward` function that has left no gradient, unless hooks of the script's
+    own take them.
+
+    Raises:
+        SettingError: no parameter has one.
+    """
+    for parameter in model.parameters():
+        # Hooks that run an optimizer in backward.
+        takes_gradients = getattr(parameter, "_post_accumulate_grad_hooks", None)
+        if parameter.grad is not None or takes_gradients:
+            return
+    name = getattr(function, "__name__", type(function).__name__)
+    remedy = "it left no gradient; call backward() of its loss in it"
+    raise SettingError("forward_backward", name, remedy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,9 +97,10 @@ def why_not_packed(
 ) -> str:
     """Return why packed rows would not train the model as single rows do; empty if they would.
 
-    All passes are forward alone, in evaluation mode. The masks that reach attention are looked at
-    with whole rows, and must be causal. Five passes compare the loss of two short rows, packed in
-    both orders, with that of each alone. It may differ by a small share of the change that the
+    Packed rows are not collated: `collate` must leave tokens and labels of the longest rows as they
+    are. All passes are forward alone, in evaluation mode. The masks that reach attention are looked
+    at with whole rows, and must be causal. Five passes compare the loss of two short rows, packed
+    in both orders, with that of each alone. It may differ by a small share of the change that the
     rows' seeing each other would make, and by rounding. All else stays as it was.
 
     Args:
@@ -130,6 +131,12 @@ def why_not_packed(
             for row in rows:
                 whole_row = _first_tokens(row, name, longest)
                 num_tokens = len(row[name])
+                changed = _changed_by_collate(collate([row], num_tokens), pack([row]), name)
+                if changed:
+                    return (
+                        f"collate changes the {changed} of the longest row, and packed rows are"
+                        " laid end to end without it: change rows in the dataset"
+                    )
                 with _watching(model, num_tokens) as watched:
                     token_loss(collate([whole_row], num_tokens))
                 if watched.difference:
@@ -164,6 +171,26 @@ def why_not_packed(
         f" {alone:.6g} alone: the model must be causal, use {positions}, and mix tokens by torch's"
         " scaled_dot_product_attention alone"
     )
+
+
+def _changed_by_collate(collated: Batch, packed: Batch, name: str) -> str:
+    """Return which key of a row its ordinary batch has otherwise than the packed one; empty where
+    both are alike, or the ordinary one is of another form, of which the loss is compared.
+
+    Args:
+        collated: batch of the row alone, perhaps padded.
+        packed: the same row, packed.
+        name: key of the row's tokens.
+    """
+    # The first label is of no token, and each form may have it.
+    for key, begin in ((name, 0), ("labels", 1)):
+        own = collated.get(key) if isinstance(collated, Mapping) else None
+        if not isinstance(own, Tensor) or own.dim() != 2 or len(own) != 1:
+            return ""
+        due = packed[key][0]
+        if not torch.equal(own[0, begin : len(due)].to(due), due[begin:]):
+            return key
+    return ""
 
 
 def _unseen_attention(model: nn.Module) -> str:

@@ -384,12 +384,13 @@ def counted_sample(
     sample: Callable[[int], Any], split: Callable[[Any], Splittable]
 ) -> Callable[[int], Any]:
     """Return a sample function that refuses a batch of fewer rows than it was asked for, where an
-    earlier one had as many.
+    earlier one had as many, and one that has no more than that of fewer rows had.
     """
     has_rows = False
+    first: tuple[int, int] | None = None
 
     def make(num_rows: int) -> Any:
-        nonlocal has_rows
+        nonlocal has_rows, first
         batch = sample(num_rows)
         try:
             found = split(batch).num_rows
@@ -397,7 +398,9 @@ def counted_sample(
             # A batch without a tensor can be tried, if not split.
             return batch
         has_rows |= found == num_rows
-        if found < num_rows and (has_rows or not found):
+        first = first or (num_rows, found)
+        is_constant = num_rows > first[0] and found == first[1]
+        if is_constant or (found < num_rows and (has_rows or not found)):
             remedy = "make as many, the longest more than once where there are no others"
             raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
         return batch

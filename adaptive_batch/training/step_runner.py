@@ -12,7 +12,7 @@ from torch import nn
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.distributed import Sharding, sharding_of
-from adaptive_batch.errors import MEMORY_REMEDIES
+from adaptive_batch.errors import MEMORY_REMEDIES, RankLostError
 from adaptive_batch.memory import (
     AllocatorCache,
     DeviceMemory,
@@ -169,8 +169,11 @@ class StepRunner:
             result = self.retry.run(
                 attempt_within, rows_at_once=rows_at_once, undo=undo, doing="in a step"
             )
-        except BaseException:
+        except BaseException as error:
             gradients.put_back()
+            # A script may run the rows again after an error of its own.
+            if not isinstance(error, RankLostError):
+                restore()
             raise
         try:
             self.sharding.reduce_gradients()

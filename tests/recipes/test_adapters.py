@@ -193,7 +193,7 @@ def test_a_key_that_a_builder_passes_over_is_refused(small):
         assert refused.value.key == f"model.{key}"
 
 
-def test_a_run_begins_with_the_adapters_that_it_is_given(small, begun):
+def test_a_run_begins_with_the_adapters_that_it_is_given(small, begun, capsys):
     path = begun.output_dir / "epoch_0" / "adapter_model.pt"
     given = f"checkpointer.adapter_checkpoint={path}"
     # The rate of the first step of the warm-up is 0.
@@ -202,6 +202,10 @@ def test_a_run_begins_with_the_adapters_that_it_is_given(small, begun):
     assert same_weights(adapters(finished, 0), adapters(begun, 0))
     fresh = small.run_in_process(OURS, *LORA, *one_step)
     assert not same_weights(adapters(fresh, 0), adapters(begun, 0))
+    assert "trained with lora_alpha" not in "".join(capsys.readouterr())
+    small.run_in_process(OURS, *LORA, *one_step, given, "model.lora_alpha=32")
+    says = "was trained with lora_alpha=8: with 32 its adapters act 4 times as strongly"
+    assert says in "".join(capsys.readouterr())
     with pytest.raises(SettingError, match=r"lora_a\.weight is \(4, 32\), and \(8, 32\) in"):
         small.run_in_process(OURS, *LORA, given, "model.lora_rank=8")
     peft = path.with_name("adapter_model.safetensors")

@@ -400,6 +400,9 @@ def test_of_two_runs_in_a_folder_none_is_resumed_without_its_path(small, whole):
     for asked in (True, "auto"):
         with pytest.raises(CheckpointError, match=f"holds saves of 2 runs: {saves}; name the"):
             resume_from(small, folder, asked, "seed=8", *DROPOUT)
+    named = rf"would resume from; resume it \(resume_from_checkpoint={folder}/step_4\)"
+    with pytest.raises(SettingError, match=named):
+        resume_from(small, folder, False, "seed=9", *DROPOUT)
     resume_from(small, folder, folder / "step_4", "seed=8", *DROPOUT)
     assert went_on_from(folder) == "step_4"
     assert last_start(folder)["run"] == second

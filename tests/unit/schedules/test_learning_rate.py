@@ -442,12 +442,44 @@ def test_a_rate_that_is_written_between_the_step_and_what_it_is_set_by_is_refuse
     torchs_own.step()
     assert rate.set(1, batch=8) == pytest.approx(0.18)
     torchs_own.step()
-    one.step()
+    weights = [parameter.clone() for group in one.param_groups for parameter in group["params"]]
     with pytest.raises(
         SettingError,
         match=r"^lr_scaling='linear': another lr was set after the step's own and before",
     ):
-        rate.set(2, batch=8)
+        one.step()
+    held = [parameter for group in one.param_groups for parameter in group["params"]]
+    assert all(map(torch.equal, held, weights))
+
+
+def test_a_scheduler_that_gives_no_finite_number_is_refused():
+    one = optimizer(0.1)
+    rate = LearningRate(one, LambdaLR(one, lambda step: math.nan if step > 1 else 1.0))
+    rate.set(1)
+    with pytest.raises(
+        SettingError, match=r"^lr_scheduler='LambdaLR': at step 2 it gives \[nan\]; give"
+    ):
+        rate.set(2)
+
+
+def test_a_scheduler_that_multiplied_a_scaled_rate_is_pointed_out_once(caplog):
+    one = optimizer(0.1)
+    rate = LearningRate(one, rule="linear", reference=4)
+    torchs_own = torchs.ExponentialLR(one, 0.9)
+    for clock in range(3):
+        rate.set(clock, batch=8)
+        if clock:
+            torchs_own.step()
+    assert caplog.text.count("a step was left out, and another rate was written since") == 1
+    caplog.clear()
+    two = optimizer(0.1)
+    rate = LearningRate(two, rule="linear", reference=4)
+    torchs_own = torchs.ExponentialLR(two, 0.9)
+    for clock in range(3):
+        assert rate.set(clock, batch=8) == pytest.approx(0.2 * 0.9**clock)
+        rate.restore()
+        torchs_own.step()
+    assert not caplog.records
 
 
 def test_a_rate_that_is_written_after_a_step_that_was_left_out_is_taken():

@@ -245,3 +245,43 @@ def test_what_is_no_function_model_or_optimizer_is_refused():
     ):
         with pytest.raises(SettingError, match=message):
             find_max_batch_size(*arguments)
+
+
+# --- functions that try something else
+
+
+def test_a_function_without_backward_is_refused_by_each_search():
+    training = Training()
+
+    def forward(batch: Any) -> None:
+        training.model(getattr(batch, "batch", batch)["tokens"])
+
+    says = "forward_backward='forward': it left no gradient; call backward"
+    with pytest.raises(SettingError, match=says):
+        find_max_batch_size(training.model, training.optimizer, forward, sample)
+    with pytest.raises(SettingError, match=says):
+        AdaptiveStep(training.model, forward).find_bound(training.optimizer, sample)
+
+
+def test_gradients_that_hooks_take_in_backward_are_no_mistake():
+    training = Training()
+
+    def step(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    for parameter in filter(lambda one: one.requires_grad, training.model.parameters()):
+        parameter.register_post_accumulate_grad_hook(step)
+    assert training.find(maximum=3).max_batch_size == 3
+
+
+def test_a_sample_of_as_many_rows_whatever_is_asked_for_is_refused_by_each_search():
+    training = Training()
+    same = sample(8)
+    says = r"sample='sample\(\d+\) of 8 rows': make as many"
+    with pytest.raises(SettingError, match=says):
+        find_max_batch_size(
+            training.model, training.optimizer, training.forward_backward, lambda number: same
+        )
+    step = AdaptiveStep(training.model, lambda part: training.forward_backward(part.batch))
+    with pytest.raises(SettingError, match=says):
+        step.find_bound(training.optimizer, lambda number: same)

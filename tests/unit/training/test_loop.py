@@ -70,6 +70,23 @@ def test_an_increment_is_asked_once_an_epoch_and_cut_to_the_bound():
     assert len(asked) == 5
 
 
+def test_an_error_of_the_loss_leaves_the_random_numbers_as_they_were():
+    draws = []
+
+    def fails(batch: Any) -> torch.Tensor:
+        draws.append((torch.rand(3), random.random(), np.random.random()))
+        raise KeyError("of the script's own")
+
+    one = training(mean_loss=fails)
+    rows = next(iter(one.loop))
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            one.loop.run(rows)
+    first, second = draws
+    assert torch.equal(first[0], second[0])
+    assert first[1:] == second[1:]
+
+
 def test_the_most_that_fits_is_sought_as_an_epoch_begins_or_its_length_is_asked_for():
     one = training(batch_size="max")
     assert one.loop.max_batch_size is None
@@ -202,7 +219,9 @@ def test_a_dataset_that_grows_in_training_is_refused():
         one.optimizer.zero_grad()
     rows.append(rows[0])
     had = len(rows) - 1
-    with pytest.raises(SettingError, match=rf"it has {had + 1} rows, and had {had} when training"):
+    with pytest.raises(
+        SettingError, match=rf"dataset='{had + 1} rows': it had {had} when training"
+    ):
         next(iter(one.loop))
 
 

@@ -249,6 +249,26 @@ def test_a_model_that_does_not_is_refused(case):
     assert message in reason(build(), name="input_ids" if "transformers" in case else "tokens")
 
 
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        (lambda row: {key: value[:20] for key, value in row.items()}, "tokens"),
+        (lambda row: {**row, "labels": [IGNORED] * 4 + row["labels"][4:]}, "labels"),
+    ],
+)
+def test_a_collate_function_that_changes_the_longest_row_is_named(changes, key):
+    model = ACCEPTED["learned positions"]()
+    rows = [{name: [*map(int, row["tokens"])] for name in row} for row in random_rows([40, 12])]
+    why = why_not_packed(
+        model,
+        lambda batch: loss_of(model, batch),
+        rows,
+        collate=lambda rows, length: padded([changes(row) for row in rows]),
+        pack=partial(pack_rows, ignore_index=IGNORED),
+    )
+    assert why.startswith(f"collate changes the {key} of the longest row, and packed rows are laid")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_loss_that_is_rounded_to_half_precision_is_no_reason(dtype):
     assert reason(torchtune_model(qwen2).to(dtype), in_float32=False) == ""

@@ -1,0 +1,493 @@
+"""Searches for the largest batch, each where its users call it: accelerate's decorator and
+`find_max_batch_size` in a script, `auto_find_batch_size` and `AdaptiveTrainer` in Trainer, both of
+Lightning's searches and `AdaptiveCallback` in Lightning.
+
+    python benchmarks/search_in_trainers.py [--quick] [--output DIR]
+
+A model of 0.2 million parameters trains in float32 on rows of one length and of lengths that vary;
+the bytes of live tensors are counted, and one byte more than a budget is out of memory. The true
+maximum is that of the same trainer on the longest rows, by bisection; where ours searches for the
+rows of a part, with the gradients of another part there. "ours" knows the budget, as
+from an accelerator that says what it has; "ours, blind" only meets it. What training begins with
+after a search (weights, random numbers, first batch) is compared with a run without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import hashlib
+import logging
+import random
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import records
+import torch
+from accelerate.utils import find_executable_batch_size
+from lightning.pytorch.tuner import Tuner
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+)
+
+from adaptive_batch import find_max_batch_size
+from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
+from adaptive_batch.integrations.transformers import AdaptiveTrainer
+from adaptive_batch.memory.tracker import MemoryTracker
+
+MIB = 2**20
+BUDGETS_MIB = (24, 48, 96)
+NUM_ROWS = 512
+VOCABULARY = 512
+FEW_BYTES = 4096
+# What accelerate's decorator starts from by default, and what Trainer's search is given to start
+# from: it shrinks what is configured.
+FIRST_TRIED = 128
+
+Row = dict[str, list[int]]
+
+
+def rows_of(lengths: str) -> list[Row]:
+    draw = random.Random(0)
+    rows = []
+    for _ in range(NUM_ROWS):
+        length = 64
+        if lengths == "varying":
+            length = min(256, max(4, round(draw.lognormvariate(3.2, 0.9))))
+        tokens = [draw.randrange(VOCABULARY) for _ in range(length)]
+        rows.append({"input_ids": tokens, "labels": tokens})
+    return rows
+
+
+def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
+    longest = max(len(row["input_ids"]) for row in rows)
+    batch = {
+        "input_ids": torch.zeros(len(rows), longest, dtype=torch.long),
+        "labels": torch.full((len(rows), longest), -100),
+        "attention_mask": torch.zeros(len(rows), longest, dtype=torch.long),
+    }
+    for number, row in enumerate(rows):
+        length = len(row["input_ids"])
+        batch["input_ids"][number, :length] = torch.tensor(row["input_ids"])
+        batch["labels"][number, :length] = torch.tensor(row["labels"])
+        batch["attention_mask"][number, :length] = 1
+    return batch
+
+
+class Began(Exception):
+    """The first step of training is there, which is all that is asked for."""
+
+
+@dataclass
+class Search:
+    """What a search did, and what training begins with after it.
+
+    Attributes:
+        found: rows of a batch.
+        trials: rows of each trial, and whether it fitted.
+        steps: of runs that ran out of memory and began again.
+        beginning: checksums of weights, random numbers and the first batch.
+    """
+
+    found: int = 0
+    trials: list[tuple[int, bool]] = field(default_factory=list)
+    steps: int = 0
+    beginning: list[str] = field(default_factory=list)
+    stops_there: bool = False
+
+    def begin_trial(self, rows: int) -> None:
+        self.trials.append((rows, True))
+        self.beginning = []
+
+    def run_out(self) -> None:
+        if self.trials:
+            self.trials[-1] = (self.trials[-1][0], False)
+
+    def watch(self, model: nn.Module, is_trial: Callable[[], bool] = lambda: False) -> None:
+        """Take the checksums as the first step of training runs the model."""
+
+        def look(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+            if self.beginning or is_trial():
+                return
+            weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+            self.beginning = [
+                hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:12]
+                for tensor in (weights, torch.get_rng_state(), inputs["input_ids"])
+            ]
+            if self.stops_there:
+                raise Began
+
+        model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+class Budget(MemoryTracker):
+    """Live bytes; one more than the budget raises what the peers take for out of memory."""
+
+    def __init__(self, budget_bytes: int, run_out: Callable[[], None]) -> None:
+        super().__init__(budget_bytes)
+        self._run_out = run_out
+        self._live_before = 0
+
+    def check(self) -> None:
+        before = self._live_before
+        self._live_before = self.live_bytes
+        # As on an accelerator, few bytes are served from blocks that are there.
+        if self.live_bytes > self.budget_bytes and self.live_bytes - before > FEW_BYTES:
+            self._run_out()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB.")
+
+
+class TrialsInLog(logging.Handler):
+    """Takes the trials of our searches from their log."""
+
+    def __init__(self, search: Search) -> None:
+        super().__init__(logging.INFO)
+        self._search = search
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg == "trial %d: %s":
+            _, outcome = record.getMessage().split(": ", 1)
+            self._search.trials.append((int(outcome.split()[0]), "did not fit" not in outcome))
+
+
+def new_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
+
+
+def longest_first(rows: Sequence[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: len(row["input_ids"]), reverse=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        search: what is found is written here.
+        rows: of the dataset.
+        batch_size: of a run without a search, and of ours, which leave it as it is.
+        shuffles: whether rows come in a random order.
+        accumulation: batches of a step; in trainers alone.
+        device_memory: what our searches are told that there is; None for what the machine has.
+    """
+
+    search: Search
+    rows: Sequence[Row]
+    batch_size: int = 1
+    shuffles: bool = True
+    accumulation: int = 1
+    device_memory: int | None = None
+
+    def loader(self, batch_size: int) -> DataLoader[Any]:
+        rows: Any = self.rows
+        return DataLoader(rows, batch_size=batch_size, shuffle=self.shuffles, collate_fn=collate)
+
+    @property
+    def adaptive(self) -> AdaptiveArguments:
+        return AdaptiveArguments(
+            micro_batch_size="auto", device_memory=self.device_memory, headroom=0.0
+        )
+
+
+# --- a script
+
+
+def script(job: Job, method: str) -> None:
+    def train(batch_size: int) -> None:
+        # As in accelerate's examples, each run makes all that it needs.
+        gc.collect()
+        model = new_model()
+        job.search.watch(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        num_steps = 0
+        try:
+            for batch in job.loader(batch_size):
+                model(**batch).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                num_steps += 1
+        except torch.OutOfMemoryError:
+            job.search.steps += num_steps
+            raise
+
+    def attempt(batch_size: int) -> int:
+        job.search.begin_trial(batch_size)
+        train(batch_size)
+        return batch_size
+
+    if method == "plain":
+        train(job.batch_size)
+    elif method == "accelerate":
+        job.search.found = find_executable_batch_size(attempt, starting_batch_size=FIRST_TRIED)()
+    else:
+        model = new_model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        worst = longest_first(job.rows)
+        job.search.found = find_max_batch_size(
+            model,
+            optimizer,
+            lambda batch: model(**batch).loss.backward(),
+            lambda count: collate(worst[:count]),
+            device_memory=job.device_memory,
+            headroom=0.0,
+            maximum=len(job.rows),
+        ).max_batch_size
+        job.search.watch(model)
+        model(**next(iter(job.loader(job.batch_size))))
+
+
+# --- Trainer
+
+
+class CountedTrainer(Trainer):
+    search: Search
+
+    def _inner_training_loop(self, batch_size: int, *args: Any, **given: Any) -> Any:
+        self.search.begin_trial(batch_size)
+        self.search.found = batch_size
+        try:
+            return super()._inner_training_loop(batch_size, *args, **given)
+        except torch.OutOfMemoryError:
+            self.search.steps += self.state.global_step
+            raise
+
+
+def trainer(job: Job, method: str) -> None:
+    model = new_model()
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=FIRST_TRIED if method == "auto_find" else job.batch_size,
+            auto_find_batch_size=method == "auto_find",
+            num_train_epochs=1,
+            max_steps=1 if method == "ours" else -1,
+            gradient_accumulation_steps=job.accumulation,
+            train_sampling_strategy="random" if job.shuffles else "sequential",
+            optim="adamw_torch",
+            use_cpu=True,
+            report_to=[],
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+        )
+        given: dict[str, Any] = {
+            "model": model,
+            "args": arguments,
+            "train_dataset": [*job.rows],
+            "data_collator": collate,
+        }
+        if method == "ours":
+            ours = AdaptiveTrainer(adaptive=job.adaptive, **given)
+            ours.remove_callback(PrinterCallback)
+            # Before its first step there is a search, and no training.
+            job.search.watch(
+                model, lambda: ours.adaptive_step is None or ours.adaptive_step.is_trial
+            )
+            ours.train()
+            assert ours.adaptive_step is not None
+            job.search.found = ours.adaptive_step.max_batch_size or 0
+            return
+        job.search.watch(model)
+        theirs = CountedTrainer(**given)
+        theirs.remove_callback(PrinterCallback)
+        theirs.search = job.search
+        theirs.train()
+
+
+# --- Lightning
+
+
+class Module(pl.LightningModule):
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self.model = new_model()
+        self.batch_size = job.batch_size
+        self.searches = False
+        self._job = job
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return self._job.loader(self.batch_size)
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.searches and not batch_idx:
+            self._job.search.begin_trial(self.batch_size)
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def lightning(job: Job, method: str) -> None:
+    module = Module(job)
+    callback = AdaptiveCallback(job.adaptive)
+    searches_by_itself = method in ("power", "binsearch")
+    with tempfile.TemporaryDirectory() as folder:
+        fitter = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            max_steps=-1 if method == "plain" else 1,
+            accumulate_grad_batches=job.accumulation,
+            callbacks=[callback] if method == "ours" else [],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        if searches_by_itself:
+            module.searches = True
+            job.search.found = Tuner(fitter).scale_batch_size(module, mode=method) or 0
+            module.searches = False
+        job.search.beginning = []
+        job.search.watch(
+            module.model,
+            lambda: method == "ours" and (callback.step is None or callback.step.is_trial),
+        )
+        fitter.fit(module)
+    if method == "ours":
+        assert callback.step is not None
+        job.search.found = callback.step.max_batch_size or 0
+
+
+# --- the table
+
+PROGRAMS = {"script": script, "Trainer": trainer, "Lightning": lightning}
+SEARCHES = (
+    ("script", "accelerate"),
+    ("script", "ours"),
+    ("script", "ours, blind"),
+    ("Trainer", "auto_find"),
+    ("Trainer", "ours"),
+    ("Trainer", "ours, blind"),
+    ("Lightning", "power"),
+    ("Lightning", "binsearch"),
+    ("Lightning", "ours"),
+    ("Lightning", "ours, blind"),
+)
+
+
+@cache
+def true_maximum(program: str, lengths: str, budget_mib: int, accumulation: int) -> int:
+    """Return the most rows that two steps of the longest fit with, by bisection."""
+    worst = longest_first(rows_of(lengths))
+
+    def fits(rows: int) -> bool:
+        job = Job(
+            Search(),
+            worst[:rows] * (2 * accumulation),
+            batch_size=rows,
+            shuffles=False,
+            accumulation=accumulation,
+        )
+        try:
+            with Budget(budget_mib * MIB, lambda: None):
+                PROGRAMS[program](job, "plain")
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            gc.collect()
+        return True
+
+    low, high = 0, NUM_ROWS + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def measured(program: str, method: str, lengths: str, budget_mib: int) -> dict[str, Any]:
+    rows = rows_of(lengths)
+    is_ours = method.startswith("ours")
+    search = Search()
+    told = budget_mib * MIB if method == "ours" else None
+    handler = TrialsInLog(search)
+    log = logging.getLogger("adaptive_batch")
+    if is_ours:
+        log.addHandler(handler)
+    run_out = (lambda: None) if is_ours else search.run_out
+    try:
+        with Budget(budget_mib * MIB, run_out):
+            PROGRAMS[program](Job(search, rows, device_memory=told), method.split(",")[0])
+    except torch.OutOfMemoryError:
+        # A first step that does not fit after its search.
+        pass
+    finally:
+        log.removeHandler(handler)
+        gc.collect()
+    # A part in a trainer runs beside the gradients of the parts before it.
+    accumulation = 2 if is_ours and program != "script" else 1
+    plain = Search(stops_there=True)
+    with contextlib.suppress(Began):
+        batch_size = 1 if is_ours else search.found
+        PROGRAMS[program](Job(plain, rows, batch_size=batch_size), "plain")
+    return {
+        "program": program,
+        "search": method,
+        "lengths": lengths,
+        "budget_mib": budget_mib,
+        "found": search.found,
+        "true": true_maximum(program, lengths, budget_mib, accumulation),
+        "trials": search.trials,
+        "out_of_memory": sum(not fits for _, fits in search.trials),
+        "steps_thrown_away": search.steps,
+        "begins_alike": search.beginning == plain.beginning,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one budget")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    logging.getLogger("adaptive_batch").setLevel(logging.INFO)
+    logging.getLogger("adaptive_batch").propagate = False
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    print("lengths    MiB program    search       found  true trials OOMs steps lost begins alike")
+    results = []
+    for lengths in ("equal", "varying"):
+        for budget_mib in BUDGETS_MIB[:1] if arguments.quick else BUDGETS_MIB:
+            for program, method in SEARCHES:
+                row = measured(program, method, lengths, budget_mib)
+                results.append(row)
+                print(
+                    f"{lengths:<9} {budget_mib:>4} {program:<10} {method:<12}"
+                    f" {row['found']:>5} {row['true']:>5} {len(row['trials']):>6}"
+                    f" {row['out_of_memory']:>4} {row['steps_thrown_away']:>10}"
+                    f" {'yes' if row['begins_alike'] else 'no':>12}",
+                    flush=True,
+                )
+    records.write("search_in_trainers", arguments.output, results=results)
+
+
+if __name__ == "__main__":
+    main()
