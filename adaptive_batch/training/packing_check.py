@@ -165,6 +165,13 @@ def why_not_packed(
     allowed = _allowed_difference([packed, reversed_order, mixed], alone, attention.dtype)
     if abs(packed - alone) <= allowed and abs(reversed_order - alone) <= allowed:
         return ""
+    if abs(packed - reversed_order) <= allowed:
+        # Rows are kept apart, in whatever order, and yet it is another loss.
+        return (
+            f"the loss of two rows is {packed:.6g} packed, in either order, and {alone:.6g} alone:"
+            " labels must not be shifted before the loss shifts them, and num_labels must count"
+            " what the loss averages over"
+        )
     positions = "input_pos" if name == "tokens" else "position_ids"
     return (
         f"the loss of two rows is {packed:.6g} packed, {reversed_order:.6g} in the other order and"

@@ -269,6 +269,26 @@ def test_a_collate_function_that_changes_the_longest_row_is_named(changes, key):
     assert why.startswith(f"collate changes the {key} of the longest row, and packed rows are laid")
 
 
+def test_a_loss_that_does_not_shift_labels_is_not_blamed_on_the_model():
+    model = ACCEPTED["learned positions"]()
+
+    def unshifted(batch):
+        logits = model(**{key: value for key, value in batch.items() if key != "labels"})
+        return functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+
+    why = why_not_packed(
+        model,
+        unshifted,
+        random_rows([40, 12]),
+        collate=lambda rows, length: padded(rows),
+        pack=partial(pack_rows, ignore_index=IGNORED),
+    )
+    assert "packed, in either order, and" in why
+    assert "labels must not be shifted before the loss shifts them" in why
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_loss_that_is_rounded_to_half_precision_is_no_reason(dtype):
     assert reason(torchtune_model(qwen2).to(dtype), in_float32=False) == ""
