@@ -479,6 +479,9 @@ def whole_count(count: Any) -> int:
         tensor = torch.as_tensor(count)
     except (RuntimeError, TypeError, ValueError):
         raise SettingError("num_labels", count, remedy) from None
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim() or tensor < 0:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dim():
         raise SettingError("num_labels", count, remedy)
-    return int(tensor)
+    number = int(tensor)
+    if number < 0:
+        raise SettingError("num_labels", count, remedy)
+    return number
