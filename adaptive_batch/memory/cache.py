@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from adaptive_batch._util import format_bytes
 
-from .device import DeviceMemory
+from .device import DeviceMemory, allocator_settings
 
 log = logging.getLogger("adaptive_batch")
 
 # What the allocator holds is looked at every so many steps.
 _STEPS_UNTIL_LOOK = 20
-# More than this times what it held after its largest step is pointed out.
+# More than this times what it held when it was first looked at is pointed out: by then the
+# optimizer's states are there.
 _MUCH = 1.1
 
 
@@ -51,13 +52,13 @@ class AllocatorCache:
             return
         size = max(sizes, default=0)
         if size > self._largest:
-            self._memory.release()
+            self._memory.empty_cache()
             self._steps_since_release = 0
             self._largest = size
             self.is_kept = False
             return
         self._steps_since_release += 1
-        if self._steps_since_release == 1:
+        if self._steps_since_release == _STEPS_UNTIL_LOOK:
             self._held_after_largest = self._memory.reserved_bytes()
         elif self._steps_since_release % _STEPS_UNTIL_LOOK == 0 and not self._has_warned:
             self._point_out_fragments()
@@ -73,14 +74,23 @@ class AllocatorCache:
         self._largest = 0
         self.is_kept = False
 
+    def forget_after_evaluation(self) -> None:
+        """Take it that micro-batches were evaluated, which leaves the blocks of a search: those of
+        a whole training step have room for it.
+        """
+        if not self.is_kept:
+            self.forget()
+
     def _point_out_fragments(self) -> None:
         """Say what is lost to fragmentation, and what helps."""
         held = self._memory.reserved_bytes()
-        if held <= _MUCH * self._held_after_largest:
+        _, settings = allocator_settings()
+        is_expandable = settings.get("expandable_segments") == "True"
+        if held <= _MUCH * self._held_after_largest or is_expandable:
             return
         self._has_warned = True
         log.info(
-            "the allocator holds %s, and held %s after its largest step: steps of different"
+            "the allocator holds %s, and held %s soon after its largest step: steps of different"
             " lengths fragment its cache; PYTORCH_ALLOC_CONF=expandable_segments:True, set before"
             " the start, leaves most of the difference free",
             format_bytes(held),

@@ -41,7 +41,7 @@ _UNITS = {
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 # PyTorch reads its allocator's settings from the first of these that is set.
-_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
@@ -164,7 +164,7 @@ def allocator_settings() -> tuple[str, dict[str, str]]:
     """Return the variable that sets PyTorch's allocator, empty where none does, and its settings by
     name.
     """
-    variable = next((name for name in _ALLOCATOR_VARIABLES if name in os.environ), "")
+    variable = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), "")
     text = re.sub(r"\s", "", os.environ.get(variable, ""))
     settings = re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", text)
     return variable, dict(settings)
@@ -230,6 +230,11 @@ class DeviceMemory(Protocol):
 
     def release(self) -> None:
         """Give back what nothing refers to any more; statistics of peaks start afresh."""
+
+    def empty_cache(self) -> None:
+        """Give an allocator's cache back, and leave the statistics of peaks, which are the
+        script's.
+        """
 
     def room(self) -> Room | None:
         """What can be allocated now, without giving anything back; None where nobody can say."""
@@ -323,6 +328,9 @@ class CountedMemory:
     def release(self) -> None:
         gc.collect()
 
+    def empty_cache(self) -> None:
+        """Do nothing: there is none."""
+
     def room(self) -> Room | None:
         return None
 
@@ -393,12 +401,15 @@ class AcceleratorMemory:
     def release(self) -> None:
         gc.collect()
         self._backend.synchronize(self.device)
-        # torch.accelerator has it since torch 2.9.
-        if hasattr(self._backend, "empty_cache"):
-            self._backend.empty_cache()
+        self.empty_cache()
         # Afterwards, since until then the cache is in the peak.
         if hasattr(self._backend, "reset_peak_memory_stats"):
             self._backend.reset_peak_memory_stats(self.device)
+
+    def empty_cache(self) -> None:
+        # torch.accelerator has it since torch 2.9.
+        if hasattr(self._backend, "empty_cache"):
+            self._backend.empty_cache()
 
     def room(self) -> Room | None:
         allocated = self._statistic("memory_allocated")

@@ -219,8 +219,6 @@ class LearningRate:
         self._scheduler = _unwrapped(scheduler, "scheduler")
         # Values that are scaled for a step that is still to be taken.
         self._scaled: dict[Optimizer, list[_Scaled]] = {}
-        # Values in whose place a step was taken with a rate of 0.
-        self._stepped_with_zero: list[_Scaled] = []
         self._warned_left_out = False
         self._check_scheduler()
         self._remember_bases()
@@ -284,9 +282,6 @@ class LearningRate:
         """
         ratio, rate_factor = self._scaling_of(batch)
         # The groups hold the unscaled values again, so that no scaling comes on top of another.
-        for scaled in self._stepped_with_zero:
-            _write(scaled.group, scaled.key, scaled.unscaled)
-        self._stepped_with_zero = []
         self._warn_of_step_left_out()
         self.restore()
         if self._scheduler is not None:
@@ -325,8 +320,7 @@ class LearningRate:
     def _refuse_overwritten(self, optimizer: Optimizer) -> None:
         """Refuse a step with a value that somebody has set since :meth:`set`: it is not scaled."""
         for scaled in self._scaled.get(optimizer, ()):
-            # torch's get_optimizer_state_dict takes a step at a rate of 0.
-            if scaled.is_there or not _read(scaled.group, scaled.key):
+            if scaled.is_there or _is_zero_rate(scaled):
                 continue
             setting = "scale_with_batch"
             value = str(self._follow)
@@ -382,10 +376,9 @@ class LearningRate:
         return values
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """Restore an optimizer's unscaled values, and note what will be put back."""
-        scaled_values = self._scaled.get(optimizer, ())
-        self._stepped_with_zero += [scaled for scaled in scaled_values if not scaled.is_there]
-        self.restore(optimizer)
+        """Restore an optimizer's unscaled values, unless its own step is still to come."""
+        if not any(map(_is_zero_rate, self._scaled.get(optimizer, ()))):
+            self.restore(optimizer)
 
     def _save_unscaled(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Write the unscaled values into an optimizer's state dict."""
@@ -438,6 +431,13 @@ class LearningRate:
                 shared = factors[:1] * len(groups)
             for group, factor in zip(groups, shared, strict=True):
                 write_rate(group, float(group["initial_lr"]) * factor)
+
+
+def _is_zero_rate(scaled: _Scaled) -> bool:
+    """Whether a rate is 0 that was scaled: torch's get_optimizer_state_dict takes such a step, and
+    puts the rate back.
+    """
+    return scaled.key == "lr" and not scaled.is_there and not _read(scaled.group, "lr")
 
 
 def _unwrapped(wrapper: Any, name: str) -> Any:

@@ -248,17 +248,17 @@ def _warn_of_other_strength(cfg: DictConfig) -> None:
     assert path is not None
     try:
         saved = json.loads(path.with_name("adapter_config.json").read_text())["lora_alpha"]
-    except (OSError, ValueError, KeyError):
-        # The file may have been moved without the others of its epoch.
+        strength = cfg.model.lora_alpha / saved
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        # The file may have been moved without the others of its epoch, or is none of ours.
         return
-    alpha = cfg.model.lora_alpha
-    if alpha != saved and distributed.is_rank_zero():
+    if strength != 1 and distributed.is_rank_zero():
         log.warning(
             "checkpointer.adapter_checkpoint was trained with lora_alpha=%s: with %s its adapters"
             " act %.3g times as strongly",
             saved,
-            alpha,
-            alpha / saved,
+            cfg.model.lora_alpha,
+            strength,
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from adaptive_batch import distributed
 from adaptive_batch._util import fingerprint, installed_version
 from adaptive_batch.memory import MemoryCurve
+from adaptive_batch.memory.device import ALLOCATOR_VARIABLES
 from adaptive_batch.probe import CachedCurve, ProbeResult, load_result, save_result
 from adaptive_batch.training import Choices, WorstRows
 
@@ -59,7 +60,6 @@ _NOISE_KEYS = ("log_gradient_noise_scale", "batch_size_schedule")
 # buffer, weight decay may have one.
 _RATES = ("lr", "weight_decay", "betas", "eps", "momentum", "dampening", "alpha", "rho", "lr_decay")
 
-_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
 
 
@@ -148,7 +148,7 @@ class ProbeCache:
             )
 
     def _name(self, budget: int) -> str:
-        allocator = [self._job.memory.describe(), *map(os.environ.get, _ALLOCATOR_SETTINGS)]
+        allocator = [self._job.memory.describe(), *map(os.environ.get, ALLOCATOR_VARIABLES)]
         # What is available moves a little from run to run; a bound is worth the same within a
         # hundredth of it.
         about = round(math.log(max(1, budget), 1.01))

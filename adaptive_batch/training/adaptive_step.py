@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,9 +44,9 @@ from .agreement import Division, Question
 from .bound_search import BoundSearch, ProbeOptions, find_in_step
 from .gradients import GradientsApart
 from .model_checks import (
-    check_gradients_came,
     check_parameters,
     check_ranks,
+    gradients_must_come,
     has_batch_norm,
     is_compiled,
     is_replicated,
@@ -445,16 +446,20 @@ class AdaptiveStep:
             rows = self._split_batch(make_batch())
             return rows.part(range(rows.num_rows)), rows.num_rows
 
+        def run() -> None:
+            comes = gradients_must_come(self.model, self._forward_backward)
+            # Gradients that are not reduced are not the parameters' yet.
+            with comes if is_last else nullcontext():
+                self.try_part(whole, is_last=is_last)
+
         if not beside_gradients:
-            self.try_part(whole, is_last=is_last)
-            if is_last:
-                check_gradients_came(self.model, self._forward_backward)
+            run()
             return
         gradients = GradientsApart(self.model, self.runner.drop_gradients)
         if self.sizer.may_split:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()
-        self.try_part(whole, is_last=is_last)
+        run()
         gradients.add_up()
 
     # --- state

@@ -50,7 +50,7 @@ from adaptive_batch.probe import (
     try_again,
 )
 
-from .model_checks import check_gradients_came, check_parameters, fewest_rows, is_compiled
+from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .parts import RowsOfBatch, counted_sample, length_in_sample
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
@@ -497,10 +497,10 @@ def find_max_batch_size(
     runner.memory.check_it_can_be_measured()
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
-        with runner.trial(is_last=is_last):
+        # Gradients that are not reduced are not the parameters' yet.
+        comes = gradients_must_come(model, forward_backward) if is_last else nullcontext()
+        with comes, runner.trial(is_last=is_last):
             forward_backward(make_batch())
-        if is_last:
-            check_gradients_came(model, forward_backward)
 
     tried = TriedStep(runner, optimizer, try_sample)
     length = length_in_sample(sample, RowsOfBatch, runner.memory.device)

@@ -366,6 +366,10 @@ class AdaptiveLoop:
         self._seek_maximum()
         return self.num_steps(self.progress.epoch + 1)
 
+    def __bool__(self) -> bool:
+        """Return True, at the end of training too."""
+        return True
+
     def num_steps(self, epochs: int) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
         return self._batches.planner.num_steps(self.progress, epochs)

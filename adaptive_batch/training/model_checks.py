@@ -237,18 +237,29 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
     raise ValueError(f"gradients are there before a step: {remedy}")
 
 
-def check_gradients_came(model: nn.Module, function: Callable[..., object]) -> None:
-    """Refuse a `forward_backward` function that has left no gradient, unless hooks of the script's
-    own take them.
+@contextmanager
+def gradients_must_come(model: nn.Module, function: Callable[..., object]) -> Iterator[None]:
+    """Refuse a `forward_backward` function that changes no gradient inside, unless hooks of the
+    script's own take them.
 
     Raises:
-        SettingError: no parameter has one.
+        SettingError: each parameter has the gradient that it had.
     """
-    for parameter in model.parameters():
+    before = [_gradient_version(parameter) for parameter in model.parameters()]
+    yield
+    for parameter, version in zip(model.parameters(), before, strict=True):
         # Hooks that run an optimizer in backward.
         takes_gradients = getattr(parameter, "_post_accumulate_grad_hooks", None)
-        if parameter.grad is not None or takes_gradients:
+        if takes_gradients or _gradient_version(parameter) != version:
             return
     name = getattr(function, "__name__", type(function).__name__)
-    remedy = "it left no gradient; call backward() of its loss in it"
+    remedy = "it left no gradient; call backward() of its loss in it, and leave zero_grad() out"
     raise SettingError("forward_backward", name, remedy)
+
+
+def _gradient_version(parameter: nn.Parameter) -> tuple[int, int] | None:
+    """Return what changes as a gradient comes or is added to; None without one."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    return id(gradient), gradient._version

@@ -117,7 +117,6 @@ class OwnSplit:
 
     def __init__(self, split: Callable[[Any], Any]) -> None:
         self._split = split
-        self._has_seen_all = False
 
     def __call__(self, batch: Any) -> SplitBatch:
         rows = self._split(batch)
@@ -126,26 +125,33 @@ class OwnSplit:
             raise SettingError("split", type(rows).__name__, remedy)
 
         def part(numbers: Sequence[int]) -> Any:
-            some_rows = rows.part(numbers)
+            some_rows = rows.part(list(numbers))
+            # One part alone, or the check before the first split, has them all.
             if len(numbers) == rows.num_rows:
                 self._compare(some_rows, batch, rows.num_rows)
             return some_rows
 
-        if rows.num_rows and not self._has_seen_all:
-            part(range(rows.num_rows))
         return replace(rows, part=part)
 
     def _compare(self, all_rows: Any, batch: Any, num_rows: int) -> None:
         """Refuse a part of all rows whose tensors have not the rows of the batch's."""
-        self._has_seen_all = True
         if isinstance(all_rows, torch.Tensor) and isinstance(batch, torch.Tensor):
             all_rows = {"a tensor": all_rows}
             batch = {"a tensor": batch}
         if not isinstance(all_rows, Mapping) or not isinstance(batch, Mapping):
             return
         for key in all_rows.keys() & batch.keys():
-            has = _first_dimension(all_rows[key])
-            due = _first_dimension(batch[key])
+            tensors = (batch[key], all_rows[key])
+            # Not items of another form, nor rows that are columns.
+            have_rows_first = (
+                isinstance(tensor, torch.Tensor)
+                and tensor.dim()
+                and tensor.shape[1:2] != (num_rows,)
+                for tensor in tensors
+            )
+            if not all(have_rows_first):
+                continue
+            due, has = map(len, tensors)
             if has != due:
                 split = f"SplitBatch of {count(num_rows, 'row')}"
                 remedy = (
@@ -384,7 +390,7 @@ def counted_sample(
     sample: Callable[[int], Any], split: Callable[[Any], Splittable]
 ) -> Callable[[int], Any]:
     """Return a sample function that refuses a batch of fewer rows than it was asked for, where an
-    earlier one had as many, and one that has no more than that of fewer rows had.
+    earlier one had as many, or that has no more in it than one of fewer rows.
     """
     has_rows = False
     first: tuple[int, int] | None = None
@@ -398,9 +404,10 @@ def counted_sample(
             # A batch without a tensor can be tried, if not split.
             return batch
         has_rows |= found == num_rows
-        first = first or (num_rows, found)
-        is_constant = num_rows > first[0] and found == first[1]
-        if is_constant or (found < num_rows and (has_rows or not found)):
+        size = sum(tensor.numel() for tensor in _tensors(batch))
+        first = first or (num_rows, size)
+        is_constant = num_rows > first[0] and size == first[1]
+        if found < num_rows and (has_rows or not found or is_constant):
             remedy = "make as many, the longest more than once where there are no others"
             raise SettingError("sample", f"sample({num_rows}) of {count(found, 'row')}", remedy)
         return batch

@@ -230,8 +230,9 @@ class StepRunner:
                 yield
             finally:
                 self.is_trial = False
-                # What is evaluated leaves room for itself in the blocks of a whole training step.
-                if not (evaluates and self.cache.is_kept):
+                if evaluates:
+                    self.cache.forget_after_evaluation()
+                else:
                     self.cache.forget()
 
     def learn_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:

@@ -103,8 +103,11 @@ class CachingMemory(CountedMemory):
         self.releases = 0
         self.held = 0
 
-    def release(self) -> None:
+    def empty_cache(self) -> None:
         self.releases += 1
+
+    def release(self) -> None:
+        self.empty_cache()
 
     def reserved_bytes(self) -> int:
         return self.held

@@ -57,6 +57,9 @@ def test_much_that_is_lost_to_fragmentation_is_said_once(caplog):
     memory = CachingMemory()
     cache = AllocatorCache(memory)
     cache.keep(100)
+    # Until the first look the optimizer makes its states.
+    memory.held = 5 * 2**30
+    releases_of(cache, memory, *[90] * 19)
     memory.held = 10 * 2**30
     releases_of(cache, memory, 90)
     memory.held = 11 * 2**30
@@ -65,8 +68,30 @@ def test_much_that_is_lost_to_fragmentation_is_said_once(caplog):
     memory.held = 12 * 2**30
     releases_of(cache, memory, *[90] * 50)
     (message,) = caplog.messages
-    assert "holds 12.00 GiB, and held 10.00 GiB after its largest step" in message
+    assert "holds 12.00 GiB, and held 10.00 GiB soon after its largest step" in message
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in message
+
+
+def test_with_expandable_segments_nothing_is_advised(caplog, monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    caplog.set_level(logging.INFO)
+    memory = CachingMemory()
+    cache = AllocatorCache(memory)
+    memory.held = 2**30
+    releases_of(cache, memory, *[90] * 30)
+    memory.held = 2**31
+    releases_of(cache, memory, *[90] * 30)
+    assert caplog.messages == []
+
+
+def test_an_evaluation_leaves_the_blocks_of_a_search_alone():
+    memory = CachingMemory()
+    cache = AllocatorCache(memory)
+    cache.keep(100)
+    cache.forget_after_evaluation()
+    assert releases_of(cache, memory, 90, 101) == [101]
+    cache.forget_after_evaluation()
+    assert releases_of(cache, memory, 90) == [90]
 
 
 def test_a_device_that_caches_nothing_is_left_alone():

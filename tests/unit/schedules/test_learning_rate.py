@@ -505,6 +505,19 @@ def test_torchs_own_distributed_state_which_takes_a_step_of_none_leaves_the_rate
     assert rates(one) == [0.1]
 
 
+def test_after_torchs_step_of_none_an_own_scheduler_multiplies_what_is_not_scaled():
+    model = torch.nn.Linear(2, 2)
+    one = torch.optim.AdamW(model.parameters(), lr=0.1)
+    rate = LearningRate(one, rule="linear", reference=4)
+    torchs_own = torchs.ExponentialLR(one, 0.9)
+    rate.set(0, batch=8)
+    get_optimizer_state_dict(model, one)
+    one.step()
+    assert rates(one) == [0.1]
+    torchs_own.step()
+    assert rate.set(1, batch=8) == pytest.approx(0.18)
+
+
 def test_an_optimizer_without_hooks_is_restored_by_the_next_step_or_by_hand():
     """As torchao's CPUOffloadOptimizer, which is an Optimizer that torch has not set up."""
     one = optimizer(0.1)

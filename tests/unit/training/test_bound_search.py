@@ -260,7 +260,12 @@ def test_a_function_without_backward_is_refused_by_each_search():
     with pytest.raises(SettingError, match=says):
         find_max_batch_size(training.model, training.optimizer, forward, sample)
     with pytest.raises(SettingError, match=says):
-        AdaptiveStep(training.model, forward).find_bound(training.optimizer, sample)
+        find_max_batch_size(training.model, training.optimizer, forward, sample, accumulates=True)
+    for options in ({}, {"micro_batch_size": "auto"}):
+        for accumulates in (False, True):
+            step = AdaptiveStep(training.model, forward, **options)
+            with pytest.raises(SettingError, match=says):
+                step.find_bound(training.optimizer, sample, accumulates=accumulates)
 
 
 def test_gradients_that_hooks_take_in_backward_are_no_mistake():
@@ -285,3 +290,26 @@ def test_a_sample_of_as_many_rows_whatever_is_asked_for_is_refused_by_each_searc
     step = AdaptiveStep(training.model, lambda part: training.forward_backward(part.batch))
     with pytest.raises(SettingError, match=says):
         step.find_bound(training.optimizer, lambda number: same)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda number: sample(max(number, 2)),
+        lambda number: sample(-(-number // 4) * 4),
+        lambda number: {key: value.T for key, value in sample(number).items()},
+    ],
+    ids=["two at least", "in fours", "rows as columns"],
+)
+def test_a_sample_that_has_rows_enough_is_taken(made):
+    training = Training()
+
+    def forward_backward(batch: dict[str, torch.Tensor]) -> None:
+        if len(batch["tokens"]) == 17:
+            batch = {key: value.T for key, value in batch.items()}
+        training.forward_backward(batch)
+
+    found = find_max_batch_size(
+        training.model, training.optimizer, forward_backward, made, maximum=MAXIMUM
+    )
+    assert found.max_batch_size == MAXIMUM
