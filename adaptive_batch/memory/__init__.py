@@ -5,6 +5,7 @@ state.
 from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
+    ALLOCATOR_VARIABLES,
     GIB,
     DeviceMemory,
     Room,
@@ -25,6 +26,7 @@ from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_s
 from .tracker import MemoryTracker, plain_tensors, storage_bytes
 
 __all__ = [
+    "ALLOCATOR_VARIABLES",
     "GIB",
     "AllocatorCache",
     "DeviceMemory",

@@ -16,8 +16,7 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch._util import fingerprint, installed_version
-from adaptive_batch.memory import MemoryCurve
-from adaptive_batch.memory.device import ALLOCATOR_VARIABLES
+from adaptive_batch.memory import ALLOCATOR_VARIABLES, MemoryCurve
 from adaptive_batch.probe import CachedCurve, ProbeResult, load_result, save_result
 from adaptive_batch.training import Choices, WorstRows
 

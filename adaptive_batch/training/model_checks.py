@@ -262,4 +262,6 @@ def _gradient_version(parameter: nn.Parameter) -> tuple[int, int] | None:
     gradient = parameter.grad
     if gradient is None:
         return None
-    return id(gradient), gradient._version
+    # FSDP adds to the part of a gradient that this rank has.
+    local = getattr(gradient, "_local_tensor", gradient)
+    return id(local), local._version
