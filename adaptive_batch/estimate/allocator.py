@@ -21,7 +21,7 @@ import torch
 
 from adaptive_batch._util import format_bytes, round_up
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import allocator_settings
+from adaptive_batch.memory import allocator_settings, segments_expand
 
 from .step_log import STREAM
 
@@ -72,7 +72,7 @@ class AllocatorSettings:
                 text = os.environ[variable]
                 remedy = f"{setting}: reserved memory is simulated without it; unset it"
                 raise SettingError(variable, text, remedy)
-        return cls(settings.get("expandable_segments") == "True")
+        return cls(segments_expand())
 
 
 class _Pool:

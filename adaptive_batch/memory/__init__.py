@@ -18,6 +18,7 @@ from .device import (
     is_out_of_memory,
     parse_size,
     recover,
+    segments_expand,
     wanted_bytes,
 )
 from .estimated_kernels import estimated_attention
@@ -51,6 +52,7 @@ __all__ = [
     "parse_size",
     "plain_tensors",
     "recover",
+    "segments_expand",
     "storage_bytes",
     "wanted_bytes",
 ]

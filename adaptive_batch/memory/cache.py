@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from adaptive_batch._util import format_bytes
 
-from .device import DeviceMemory, allocator_settings
+from .device import DeviceMemory, segments_expand
 
 log = logging.getLogger("adaptive_batch")
 
@@ -84,9 +84,7 @@ class AllocatorCache:
     def _point_out_fragments(self) -> None:
         """Say what is lost to fragmentation, and what helps."""
         held = self._memory.reserved_bytes()
-        _, settings = allocator_settings()
-        is_expandable = settings.get("expandable_segments") == "True"
-        if held <= _MUCH * self._held_after_largest or is_expandable:
+        if held <= _MUCH * self._held_after_largest or segments_expand():
             return
         self._has_warned = True
         log.info(

@@ -170,6 +170,12 @@ def allocator_settings() -> tuple[str, dict[str, str]]:
     return variable, dict(settings)
 
 
+def segments_expand() -> bool:
+    """Whether the environment asks PyTorch's allocator for expandable segments."""
+    _, settings = allocator_settings()
+    return settings.get("expandable_segments") == "True"
+
+
 @dataclass
 class Usage:
     """What :meth:`DeviceMemory.measure` measured; filled in when it closes.

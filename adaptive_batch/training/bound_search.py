@@ -29,10 +29,10 @@ from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
     MemoryCurve,
     RandomState,
-    allocator_settings,
     budget_bytes,
     check_device_memory,
     optimizer_state_tensors,
+    segments_expand,
     storage_bytes,
 )
 from adaptive_batch.probe import (
@@ -210,9 +210,7 @@ class BoundSearch:
         """The share of memory that is left free."""
         headroom = self._options.headroom
         if isinstance(headroom, str):
-            _, settings = allocator_settings()
-            is_expandable = settings.get("expandable_segments") == "True"
-            return _HEADROOM_EXPANDABLE if self._fragments and is_expandable else _HEADROOM
+            return _HEADROOM_EXPANDABLE if self._fragments and segments_expand() else _HEADROOM
         return headroom
 
     def _new_dry_run(self) -> DryRun:

@@ -309,7 +309,7 @@ def test_a_sample_that_has_rows_enough_is_taken(made):
             batch = {key: value.T for key, value in batch.items()}
         training.forward_backward(batch)
 
-    found = find_max_batch_size(
+    result = find_max_batch_size(
         training.model, training.optimizer, forward_backward, made, maximum=MAXIMUM
     )
-    assert found.max_batch_size == MAXIMUM
+    assert result.max_batch_size == MAXIMUM

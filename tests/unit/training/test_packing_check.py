@@ -259,14 +259,16 @@ def test_a_model_that_does_not_is_refused(case):
 def test_a_collate_function_that_changes_the_longest_row_is_named(changes, key):
     model = ACCEPTED["learned positions"]()
     rows = [{name: [*map(int, row["tokens"])] for name in row} for row in random_rows([40, 12])]
-    why = why_not_packed(
+    refusal = why_not_packed(
         model,
         lambda batch: loss_of(model, batch),
         rows,
         collate=lambda rows, length: padded([changes(row) for row in rows]),
         pack=partial(pack_rows, ignore_index=IGNORED),
     )
-    assert why.startswith(f"collate changes the {key} of the longest row, and packed rows are laid")
+    assert refusal.startswith(
+        f"collate changes the {key} of the longest row, and packed rows are laid"
+    )
 
 
 def test_a_loss_that_does_not_shift_labels_is_not_blamed_on_the_model():
@@ -278,15 +280,15 @@ def test_a_loss_that_does_not_shift_labels_is_not_blamed_on_the_model():
             logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
         )
 
-    why = why_not_packed(
+    refusal = why_not_packed(
         model,
         unshifted,
         random_rows([40, 12]),
         collate=lambda rows, length: padded(rows),
         pack=partial(pack_rows, ignore_index=IGNORED),
     )
-    assert "packed, in either order, and" in why
-    assert "labels must not be shifted before the loss shifts them" in why
+    assert "packed, in either order, and" in refusal
+    assert "labels must not be shifted before the loss shifts them" in refusal
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
