@@ -194,9 +194,6 @@ def run_case(case: Case, way: str, steps: int) -> dict[str, float]:
     loss_of = CEWithChunkedOutputLoss()
 
     def forward_backward(batch: dict[str, torch.Tensor], share: float) -> None:
-        if step.is_trial:
-            # What a check of a split allocates is no peak of training.
-            torch.cuda.reset_peak_memory_stats()
         loss = loss_of(model(batch["tokens"].to("cuda")), batch["labels"].to("cuda"))
         (loss * share).backward()
 
@@ -222,7 +219,6 @@ def run_case(case: Case, way: str, steps: int) -> dict[str, float]:
             step(batch_of(lengths))
         optimizer.step()
         optimizer.zero_grad()
-        # Giving back the cache resets the allocator's own.
         peak = max(peak, torch.cuda.max_memory_allocated())
         ratios.append(torch.cuda.memory_reserved() / peak)
     later = sorted(ratios[2:])

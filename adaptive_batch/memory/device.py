@@ -43,6 +43,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 # PyTorch reads its allocator's settings from the first of these that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
+# A device gives memory in multiples of this.
+_PAGE = 2 * 1024**2
+
+# Settings by which a large block serves large requests alone.
+_LIMITS_OF_DIVISION = {"max_split_size_mb", "roundup_power2_divisions"}
+
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
 # other faults.
@@ -176,6 +182,15 @@ def segments_expand() -> bool:
     return settings.get("expandable_segments") == "True"
 
 
+def large_blocks_are_divided() -> bool:
+    """Whether the environment leaves PyTorch's allocator as it is, with segments that stay as they
+    were made, and whose blocks are divided whatever their size.
+    """
+    _, settings = allocator_settings()
+    is_native = settings.get("backend", "native") == "native"
+    return is_native and not segments_expand() and not settings.keys() & _LIMITS_OF_DIVISION
+
+
 @dataclass
 class Usage:
     """What :meth:`DeviceMemory.measure` measured; filled in when it closes.
@@ -186,11 +201,14 @@ class Usage:
             say.
         retried: the allocator had to give back its cache and ask again: a size that does this is
             too large.
+        allocated_bytes: the highest sum alive where `peak_bytes` is what an allocator reserved;
+            None where the device cannot say.
         trace: bytes alive after each operation; None where the device cannot say.
     """
 
     resident_bytes: int
     peak_bytes: int | None = None
+    allocated_bytes: int | None = None
     retried: bool = False
     trace: Trace | None = None
 
@@ -208,6 +226,21 @@ class Room:
     def total_bytes(self) -> int:
         """All that this process may hold."""
         return self.held_bytes + self.free_bytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a caching allocator holds, in bytes.
+
+    Attributes:
+        allocated_bytes: of tensors that are alive.
+        peak_bytes: most that was allocated since the statistics of peaks began.
+        reserved_bytes: taken from the device, the cache included.
+    """
+
+    allocated_bytes: int
+    peak_bytes: int
+    reserved_bytes: int
 
 
 class DeviceMemory(Protocol):
@@ -230,9 +263,15 @@ class DeviceMemory(Protocol):
         """
 
     def measure(
-        self, resident: Iterable[torch.Tensor], *, budget_bytes: int
+        self, resident: Iterable[torch.Tensor], *, budget_bytes: int, block_bytes: int = 0
     ) -> AbstractContextManager[Usage]:
-        """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there."""
+        """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there.
+
+        Args:
+            resident: tensors that are alive.
+            budget_bytes: what may be held.
+            block_bytes: what an allocator holds before, most of it in one free block.
+        """
 
     def release(self) -> None:
         """Give back what nothing refers to any more; statistics of peaks start afresh."""
@@ -242,11 +281,21 @@ class DeviceMemory(Protocol):
         script's.
         """
 
+    def held(self) -> Held | None:
+        """What an allocator holds now; None where there is none whose large blocks are divided."""
+
+    def make_block(self, num_bytes: int) -> None:
+        """Give an allocator's cache back, and let it hold so many bytes with all that is alive, in
+        one block that is free.
+        """
+
+    def restore_peak(self, peak_bytes: int) -> None:
+        """Give an allocator's cache back, and let its statistics say that so many bytes were
+        allocated at most.
+        """
+
     def room(self) -> Room | None:
         """What can be allocated now, without giving anything back; None where nobody can say."""
-
-    def reserved_bytes(self) -> int:
-        """What an allocator holds now, its cache included; 0 where nobody can say."""
 
     def num_retries(self) -> int:
         """How often an allocator has given back its cache and asked again, so far; 0 where none
@@ -318,7 +367,9 @@ class CountedMemory:
         return min(self.total_bytes(), available + storage_bytes(resident))
 
     @contextmanager
-    def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
+    def measure(
+        self, resident: Iterable[torch.Tensor], *, budget_bytes: int, block_bytes: int = 0
+    ) -> Iterator[Usage]:
         counter = MemoryTracker(budget_bytes)
         counter.add(resident)
         usage = Usage(resident_bytes=counter.live_bytes)
@@ -337,11 +388,17 @@ class CountedMemory:
     def empty_cache(self) -> None:
         """Do nothing: there is none."""
 
-    def room(self) -> Room | None:
+    def held(self) -> Held | None:
         return None
 
-    def reserved_bytes(self) -> int:
-        return 0
+    def make_block(self, num_bytes: int) -> None:
+        """Do nothing: there is no cache."""
+
+    def restore_peak(self, peak_bytes: int) -> None:
+        """Do nothing: there are no such statistics."""
+
+    def room(self) -> Room | None:
+        return None
 
     def num_retries(self) -> int:
         return 0
@@ -366,6 +423,9 @@ class AcceleratorMemory:
         self.device = device
         own = getattr(torch, device.type, None)
         self._backend: Any = backend or (own if hasattr(own, "memory_stats") else torch.accelerator)
+        self._divides_large_blocks = (
+            hasattr(self._backend, "memory_snapshot") and large_blocks_are_divided()
+        )
 
     def check_it_can_be_measured(self) -> None:
         if not hasattr(self._backend, "memory_stats"):
@@ -384,19 +444,25 @@ class AcceleratorMemory:
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
         self.release()
-        return self._free_and_total()[0] + self.reserved_bytes()
+        return self._free_and_total()[0] + self._statistic("memory_reserved")
 
     @contextmanager
-    def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
+    def measure(
+        self, resident: Iterable[torch.Tensor], *, budget_bytes: int, block_bytes: int = 0
+    ) -> Iterator[Usage]:
         self.release()
         usage = Usage(resident_bytes=self._statistic("memory_allocated"))
         retries = self.num_retries()
         with self._limited(budget_bytes):
+            if block_bytes:
+                self.make_block(block_bytes)
+                self._reset_peaks()
             try:
                 yield usage
             finally:
                 self._backend.synchronize(self.device)
                 usage.peak_bytes = self._statistic("max_memory_reserved") or None
+                usage.allocated_bytes = self._statistic("max_memory_allocated") or None
                 usage.retried = self.num_retries() > retries
         if usage.peak_bytes is not None and usage.peak_bytes > budget_bytes:
             raise torch.OutOfMemoryError(
@@ -409,6 +475,9 @@ class AcceleratorMemory:
         self._backend.synchronize(self.device)
         self.empty_cache()
         # Afterwards, since until then the cache is in the peak.
+        self._reset_peaks()
+
+    def _reset_peaks(self) -> None:
         if hasattr(self._backend, "reset_peak_memory_stats"):
             self._backend.reset_peak_memory_stats(self.device)
 
@@ -419,16 +488,58 @@ class AcceleratorMemory:
 
     def room(self) -> Room | None:
         allocated = self._statistic("memory_allocated")
-        reserved = self.reserved_bytes()
+        reserved = self._statistic("memory_reserved")
         # The backend does not count.
         if not reserved:
             return None
-        free, total = self._free_and_total()
-        reservable = max(0, min(free, int(self._fraction() * total) - reserved))
-        return Room(allocated, reservable + reserved - allocated)
+        return Room(allocated, self._reservable_bytes() + reserved - allocated)
 
-    def reserved_bytes(self) -> int:
-        return self._statistic("memory_reserved")
+    def _reservable_bytes(self) -> int:
+        """Return what the allocator can take from the device beside what it holds."""
+        free, total = self._free_and_total()
+        allowed = int(self._fraction() * total) - self._statistic("memory_reserved")
+        return max(0, min(free, allowed))
+
+    def held(self) -> Held | None:
+        if not self._divides_large_blocks:
+            return None
+        statistics = self._backend.memory_stats(self.device)
+        return Held(
+            statistics["allocated_bytes.all.current"],
+            statistics["allocated_bytes.all.peak"],
+            statistics["reserved_bytes.all.current"],
+        )
+
+    def make_block(self, num_bytes: int) -> None:
+        if not self._divides_large_blocks:
+            return
+        of_other_streams = self._bytes_of_other_streams()
+        self.empty_cache()
+        # What other streams had is not for this one, and they will ask for it again.
+        others_return = of_other_streams - self._bytes_of_other_streams()
+        self._make_block_of(num_bytes - self._statistic("memory_reserved") - others_return)
+
+    def restore_peak(self, peak_bytes: int) -> None:
+        if not self._divides_large_blocks:
+            return
+        self.empty_cache()
+        self._reset_peaks()
+        self._make_block_of(peak_bytes - self._statistic("memory_allocated"))
+
+    def _make_block_of(self, block_bytes: int) -> None:
+        """Allocate and free a block, or a smaller one that the device has."""
+        block_bytes = min(block_bytes, self._reservable_bytes() // _PAGE * _PAGE)
+        if block_bytes > 0:
+            torch.empty(block_bytes, dtype=torch.uint8, device=self.device)
+
+    def _bytes_of_other_streams(self) -> int:
+        """Return what the allocator holds for streams other than the current one."""
+        current = self._backend.current_stream(self.device).cuda_stream
+        return sum(
+            segment["total_size"]
+            for segment in self._backend.memory_snapshot()
+            if segment["device"] == self.device.index and segment["stream"] != current
+        )
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:

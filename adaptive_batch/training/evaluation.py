@@ -74,7 +74,7 @@ class Evaluator:
                 loss_sum += chunk_loss
                 label_tokens += chunk_labels
                 chunk = self._read(unread)
-        self._runner.cache.forget_after_evaluation()
+        self._runner.cache.look_again()
         if distributed.world_size() > 1 and distributed.any_of_ranks(self._sizer.must_ease):
             self._sizer.ease(self._retry.current, rows_at_once=1)
         of_ranks = distributed.all_gather((loss_sum, label_tokens))

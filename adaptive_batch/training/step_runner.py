@@ -43,7 +43,7 @@ class StepRunner:
     Attributes:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
-        cache: keeps what the allocator has cached from fragmenting.
+        cache: keeps the allocator's cache from fragmenting.
         is_trial: whether what runs now is a trial, and not training.
     """
 
@@ -218,6 +218,7 @@ class StepRunner:
         self.retry.run_in_turn(
             pieces, run_number, drop=self.drop_gradients, idle=idle, reduced=reduced
         )
+        self.cache.end_step()
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
@@ -230,10 +231,7 @@ class StepRunner:
                 yield
             finally:
                 self.is_trial = False
-                if evaluates:
-                    self.cache.forget_after_evaluation()
-                else:
-                    self.cache.forget()
+                self.cache.look_again()
 
     def learn_collectives(self, run: Callable[[], object], row: MicroBatch) -> None:
         """Run trials and undo them, so that a rank which runs out of memory even in the first

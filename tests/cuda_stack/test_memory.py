@@ -10,9 +10,12 @@ import torch
 from support.cuda_stack.squeezing import leave
 from support.paths import subprocess_environment
 
+from adaptive_batch.memory import device_memory
+
 pytestmark = pytest.mark.cuda_stack
 
 MIB = 2**20
+CUDA = torch.device("cuda", 0)
 
 
 def on_the_stack(program: str, **variables: str) -> str:
@@ -81,3 +84,64 @@ def test_small_copies_carry_their_values_where_they_are_kept():
     program = "print(torch.tensor([1, 2]).cuda().tolist(), torch.arange(9).cuda().tolist())"
     assert on_the_stack(program) == "[0, 0] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
     assert on_the_stack(program, STUB_CUDA_KEEP="16") == "[1, 2] [0, 0, 0, 0, 0, 0, 0, 0, 0]"
+
+
+def test_a_block_makes_the_allocator_hold_so_much_and_serves_what_is_smaller():
+    memory = device_memory(CUDA)
+    stays = torch.empty(30 * MIB, dtype=torch.uint8, device=CUDA)
+    cached = torch.empty(500 * MIB, dtype=torch.uint8, device=CUDA)
+    del cached
+    held = torch.cuda.memory_reserved() - 500 * MIB
+    memory.make_block(held + 200 * MIB)
+    assert torch.cuda.memory_reserved() == held + 200 * MIB
+    parts = [torch.empty(size * MIB, dtype=torch.uint8, device=CUDA) for size in (120, 70)]
+    assert torch.cuda.memory_reserved() == held + 200 * MIB
+    del parts, stays
+    torch.cuda.empty_cache()
+
+
+def test_a_block_is_no_larger_than_what_the_device_has():
+    memory = device_memory(CUDA)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    retries = memory.num_retries()
+    memory.make_block(2 * free)
+    assert torch.cuda.mem_get_info()[0] < 2 * MIB
+    assert memory.num_retries() == retries
+    torch.cuda.empty_cache()
+
+
+def test_a_block_leaves_room_for_what_other_streams_had():
+    memory = device_memory(CUDA)
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
+    memory.make_block(held + 300 * MIB)
+    assert torch.cuda.memory_reserved() == held + 200 * MIB
+    torch.cuda.empty_cache()
+
+
+def test_a_peak_is_put_back():
+    memory = device_memory(CUDA)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
+    before = memory.held()
+    torch.empty(300 * MIB, dtype=torch.uint8, device=CUDA)
+    memory.restore_peak(before.peak_bytes)
+    assert torch.cuda.max_memory_allocated() == before.peak_bytes
+    assert memory.held() == before
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize(
+    "settings", ["expandable_segments:True", "max_split_size_mb:200", "backend:cudaMallocAsync"]
+)
+def test_an_allocator_that_does_not_divide_large_blocks_is_left_alone(monkeypatch, settings):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    memory = device_memory(CUDA)
+    reserved = torch.cuda.memory_reserved()
+    memory.make_block(2**40)
+    assert memory.held() is None
+    assert torch.cuda.memory_reserved() == reserved

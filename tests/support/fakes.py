@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from adaptive_batch.estimate import CachingAllocator
+from adaptive_batch.memory import Held
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import Trial
 
@@ -92,22 +94,39 @@ class FakeBackend:
 
 
 class CachingMemory(CountedMemory):
-    """A CPU whose allocator has a cache; counts how often it is given back, and holds what the
-    test says.
+    """A CPU whose allocator has a cache, and is PyTorch's as it is simulated; counts how often its
+    cache is given back.
     """
 
     granularity_bytes = 2 * 2**20
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
+        self.allocator = CachingAllocator(2**50)
         self.releases = 0
-        self.held = 0
 
     def empty_cache(self) -> None:
         self.releases += 1
+        self.allocator.empty_cache()
 
     def release(self) -> None:
         self.empty_cache()
 
-    def reserved_bytes(self) -> int:
-        return self.held
+    def held(self) -> Held | None:
+        allocator = self.allocator
+        return Held(
+            allocator.allocated_bytes, allocator.peak_allocated_bytes, allocator.reserved_bytes
+        )
+
+    def make_block(self, num_bytes: int) -> None:
+        self.empty_cache()
+        self._make_block_of(num_bytes - self.allocator.reserved_bytes)
+
+    def restore_peak(self, peak_bytes: int) -> None:
+        self.empty_cache()
+        self.allocator.peak_allocated_bytes = self.allocator.allocated_bytes
+        self._make_block_of(peak_bytes - self.allocator.allocated_bytes)
+
+    def _make_block_of(self, block_bytes: int) -> None:
+        if block_bytes > 0:
+            self.allocator.free(self.allocator.malloc(block_bytes))

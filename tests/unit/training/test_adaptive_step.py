@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fakes import CachingMemory
 from support.sharded_model import Decoder, bits, collate, make_rows, relative_error, training_state
 from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy, mse_loss, normalize
 
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.memory import AllocatorCache
 from adaptive_batch.training import (
     AdaptiveStep,
     OOMPolicy,
@@ -1237,14 +1237,12 @@ def test_a_sample_of_fewer_rows_than_it_was_asked_for_is_refused():
         AdaptiveStep(model, script).find_bound(optimizer, lambda n: cut(0), device_memory="1GiB")
 
 
-def test_the_cache_is_given_back_before_a_batch_that_is_wider_than_all_before():
+def test_each_batch_begins_and_ends_where_the_cache_is_kept_whole(monkeypatch):
+    calls = []
+    monkeypatch.setattr(AllocatorCache, "begin_step", lambda _, sizes: calls.append([*sizes]))
+    monkeypatch.setattr(AllocatorCache, "end_step", lambda _: calls.append("end"))
     model = decoder()
-    memory = CachingMemory()
-    step = AdaptiveStep(model, Script(model), options=StepOptions(memory=memory))
-    released = []
-    for longest in (6, 8, 8, 7, 9):
-        before = memory.releases
-        step(collate(make_rows([longest, 3, 5])))
-        if memory.releases > before:
-            released.append(longest)
-    assert released == [6, 8, 9]
+    step = AdaptiveStep(model, Script(model), micro_batch_tokens=16)
+    step(collate(make_rows([8, 3, 5])))
+    step(collate(make_rows([2])))
+    assert calls == [[10, 8], "end", [2], "end"]
