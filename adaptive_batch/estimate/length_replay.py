@@ -222,8 +222,9 @@ class TracedShapes:
         key = (length, is_first)
         if key in self._pairs:
             return self._pairs[key]
-        most = self._most_rows[length]
-        for few, more in ((most // 2, most), (most, most + 1), (FEW, MORE)):
+        most_rows = self._most_rows[length]
+        pairs = ((most_rows // 2, most_rows), (most_rows, most_rows + 1), (FEW, MORE))
+        for few, more in pairs:
             if few < 1:
                 continue
             few_phase = self._trace(Shape(few, length), is_first)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .cuda_workspace import left_out
 from .devices import CONTEXT_BYTES, alike, parse_devices
 from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values
-from .length_replay import LengthPlan, TracedShapes, replay_lengths
+from .length_replay import LengthPlan, PlannedSteps, Shape, TracedShapes, replay_lengths
 from .result import Fit, LengthReplay, MemoryEstimate, Target
 
 
@@ -158,8 +159,11 @@ def estimate_step(
                     allocator=settings,
                 )
                 if length_plan is not None:
-                    # Each step may have several micro-batches.
-                    several = step if accumulates else make_step(accumulates=True)
+                    several = step
+                    if not accumulates:
+                        # Its first step makes the states again, and may have several micro-batches.
+                        twin.state.clear()
+                        several = make_step(accumulates=True)
                     own_replays = _replayed(length_plan, several, fake, own, some, settings)
                     for number, replay in zip(members, own_replays, strict=True):
                         if replay is not None:
@@ -191,24 +195,25 @@ def _replayed(
     settings: AllocatorSettings,
 ) -> list[LengthReplay | None]:
     """Replay steps of rows of real lengths on each target; None where no row fits."""
-    planned = [plan.steps(fit) if fit.max_batch_size else None for fit in fits]
-    all_shapes = [
-        shape
-        for some in planned
-        if some is not None
-        for micro_batches in some.steps
-        for shape in micro_batches
-    ]
+    plans: list[PlannedSteps | None] = []
+    all_shapes: list[Shape] = []
+    for fit in fits:
+        planned = None
+        if fit.max_batch_size:
+            planned = plan.steps(fit)
+        plans.append(planned)
+        if planned is not None:
+            all_shapes += chain.from_iterable(planned.steps)
     if not all_shapes:
         return [None] * len(targets)
     shapes = TracedShapes(step, partial(plan.forward_backward, device), all_shapes)
     replays: list[LengthReplay | None] = []
-    for some, target in zip(planned, targets, strict=True):
+    for planned, target in zip(plans, targets, strict=True):
         replay = None
-        if some is not None:
+        if planned is not None:
             budget_bytes = target.budget_bytes
             replay = replay_lengths(
-                some, step, shapes, budget_bytes=budget_bytes, settings=settings
+                planned, step, shapes, budget_bytes=budget_bytes, settings=settings
             )
         replays.append(replay)
     return replays

@@ -403,8 +403,10 @@ class MemoryEstimate:
             if replay.expandable is not None:
                 lines.append(f"{device.name}, {_EXPANDABLE}: {replay.expandable.describe()}")
         if not all(replay.is_exact for replay in replays):
-            most = max(replay.num_shapes for replay in replays)
-            lines.append(f"sizes of most of the {most} shapes of micro-batches are interpolated")
+            num_shapes = max(replay.num_shapes for replay in replays)
+            lines.append(
+                f"sizes of most of the {num_shapes} shapes of micro-batches are interpolated"
+            )
         return lines
 
     def _rows_of_table(self) -> list[str]:

@@ -295,6 +295,17 @@ def test_without_a_size_a_part_holds_what_fits():
     assert estimate.devices[0].replay.limit == "16 rows"
 
 
+def test_a_step_that_never_splits_holds_what_one_with_room_for_all_rows_holds():
+    memories = []
+    for micro_batch_size in (None, 8):
+        step, optimizer = adaptive_step(micro_batch_size=micro_batch_size)
+        estimate = step.estimate(
+            optimizer, sample, "H100", lengths=[50, 60, 70], batch_size=8, maximum=16
+        )
+        memories.append(estimate.devices[0].replay.memory)
+    assert memories[0] == memories[1]
+
+
 # --- a loop
 
 
