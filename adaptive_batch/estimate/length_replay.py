@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from adaptive_batch.errors import SettingError
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .fake_step import FEW, MORE, FakeDevice, FakeStep
-from .result import Fit, LengthReplay, ReplayedMemory
+from .result import Fit, LengthReplay, ReplayedMemory, Target
 from .step_log import LogWriter, Phase
 
 # Steps that are replayed: by then the states are there, and most shapes were met.
@@ -91,6 +91,45 @@ class LengthPlan:
 
     steps: Callable[[Fit], PlannedSteps]
     forward_backward: Callable[[FakeDevice, int, int], object]
+
+    def replay(
+        self,
+        step: FakeStep,
+        device: FakeDevice,
+        targets: Sequence[Target],
+        fits: Sequence[Fit],
+        settings: AllocatorSettings,
+    ) -> list[LengthReplay | None]:
+        """Replay the steps on each target; None where no row fits.
+
+        Args:
+            step: the step, beside the gradients of earlier micro-batches.
+            device: where it runs.
+            targets: devices of its kind.
+            fits: what fits on each of them.
+            settings: of their allocator.
+        """
+        plans: list[PlannedSteps | None] = []
+        all_shapes: list[Shape] = []
+        for fit in fits:
+            planned = None
+            if fit.max_batch_size:
+                planned = self.steps(fit)
+                all_shapes += chain.from_iterable(planned.steps)
+            plans.append(planned)
+        if not all_shapes:
+            return [None] * len(targets)
+        shapes = TracedShapes(step, partial(self.forward_backward, device), all_shapes)
+        replays: list[LengthReplay | None] = []
+        for planned, target in zip(plans, targets, strict=True):
+            replay = None
+            if planned is not None:
+                budget_bytes = target.budget_bytes
+                replay = replay_lengths(
+                    planned, step, shapes, budget_bytes=budget_bytes, settings=settings
+                )
+            replays.append(replay)
+        return replays
 
 
 def batches_in_order(

@@ -6,11 +6,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from .cuda_workspace import left_out
 from .devices import CONTEXT_BYTES, alike, parse_devices
 from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values
-from .length_replay import LengthPlan, PlannedSteps, Shape, TracedShapes, replay_lengths
-from .result import Fit, LengthReplay, MemoryEstimate, Target
+from .length_replay import LengthPlan
+from .result import Fit, LengthReplay, MemoryEstimate
 
 
 def estimate_memory(
@@ -164,7 +163,7 @@ def estimate_step(
                         # Its first step makes the states again, and may have several micro-batches.
                         twin.state.clear()
                         several = make_step(accumulates=True)
-                    own_replays = _replayed(length_plan, several, fake, own, some, settings)
+                    own_replays = length_plan.replay(several, fake, own, some, settings)
                     for number, replay in zip(members, own_replays, strict=True):
                         if replay is not None:
                             replays[number] = replay
@@ -184,39 +183,6 @@ def estimate_step(
         left_out=left_out([device.architecture for device in parsed]),
         seconds=round(time.perf_counter() - start, 2),
     )
-
-
-def _replayed(
-    plan: LengthPlan,
-    step: FakeStep,
-    device: FakeDevice,
-    targets: Sequence[Target],
-    fits: Sequence[Fit],
-    settings: AllocatorSettings,
-) -> list[LengthReplay | None]:
-    """Replay steps of rows of real lengths on each target; None where no row fits."""
-    plans: list[PlannedSteps | None] = []
-    all_shapes: list[Shape] = []
-    for fit in fits:
-        planned = None
-        if fit.max_batch_size:
-            planned = plan.steps(fit)
-        plans.append(planned)
-        if planned is not None:
-            all_shapes += chain.from_iterable(planned.steps)
-    if not all_shapes:
-        return [None] * len(targets)
-    shapes = TracedShapes(step, partial(plan.forward_backward, device), all_shapes)
-    replays: list[LengthReplay | None] = []
-    for planned, target in zip(plans, targets, strict=True):
-        replay = None
-        if planned is not None:
-            budget_bytes = target.budget_bytes
-            replay = replay_lengths(
-                planned, step, shapes, budget_bytes=budget_bytes, settings=settings
-            )
-        replays.append(replay)
-    return replays
 
 
 @contextmanager
