@@ -2,7 +2,7 @@
 without a device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
-    {cases,bounds,probe,recipe,ranks}] [--quick] [--output DIR]
+    {cases,bounds,probe,recipe,runs,ranks}] [--quick] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
 (tests/support/stack_runs.py); no kernel computes, and memory is accounted
@@ -13,7 +13,9 @@ with its blocks. `bounds`: the rows that are estimated to fit without a retry of
 beside brute force: the most rows that run six steps so, and those rows with varying lengths.
 `probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
 small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
-shares of the memory taken away and given back. `ranks`: estimated bounds beside brute force for a
+shares of the memory taken away and given back. `runs`: the same model, 100 times with lengths of
+five kinds, four sizes of the device and five seeds: the search with its own headroom, and 200 steps
+at its bound. `ranks`: estimated bounds beside brute force for a
 small model that FSDP divides between two processes.
 """
 
@@ -61,6 +63,7 @@ from adaptive_batch.torchtune.fake_run import made_up_row
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.allocator_on_stack import described
 from support.cli import OURS, SmallSetup, losses, make_setup
+from support.cuda_stack.squeezing import KINDS
 from support.model_families import Combination
 from support.stack_runs import Outcome, StackRun, StackRuns
 
@@ -605,7 +608,49 @@ def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict
     return table
 
 
-PARTS = ("cases", "bounds", "probe", "recipe", "ranks")
+SEEDS, ROOMS_OF_RUNS = 5, (0.75, 1.0, 1.5, 3.0)  # GiB
+
+
+def measure_runs(folder: Path, *, seeds: int) -> list[dict[str, Any]]:
+    """What the recipe's own headroom leaves and costs: 200 steps at the bound."""
+    setup, table = make_setup(folder, **NARROW), []
+    print(
+        f"{'lengths':<20} {'GiB':>5} {'seed':>5} {'bound':>6} {'retries':>8} {'OOMs':>5} peak/room"
+    )
+    for kind, room, seed in product(KINDS, ROOMS_OF_RUNS, range(seeds)):
+        output, _ = trained(
+            setup,
+            int(room * 2**30),
+            f"dataset.kind={kind}",
+            f"dataset.seed={seed}",
+            "log_peak_memory_stats=True",
+        )
+        probe = json.loads((output / "adaptive_batch" / "probe.json").read_text())
+        counts = {
+            name: [int(float(number)) for number in losses(output, name=name)]
+            for name in ("retries", "ooms")
+        }
+        peaks = [float(peak) for peak in losses(output, name="peak_memory_alloc")]
+        entry = {
+            "kind": kind,
+            "room": room,
+            "seed": seed,
+            "bound": probe["max_batch_size"],
+            "trials": len(probe["trials"]),
+            "retries": counts["retries"][-1] - counts["retries"][0],
+            "ooms": counts["ooms"][-1] - counts["ooms"][0],
+            "peak": max(peaks) / room,
+        }
+        table.append(entry)
+        print(
+            f"{kind:<20} {room:>5.2f} {seed:>5} {entry['bound']:>6} {entry['retries']:>8}"
+            f" {entry['ooms']:>5} {entry['peak']:.3f}",
+            flush=True,
+        )
+    return table
+
+
+PARTS = ("cases", "bounds", "probe", "recipe", "runs", "ranks")
 
 
 def main() -> None:
@@ -638,6 +683,10 @@ def main() -> None:
                 shares = (0.35,) if arguments.quick else (0.0, 0.1, 0.35, 0.6)
                 pairs = [(room, share) for room in (ROOM, LITTLE) for share in shares]
                 parts["recipe"] = measure_recipe(Path(folder), pairs)
+        if arguments.only in (None, "runs"):
+            with tempfile.TemporaryDirectory() as folder:
+                seeds = 1 if arguments.quick else SEEDS
+                parts["runs"] = measure_runs(Path(folder), seeds=seeds)
         if arguments.only in (None, "ranks"):
             with tempfile.TemporaryDirectory() as folder:
                 parts["ranks"] = measure_bounds_on_ranks(

@@ -4,15 +4,28 @@ from .allocator import AllocatorSettings, CachingAllocator
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices, this_device
 from .estimator import estimate_length, traces_alike
-from .fake_step import Between, FakeDevice, FakeStep, Run, needs_values
+from .fake_step import Between, DevicesAsHost, FakeDevice, FakeStep, Run, needs_values
+from .length_replay import (
+    REPLAYED_STEPS,
+    LengthPlan,
+    PlannedSteps,
+    StepReplay,
+    TracedShapes,
+    batches_in_order,
+    checked_lengths,
+    replay_lengths,
+    step_logs,
+)
 from .of_model import estimate_memory, estimate_step
 from .result import (
     Change,
     CurveCheck,
     Fit,
     LengthEstimate,
+    LengthReplay,
     MemoryBreakdown,
     MemoryEstimate,
+    ReplayedMemory,
     Target,
     ranked,
     read_estimate,
@@ -21,23 +34,33 @@ from .tracker import StepTrace
 
 __all__ = [
     "CONTEXT_BYTES",
+    "REPLAYED_STEPS",
     "AllocatorSettings",
     "Between",
     "CachingAllocator",
     "Change",
     "CudaKernels",
     "CurveCheck",
+    "DevicesAsHost",
     "EstimatedDevice",
     "FakeDevice",
     "FakeStep",
     "Fit",
     "LengthEstimate",
+    "LengthPlan",
+    "LengthReplay",
     "MemoryBreakdown",
     "MemoryEstimate",
+    "PlannedSteps",
+    "ReplayedMemory",
     "Run",
+    "StepReplay",
     "StepTrace",
     "Target",
+    "TracedShapes",
     "alike",
+    "batches_in_order",
+    "checked_lengths",
     "estimate_length",
     "estimate_memory",
     "estimate_step",
@@ -46,6 +69,8 @@ __all__ = [
     "parse_devices",
     "ranked",
     "read_estimate",
+    "replay_lengths",
+    "step_logs",
     "this_device",
     "traces_alike",
 ]

@@ -128,20 +128,13 @@ class FakeDevice:
         They are on the meta device, or real and then freed.
         """
 
-        def fake(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.is_meta:
-                return torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
-            return self.mode.from_tensor(tensor, static_shapes=True)
-
         places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     places.setdefault(parameter, []).append((module, name))
         with self.mode:
-            convert = partial(_through_shards, convert=fake)
+            convert = partial(_through_shards, convert=self._on_host_device)
             model._apply(convert)  # type: ignore[no-untyped-call]
         # Tied weights stay tied.
         for (owner, own_name), *tied_places in places.values():
@@ -152,10 +145,20 @@ class FakeDevice:
         """Make the tensors of a batch fake, in place, and count them."""
         batch.update(tree_map_only(torch.Tensor, self._fake, dict(batch)))
 
+    def _on_host_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor like another, on the CPU, where all fake ones are."""
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
+        if tensor.is_meta or (is_plain and tensor.device.type != "cpu"):
+            with self.mode:
+                return torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         fake = tensor
         if not isinstance(tensor, FakeTensor):
-            fake = self.mode.from_tensor(tensor, static_shapes=True)
+            fake = self._on_host_device(tensor)
         if self._counter:
             self._counter._see(fake.untyped_storage())
         return fake
@@ -325,7 +328,7 @@ class FakeStep:
             micro_batches: of a step where steps accumulate; the second is as any later one.
         """
         # Each phase, and whether what it allocates once is part of it.
-        phases = [(self._device.loaded or self._resident_phase(), True)]
+        phases = [(self.loading, True)]
         for number, run in enumerate(of_steps):
             is_first_step = number == 0
             phase = self._at(rows, run)
@@ -339,8 +342,21 @@ class FakeStep:
             elif not has_first_micro_batch:
                 phases.append((phase, is_first_step))
             if self._steps:
-                phases.append((self._steps[min(number, len(self._steps) - 1)], False))
+                phases.append((self.optimizer_step(number), False))
         return joined(phases)
+
+    @property
+    def loading(self) -> Phase:
+        """What loading the model allocates and frees."""
+        return self._device.loaded or self._resident_phase()
+
+    def optimizer_step(self, number: int) -> Phase:
+        """Return what the optimizer's step allocates and frees, its gradients dropped.
+
+        Args:
+            number: place of the step in training, from 0 on.
+        """
+        return self._steps[min(number, len(self._steps) - 1)]
 
     def _at(self, rows: int, run: Run | Between, *, is_first: bool = False) -> Phase:
         """Return a micro-batch's phase: of any, or of training's first.
@@ -370,14 +386,27 @@ class FakeStep:
 
     def _first(self, rows: int, run: Run) -> Phase:
         """Run training's first micro-batch, and return its phase."""
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        if self._in_backward:
-            for optimizer in self._optimizers:
-                optimizer.state.clear()
+        return self.phase(partial(run, rows), is_first=True)
+
+    def phase(self, run: Callable[[], object], *, is_first: bool) -> Phase:
+        """Trace one micro-batch, and return its log.
+
+        Args:
+            run: forward and backward.
+            is_first: whether it makes the gradients, or the states where the optimizer is in
+                backward.
+        """
+        if is_first:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            if self._in_backward:
+                for optimizer in self._optimizers:
+                    optimizer.state.clear()
+        else:
+            self._prepare()
         with self._device.counting() as counter:
             counter.add_named(self._named())
-            run(rows)
+            run()
             return counter.phase(self._named())
 
     def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> bool:
@@ -431,6 +460,27 @@ class FakeStep:
 def _named(*, model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
     for number, tensor in enumerate((*model.parameters(), *model.buffers())):
         yield ("model", number), tensor
+
+
+class DevicesAsHost(TorchFunctionMode):
+    """Inside, what a script puts on a device stays on the CPU, where fake tensors are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to:
+            args = tuple(map(_host_in_place_of, args))
+        if "device" in kwargs:
+            kwargs["device"] = _host_in_place_of(kwargs["device"])
+        return func(*args, **kwargs)
+
+
+def _host_in_place_of(value: Any) -> Any:
+    """Return the CPU in the place of a device; anything else as it is."""
+    if isinstance(value, str | torch.device) or type(value) is int:
+        return torch.device("cpu")
+    return value
 
 
 class _OffMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]

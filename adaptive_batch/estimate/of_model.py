@@ -26,7 +26,8 @@ from .cuda_workspace import left_out
 from .devices import CONTEXT_BYTES, alike, parse_devices
 from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values
-from .result import Fit, MemoryEstimate
+from .length_replay import LengthPlan
+from .result import Fit, LengthReplay, MemoryEstimate
 
 
 def estimate_memory(
@@ -113,6 +114,7 @@ def estimate_step(
     maximum: int,
     context: int = CONTEXT_BYTES,
     headroom: int | float | str = 0,
+    length_plan: LengthPlan | None = None,
 ) -> MemoryEstimate:
     """Estimate a step that runs `forward_backward` of a number of rows; the rest as in
     :func:`estimate_memory`.
@@ -120,6 +122,7 @@ def estimate_step(
     Args:
         clip: clips the gradients, where that is asked for.
         sequence_length: tokens of a row.
+        length_plan: steps of rows of real lengths, which are replayed; None for none.
     """
     if distributed.world_size() > 1:
         instead = "estimate in one process; ranks are estimated by tune run adaptive_estimate"
@@ -129,19 +132,21 @@ def estimate_step(
     targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
     settings = AllocatorSettings.from_environment()
     fits: dict[int, Fit] = {}
+    replays: dict[int, LengthReplay] = {}
     try:
         # Reversed, so that the length of the first kind stays.
         for members in reversed(alike(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
             with _fake_in_place(fake, model, optimizer) as twin:
-                step = FakeStep(
+                make_step = partial(
+                    FakeStep,
                     model=model,
                     optimizer=twin,
                     forward_backward=partial(forward_backward, fake),
                     step=lambda twin=twin: (clip(), twin.step()),  # type: ignore[misc]
-                    accumulates=accumulates,
                     device=fake,
                 )
+                step = make_step(accumulates=accumulates)
                 own = [targets[number] for number in members]
                 is_first = 0 in members
                 length, some = estimate_length(
@@ -152,6 +157,16 @@ def estimate_step(
                     explains=is_first,
                     allocator=settings,
                 )
+                if length_plan is not None:
+                    several = step
+                    if not accumulates:
+                        # Its first step makes the states again, and may have several micro-batches.
+                        twin.state.clear()
+                        several = make_step(accumulates=True)
+                    own_replays = length_plan.replay(several, fake, own, some, settings)
+                    for number, replay in zip(members, own_replays, strict=True):
+                        if replay is not None:
+                            replays[number] = replay
             fits.update(zip(members, some, strict=True))
     except Exception as error:
         remedy = needs_values(error)
@@ -160,7 +175,8 @@ def estimate_step(
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
         devices=tuple(
-            replace(target, lengths=(fits[number],)) for number, target in enumerate(targets)
+            replace(target, lengths=(fits[number],), replay=replays.get(number))
+            for number, target in enumerate(targets)
         ),
         lengths=(length,),
         maximum=maximum,

@@ -19,6 +19,7 @@ from .fake_step import Resident
 from .roofline import DeviceSpeed
 
 _MODELLED = "modelled tokens/s"
+_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,62 @@ class Fit:
 
 
 @dataclass(frozen=True)
+class ReplayedMemory:
+    """What the caching allocator has shown in steps that were replayed.
+
+    Attributes:
+        allocated_bytes: the most that tensors held.
+        reserved_bytes: the most that the allocator took from the device for them.
+        num_retries: how often it gave back what it had cached, and asked again.
+        failed_step: number of the step that ran out of memory, from 1 on, where the replay ends;
+            None where all ran.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    num_retries: int
+    failed_step: int | None = None
+
+    @property
+    def fragmentation(self) -> float:
+        """What is reserved, as a multiple of the peak that is allocated."""
+        return self.reserved_bytes / max(1, self.allocated_bytes)
+
+    def describe(self) -> str:
+        """Return what the allocator has shown beside the peak."""
+        if self.failed_step is not None:
+            return f"out of memory in step {self.failed_step}"
+        return (
+            f"reserved {format_bytes(self.reserved_bytes)}, fragmentation {self.fragmentation:.3f}"
+            f", retries {self.num_retries}"
+        )
+
+
+@dataclass(frozen=True)
+class LengthReplay:
+    """Training's first steps of rows of real lengths, on one device.
+
+    Attributes:
+        num_steps: steps that were replayed.
+        batch_size: rows of a step.
+        limit: what a micro-batch may hold.
+        num_shapes: shapes of micro-batches, on all devices of its kind.
+        is_exact: whether each shape was traced.
+        memory: under the allocator settings in force.
+        expandable: with ``PYTORCH_ALLOC_CONF=expandable_segments:True``; None where that is in
+            force.
+    """
+
+    num_steps: int
+    batch_size: int
+    limit: str
+    num_shapes: int
+    is_exact: bool
+    memory: ReplayedMemory
+    expandable: ReplayedMemory | None = None
+
+
+@dataclass(frozen=True)
 class Target:
     """A device, and how much of it a training step may use.
 
@@ -57,6 +114,7 @@ class Target:
         source: where `total_bytes` is from; empty where it was given as a size.
         speed: by its data sheet; None where it was given as a size.
         lengths: what fits, for each length that was estimated.
+        replay: first steps of rows of real lengths; None where none were given, or no row fits.
     """
 
     name: str
@@ -66,6 +124,7 @@ class Target:
     source: str = ""
     speed: DeviceSpeed | None = None
     lengths: tuple[Fit, ...] = ()
+    replay: LengthReplay | None = None
 
 
 @dataclass(frozen=True)
@@ -310,7 +369,45 @@ class MemoryEstimate:
             bounds = [self.bound(length, device) for device in self.devices]
             lines.append(length.explain(max(1, *bounds)))
         lines += [str(length.check) for length in self.lengths if length.check]
+        lines += self._replay_lines()
         return "\n".join(lines)
+
+    def _replay_lines(self) -> list[str]:
+        """Return the lines about steps of rows of real lengths; none where none were replayed."""
+        replayed = []
+        for device in self.devices:
+            if device.replay is not None:
+                replayed.append((device, device.replay))
+        if not replayed:
+            return []
+        replays = [replay for _, replay in replayed]
+        memories = [replay.memory for replay in replays]
+        retries = []
+        for memory in memories:
+            text = str(memory.num_retries)
+            if memory.failed_step is not None:
+                text = f"out of memory in step {memory.failed_step}"
+            retries.append(text)
+        columns = [
+            ["device", *(device.name for device, _ in replayed)],
+            ["batch_size", *(str(replay.batch_size) for replay in replays)],
+            ["micro-batch", *(replay.limit for replay in replays)],
+            ["allocated", *(format_bytes(memory.allocated_bytes) for memory in memories)],
+            ["reserved", *(format_bytes(memory.reserved_bytes) for memory in memories)],
+            ["fragmentation", *(f"{memory.fragmentation:.3f}" for memory in memories)],
+            ["retries", *retries],
+        ]
+        lines = ["", f"the first {count(replays[0].num_steps, 'step')} of rows of real lengths:"]
+        lines += _aligned(columns)
+        for device, replay in replayed:
+            if replay.expandable is not None:
+                lines.append(f"{device.name}, {_EXPANDABLE}: {replay.expandable.describe()}")
+        if not all(replay.is_exact for replay in replays):
+            num_shapes = max(replay.num_shapes for replay in replays)
+            lines.append(
+                f"sizes of most of the {num_shapes} shapes of micro-batches are interpolated"
+            )
+        return lines
 
     def _rows_of_table(self) -> list[str]:
         """Return the aligned lines of devices and lengths, a column of the table a list."""

@@ -73,29 +73,50 @@ class Phase:
         return replace(self, log=log)
 
 
-def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
-    """Return the log of phases that follow each other, each with whether training does it for the
-    first time.
-    """
-    log = array("q")
-    count = 0
-    alive: dict[Hashable, int] = {}
-    for phase, is_first in phases:
+class LogWriter:
+    """Joins phases that follow each other, whose allocations are numbered on."""
+
+    def __init__(self) -> None:
+        self._num_allocations = 0
+        self._alive: dict[Hashable, int] = {}
+
+    def add(self, phase: Phase, *, is_first: bool) -> array[int]:
+        """Return the log of the next phase.
+
+        Args:
+            phase: what training does next.
+            is_first: whether it does that for the first time.
+        """
+        log = array("q")
+        alive = self._alive
+        num_allocations = self._num_allocations
         numbers = [alive.get(name, -1) for name in phase.before]
         once = dict(phase.once) if is_first else {}
         for position, entry in enumerate(phase.log):
             if position in once:
                 log.append(once[position])
-                count += 1
+                num_allocations += 1
             if entry > 0:
-                numbers.append(count)
+                numbers.append(num_allocations)
                 log.append(entry)
-                count += 1
+                num_allocations += 1
             else:
                 log.append(~numbers[~entry])
         for name in phase.before:
             alive.pop(name, None)
         alive.update({name: numbers[number] for name, number in phase.after.items()})
+        self._num_allocations = num_allocations
+        return log
+
+
+def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
+    """Return the log of phases that follow each other, each with whether training does it for the
+    first time.
+    """
+    writer = LogWriter()
+    log = array("q")
+    for phase, is_first in phases:
+        log.extend(writer.add(phase, is_first=is_first))
     return log
 
 

@@ -16,15 +16,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_whole
+from adaptive_batch.data import micro_batches
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
+    REPLAYED_STEPS,
     AllocatorSettings,
     Between,
     Change,
@@ -32,7 +36,10 @@ from adaptive_batch.estimate import (
     FakeDevice,
     Fit,
     LengthEstimate,
+    LengthPlan,
+    LengthReplay,
     MemoryEstimate,
+    PlannedSteps,
     Run,
     Target,
     alike,
@@ -43,6 +50,7 @@ from adaptive_batch.estimate import (
     ranked,
     traces_alike,
 )
+from adaptive_batch.schedules import Progress
 
 from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
@@ -118,6 +126,17 @@ def estimate_devices(
     return estimate
 
 
+class _Estimated(NamedTuple):
+    """What each length holds (on the first kind of device), what fits on each device, training's
+    first steps there, and the run of the first kind.
+    """
+
+    lengths: tuple[LengthEstimate, ...]
+    fits: list[list[Fit]]
+    replays: list[LengthReplay | None]
+    run: FakeRun
+
+
 class Estimator:
     """Estimates one configuration and its variants for devices."""
 
@@ -154,7 +173,7 @@ class Estimator:
             for length in estimate_settings.lengths_of(self._settings.probe)[1]
         ]
         self._first_length = sequence_lengths[0]
-        lengths, fits, run = self._estimate(
+        lengths, fits, replays, run = self._estimate(
             self._cfg, sequence_lengths, estimate_settings.world_size
         )
         self._skeleton = run.job.skeleton
@@ -175,8 +194,8 @@ class Estimator:
                 f"device={self._cfg.device}: nothing that an accelerator takes besides is counted"
             )
         devices = (
-            replace(target, lengths=tuple(some))
-            for target, some in zip(self._targets, fits, strict=True)
+            replace(target, lengths=tuple(some), replay=replay)
+            for target, some, replay in zip(self._targets, fits, replays, strict=True)
         )
         return lengths, tuple(devices), not_counted
 
@@ -188,11 +207,10 @@ class Estimator:
         *,
         is_change: bool = False,
         allocator: AllocatorSettings | None = None,
-    ) -> tuple[tuple[LengthEstimate, ...], list[list[Fit]], FakeRun]:
-        """Return what each length holds (on the first kind of device), what fits on each device,
-        and that kind's run.
-        """
+    ) -> _Estimated:
+        """Estimate each length on each device."""
         fits: list[list[Fit]] = [[] for _ in self._targets]
+        replays: list[LengthReplay | None] = [None] * len(self._targets)
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
         # Reversed, so that the lengths of the first kind stay.
@@ -212,7 +230,12 @@ class Estimator:
                     lengths.append(length)
                     for number, fit in zip(members, length_fits, strict=True):
                         fits[number].append(fit)
-        return tuple(lengths), fits, step.run
+                if allocator is not None and not is_change and step.replays_lengths:
+                    longest = [fits[number][wanted.index("longest")] for number in members]
+                    own_replays = step.replay(targets, longest, allocator)
+                    for number, replay in zip(members, own_replays, strict=True):
+                        replays[number] = replay
+        return _Estimated(tuple(lengths), fits, replays, step.run)
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -273,10 +296,10 @@ class Estimator:
                 cfg = with_overrides(self._cfg, candidate.overrides)
                 ranks = candidate.world_size or self._settings.estimate.world_size
                 sequence_lengths = [candidate.sequence_length or length]
-                _, fits, _ = self._estimate(
+                estimated = self._estimate(
                     cfg, sequence_lengths, ranks, is_change=True, allocator=candidate.allocator
                 )
-                yield candidate, tuple(device_fits[0] for device_fits in fits)
+                yield candidate, tuple(device_fits[0] for device_fits in estimated.fits)
             except Exception as error:
                 # Components refuse each other in many ways.
                 message = str(error).partition("\n")[0]
@@ -384,6 +407,64 @@ class _Step:
             is_exact=is_exact,
             explains=explains,
             allocator=allocator,
+        )
+
+    @property
+    def replays_lengths(self) -> bool:
+        """Whether training's first steps are replayed: with the lengths of the dataset at hand, of
+        one rank whose rows are padded and whose optimizer steps after backward.
+        """
+        return (
+            "longest" in self._rows
+            and distributed.world_size() == 1
+            and self.run.data.shapes.pads
+            and not self.run.data.packed
+            and self._step.optimizer_peak_bytes is not None
+        )
+
+    def replay(
+        self, targets: Sequence[Target], fits: Sequence[Fit], allocator: AllocatorSettings
+    ) -> list[LengthReplay | None]:
+        """Replay training's first steps on devices of this kind; the model is built again.
+
+        Args:
+            targets: the devices.
+            fits: what fits of the longest rows on each of them.
+            allocator: settings of their caching allocator.
+        """
+        rows, _ = self._rows["longest"]
+        step = self.run.step(rows, accumulates=True)
+
+        @cache
+        def rows_of(length: int) -> Rows:
+            return self._rows_of(self._bounds, length)[0]
+
+        def run(device: FakeDevice, num_rows: int, length: int) -> None:
+            with disable_current_modes():
+                some_rows = rows_of(length)(num_rows)
+            self.run.trainer.runner.try_rows(some_rows)
+
+        plan = LengthPlan(self._first_steps, run)
+        return plan.replay(step, self.run.device, targets, fits, allocator)
+
+    def _first_steps(self, fit: Fit) -> PlannedSteps:
+        """Return training's first steps where so many of the longest rows fit."""
+        data = self.run.data
+        sizer = data.new_sizer()
+        batch_size = self.run.job.settings.batch_size
+        if self.run.job.settings.use_maximum_batch_size:
+            batch_size = fit.max_batch_size
+        limit = sizer.limit_where_fits(
+            fit.max_batch_size, length=fit.sequence_length, rows_at_once=batch_size
+        )
+        epochs = self._bounds.rows.epochs
+        # An epoch has a step or more.
+        batch_sizes = dict.fromkeys(range(REPLAYED_STEPS), batch_size)
+        batches = []
+        for _, numbers, _ in islice(epochs.ahead(Progress(), batch_sizes), REPLAYED_STEPS):
+            batches.append(data.dataset.lengths[numbers].tolist())
+        return PlannedSteps.of(
+            batches, limit, lambda lengths: micro_batches(lengths, limit, sizer.layout)
         )
 
     def _of_steps(

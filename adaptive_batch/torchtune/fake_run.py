@@ -45,6 +45,7 @@ class FakeRun:
         builder: builds the model; None for full fine-tuning.
 
     Attributes:
+        device: where everything is put.
         left_out: what is not counted as it would be on the device, a sentence each.
 
     Raises:
@@ -60,7 +61,7 @@ class FakeRun:
         reads_data: bool,
         builder: ModelBuilder | None = None,
     ) -> None:
-        self._device = device
+        self.device = device
         self.reads_data = reads_data
         self.left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
@@ -157,7 +158,7 @@ class FakeRun:
             for key in ("tokens", "labels", "input_pos")
         }
         count, tokens = batch["tokens"].shape
-        with self._device.mode:
+        with self.device.mode:
             batch["mask"] = torch.empty(count, tokens, tokens, dtype=torch.bool)
         return batch
 
@@ -172,7 +173,7 @@ class FakeRun:
             self.data,
             self._build(),
             self.data.new_sizer(),
-            to_device=self._device.batch,
+            to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )
         loss = trainer.runner.loss
@@ -183,7 +184,7 @@ class FakeRun:
             forward_backward=self.forward_backward(rows),
             step=trainer.try_step,
             accumulates=accumulates,
-            device=self._device,
+            device=self.device,
             sharding=trainer.runner.sharding,
             keep_gradients=(
                 (lambda: trainer.runner.keep_gradients(rows(1))) if keeps_gradients else None
@@ -200,9 +201,9 @@ class FakeRun:
             model = build_sharded(job.cfg, job.builder, dtype=job.dtype, device=job.device)
             # Some models read their values.
             compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
-            self._device.move(model)
+            self.device.move(model)
         else:
-            model = self._device.build(lambda: job.builder.skeleton(job.cfg, dtype=job.dtype))
+            model = self.device.build(lambda: job.builder.skeleton(job.cfg, dtype=job.dtype))
             job.builder.freeze(model)
             apply_checkpointing(model, job.cfg)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
@@ -219,7 +220,7 @@ class FakeRun:
                 "bitsandbytes: its states by their documented sizes, paged ones as if they stayed"
                 " on the device"
             )
-            with self._device.mode:
+            with self.device.mode:
                 return StatesOfBitsandbytes(parameters, component)
         if component.startswith(_COMPILED_OPTIMIZERS):
             from torchao.optim import subclass_4bit, subclass_8bit
@@ -228,7 +229,7 @@ class FakeRun:
             for states in (subclass_4bit, subclass_8bit):
                 states.get_qmap_signed()
                 states.get_qmap_unsigned()
-        with self._device.mode:
+        with self.device.mode:
             optimizer = self.job.new_optimizer(parameters)
         if not self._on_accelerator:
             return optimizer
@@ -245,7 +246,7 @@ class FakeRun:
             step = optimizer.step
 
             def uncounted(*args: Any, **kwargs: Any) -> Any:
-                with self._device.uncounted():
+                with self.device.uncounted():
                     return step(*args, **kwargs)
 
             optimizer.step = uncounted  # type: ignore[method-assign]

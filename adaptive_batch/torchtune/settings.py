@@ -161,8 +161,9 @@ class ProbeSettings:
     )
     headroom: float | str = key(
         checked(check_headroom),
-        "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one accelerator"
-        " with `PYTORCH_ALLOC_CONF=expandable_segments:True`, and 0.05 elsewhere",
+        "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one CUDA device,"
+        " and 0.05 elsewhere: on several ranks, for a stream, and with an allocator whose large"
+        " blocks are not divided (`max_split_size_mb`)",
         default="auto",
     )
     sequence_length: int | str = key(

@@ -125,16 +125,20 @@ class TrialRows:
 
     def order(self, longest: int) -> list[int]:
         """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
+        order = self.epochs.order(Progress())[:]
+        numbers: list[int] = order[self._data.dataset.lengths[order] <= longest].tolist()
+        return numbers
+
+    @property
+    def epochs(self) -> EpochPlanner:
+        """The order of epochs, and their steps where the batch stays as it is configured."""
         data = self._data
         # A schedule changes the order little, and may need a rate, which is not there yet.
         batching = replace(data.batching(), batch_size_schedule=None)
         divisible = data.shapes.uniform in ("rows", "both")
-        epochs = EpochPlanner(
+        return EpochPlanner(
             data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible
         )
-        order = epochs.order(Progress())[:]
-        numbers: list[int] = order[data.dataset.lengths[order] <= longest].tolist()
-        return numbers
 
     def shapes(self, rows: WorstRows) -> Any:
         """Return shape and dtype of each tensor that the longest row becomes."""

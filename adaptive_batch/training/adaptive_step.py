@@ -21,12 +21,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_bool, check_state, check_whole, instance_of
 from adaptive_batch.data import (
     MicroBatch,
@@ -67,6 +69,9 @@ from .sizing import LimitChange, MicroBatchSizer
 from .split_check import SplitCheck
 from .step_runner import StepRunner
 from .trials import TriedStep, WorstRows
+
+if TYPE_CHECKING:
+    from adaptive_batch.estimate import FakeDevice, Fit, MemoryEstimate, PlannedSteps
 
 log = logging.getLogger("adaptive_batch")
 
@@ -263,13 +268,28 @@ class AdaptiveStep:
 
     def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> Division:
         layout = self.sizer.layout
-        if self._has_batch_norm and limit.unit == "rows" and rows.num_rows:
-            limit = replace(limit, amount=_even_rows(rows.num_rows, at_most=limit.amount))
+        limit = self._even_limit(rows.num_rows, limit)
         if rows.knows_lengths or not layout.keeps_order(limit):
             return Division((micro_batches(_lengths(rows), limit, layout),))
         pieces = split_by_rows(range(rows.num_rows), limit.amount)
         width = rows.width
         return Division(([MicroBatch(piece, length=width) for piece in pieces],))
+
+    def _even_limit(self, num_rows: int, limit: MicroBatchLimit) -> MicroBatchLimit:
+        """Return a limit of rows that makes micro-batches alike where the model has BatchNorm."""
+        if not self._has_batch_norm or limit.unit != "rows" or not num_rows:
+            return limit
+        return replace(limit, amount=_even_rows(num_rows, at_most=limit.amount))
+
+    def plan(self, lengths: Sequence[int], limit: MicroBatchLimit) -> list[MicroBatch]:
+        """Return the micro-batches of a batch whose rows have these lengths, as a step runs them.
+
+        Args:
+            lengths: tokens of each row.
+            limit: what a micro-batch may hold.
+        """
+        limit = self._even_limit(len(lengths), limit)
+        return micro_batches(lengths, limit, self.sizer.layout)
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
@@ -461,6 +481,117 @@ class AdaptiveStep:
             gradients.fill_new()
         run()
         gradients.add_up()
+
+    def estimate(
+        self,
+        optimizer: Optimizer,
+        sample: Callable[[int], Any],
+        devices: Any,
+        *,
+        lengths: Any = None,
+        batch_size: int | None = None,
+        maximum: int = 4096,
+        context: int | None = None,
+        headroom: int | float | str = 0,
+    ) -> MemoryEstimate:
+        """Estimate how many rows of a sample a step can hold on CUDA devices that are not here.
+
+        With `lengths` the first :data:`~adaptive_batch.estimate.REPLAYED_STEPS` steps are replayed
+        as well. Their batches are rows in the order of `lengths`, from the start again where these
+        end, padded to the longest of them, and divided as this step divides them: at its configured
+        size, or where that is ``auto`` or None at the most rows that fit. A batch of another length
+        than the sample's is the sample's first columns. A few shapes are traced, and exact; sizes
+        of the others are interpolated, see :class:`~adaptive_batch.estimate.TracedShapes`. Not
+        replayed are the checks of the first splits, and a limit that is lowered during training.
+
+        Args:
+            optimizer: optimizer of the model's parameters; its state is made again.
+            sample: function that returns the `n` longest rows as a batch, as in :meth:`find_bound`.
+            devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
+            lengths: tokens of each row, in the order in which training draws them: a sequence of
+                whole numbers, or a tensor or an array of one dimension. None replays nothing.
+            batch_size: rows of the script's batches, which `lengths` needs.
+            maximum: more rows are of no interest.
+            context: bytes that the driver's context takes of each device; None for 500 MiB.
+            headroom: what is left free beside that: bytes, a size or a share.
+
+        Raises:
+            SettingError: an argument cannot be used, or the model needs values, which fake tensors
+                do not have.
+        """
+        from adaptive_batch.estimate import CONTEXT_BYTES, DevicesAsHost, LengthPlan, estimate_step
+
+        check_parameters(self.model, optimizer)
+        if not callable(sample):
+            raise SettingError("sample", sample, "give a function of a number of rows")
+        # A model on the meta device draws no random numbers; the sample may.
+        device = self.memory.device
+        if device.type == "meta":
+            device = torch.device("cpu")
+        length = length_in_sample(sample, self._split_batch, device)
+        length_plan = None
+
+        def run(device: FakeDevice, num_rows: int, width: int | None = None) -> None:
+            with disable_current_modes():
+                batch = sample(num_rows)
+                if width is not None:
+                    batch = RowsOfBatch(batch).shortened(width)
+            on_device = {"batch": batch}
+            device.batch(on_device)
+            with DevicesAsHost():
+                self._forward_backward(Part(on_device["batch"], num_rows, is_trial=True))
+
+        if lengths is not None:
+            length_plan = LengthPlan(self._steps_of(lengths, batch_size, longest=length), run)
+        return estimate_step(
+            self.model,
+            optimizer,
+            run,
+            lambda: None,
+            devices,
+            sequence_length=max(1, length),
+            accumulates=self.sizer.may_split,
+            maximum=check_whole("maximum", maximum),
+            context=CONTEXT_BYTES if context is None else context,
+            headroom=headroom,
+            length_plan=length_plan,
+        )
+
+    def _steps_of(
+        self, lengths: Any, batch_size: int | None, *, longest: int
+    ) -> Callable[[Fit], PlannedSteps]:
+        """Return a function that plans steps of rows of these lengths where so much fits.
+
+        Raises:
+            SettingError: lengths or batch size cannot be used.
+        """
+        from adaptive_batch.estimate import PlannedSteps, batches_in_order, checked_lengths
+
+        if isinstance(self._split_batch, OwnSplit):
+            remedy = "leave lengths out: with split= it is not known how shorter rows look"
+            raise SettingError("lengths", "together with split", remedy)
+        if not longest:
+            remedy = "nothing in sample(1) shows the tokens of a row; leave lengths out"
+            raise SettingError("lengths", "of a sample", remedy)
+        remedy = "give the rows of the script's batches, which lengths are drawn into"
+        rows = check_whole("batch_size", batch_size, remedy=remedy)
+        tokens = checked_lengths(lengths, longest=longest, owner="the longest row of sample(1)")
+
+        def steps(fit: Fit) -> PlannedSteps:
+            limit = self.sizer.limit_where_fits(
+                fit.max_batch_size, length=longest, rows_at_once=rows
+            )
+
+            def divide(batch: Sequence[int]) -> list[MicroBatch]:
+                pieces = self.plan(batch, limit)
+                if self._is_compiled:
+                    # Shapes that change would compile again, so parts keep the batch's columns.
+                    return [replace(piece, length=max(batch)) for piece in pieces]
+                return pieces
+
+            return PlannedSteps.of(batches_in_order(tokens, rows), limit, divide)
+
+        return steps
 
     # --- state
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -285,6 +286,7 @@ class AdaptiveLoop:
         self,
         devices: Any,
         *,
+        lengths: Any = None,
         maximum: int = 4096,
         context: int | None = None,
         headroom: int | float | str = 0,
@@ -292,12 +294,48 @@ class AdaptiveLoop:
         """Estimate how many of the longest rows a step of this loop can hold on CUDA devices that
         are not here.
 
-        The rows are collated as in training, on the host; `to_device` is not called. For arguments
-        and errors see :func:`adaptive_batch.estimate_memory`.
+        The rows are collated as in training, on the host; `to_device` is not called. For the other
+        arguments and errors see :func:`adaptive_batch.estimate_memory`.
+
+        With `lengths` the loop's next :data:`~adaptive_batch.estimate.REPLAYED_STEPS` steps are
+        replayed as well: its own rows in its own order, divided as :meth:`run` divides them, where
+        no size is configured at the most rows that fit on the device. A few shapes are traced, and
+        exact; sizes of the others are interpolated, see
+        :class:`~adaptive_batch.estimate.TracedShapes`. Not replayed are the checks of the first
+        splits, and a limit that is lowered during training.
+
+        Args:
+            lengths: tokens of each row of the dataset, in its order: a sequence of whole numbers,
+                or a tensor or an array of one dimension. None replays nothing.
         """
         return self._step.estimate(
-            self._optimizer, devices, maximum=maximum, context=context, headroom=headroom
+            self._optimizer,
+            devices,
+            maximum=maximum,
+            context=context,
+            headroom=headroom,
+            lengths=lengths,
+            batches=self._next_batches,
         )
+
+    def _next_batches(self, max_batch_size: int) -> Iterator[list[int]]:
+        """Yield the row numbers of the next steps, from epoch to epoch.
+
+        Args:
+            max_batch_size: rows of a step where the batch is what fits.
+        """
+        from adaptive_batch.estimate import REPLAYED_STEPS
+
+        batch_size = self.batch_size
+        if self._seeks_maximum and self.max_batch_size is None:
+            batch_size = max_batch_size
+        # An epoch has a step or more.
+        first_epoch = self.progress.epoch
+        batch_sizes = dict.fromkeys(range(first_epoch, first_epoch + REPLAYED_STEPS), batch_size)
+        begin = self.progress.at_epoch_start()
+        steps = self._batches.planner.epochs.ahead(begin, batch_sizes)
+        for _, numbers, _ in islice(steps, REPLAYED_STEPS):
+            yield numbers
 
     # --- training
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
-from adaptive_batch._util import check_whole
+from adaptive_batch._util import check_whole, count
 from adaptive_batch.data import IGNORE_INDEX, DatasetAdapter, RowOrder, check_loss, move_to_device
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
@@ -34,7 +34,7 @@ from .throughput_search import Choices
 from .trials import TriedStep, WorstRows
 
 if TYPE_CHECKING:
-    from adaptive_batch.estimate import MemoryEstimate
+    from adaptive_batch.estimate import Fit, LengthPlan, MemoryEstimate, PlannedSteps
 
 Row = Any
 Batch = Any
@@ -389,14 +389,25 @@ class RowStep:
         maximum: int,
         context: int | None,
         headroom: int | float | str,
+        lengths: Any = None,
+        batches: Callable[[int], Iterable[Sequence[int]]] | None = None,
     ) -> MemoryEstimate:
         """Estimate how many of the longest rows a step can hold; see
         :func:`adaptive_batch.estimate_memory`.
+
+        Args:
+            lengths: tokens of each row of the dataset, of which steps are replayed; None for none.
+            batches: function that returns the row numbers of each of these steps where so many rows
+                fit; needed with `lengths`.
         """
         from adaptive_batch.estimate import CONTEXT_BYTES, FakeDevice, estimate_step
 
         dataset = self.dataset
         (longest,) = dataset.longest(1)
+        length_plan = None
+        if lengths is not None:
+            assert batches is not None
+            length_plan = self._length_plan(lengths, batches, longest=dataset.length(longest))
 
         def forward_backward(device: FakeDevice, num_rows: int) -> None:
             rows = dataset.longest(min(num_rows, len(dataset)))
@@ -414,9 +425,48 @@ class RowStep:
                 maximum=check_whole("maximum", maximum),
                 context=CONTEXT_BYTES if context is None else context,
                 headroom=headroom,
+                length_plan=length_plan,
             )
         finally:
             dataset.forget()
+
+    def _length_plan(
+        self, lengths: Any, batches: Callable[[int], Iterable[Sequence[int]]], *, longest: int
+    ) -> LengthPlan:
+        """Return how steps of rows of these lengths are divided and run.
+
+        Raises:
+            SettingError: lengths that cannot be used, or micro-batches without padding.
+        """
+        from adaptive_batch.estimate import FakeDevice, LengthPlan, PlannedSteps, checked_lengths
+
+        dataset = self.dataset
+        tokens = checked_lengths(lengths, longest=longest, owner="the longest row of the dataset")
+        if len(tokens) != len(dataset):
+            remedy = f"give one for each of the {count(len(dataset), 'row')} of the dataset"
+            raise SettingError("lengths", f"{len(tokens)} numbers", remedy)
+        if not self.sizer.layout.pads:
+            remedy = "leave lengths out: steps are replayed where rows are padded"
+            raise SettingError("lengths", f"with {self.sizer.layout.kind} rows", remedy)
+        # What an empty row is padded to.
+        tokens = [max(1, length) for length in tokens]
+        row_of_length = dict(zip(tokens, range(len(tokens)), strict=True))
+
+        def steps(fit: Fit) -> PlannedSteps:
+            most_rows = fit.max_batch_size
+            drawn = []
+            for numbers in batches(most_rows):
+                drawn.append([tokens[number] for number in numbers])
+            limit = self.sizer.limit_where_fits(
+                most_rows, length=longest, rows_at_once=len(drawn[0])
+            )
+            return PlannedSteps.of(drawn, limit, partial(self.step.plan, limit=limit))
+
+        def run(device: FakeDevice, num_rows: int, length: int) -> None:
+            row = dataset[row_of_length[length]]
+            self._try_fake([row] * num_rows, device.batch)
+
+        return LengthPlan(steps, run)
 
     def _try_fake(self, rows: Sequence[Row], to_device: Callable[[dict[str, Any]], None]) -> None:
         """Run forward and backward of rows on a device that is not here.

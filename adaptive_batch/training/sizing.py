@@ -486,6 +486,22 @@ class MicroBatchSizer:
             return lowered
         return usual
 
+    def limit_where_fits(
+        self, max_batch_size: int, *, length: int, rows_at_once: int
+    ) -> MicroBatchLimit:
+        """Return what a micro-batch would hold on a device where so many rows fit.
+
+        What was found or lowered on this device does not count.
+
+        Args:
+            max_batch_size: the most rows that fit at once there.
+            length: tokens of each of them.
+            rows_at_once: see :meth:`limit`.
+        """
+        if self._configured.micro_batch_tokens == "auto":
+            return MicroBatchLimit(self._padded_tokens(max_batch_size, length), "tokens")
+        return self._configured.limit(rows_at_once, max_batch_size)
+
     @property
     def splits(self) -> bool:
         """Whether steps run as several micro-batches whatever fits."""

@@ -339,11 +339,17 @@ def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(sma
     as of one length.
     """
     of_cuda = ("estimate.devices=64MiB", "estimate.context=0", "device=cuda")
-    of_data = json.loads(_plan_file(small, *of_cuda).read_text())["devices"][0]["lengths"][0]
+    device = json.loads(_plan_file(small, *of_cuda).read_text())["devices"][0]
+    of_data = device["lengths"][0]
+    replay = device["replay"]
+    assert replay["num_steps"] == 50
+    assert 0 < replay["memory"]["allocated_bytes"] <= replay["memory"]["reserved_bytes"]
+    assert replay["expandable"]["allocated_bytes"] == replay["memory"]["allocated_bytes"]
     number = of_data["sequence_length"]
     alike = json.loads(
         _plan_file(small, *of_cuda, f"estimate.sequence_lengths=[{number}]").read_text()
     )
+    assert alike["devices"][0]["replay"] is None
     alike = alike["devices"][0]["lengths"][0]
     assert 0 < of_data["max_batch_size"] <= of_data["max_batch_size_with_retries"]
     assert of_data["max_batch_size"] <= alike["max_batch_size"]

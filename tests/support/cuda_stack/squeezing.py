@@ -83,13 +83,33 @@ class TakingAway(DiskLogger):
             leave(torch.cuda.get_device_properties(0).total_memory - 500 * 2**20)
 
 
+KINDS = ("skewed", "very skewed", "bimodal", "one long row in 250", "equal")
+
+
 def skewed_rows(
-    tokenizer: object, *, number: int, longest: int, source: str = "", packed: bool = False
+    tokenizer: object,
+    *,
+    number: int,
+    longest: int,
+    kind: str = "skewed",
+    seed: int = 7,
+    source: str = "",
+    packed: bool = False,
 ) -> list[dict[str, Any]]:
-    """A dataset of rows most of which are short, and a few as long as any may be."""
-    draw = random.Random(7)
-    lengths = [
-        min(longest, max(8, round(draw.lognormvariate(0, 0.8) * longest / 8)))
-        for _ in range(number)
-    ]
+    """A dataset of rows whose lengths vary, a few of them as long as any may be; `kind` is one of
+    KINDS.
+    """
+    draw = random.Random(seed)
+
+    def drawn() -> float:
+        if kind == "equal":
+            return longest / 2
+        if kind == "bimodal":
+            return draw.gauss(longest / 10 if draw.random() < 0.8 else 0.7 * longest, longest / 50)
+        if kind == "one long row in 250":
+            return longest if draw.random() < 1 / 250 else draw.gauss(longest / 10, longest / 50)
+        spread = 0.8 if kind == "skewed" else 1.2
+        return draw.lognormvariate(0, spread) * longest / 8
+
+    lengths = [min(longest, max(8, round(drawn()))) for _ in range(number)]
     return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]

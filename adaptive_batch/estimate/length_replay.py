@@ -1,0 +1,416 @@
+"""What a caching allocator does in training's first steps, whose rows have real lengths.
+
+Micro-batches of many shapes leave free blocks of many sizes, and a block that is too small for the
+next micro-batch is reserved and not used. How much that is follows from the order of the shapes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import partial
+from itertools import chain, combinations
+from typing import Any, NamedTuple
+
+import torch
+
+from adaptive_batch._util import count
+from adaptive_batch.data import MicroBatch, MicroBatchLimit
+from adaptive_batch.errors import SettingError
+
+from .allocator import AllocatorSettings, CachingAllocator
+from .fake_step import FEW, MORE, FakeDevice, FakeStep
+from .result import Fit, LengthReplay, ReplayedMemory, Target
+from .step_log import LogWriter, Phase
+
+# Steps that are replayed: by then the states are there, and most shapes were met.
+REPLAYED_STEPS = 50
+# Shapes that are traced one by one. A shape takes two traces, of 2.5 s each with 8B parameters.
+MOST_TRACED = 6
+# Lengths that more shapes are traced at: the shortest, the longest, and between them.
+_NUM_LENGTHS = 3
+# In training the cache is given back where it differs by more from what a step needs.
+_TOLERANCE = 0.05
+
+
+class Shape(NamedTuple):
+    """What a micro-batch is padded to."""
+
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PlannedSteps:
+    """Steps of rows of real lengths, divided as the step divides them.
+
+    Attributes:
+        batch_size: rows of a step; of the first one where they differ.
+        limit: what a micro-batch may hold.
+        steps: shapes of the micro-batches of each step, in the order in which they run.
+    """
+
+    batch_size: int
+    limit: MicroBatchLimit
+    steps: tuple[tuple[Shape, ...], ...]
+
+    @classmethod
+    def of(
+        cls,
+        batches: Iterable[Sequence[int]],
+        limit: MicroBatchLimit,
+        divide: Callable[[Sequence[int]], Sequence[MicroBatch]],
+    ) -> PlannedSteps:
+        """Plan steps.
+
+        Args:
+            batches: lengths of the rows of each step, in tokens.
+            limit: what a micro-batch may hold.
+            divide: function that returns the micro-batches of rows of these lengths.
+        """
+        batch_size = 0
+        steps = []
+        for lengths in batches:
+            batch_size = batch_size or len(lengths)
+            pieces = divide(lengths)
+            steps.append(tuple(Shape(len(piece.rows), piece.length) for piece in pieces))
+        return cls(batch_size, limit, tuple(steps))
+
+
+@dataclass(frozen=True)
+class LengthPlan:
+    """How rows of real lengths are trained.
+
+    Attributes:
+        steps: function that returns the steps where so many rows fit.
+        forward_backward: ``forward_backward(device, rows, length)`` runs one micro-batch of rows
+            that are padded to a length.
+    """
+
+    steps: Callable[[Fit], PlannedSteps]
+    forward_backward: Callable[[FakeDevice, int, int], object]
+
+    def replay(
+        self,
+        step: FakeStep,
+        device: FakeDevice,
+        targets: Sequence[Target],
+        fits: Sequence[Fit],
+        settings: AllocatorSettings,
+    ) -> list[LengthReplay | None]:
+        """Replay the steps on each target; None where no row fits.
+
+        Args:
+            step: the step, beside the gradients of earlier micro-batches.
+            device: where it runs.
+            targets: devices of its kind.
+            fits: what fits on each of them.
+            settings: of their allocator.
+        """
+        plans: list[PlannedSteps | None] = []
+        all_shapes: list[Shape] = []
+        for fit in fits:
+            planned = None
+            if fit.max_batch_size:
+                planned = self.steps(fit)
+                all_shapes += chain.from_iterable(planned.steps)
+            plans.append(planned)
+        if not all_shapes:
+            return [None] * len(targets)
+        shapes = TracedShapes(step, partial(self.forward_backward, device), all_shapes)
+        replays: list[LengthReplay | None] = []
+        for planned, target in zip(plans, targets, strict=True):
+            replay = None
+            if planned is not None:
+                budget_bytes = target.budget_bytes
+                replay = replay_lengths(
+                    planned, step, shapes, budget_bytes=budget_bytes, settings=settings
+                )
+            replays.append(replay)
+        return replays
+
+
+def batches_in_order(
+    lengths: Sequence[int], batch_size: int, *, num_steps: int = REPLAYED_STEPS
+) -> Iterator[list[int]]:
+    """Yield the lengths of the rows of each step: in their order, and from the start again."""
+    for step in range(num_steps):
+        numbers = range(step * batch_size, (step + 1) * batch_size)
+        yield [lengths[number % len(lengths)] for number in numbers]
+
+
+def checked_lengths(lengths: Any, *, longest: int, owner: str) -> list[int]:
+    """Return lengths as a list of whole numbers.
+
+    Args:
+        lengths: tokens of each row: a sequence of whole numbers, or a tensor or an array of one
+            dimension.
+        longest: the most tokens that a row may have.
+        owner: whose row has so many, for the message.
+
+    Raises:
+        SettingError: they are something else, none, or longer.
+    """
+    remedy = "give the tokens of each row of the dataset, whole numbers from 0 on"
+    # A tensor of any device, and an array of numpy's.
+    if hasattr(lengths, "tolist"):
+        lengths = lengths.tolist()
+    if isinstance(lengths, str) or not isinstance(lengths, Sequence):
+        raise SettingError("lengths", lengths, remedy)
+    if not lengths:
+        raise SettingError("lengths", lengths, remedy)
+    for number, length in enumerate(lengths):
+        is_whole = isinstance(length, int) and not isinstance(length, bool)
+        if not is_whole or length < 0:
+            raise SettingError("lengths", length, f"that is row {number}; {remedy}")
+        if length > longest:
+            limit = f"{owner} has {count(longest, 'token')}"
+            raise SettingError(
+                "lengths",
+                length,
+                f"that is row {number}, and {limit}; cut the lengths to it, or give longer rows",
+            )
+    return list(lengths)
+
+
+class TracedShapes:
+    """The logs of micro-batches of many shapes, from traces of a few.
+
+    Up to `most_traced` shapes are traced each, and their logs are exact. Of more, two numbers of
+    rows are traced at each of three lengths: the shortest, the median and the longest. The sizes of
+    any other shape lie on a straight line between these, first in the rows and then in the length.
+    That is exact for what grows with rows, length or tokens. It is not exact for a mask of length x
+    length, or where a kernel changes with the size. A shape between lengths that run other
+    operations, none of them alike, is traced itself.
+
+    Args:
+        step: the step, with the gradients of earlier micro-batches if steps have several.
+        run: ``run(rows, length)`` runs forward and backward of a micro-batch.
+        shapes: all that will be asked for.
+        most_traced: shapes up to which each is traced.
+    """
+
+    def __init__(
+        self,
+        step: FakeStep,
+        run: Callable[[int, int], object],
+        shapes: Iterable[Shape],
+        *,
+        most_traced: int = MOST_TRACED,
+    ) -> None:
+        self._step = step
+        self._run = run
+        self._traced: dict[tuple[Shape, bool], Phase] = {}
+        self._phases: dict[tuple[Shape, bool], Phase] = {}
+        self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
+        distinct = sorted(set(shapes), key=lambda shape: (shape.length, shape.rows))
+        self.num_shapes = len(distinct)
+        self.is_exact = self.num_shapes <= most_traced
+        lengths = sorted(shape.length for shape in distinct)
+        places = [place * (len(lengths) - 1) // (_NUM_LENGTHS - 1) for place in range(_NUM_LENGTHS)]
+        self._lengths = sorted({lengths[place] for place in places})
+        # The most rows of a micro-batch whose length is nearest to a traced one.
+        self._most_rows = dict.fromkeys(self._lengths, 1)
+        for shape in distinct:
+            nearest = min(self._lengths, key=lambda length: abs(length - shape.length))
+            self._most_rows[nearest] = max(self._most_rows[nearest], shape.rows)
+
+    def phase(self, shape: Shape, *, is_first: bool) -> Phase:
+        """Return the log of a micro-batch.
+
+        Args:
+            shape: rows, and tokens that they are padded to.
+            is_first: whether no earlier micro-batch has left gradients.
+
+        Raises:
+            SettingError: no two numbers of rows ran the same operations.
+        """
+        if self.is_exact:
+            return self._trace(shape, is_first)
+        key = (shape, is_first)
+        if key not in self._phases:
+            self._phases[key] = self._between(shape, is_first)
+        return self._phases[key]
+
+    def _between(self, shape: Shape, is_first: bool) -> Phase:
+        """Return the log on the line through the nearest two lengths that run the same operations;
+        where there are none, that of a trace.
+        """
+        if shape.length in self._lengths:
+            return self._at_length(shape.rows, shape.length, is_first)
+        nearest = sorted(self._lengths, key=lambda length: abs(length - shape.length))
+        for near_length, far_length in combinations(nearest, 2):
+            near = self._at_length(shape.rows, near_length, is_first)
+            far = self._at_length(shape.rows, far_length, is_first)
+            if near.is_like(far):
+                share = Fraction(shape.length - near_length, far_length - near_length)
+                return near.between(far, share)
+        return self._trace(shape, is_first)
+
+    def _at_length(self, rows: int, length: int, is_first: bool) -> Phase:
+        """Return the log of any number of rows of a length that is traced."""
+        few_rows, more_rows = self._pair(length, is_first)
+        few = self._trace(Shape(few_rows, length), is_first)
+        more = self._trace(Shape(more_rows, length), is_first)
+        return few.between(more, Fraction(rows - few_rows, more_rows - few_rows))
+
+    def _pair(self, length: int, is_first: bool) -> tuple[int, int]:
+        """Return two numbers of rows of a length that run the same operations."""
+        key = (length, is_first)
+        if key in self._pairs:
+            return self._pairs[key]
+        most_rows = self._most_rows[length]
+        pairs = ((most_rows // 2, most_rows), (most_rows, most_rows + 1), (FEW, MORE))
+        for few, more in pairs:
+            if few < 1:
+                continue
+            few_phase = self._trace(Shape(few, length), is_first)
+            if few_phase.is_like(self._trace(Shape(more, length), is_first)):
+                self._pairs[key] = (few, more)
+                return self._pairs[key]
+        remedy = (
+            "each number of rows runs other operations, so none follows from another; leave lengths"
+            " out"
+        )
+        raise SettingError("model", type(self._step.model).__name__, remedy)
+
+    def _trace(self, shape: Shape, is_first: bool) -> Phase:
+        key = (shape, is_first)
+        if key not in self._traced:
+            run = partial(self._run, shape.rows, shape.length)
+            self._traced[key] = self._step.phase(run, is_first=is_first)
+        return self._traced[key]
+
+
+def step_logs(
+    step: FakeStep, shapes: TracedShapes, steps: Iterable[Sequence[Shape]]
+) -> Iterator[array[int]]:
+    """Yield what loading allocates and frees, and then each step (:mod:`.step_log`).
+
+    Args:
+        step: the step, for loading and the optimizer.
+        shapes: logs of micro-batches.
+        steps: shapes of the micro-batches of each step.
+    """
+    writer = LogWriter()
+    yield writer.add(step.loading, is_first=True)
+    for number, micro_batches in enumerate(steps):
+        log = array("q")
+        for place, shape in enumerate(micro_batches):
+            is_first = place == 0
+            phase = shapes.phase(shape, is_first=is_first)
+            log.extend(writer.add(phase, is_first=is_first and number == 0))
+        log.extend(writer.add(step.optimizer_step(number), is_first=False))
+        yield log
+
+
+class StepMemory(NamedTuple):
+    """What the allocator shows of one step, in bytes: its peak, and what is reserved after it."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+
+
+class StepReplay:
+    """The steps of a log on a simulated device.
+
+    Args:
+        logs: loading, and each step.
+        budget_bytes: what the allocator may take of the device.
+        settings: of the allocator.
+        gives_back: whether the cache is given back before a step, as in training, where what is
+            reserved differs by more than 5% from what steps have needed so far. Then a block of
+            what is missing is made and freed, and later allocations are parts of it.
+
+    Attributes:
+        steps: what each step has shown, up to the one that ran out of memory.
+        failed_step: number of that step, from 1 on; None where all ran.
+    """
+
+    def __init__(
+        self,
+        logs: Sequence[Sequence[int]],
+        *,
+        budget_bytes: int,
+        settings: AllocatorSettings,
+        gives_back: bool = True,
+    ) -> None:
+        self._allocator = CachingAllocator(budget_bytes, settings)
+        self._makes_blocks = not settings.expandable_segments
+        self._gives_back = gives_back
+        # The most bytes that a step has allocated beside what was there when it began.
+        self._needed_bytes = 0
+        self.steps: list[StepMemory] = []
+        self.failed_step: int | None = None
+        loading, *logs_of_steps = logs
+        self._allocator.replay(loading)
+        for number, log in enumerate(logs_of_steps, start=1):
+            try:
+                self._run_step(log)
+            except torch.OutOfMemoryError:
+                self.failed_step = number
+                break
+
+    @property
+    def memory(self) -> ReplayedMemory:
+        """Peaks over all steps."""
+        return ReplayedMemory(
+            allocated_bytes=max((step.allocated_bytes for step in self.steps), default=0),
+            reserved_bytes=self._allocator.peak_reserved_bytes,
+            num_retries=self._allocator.num_retries,
+            failed_step=self.failed_step,
+        )
+
+    def _run_step(self, log: Sequence[int]) -> None:
+        allocator = self._allocator
+        if self._gives_back and self.steps:
+            self._begin_step()
+        begin_bytes = allocator.allocated_bytes
+        allocator.peak_allocated_bytes = begin_bytes
+        allocator.replay(log)
+        peak_bytes = allocator.peak_allocated_bytes
+        self._needed_bytes = max(self._needed_bytes, peak_bytes - begin_bytes)
+        self.steps.append(StepMemory(peak_bytes, allocator.reserved_bytes))
+
+    def _begin_step(self) -> None:
+        """Give the cache back where it is larger or smaller than what a step needs."""
+        allocator = self._allocator
+        total_bytes = allocator.allocated_bytes + self._needed_bytes
+        if abs(allocator.reserved_bytes / total_bytes - 1) <= _TOLERANCE:
+            return
+        allocator.empty_cache()
+        missing_bytes = total_bytes - allocator.reserved_bytes
+        has_room = total_bytes <= allocator.capacity_bytes
+        if self._makes_blocks and missing_bytes > 0 and has_room:
+            allocator.free(allocator.malloc(missing_bytes))
+
+
+def replay_lengths(
+    planned: PlannedSteps,
+    step: FakeStep,
+    shapes: TracedShapes,
+    *,
+    budget_bytes: int,
+    settings: AllocatorSettings,
+) -> LengthReplay:
+    """Return what the allocator of a device does in the steps, and with expandable segments."""
+    logs = list(step_logs(step, shapes, planned.steps))
+    replay = StepReplay(logs, budget_bytes=budget_bytes, settings=settings)
+    expandable = None
+    if not settings.expandable_segments:
+        expandable = StepReplay(
+            logs,
+            budget_bytes=budget_bytes,
+            settings=AllocatorSettings(expandable_segments=True),
+        ).memory
+    return LengthReplay(
+        num_steps=len(planned.steps),
+        batch_size=planned.batch_size,
+        limit=str(planned.limit),
+        num_shapes=shapes.num_shapes,
+        is_exact=shapes.is_exact,
+        memory=replay.memory,
+        expandable=expandable,
+    )

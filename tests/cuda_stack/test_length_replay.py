@@ -1,0 +1,176 @@
+"""Replayed steps of rows of real lengths reserve what PyTorch's own caching allocator does."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from adaptive_batch import AdaptiveStep
+from adaptive_batch.data import MicroBatchLimit, micro_batches
+from adaptive_batch.estimate import (
+    AllocatorSettings,
+    CudaKernels,
+    FakeDevice,
+    FakeStep,
+    PlannedSteps,
+    StepReplay,
+    TracedShapes,
+    batches_in_order,
+    step_logs,
+)
+from adaptive_batch.estimate.length_replay import MOST_TRACED
+
+pytestmark = pytest.mark.cuda_stack
+
+CUDA, VOCABULARY, WIDTH, BATCH = torch.device("cuda", 0), 32000, 1024, 8
+STEPS = 20
+# Micro-batches in the order of their rows fragment the cache; those by tokens come largest first.
+IN_ORDER = MicroBatchLimit(2)
+LARGEST_FIRST = MicroBatchLimit(4096, "tokens")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 16, 64)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def made() -> nn.Module:
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH),
+        *(Block() for _ in range(4)),
+        nn.Linear(WIDTH, VOCABULARY),
+    ).to(torch.bfloat16)
+
+
+def planned(limit: MicroBatchLimit, *, grows: bool) -> PlannedSteps:
+    draw = random.Random(0)
+    lengths = [draw.randint(30, 2000) for _ in range(BATCH * STEPS)]
+    if grows:
+        lengths.sort()
+    batches = batches_in_order(lengths, BATCH, num_steps=STEPS)
+    return PlannedSteps.of(batches, limit, lambda batch: micro_batches(batch, limit))
+
+
+def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
+    return {name: torch.ones(rows, length, dtype=torch.long) for name in ("tokens", "labels")}
+
+
+def forward_backward(net: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> None:
+    F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten()).backward()
+
+
+def on_cuda(steps: PlannedSteps) -> list[tuple[int, int]]:
+    """Return the peak that each step allocates, and what is reserved after it."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    net = made().to(CUDA)
+    optimizer = torch.optim.AdamW(net.parameters())
+    shown = []
+    for micro in steps.steps:
+        torch.cuda.reset_peak_memory_stats()
+        for rows, length in micro:
+            batch = batch_of(rows, length)
+            forward_backward(net, batch["tokens"].to(CUDA), batch["labels"].to(CUDA))
+        optimizer.step()
+        optimizer.zero_grad()
+        shown.append((torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()))
+    return shown
+
+
+def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
+    device = FakeDevice(CudaKernels.of_this_device())
+    with torch.device("meta"):
+        net = made()
+    device.move(net)
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
+
+    def run(rows: int, length: int) -> None:
+        batch = batch_of(rows, length)
+        device.batch(batch)
+        forward_backward(net, batch["tokens"], batch["labels"])
+
+    step = FakeStep(
+        model=net,
+        optimizer=optimizer,
+        forward_backward=lambda rows: run(rows, 512),
+        step=optimizer.step,
+        accumulates=True,
+        device=device,
+    )
+    all_shapes = [shape for some in steps.steps for shape in some]
+    shapes = TracedShapes(step, run, all_shapes, most_traced=most_traced)
+    logs = list(step_logs(step, shapes, steps.steps))
+    replay = StepReplay(
+        logs, budget_bytes=2**50, settings=AllocatorSettings.from_environment(), gives_back=False
+    )
+    return [tuple(memory) for memory in replay.steps]
+
+
+@pytest.mark.parametrize(
+    ("limit", "grows"),
+    [
+        pytest.param(IN_ORDER, False, id="in order"),
+        pytest.param(IN_ORDER, True, id="in order, growing", marks=pytest.mark.slow),
+        pytest.param(LARGEST_FIRST, False, id="largest first", marks=pytest.mark.slow),
+        pytest.param(LARGEST_FIRST, True, id="largest first, growing"),
+    ],
+)
+def test_each_step_allocates_and_reserves_what_it_does_on_cuda(limit, grows):
+    steps = planned(limit, grows=grows)
+    expected = on_cuda(steps)
+    assert replayed(steps, most_traced=10_000) == expected
+    interpolated = replayed(steps, most_traced=MOST_TRACED)
+    for memory, real in zip(interpolated, expected, strict=True):
+        assert memory == pytest.approx(real, rel=1e-3)
+
+
+def test_a_script_that_puts_its_batch_on_the_device_is_estimated_with_its_own_lengths():
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    net = made().to(CUDA)
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def forward_backward_of(part):
+        tokens = part.batch["tokens"].to(CUDA)
+        labels = part.batch["labels"].cuda()
+        loss = F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten()) * part.share
+        loss.backward()
+        return loss.detach()
+
+    step = AdaptiveStep(net, forward_backward_of, micro_batch_tokens=LARGEST_FIRST.amount)
+    draw = random.Random(1)
+    lengths = [draw.randint(30, 2000) for _ in range(BATCH * 5)]
+    name = torch.cuda.get_device_name()
+    estimate = step.estimate(
+        optimizer, lambda rows: batch_of(rows, 2000), name, lengths=lengths, batch_size=BATCH
+    )
+    for number, batch in enumerate(batches_in_order(lengths, BATCH, num_steps=15)):
+        # Some of the first splits are checked by the whole batch, which needs more than any part.
+        if number == 10:
+            torch.cuda.reset_peak_memory_stats()
+        tokens = torch.ones(BATCH, max(batch), dtype=torch.long)
+        labels = torch.full_like(tokens, -100)
+        for row, length in enumerate(batch):
+            labels[row, :length] = 1
+        step({"tokens": tokens, "labels": labels})
+        optimizer.step()
+        optimizer.zero_grad()
+    memory = estimate.devices[0].replay.memory
+    assert memory.allocated_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=2e-3)
+    assert memory.num_retries == 0

@@ -1,0 +1,353 @@
+"""Training's first steps of rows of real lengths are replayed as they are trained, and said beside
+the estimate.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from functools import partial
+
+import pytest
+import torch
+from support.fake_steps import Decoder, fake_step, run
+from torch.nn import functional as F
+
+from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError
+from adaptive_batch.data import MicroBatchLimit, micro_batches
+from adaptive_batch.estimate import (
+    AllocatorSettings,
+    FakeDevice,
+    PlannedSteps,
+    StepReplay,
+    TracedShapes,
+    batches_in_order,
+    checked_lengths,
+    read_estimate,
+    step_logs,
+)
+from adaptive_batch.estimate.length_replay import Shape
+
+MIB = 2**20
+LONGEST = 200
+
+
+def drawn_lengths(num_rows=120):
+    draw = random.Random(0)
+    return [draw.randint(8, LONGEST - 1) for _ in range(num_rows - 1)] + [LONGEST]
+
+
+def batch_of(lengths):
+    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+    labels = torch.full_like(tokens, -100)
+    for row, length in enumerate(lengths):
+        labels[row, :length] = 1
+    return {"tokens": tokens, "labels": labels}
+
+
+def sample(rows):
+    return batch_of([LONGEST] * rows)
+
+
+def adaptive_step(calls=None, **arguments):
+    model = Decoder()
+
+    def forward_backward(part):
+        if calls is not None:
+            calls.append(part)
+        logits = model(part.batch["tokens"].to("cuda"))
+        labels = part.batch["labels"].cuda()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) * part.share
+        loss.backward()
+        return loss.detach()
+
+    return AdaptiveStep(model, forward_backward, **arguments), torch.optim.AdamW(model.parameters())
+
+
+# --- lengths that are given
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[3, 0, 200], (3, 0, 200), torch.tensor([3, 0, 200]), torch.tensor([3, 0, 200]).numpy()],
+)
+def test_lengths_are_whole_numbers_of_any_sequence(lengths):
+    assert checked_lengths(lengths, longest=200, owner="a row") == [3, 0, 200]
+
+
+GIVE = "give the tokens of each row of the dataset, whole numbers from 0 on"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ([], f"lengths=[]: {GIVE}"),
+        (torch.zeros(0), f"lengths=[]: {GIVE}"),
+        (7, f"lengths=7: {GIVE}"),
+        (torch.tensor(7), f"lengths=7: {GIVE}"),
+        ("12", f"lengths='12': {GIVE}"),
+        ([5, -3], f"lengths=-3: that is row 1; {GIVE}"),
+        ([5.0], f"lengths=5.0: that is row 0; {GIVE}"),
+        (torch.tensor([1.5]), f"lengths=1.5: that is row 0; {GIVE}"),
+        ([True], f"lengths=True: that is row 0; {GIVE}"),
+        (torch.ones(1, 2, dtype=torch.long), f"lengths=[1, 1]: that is row 0; {GIVE}"),
+        (
+            [LONGEST, LONGEST + 1],
+            "lengths=201: that is row 1, and the longest row of sample(1) has 200 tokens; cut the"
+            " lengths to it, or give longer rows",
+        ),
+    ],
+)
+def test_lengths_that_cannot_be_used_are_refused_before_anything_runs(lengths, message):
+    calls = []
+    step, optimizer = adaptive_step(calls)
+    with pytest.raises(SettingError) as raised:
+        step.estimate(optimizer, sample, "H100", lengths=lengths, batch_size=4)
+    assert str(raised.value) == message
+    assert not calls
+
+
+@pytest.mark.parametrize("batch_size", [None, 0, 2.5, True])
+def test_lengths_need_the_rows_of_a_batch(batch_size):
+    step, optimizer = adaptive_step()
+    with pytest.raises(SettingError, match="give the rows of the script's batches"):
+        step.estimate(optimizer, sample, "H100", lengths=[8], batch_size=batch_size)
+
+
+def test_a_step_with_a_split_of_its_own_has_no_rows_of_other_lengths():
+    step, optimizer = adaptive_step(split=lambda batch: None)
+    with pytest.raises(SettingError, match=r"^lengths='together with split': "):
+        step.estimate(optimizer, sample, "H100", lengths=[8], batch_size=4)
+
+
+# --- steps that are planned
+
+
+def test_batches_are_rows_in_their_order_and_from_the_start_again():
+    assert [*batches_in_order([1, 2, 3], 2, num_steps=3)] == [[1, 2], [3, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"micro_batch_tokens": 300}, {"micro_batch_size": 3}, {}], ids=str
+)
+def test_steps_are_planned_as_the_step_runs_them(arguments):
+    model = torch.nn.Linear(1, 1)
+    widths = []
+
+    def forward_backward(part):
+        widths.append(tuple(part.batch["tokens"].shape))
+        (model(torch.ones(1, 1)).sum() * part.share).backward()
+
+    step = AdaptiveStep(model, forward_backward, num_labels=lambda batch: 1, **arguments)
+    lengths = drawn_lengths(24)
+    batches = [*batches_in_order(lengths, 8, num_steps=3)]
+    limit = step.sizer.limit_where_fits(16, length=LONGEST, rows_at_once=8)
+    planned = PlannedSteps.of(batches, limit, partial(step.plan, limit=limit))
+    for batch, shapes in zip(batches, planned.steps, strict=True):
+        step(batch_of(batch))
+        assert [*shapes] == [
+            (len(piece.rows), max(batch[row] for row in piece.rows)) for piece in step.pieces
+        ]
+        assert widths[-len(shapes) :] == [*shapes]
+
+
+# --- logs of shapes
+
+
+def shapes_on(step, device, shapes, **options):
+    def run_shape(rows, length):
+        run(step.model, device.batch, rows, length=length)
+
+    return TracedShapes(step, run_shape, shapes, **options)
+
+
+def test_sizes_between_traced_shapes_are_those_of_a_trace():
+    device = FakeDevice()
+    step = fake_step("AdamW foreach", accumulates=True, device=device)
+    limit = MicroBatchLimit(600, "tokens")
+    batches = batches_in_order(drawn_lengths(), 8, num_steps=8)
+    steps = PlannedSteps.of(batches, limit, lambda batch: micro_batches(batch, limit)).steps
+    all_shapes = [shape for shapes in steps for shape in shapes]
+    between = shapes_on(step, device, all_shapes)
+    traced = shapes_on(step, device, all_shapes, most_traced=10_000)
+    assert traced.is_exact
+    assert not between.is_exact
+    for interpolated, exact in zip(
+        step_logs(step, between, steps), step_logs(step, traced, steps), strict=True
+    ):
+        assert interpolated == exact
+
+
+def test_few_shapes_are_traced_each():
+    device = FakeDevice()
+    step = fake_step(accumulates=True, device=device)
+    shapes = shapes_on(step, device, [Shape(2, 8), Shape(3, 8)] * 10)
+    assert shapes.is_exact
+    assert shapes.num_shapes == 2
+
+
+# --- the allocator
+
+
+def step_log(number, *sizes):
+    """A step that allocates sizes one beside the other and frees them; allocations are numbered
+    from `number` on.
+    """
+    frees = [~(number + place) for place in range(len(sizes))]
+    return array("q", [*sizes, *frees])
+
+
+def replay_of(*steps, budget=1000 * MIB, expandable=False, **options):
+    logs = [array("q", [64 * MIB])]
+    number = 1
+    for sizes in steps:
+        logs.append(step_log(number, *sizes))
+        number += len(sizes)
+    settings = AllocatorSettings(expandable_segments=expandable)
+    return StepReplay(logs, budget_bytes=budget, settings=settings, **options)
+
+
+GROWING = [[size * MIB] for size in (100, 120, 140, 160)]
+
+
+def test_steps_that_grow_reserve_all_that_came_before_unless_the_cache_is_given_back():
+    kept = replay_of(*GROWING, gives_back=False)
+    assert [step.reserved_bytes // MIB for step in kept.steps] == [164, 284, 424, 584]
+    given_back = replay_of(*GROWING)
+    assert [step.reserved_bytes // MIB for step in given_back.steps] == [164, 284, 324, 364]
+    assert given_back.memory.allocated_bytes == 224 * MIB
+    assert given_back.memory.fragmentation == pytest.approx(364 / 224)
+
+
+def test_a_cache_that_is_given_back_is_one_block_of_what_a_step_needs():
+    fragmented = [[10 * MIB] * 10, [100 * MIB], [10 * MIB] * 10, [100 * MIB]]
+    replay = replay_of(*fragmented)
+    assert [step.reserved_bytes // MIB for step in replay.steps] == [164, 264, 164, 164]
+    assert replay_of(*fragmented, expandable=True).steps[-1].reserved_bytes <= 180 * MIB
+
+
+def test_what_runs_out_of_memory_is_named_and_what_is_tried_again_is_counted():
+    replay = replay_of(*GROWING, budget=210 * MIB)
+    assert replay.failed_step == 4
+    assert len(replay.steps) == 3
+    assert replay.memory.describe() == "out of memory in step 4"
+    retried = replay_of(*GROWING[:3], budget=210 * MIB, gives_back=False)
+    assert retried.failed_step is None
+    assert retried.memory.num_retries == 2
+
+
+# --- what is said
+
+
+def test_a_step_says_what_real_lengths_reserve_and_what_expandable_segments_bring(tmp_path):
+    step, optimizer = adaptive_step(micro_batch_tokens=600)
+    estimate = step.estimate(
+        optimizer, sample, ["H100", "2GiB"], lengths=drawn_lengths(), batch_size=8, maximum=16
+    )
+    for device in estimate.devices:
+        replay = device.replay
+        assert (replay.num_steps, replay.batch_size) == (50, 8)
+        assert replay.limit == "600 padded tokens"
+        assert replay.memory.reserved_bytes >= replay.memory.allocated_bytes > 0
+        assert replay.expandable.allocated_bytes == replay.memory.allocated_bytes
+    lines = estimate.table().splitlines()
+    begin = lines.index("the first 50 steps of rows of real lengths:")
+    assert lines[begin + 1].split() == [
+        *("device", "batch_size", "micro-batch", "allocated"),
+        *("reserved", "fragmentation", "retries"),
+    ]
+    assert lines[begin + 2].startswith("H100 (79.11 GiB)")
+    assert lines[begin + 4].startswith(
+        "H100 (79.11 GiB), PYTORCH_ALLOC_CONF=expandable_segments:True: reserved "
+    )
+    assert lines[begin + 6].startswith("sizes of most of the ")
+    estimate.save(tmp_path / "estimate.json")
+    assert read_estimate(tmp_path / "estimate.json") == estimate
+
+
+def test_without_lengths_nothing_is_replayed():
+    step, optimizer = adaptive_step()
+    estimate = step.estimate(optimizer, sample, "H100", maximum=16)
+    assert estimate.devices[0].replay is None
+    assert "real lengths" not in estimate.table()
+
+
+def test_where_no_row_fits_nothing_is_replayed():
+    step, optimizer = adaptive_step()
+    estimate = step.estimate(
+        optimizer, sample, "1MiB", lengths=[8], batch_size=2, maximum=16, context=0
+    )
+    assert estimate.devices[0].lengths[0].max_batch_size == 0
+    assert estimate.devices[0].replay is None
+
+
+def test_expandable_segments_that_are_set_are_not_offered(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    step, optimizer = adaptive_step()
+    estimate = step.estimate(optimizer, sample, "H100", lengths=[8, 20], batch_size=2, maximum=16)
+    assert estimate.devices[0].replay.expandable is None
+    assert "expandable_segments" not in estimate.table()
+
+
+def test_without_a_size_a_part_holds_what_fits():
+    step, optimizer = adaptive_step(micro_batch_size="auto")
+    estimate = step.estimate(optimizer, sample, "H100", lengths=[8], batch_size=40, maximum=16)
+    assert estimate.devices[0].replay.limit == "16 rows"
+
+
+def test_a_step_that_never_splits_holds_what_one_with_room_for_all_rows_holds():
+    memories = []
+    for micro_batch_size in (None, 8):
+        step, optimizer = adaptive_step(micro_batch_size=micro_batch_size)
+        estimate = step.estimate(
+            optimizer, sample, "H100", lengths=[50, 60, 70], batch_size=8, maximum=16
+        )
+        memories.append(estimate.devices[0].replay.memory)
+    assert memories[0] == memories[1]
+
+
+# --- a loop
+
+
+def loop_of(lengths, **arguments):
+    model = Decoder()
+    rows = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
+
+    def mean_loss(batch):
+        return F.cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+    return AdaptiveLoop(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        rows,
+        collate=lambda some: batch_of([len(row["tokens"]) for row in some]),
+        mean_loss=mean_loss,
+        **arguments,
+    )
+
+
+def test_a_loop_replays_its_own_steps():
+    lengths = drawn_lengths()
+    loop = loop_of(lengths, batch_size=8, micro_batch_tokens=600)
+    batches = [*loop._next_batches(16)]
+    assert len(batches) == 50
+    drawn = [[len(row["tokens"]) for row in rows] for rows in loop]
+    assert [[lengths[number] for number in batch] for batch in batches[:15]] == drawn
+    estimate = loop.estimate("H100", lengths=torch.tensor(lengths), maximum=16)
+    assert estimate.devices[0].replay.limit == "600 padded tokens"
+    assert loop.progress.steps == 0
+
+
+def test_a_loop_that_takes_what_fits_is_replayed_with_that():
+    loop = loop_of(drawn_lengths(), batch_size="max")
+    estimate = loop.estimate("H100", lengths=drawn_lengths(), maximum=16)
+    assert estimate.devices[0].replay.batch_size == 16
+
+
+def test_a_loop_needs_the_length_of_each_of_its_rows():
+    loop = loop_of(drawn_lengths(), batch_size=8)
+    with pytest.raises(SettingError) as raised:
+        loop.estimate("H100", lengths=[8, 9])
+    assert str(raised.value) == (
+        "lengths='2 numbers': give one for each of the 120 rows of the dataset"
+    )
