@@ -340,7 +340,7 @@ class StepReplay:
         self._allocator = CachingAllocator(budget_bytes, settings)
         self._makes_blocks = not settings.expandable_segments
         self._gives_back = gives_back
-        # The most bytes that a step has allocated beside what was there when it began.
+        # The most bytes that were allocated in a step.
         self._needed_bytes = 0
         self.steps: list[StepMemory] = []
         self.failed_step: int | None = None
@@ -367,22 +367,20 @@ class StepReplay:
         allocator = self._allocator
         if self._gives_back and self.steps:
             self._begin_step()
-        begin_bytes = allocator.allocated_bytes
-        allocator.peak_allocated_bytes = begin_bytes
+        allocator.peak_allocated_bytes = allocator.allocated_bytes
         allocator.replay(log)
         peak_bytes = allocator.peak_allocated_bytes
-        self._needed_bytes = max(self._needed_bytes, peak_bytes - begin_bytes)
+        self._needed_bytes = max(self._needed_bytes, peak_bytes)
         self.steps.append(StepMemory(peak_bytes, allocator.reserved_bytes))
 
     def _begin_step(self) -> None:
         """Give the cache back where it is larger or smaller than what a step needs."""
         allocator = self._allocator
-        total_bytes = allocator.allocated_bytes + self._needed_bytes
-        if abs(allocator.reserved_bytes / total_bytes - 1) <= _TOLERANCE:
+        if abs(allocator.reserved_bytes / self._needed_bytes - 1) <= _TOLERANCE:
             return
         allocator.empty_cache()
-        missing_bytes = total_bytes - allocator.reserved_bytes
-        has_room = total_bytes <= allocator.capacity_bytes
+        missing_bytes = self._needed_bytes - allocator.reserved_bytes
+        has_room = self._needed_bytes <= allocator.capacity_bytes
         if self._makes_blocks and missing_bytes > 0 and has_room:
             allocator.free(allocator.malloc(missing_bytes))
 

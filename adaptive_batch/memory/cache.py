@@ -8,23 +8,27 @@ from contextlib import contextmanager
 
 from adaptive_batch._util import format_bytes
 
-from .device import DeviceMemory, Held
+from .device import DeviceMemory
 
 log = logging.getLogger("adaptive_batch")
 
-# The cache is made anew where the allocator holds this part more or less than a step needs.
+# The cache is made anew where the allocator holds this part more or less than steps need.
 _TOLERATED = 0.05
-# What it holds is pointed out where that is this part more, in spite of all.
-_MUCH = 0.1
+# A step that is larger by no more than this part needs more in proportion.
+_PROPORTIONAL = 0.1
+# What is held is pointed out where it is this part more than steps need, in spite of the block.
+_POINTED_OUT = 0.1
 # By then the optimizer's states are there, and lengths have varied.
 _STEPS_UNTIL_POINTED_OUT = 20
-# Each time that the cache was made anew, the next time is further off, so that of N steps where it
-# does not help the cube root of 200 N make it.
-_CUBE = 200
+# After so many blocks that did not help none is made.
+_MOST_USELESS = 4
+# The n-th block is made so many steps after the one before: n squared over this, and one.
+_WAIT_DIVISOR = 64
 
 
 class AllocatorCache:
-    """Makes one block of all that a step needs beside what stays, where fragments pile up.
+    """Makes one block of all that a step needs beside what is alive between steps, where the cache
+    has fragmented.
 
     A cached block serves whatever is smaller, and nothing that is larger: for that the device is
     asked anew, and both stay. A large block is divided, and is whole again once the step is over.
@@ -36,14 +40,18 @@ class AllocatorCache:
     def __init__(self, memory: DeviceMemory) -> None:
         self._memory = memory
         self._steps = 0
-        self._num_made = 0
+        self._num_blocks = 0
         self._next_step = 0
+        # What was held beyond the need when the first and the last block were made.
+        self._first_excess = 0.0
+        self._last_excess = 0.0
+        # Blocks in a row after which no less was held.
+        self._num_useless = 0
         self._has_warned = False
-        # Of the largest micro-batch so far.
+        # Size of the largest micro-batch so far.
         self._largest = 0
-        # Bytes that its step allocates beside what stays; 0 before it has run.
-        self._needs = 0
-        self._at_begin: Held | None = None
+        # Most bytes that were allocated by the end of a step; 0 before one has run.
+        self._needed_bytes = 0
 
     def begin_step(self, sizes: Iterable[int]) -> None:
         """Make room for a step.
@@ -51,54 +59,71 @@ class AllocatorCache:
         Args:
             sizes: tokens of each micro-batch; rows where their lengths are not known.
         """
-        held = self._memory.held()
-        self._at_begin = held
-        if held is None:
+        if not self._memory.divides_large_blocks:
             return
         self._steps += 1
-        needs = self._needs
         size = max(sizes, default=0)
-        if size > self._largest:
-            if self._largest:
-                needs = int(needs * size / self._largest)
-            self._largest = size
-        if not self._needs:
+        growth = size / max(1, self._largest)
+        self._largest = max(size, self._largest)
+        if not self._needed_bytes:
             return
-        excess = held.reserved_bytes / (held.allocated_bytes + needs) - 1
+        if growth > 1 + _PROPORTIONAL:
+            # What it needs is not known, and its blocks are made first.
+            self._memory.empty_cache()
+            return
+        wanted_bytes = int(self._needed_bytes * max(1.0, growth))
+        held_bytes = self._memory.reserved_bytes()
+        excess = held_bytes / wanted_bytes - 1
         if abs(excess) <= _TOLERATED:
             return
-        if self._steps >= self._next_step:
-            self._num_made += 1
-            self._next_step = self._steps + 1 + self._num_made**2 * 3 // _CUBE
-            self._memory.make_block(held.allocated_bytes + needs)
-        elif excess > _MUCH and self._steps > _STEPS_UNTIL_POINTED_OUT and not self._has_warned:
-            self._has_warned = True
-            log.info(
-                "the allocator holds %s where steps need %s: their lengths fragment its cache;"
-                " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start, leaves most"
-                " of the difference free",
-                format_bytes(held.reserved_bytes),
-                format_bytes(held.allocated_bytes + needs),
-            )
+        if self._num_useless < _MOST_USELESS and self._steps >= self._next_step:
+            self._make_block(wanted_bytes, excess)
+        elif excess > _POINTED_OUT and self._steps > _STEPS_UNTIL_POINTED_OUT:
+            self._point_out(held_bytes)
+
+    def _make_block(self, wanted_bytes: int, excess: float) -> None:
+        if self._num_blocks == 0:
+            self._first_excess = excess
+        comes_again = self._num_blocks > 0 and self._steps == self._next_step
+        is_useless = comes_again and excess >= self._last_excess
+        self._num_useless = self._num_useless + 1 if is_useless else 0
+        self._last_excess = excess
+        if self._num_useless == _MOST_USELESS:
+            if excess > self._first_excess:
+                self._memory.empty_cache()
+            return
+        self._num_blocks += 1
+        self._next_step = self._steps + 1 + self._num_blocks**2 // _WAIT_DIVISOR
+        self._memory.make_block(wanted_bytes)
+
+    def _point_out(self, held_bytes: int) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        log.info(
+            "the allocator holds %s where no more than %s was allocated: steps of different lengths"
+            " fragment its cache; PYTORCH_ALLOC_CONF=expandable_segments:True, set before the"
+            " start, leaves most of the difference free",
+            format_bytes(held_bytes),
+            format_bytes(self._needed_bytes),
+        )
 
     def end_step(self) -> None:
-        """Learn what the step has needed, where its peak was the highest so far."""
-        before = self._at_begin
-        held = self._memory.held()
-        if before is not None and held is not None and held.peak_bytes > before.peak_bytes:
-            self._needs = max(self._needs, held.peak_bytes - before.allocated_bytes)
+        """Learn what steps need."""
+        if self._memory.divides_large_blocks:
+            self._needed_bytes = max(self._needed_bytes, self._memory.peak_bytes())
 
     @contextmanager
     def apart(self) -> Iterator[None]:
         """Inside, something else runs than training; what it allocates is no peak of training, nor
         of the statistics that a script reads.
         """
-        before = self._memory.held()
+        peak_bytes = self._memory.peak_bytes()
         try:
             yield
         finally:
-            if before is not None:
-                self._memory.restore_peak(before.peak_bytes)
+            self._memory.restore_peak(peak_bytes)
+            self.look_again()
 
     def look_again(self) -> None:
         """Take it that something else has used the cache, so that the next step looks at it."""
@@ -106,5 +131,5 @@ class AllocatorCache:
 
     def forget(self) -> None:
         """Take it that steps will be of other sizes."""
-        self._largest = self._needs = 0
+        self._largest = self._needed_bytes = 0
         self.look_again()

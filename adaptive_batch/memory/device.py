@@ -8,6 +8,7 @@ raises the ``torch.OutOfMemoryError`` that a GPU raises.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import sys
@@ -24,6 +25,8 @@ from adaptive_batch.errors import SettingError
 
 from .curve import Trace
 from .tracker import MemoryTracker, storage_bytes
+
+log = logging.getLogger("adaptive_batch")
 
 GIB = 1024**3
 
@@ -43,11 +46,12 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 # PyTorch reads its allocator's settings from the first of these that is set.
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-# A device gives memory in multiples of this.
-_PAGE = 2 * 1024**2
-
 # Settings by which a large block serves large requests alone.
 _LIMITS_OF_DIVISION = {"max_split_size_mb", "roundup_power2_divisions"}
+
+# The allocator takes more than is asked for up to this size; so much is also left of a device whose
+# memory is taken as one block, for blocks of other kinds.
+_LEAST_BLOCK = 20 * 1024**2
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
@@ -201,14 +205,11 @@ class Usage:
             say.
         retried: the allocator had to give back its cache and ask again: a size that does this is
             too large.
-        allocated_bytes: the highest sum alive where `peak_bytes` is what an allocator reserved;
-            None where the device cannot say.
         trace: bytes alive after each operation; None where the device cannot say.
     """
 
     resident_bytes: int
     peak_bytes: int | None = None
-    allocated_bytes: int | None = None
     retried: bool = False
     trace: Trace | None = None
 
@@ -226,21 +227,6 @@ class Room:
     def total_bytes(self) -> int:
         """All that this process may hold."""
         return self.held_bytes + self.free_bytes
-
-
-@dataclass(frozen=True)
-class Held:
-    """What a caching allocator holds, in bytes.
-
-    Attributes:
-        allocated_bytes: of tensors that are alive.
-        peak_bytes: most that was allocated since the statistics of peaks began.
-        reserved_bytes: taken from the device, the cache included.
-    """
-
-    allocated_bytes: int
-    peak_bytes: int
-    reserved_bytes: int
 
 
 class DeviceMemory(Protocol):
@@ -263,15 +249,9 @@ class DeviceMemory(Protocol):
         """
 
     def measure(
-        self, resident: Iterable[torch.Tensor], *, budget_bytes: int, block_bytes: int = 0
+        self, resident: Iterable[torch.Tensor], *, budget_bytes: int
     ) -> AbstractContextManager[Usage]:
-        """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there.
-
-        Args:
-            resident: tensors that are alive.
-            budget_bytes: what may be held.
-            block_bytes: what an allocator holds before, most of it in one free block.
-        """
+        """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there."""
 
     def release(self) -> None:
         """Give back what nothing refers to any more; statistics of peaks start afresh."""
@@ -281,21 +261,28 @@ class DeviceMemory(Protocol):
         script's.
         """
 
-    def held(self) -> Held | None:
-        """What an allocator holds now; None where there is none whose large blocks are divided."""
+    @property
+    def divides_large_blocks(self) -> bool:
+        """Whether an allocator's cached blocks serve whatever is smaller."""
+
+    def peak_bytes(self) -> int:
+        """What was allocated at most since peaks are counted; 0 where nobody can say."""
 
     def make_block(self, num_bytes: int) -> None:
         """Give an allocator's cache back, and let it hold so many bytes with all that is alive, in
-        one block that is free.
+        one block that is free; only the former where the device has less. No peak changes.
         """
 
     def restore_peak(self, peak_bytes: int) -> None:
         """Give an allocator's cache back, and let its statistics say that so many bytes were
-        allocated at most.
+        allocated at most, where they say more.
         """
 
     def room(self) -> Room | None:
         """What can be allocated now, without giving anything back; None where nobody can say."""
+
+    def reserved_bytes(self) -> int:
+        """What an allocator holds now, its cache included; 0 where nobody can say."""
 
     def num_retries(self) -> int:
         """How often an allocator has given back its cache and asked again, so far; 0 where none
@@ -367,9 +354,7 @@ class CountedMemory:
         return min(self.total_bytes(), available + storage_bytes(resident))
 
     @contextmanager
-    def measure(
-        self, resident: Iterable[torch.Tensor], *, budget_bytes: int, block_bytes: int = 0
-    ) -> Iterator[Usage]:
+    def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
         counter = MemoryTracker(budget_bytes)
         counter.add(resident)
         usage = Usage(resident_bytes=counter.live_bytes)
@@ -388,8 +373,10 @@ class CountedMemory:
     def empty_cache(self) -> None:
         """Do nothing: there is none."""
 
-    def held(self) -> Held | None:
-        return None
+    divides_large_blocks = False
+
+    def peak_bytes(self) -> int:
+        return 0
 
     def make_block(self, num_bytes: int) -> None:
         """Do nothing: there is no cache."""
@@ -399,6 +386,9 @@ class CountedMemory:
 
     def room(self) -> Room | None:
         return None
+
+    def reserved_bytes(self) -> int:
+        return 0
 
     def num_retries(self) -> int:
         return 0
@@ -423,9 +413,7 @@ class AcceleratorMemory:
         self.device = device
         own = getattr(torch, device.type, None)
         self._backend: Any = backend or (own if hasattr(own, "memory_stats") else torch.accelerator)
-        self._divides_large_blocks = (
-            hasattr(self._backend, "memory_snapshot") and large_blocks_are_divided()
-        )
+        self.divides_large_blocks = self._backend is torch.cuda and large_blocks_are_divided()
 
     def check_it_can_be_measured(self) -> None:
         if not hasattr(self._backend, "memory_stats"):
@@ -444,25 +432,19 @@ class AcceleratorMemory:
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
         self.release()
-        return self._free_and_total()[0] + self._statistic("memory_reserved")
+        return self._free_and_total()[0] + self.reserved_bytes()
 
     @contextmanager
-    def measure(
-        self, resident: Iterable[torch.Tensor], *, budget_bytes: int, block_bytes: int = 0
-    ) -> Iterator[Usage]:
+    def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
         self.release()
         usage = Usage(resident_bytes=self._statistic("memory_allocated"))
         retries = self.num_retries()
         with self._limited(budget_bytes):
-            if block_bytes:
-                self.make_block(block_bytes)
-                self._reset_peaks()
             try:
                 yield usage
             finally:
                 self._backend.synchronize(self.device)
                 usage.peak_bytes = self._statistic("max_memory_reserved") or None
-                usage.allocated_bytes = self._statistic("max_memory_allocated") or None
                 usage.retried = self.num_retries() > retries
         if usage.peak_bytes is not None and usage.peak_bytes > budget_bytes:
             raise torch.OutOfMemoryError(
@@ -488,7 +470,7 @@ class AcceleratorMemory:
 
     def room(self) -> Room | None:
         allocated = self._statistic("memory_allocated")
-        reserved = self._statistic("memory_reserved")
+        reserved = self.reserved_bytes()
         # The backend does not count.
         if not reserved:
             return None
@@ -497,49 +479,62 @@ class AcceleratorMemory:
     def _reservable_bytes(self) -> int:
         """Return what the allocator can take from the device beside what it holds."""
         free, total = self._free_and_total()
-        allowed = int(self._fraction() * total) - self._statistic("memory_reserved")
+        allowed = int(self._fraction() * total) - self.reserved_bytes()
         return max(0, min(free, allowed))
 
-    def held(self) -> Held | None:
-        if not self._divides_large_blocks:
-            return None
-        statistics = self._backend.memory_stats(self.device)
-        return Held(
-            statistics["allocated_bytes.all.current"],
-            statistics["allocated_bytes.all.peak"],
-            statistics["reserved_bytes.all.current"],
-        )
+    def peak_bytes(self) -> int:
+        return self._statistic("max_memory_allocated")
 
     def make_block(self, num_bytes: int) -> None:
-        if not self._divides_large_blocks:
-            return
-        of_other_streams = self._bytes_of_other_streams()
+        of_others = self._bytes_of_others()
+        peak_bytes = self.peak_bytes()
         self.empty_cache()
-        # What other streams had is not for this one, and they will ask for it again.
-        others_return = of_other_streams - self._bytes_of_other_streams()
-        self._make_block_of(num_bytes - self._statistic("memory_reserved") - others_return)
+        # What others had is not for this stream, and they will ask for it again.
+        others_return = of_others - self._bytes_of_others()
+        block_bytes = num_bytes - self.reserved_bytes() - others_return
+        if block_bytes + _LEAST_BLOCK > self._reservable_bytes():
+            return
+        self._allocate_once(block_bytes)
+        # The block is no peak of the script's.
+        if self.peak_bytes() > peak_bytes:
+            self._reset_peaks()
+            self._allocate_once(min(block_bytes, peak_bytes - self._statistic("memory_allocated")))
 
     def restore_peak(self, peak_bytes: int) -> None:
-        if not self._divides_large_blocks:
+        if self.peak_bytes() <= peak_bytes:
             return
         self.empty_cache()
         self._reset_peaks()
-        self._make_block_of(peak_bytes - self._statistic("memory_allocated"))
+        missing_bytes = peak_bytes - self._statistic("memory_allocated")
+        if missing_bytes + _LEAST_BLOCK <= self._reservable_bytes():
+            self._allocate_once(missing_bytes)
 
-    def _make_block_of(self, block_bytes: int) -> None:
-        """Allocate and free a block, or a smaller one that the device has."""
-        block_bytes = min(block_bytes, self._reservable_bytes() // _PAGE * _PAGE)
-        if block_bytes > 0:
-            torch.empty(block_bytes, dtype=torch.uint8, device=self.device)
+    def _allocate_once(self, num_bytes: int) -> None:
+        """Allocate and free a block; nothing where it would be one among others of its kind, or
+        where another program has taken the memory in the meantime.
+        """
+        if num_bytes < _LEAST_BLOCK:
+            return
+        try:
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError:
+            log.debug("%d bytes were free and are not any more", num_bytes)
 
-    def _bytes_of_other_streams(self) -> int:
-        """Return what the allocator holds for streams other than the current one."""
-        current = self._backend.current_stream(self.device).cuda_stream
-        return sum(
-            segment["total_size"]
-            for segment in self._backend.memory_snapshot()
-            if segment["device"] == self.device.index and segment["stream"] != current
-        )
+    def _bytes_of_others(self) -> int:
+        """Return what the allocator holds for other streams than the current one, and in pools of
+        their own, as CUDA graphs have them.
+        """
+        current = self._backend.current_stream(self.device)
+        total_bytes = 0
+        for segment in self._backend.memory_snapshot():
+            pool = segment.get("segment_pool_id", (0, 0))
+            is_own = segment["stream"] == current.cuda_stream and tuple(pool) == (0, 0)
+            if segment["device"] == current.device_index and not is_own:
+                total_bytes += segment["total_size"]
+        return total_bytes
+
+    def reserved_bytes(self) -> int:
+        return self._statistic("memory_reserved")
 
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:

@@ -52,8 +52,6 @@ class Trial:
             asked again.
         held_bytes: most bytes held before memory ran out; None where it did not, or where that is
             not known.
-        allocated_bytes: the part of `peak_bytes` that tensors had at most, where an allocator holds
-            more; None where not known.
     """
 
     batch_size: int
@@ -63,7 +61,6 @@ class Trial:
     trace: Trace | None = field(default=None, repr=False, compare=False)
     retried: bool = False
     held_bytes: int | None = None
-    allocated_bytes: int | None = None
 
 
 def measured_curve(trials: Iterable[Trial]) -> MemoryCurve | None:

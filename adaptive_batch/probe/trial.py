@@ -175,12 +175,8 @@ class DryRun:
     ) -> None:
         self._exit.close()
 
-    def __call__(self, batch_size: int, *, block_bytes: int = 0) -> Trial:
+    def __call__(self, batch_size: int) -> Trial:
         """Try `batch_size` rows.
-
-        Args:
-            batch_size: rows.
-            block_bytes: see :meth:`.DeviceMemory.measure`; of a trial of steps.
 
         Raises:
             RuntimeError: the trial failed for another reason than memory; that size is not "too
@@ -197,9 +193,7 @@ class DryRun:
             else:
                 self._drop_gradients()
                 run = partial(self._run_steps, self._steps(batch_size))
-                usage = self._measure(
-                    run, phase, self.budget_bytes, prepare=False, block_bytes=block_bytes
-                )
+                usage = self._measure(run, phase, self.budget_bytes, prepare=False)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
@@ -213,14 +207,7 @@ class DryRun:
                 retried=self._retried,
                 held_bytes=self._held_bytes,
             )
-        return Trial(
-            batch_size,
-            True,
-            usage.peak_bytes,
-            optimizer_peak_bytes,
-            usage.trace,
-            allocated_bytes=usage.allocated_bytes,
-        )
+        return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
     def time(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
         """Run micro-batches one after the other, and return the seconds that each took.
@@ -263,24 +250,7 @@ class DryRun:
         """
         for optimizer in self._optimizers:
             place = list(optimizer_state_tensors([optimizer]))
-            optimizer.register_step_pre_hook(lambda *_, place=place: self._give_place(place))
-
-    def _give_place(self, place: list[torch.Tensor]) -> None:
-        """Release the place of an optimizer's state, where nothing else has room for it: in the
-        block that a trial has left, state would keep all of it from ever being given back.
-        """
-        if place and self._memory.held() is not None:
-            # Of the step, gradients alone are still in that block.
-            parameters = [p for p in self._model.parameters() if p.grad is not None]
-            on_host = []
-            for parameter in parameters:
-                assert parameter.grad is not None
-                on_host.append(parameter.grad.cpu())
-                parameter.grad = None
-            self._memory.empty_cache()
-            for parameter, gradient in zip(parameters, on_host, strict=True):
-                parameter.grad = gradient.to(parameter.device)
-        place.clear()
+            optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())
 
     def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
         """Try to evaluate `batch_size` rows, in evaluation mode.
@@ -370,7 +340,6 @@ class DryRun:
         *,
         prepare: bool = True,
         is_timed: bool = False,
-        block_bytes: int = 0,
     ) -> Usage | None:
         """Run, and return what it used; None where it does not fit on some rank.
 
@@ -381,9 +350,7 @@ class DryRun:
             RankLostError: out of memory where the other ranks cannot be told.
             RuntimeError: it failed for another reason than memory.
         """
-        attempt = self._attempt(
-            run, what, budget_bytes, prepare=prepare, is_timed=is_timed, block_bytes=block_bytes
-        )
+        attempt = self._attempt(run, what, budget_bytes, prepare=prepare, is_timed=is_timed)
         usage = attempt.usage
         self._retried = usage is not None and usage.retried
         self._held_bytes = attempt.held_bytes
@@ -422,7 +389,6 @@ class DryRun:
         *,
         prepare: bool,
         is_timed: bool,
-        block_bytes: int,
     ) -> _Attempt:
         """Run until it ends or runs out of memory.
 
@@ -435,9 +401,7 @@ class DryRun:
             if prepare:
                 self._prepare_gradients()
             attempt.is_prepared = True
-            measuring = self._memory.measure(
-                self._resident(), budget_bytes=budget_bytes, block_bytes=block_bytes
-            )
+            measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
             counts_in_python = self._memory.granularity_bytes == 1
             # Counting in Python would be timed along with the run.
             if is_timed and counts_in_python:

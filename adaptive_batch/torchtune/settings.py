@@ -161,9 +161,8 @@ class ProbeSettings:
     )
     headroom: float | str = key(
         checked(check_headroom),
-        "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one CUDA device,"
-        " and 0.05 elsewhere: on several ranks, for a stream, and with an allocator whose large"
-        " blocks are not divided (`max_split_size_mb`)",
+        "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one accelerator"
+        " with `PYTORCH_ALLOC_CONF=expandable_segments:True`, and 0.05 elsewhere",
         default="auto",
     )
     sequence_length: int | str = key(

@@ -61,10 +61,9 @@ log = logging.getLogger("adaptive_batch")
 
 SEARCHES = ("predict", "binary", "halve")
 
-# What is left free by default. Where trials are steps of training's own lengths, and the allocator
-# holds one block or segments that expand, training takes a percent more than trials have shown.
-# With neither that was an out-of-memory error in 3 runs of 18.
-_HEADROOM_OF_OWN_LENGTHS = 0.01
+# What is left free by default. With expandable segments lengths that vary take a percent more than
+# trials of such lengths have shown; without, that was an out-of-memory error in 3 runs of 18.
+_HEADROOM_EXPANDABLE = 0.01
 _HEADROOM = 0.05
 
 # Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
@@ -80,7 +79,8 @@ class ProbeOptions:
         device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9,
             or None for what is available.
         headroom: share of that which is left free, in [0, 1); ``auto`` for 1% where trials are
-            whole steps of training's own lengths on a CUDA device, and 5% elsewhere.
+            whole steps of training's own lengths and the allocator has expandable segments, and 5%
+            elsewhere.
         maximum: the most rows that are tried.
         search: ``predict``, ``binary`` or ``halve``.
         round_to_power_of_two: whether the power of two at or below the bound is tried too; it is
@@ -178,9 +178,6 @@ class BoundSearch:
         self._fewest = fewest_rows(tried.runner.model)
         self._budget = self.budget_bytes()
         self._dry_run = self._new_dry_run()
-        self._curve = self._cache.expected()
-        # Bytes by rows, of trials that fitted.
-        self._allocated: dict[int, int] = {}
 
     def budget_bytes(self) -> int:
         """Return what a trial on this rank may use, in bytes.
@@ -212,12 +209,9 @@ class BoundSearch:
     def headroom(self) -> float:
         """The share of memory that is left free."""
         headroom = self._options.headroom
-        if not isinstance(headroom, str):
-            return headroom
-        stays_whole = segments_expand() or self._memory.held() is not None
-        if self._fragments and stays_whole:
-            return _HEADROOM_OF_OWN_LENGTHS
-        return _HEADROOM
+        if isinstance(headroom, str):
+            return _HEADROOM_EXPANDABLE if self._fragments and segments_expand() else _HEADROOM
+        return headroom
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
@@ -325,7 +319,7 @@ class BoundSearch:
             budget_bytes=budget,
             maximum=self._maximum,
             resident_bytes=resident_bytes,
-            expected=self._curve,
+            expected=self._cache.expected(),
         )
         result = run_search(
             self._run_trial,
@@ -353,29 +347,13 @@ class BoundSearch:
         self._rows.first(size)
         with self._time_limit(f"a trial of {count(size, 'row')}{self._of_tokens}"):
             if self._evaluation is None:
-                trial = self._dry_run(size, block_bytes=self._expected_bytes(size))
-                if trial.allocated_bytes:
-                    self._allocated[size] = trial.allocated_bytes
-                return trial
+                return self._dry_run(size)
             evaluate = self._evaluation.run
             try:
                 return self._dry_run.evaluation(lambda size: evaluate(self._rows.first(size)), size)
             except RankLostError as lost:
                 lost.facts["trial_rows_val"] = size
                 raise
-
-    def _expected_bytes(self, size: int) -> int:
-        """Return what a trial will allocate within the budget, from which training makes one block;
-        0 where that is not known.
-        """
-        expected = 0.0
-        if len(self._allocated) > 1:
-            less, more = sorted(self._allocated)[-2:]
-            slope = (self._allocated[more] - self._allocated[less]) / (more - less)
-            expected = self._allocated[more] + slope * (size - more)
-        elif self._curve is not None:
-            expected = self._curve.peak_bytes(size)
-        return int(min(expected, self._budget))
 
     def _fastest(
         self, choices: Choices, result: ProbeResult, seconds_of_search: float

@@ -100,14 +100,26 @@ def test_a_block_makes_the_allocator_hold_so_much_and_serves_what_is_smaller():
     torch.cuda.empty_cache()
 
 
-def test_a_block_is_no_larger_than_what_the_device_has():
+@pytest.mark.parametrize("missing", [-1 * MIB, 5 * MIB, 2**40])
+def test_no_block_is_made_of_what_the_device_has_no_room_for(missing):
     memory = device_memory(CUDA)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
+    held = torch.cuda.memory_reserved()
     retries = memory.num_retries()
-    memory.make_block(2 * free)
-    assert torch.cuda.mem_get_info()[0] < 2 * MIB
+    memory.make_block(held + free + missing)
+    assert torch.cuda.memory_reserved() == held
     assert memory.num_retries() == retries
+
+
+def test_a_block_is_no_peak():
+    memory = device_memory(CUDA)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
+    peak = torch.cuda.max_memory_allocated()
+    memory.make_block(torch.cuda.memory_reserved() + 500 * MIB)
+    assert torch.cuda.max_memory_allocated() == peak
     torch.cuda.empty_cache()
 
 
@@ -122,26 +134,38 @@ def test_a_block_leaves_room_for_what_other_streams_had():
     torch.cuda.empty_cache()
 
 
-def test_a_peak_is_put_back():
+def test_a_block_leaves_pools_of_their_own_alone():
     memory = device_memory(CUDA)
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
-    before = memory.held()
-    torch.empty(300 * MIB, dtype=torch.uint8, device=CUDA)
-    memory.restore_peak(before.peak_bytes)
-    assert torch.cuda.max_memory_allocated() == before.peak_bytes
-    assert memory.held() == before
+    held = torch.cuda.memory_reserved()
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        kept = torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
+    memory.make_block(held + 300 * MIB)
+    assert torch.cuda.memory_reserved() == held + 300 * MIB
+    del kept, pool
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("segments", ["expandable_segments:False", "expandable_segments:True"])
+def test_a_peak_is_put_back(segments):
+    program = """
+from adaptive_batch.memory import device_memory
+memory = device_memory(torch.device("cuda", 0))
+def allocate(mebibytes):
+    torch.empty(mebibytes * 2**20, dtype=torch.uint8, device="cuda")
+allocate(100)
+before = memory.peak_bytes()
+allocate(300)
+memory.restore_peak(before)
+assert torch.cuda.max_memory_allocated() == before, torch.cuda.max_memory_allocated()
+"""
+    on_the_stack(program, PYTORCH_ALLOC_CONF=segments)
 
 
 @pytest.mark.parametrize(
     "settings", ["expandable_segments:True", "max_split_size_mb:200", "backend:cudaMallocAsync"]
 )
-def test_an_allocator_that_does_not_divide_large_blocks_is_left_alone(monkeypatch, settings):
+def test_where_large_blocks_are_not_divided_none_is_made(monkeypatch, settings):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
-    memory = device_memory(CUDA)
-    reserved = torch.cuda.memory_reserved()
-    memory.make_block(2**40)
-    assert memory.held() is None
-    assert torch.cuda.memory_reserved() == reserved
+    assert not device_memory(CUDA).divides_large_blocks

@@ -125,15 +125,3 @@ def test_rows_at_once_come_back_with_the_memory_that_was_taken_away(share):
         share == 0.1 or max(during[-10:]) < bound
     )  # with a tenth less, steps without the longest rows fit as they are
     assert max(run.steps(50)) >= 0.9 * bound
-
-
-def test_after_the_first_step_all_that_training_does_not_keep_can_be_given_back():
-    run = Run()
-    run.loop.batch_size = run.loop.find_bound(headroom=0.0).max_batch_size
-    peak = torch.cuda.max_memory_allocated()
-    run.steps(1)
-    run.steps(3)
-    assert torch.cuda.memory_reserved() > 0.9 * peak
-    # Another program may want it, as where rows are generated between steps.
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() - torch.cuda.memory_allocated() < 0.01 * peak

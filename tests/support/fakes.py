@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from adaptive_batch.estimate import CachingAllocator
-from adaptive_batch.memory import Held
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import Trial
 
@@ -112,21 +111,24 @@ class CachingMemory(CountedMemory):
     def release(self) -> None:
         self.empty_cache()
 
-    def held(self) -> Held | None:
-        allocator = self.allocator
-        return Held(
-            allocator.allocated_bytes, allocator.peak_allocated_bytes, allocator.reserved_bytes
-        )
+    divides_large_blocks = True
+
+    def reserved_bytes(self) -> int:
+        return self.allocator.reserved_bytes
+
+    def peak_bytes(self) -> int:
+        return self.allocator.peak_allocated_bytes
 
     def make_block(self, num_bytes: int) -> None:
+        peak_bytes = self.allocator.peak_allocated_bytes
         self.empty_cache()
-        self._make_block_of(num_bytes - self.allocator.reserved_bytes)
+        self._allocate_once(num_bytes - self.allocator.reserved_bytes)
+        self.allocator.peak_allocated_bytes = peak_bytes
 
     def restore_peak(self, peak_bytes: int) -> None:
         self.empty_cache()
-        self.allocator.peak_allocated_bytes = self.allocator.allocated_bytes
-        self._make_block_of(peak_bytes - self.allocator.allocated_bytes)
+        self.allocator.peak_allocated_bytes = peak_bytes
 
-    def _make_block_of(self, block_bytes: int) -> None:
-        if block_bytes > 0:
-            self.allocator.free(self.allocator.malloc(block_bytes))
+    def _allocate_once(self, num_bytes: int) -> None:
+        if num_bytes > 0:
+            self.allocator.free(self.allocator.malloc(num_bytes))

@@ -542,8 +542,8 @@ def test_a_trial_that_made_the_allocator_ask_again_ran_and_does_not_fit():
         asks = False
 
         @contextmanager
-        def measure(self, resident, **sizes):
-            with super().measure(resident, **sizes) as usage:
+        def measure(self, resident, *, budget_bytes):
+            with super().measure(resident, budget_bytes=budget_bytes) as usage:
                 yield usage
                 usage.retried = self.asks
 

@@ -32,8 +32,8 @@ class InBlocks(CountedMemory):
     granularity_bytes = BLOCK
 
     @contextmanager
-    def measure(self, resident: Iterable[torch.Tensor], **sizes: int) -> Iterator[Usage]:
-        with super().measure(resident, **sizes) as usage:
+    def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
+        with super().measure(resident, budget_bytes=budget_bytes) as usage:
             yield usage
         usage.trace = None
         if usage.peak_bytes is not None:

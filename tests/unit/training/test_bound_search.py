@@ -108,25 +108,17 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
     assert f"max_batch_size: {expected}" in result.table()
 
 
-class CacheOfItsOwn(CachingMemory):
-    """An allocator whose large blocks are not divided."""
-
-    def held(self) -> None:
-        return None
-
-
 @pytest.mark.parametrize(
     ("memory", "has_order", "segments", "headroom", "left_free"),
     [
         (CachingMemory(), True, "expandable_segments:True", "auto", 0.01),
-        (CachingMemory(), True, "expandable_segments:False", "auto", 0.01),
-        (CacheOfItsOwn(), True, "expandable_segments:False", "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:False", "auto", 0.05),
         (CachingMemory(), False, "expandable_segments:True", "auto", 0.05),
         (CachingMemory(), True, "expandable_segments:True", 0.2, 0.2),
         (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", "auto", 0.05),
     ],
 )
-def test_less_is_left_free_where_trials_are_of_trainings_own_lengths_and_memory_stays_whole(
+def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_lengths(
     monkeypatch, memory, has_order, segments, headroom, left_free
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
