@@ -23,12 +23,10 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_bool, check_state, check_whole, instance_of
 from adaptive_batch.data import (
     MicroBatch,
@@ -71,7 +69,7 @@ from .step_runner import StepRunner
 from .trials import TriedStep, WorstRows
 
 if TYPE_CHECKING:
-    from adaptive_batch.estimate import FakeDevice, Fit, MemoryEstimate, PlannedSteps
+    from adaptive_batch.estimate import MemoryEstimate
 
 log = logging.getLogger("adaptive_batch")
 
@@ -519,79 +517,38 @@ class AdaptiveStep:
             SettingError: an argument cannot be used, or the model needs values, which fake tensors
                 do not have.
         """
-        from adaptive_batch.estimate import CONTEXT_BYTES, DevicesAsHost, LengthPlan, estimate_step
+        from adaptive_batch.estimate import CONTEXT_BYTES, estimate_step
+
+        from .sampled_step import SampledStep
 
         check_parameters(self.model, optimizer)
         if not callable(sample):
             raise SettingError("sample", sample, "give a function of a number of rows")
-        # A model on the meta device draws no random numbers; the sample may.
-        device = self.memory.device
-        if device.type == "meta":
-            device = torch.device("cpu")
-        length = length_in_sample(sample, self._split_batch, device)
+        sampled = SampledStep(
+            sample,
+            self._forward_backward,
+            self._split_batch,
+            self.sizer,
+            self.plan,
+            device=self.memory.device,
+            keeps_columns=self._is_compiled,
+        )
         length_plan = None
-
-        def run(device: FakeDevice, num_rows: int, width: int | None = None) -> None:
-            with disable_current_modes():
-                batch = sample(num_rows)
-                if width is not None:
-                    batch = RowsOfBatch(batch).shortened(width)
-            on_device = {"batch": batch}
-            device.batch(on_device)
-            with DevicesAsHost():
-                self._forward_backward(Part(on_device["batch"], num_rows, is_trial=True))
-
         if lengths is not None:
-            length_plan = LengthPlan(self._steps_of(lengths, batch_size, longest=length), run)
+            length_plan = sampled.length_plan(lengths, batch_size)
         return estimate_step(
             self.model,
             optimizer,
-            run,
+            sampled.run,
             lambda: None,
             devices,
-            sequence_length=max(1, length),
+            sequence_length=max(1, sampled.longest),
             accumulates=self.sizer.may_split,
             maximum=check_whole("maximum", maximum),
             context=CONTEXT_BYTES if context is None else context,
             headroom=headroom,
             length_plan=length_plan,
         )
-
-    def _steps_of(
-        self, lengths: Any, batch_size: int | None, *, longest: int
-    ) -> Callable[[Fit], PlannedSteps]:
-        """Return a function that plans steps of rows of these lengths where so much fits.
-
-        Raises:
-            SettingError: lengths or batch size cannot be used.
-        """
-        from adaptive_batch.estimate import PlannedSteps, batches_in_order, checked_lengths
-
-        if isinstance(self._split_batch, OwnSplit):
-            remedy = "leave lengths out: with split= it is not known how shorter rows look"
-            raise SettingError("lengths", "together with split", remedy)
-        if not longest:
-            remedy = "nothing in sample(1) shows the tokens of a row; leave lengths out"
-            raise SettingError("lengths", "of a sample", remedy)
-        remedy = "give the rows of the script's batches, which lengths are drawn into"
-        rows = check_whole("batch_size", batch_size, remedy=remedy)
-        tokens = checked_lengths(lengths, longest=longest, owner="the longest row of sample(1)")
-
-        def steps(fit: Fit) -> PlannedSteps:
-            limit = self.sizer.limit_where_fits(
-                fit.max_batch_size, length=longest, rows_at_once=rows
-            )
-
-            def divide(batch: Sequence[int]) -> list[MicroBatch]:
-                pieces = self.plan(batch, limit)
-                if self._is_compiled:
-                    # Shapes that change would compile again, so parts keep the batch's columns.
-                    return [replace(piece, length=max(batch)) for piece in pieces]
-                return pieces
-
-            return PlannedSteps.of(batches_in_order(tokens, rows), limit, divide)
-
-        return steps
 
     # --- state
 

@@ -1,0 +1,116 @@
+"""The step of a script as an estimate runs it: batches come from a sample of the longest rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._util import check_whole
+from adaptive_batch.data import MicroBatch, MicroBatchLimit
+from adaptive_batch.errors import SettingError
+from adaptive_batch.estimate import (
+    DevicesAsHost,
+    FakeDevice,
+    Fit,
+    LengthPlan,
+    PlannedSteps,
+    batches_in_order,
+    checked_lengths,
+)
+
+from .parts import OwnSplit, Part, RowsOfBatch, Splittable, length_in_sample
+from .sizing import MicroBatchSizer
+
+
+class SampledStep:
+    """Runs batches of a sample on a device that is not here, and plans steps of real lengths.
+
+    Args:
+        sample: function that returns the `n` longest rows as a batch.
+        forward_backward: function that runs a part.
+        split_batch: function that makes a batch ready to be split.
+        sizer: decides what a micro-batch may hold.
+        plan: function that returns the micro-batches of rows of some lengths within a limit.
+        device: of the model.
+        keeps_columns: whether parts keep the batch's columns, as where another shape would be
+            compiled.
+
+    Attributes:
+        longest: tokens of the sample's longest row; 0 where nothing shows them.
+    """
+
+    def __init__(
+        self,
+        sample: Callable[[int], Any],
+        forward_backward: Callable[[Part], object],
+        split_batch: Callable[[Any], Splittable],
+        sizer: MicroBatchSizer,
+        plan: Callable[[Sequence[int], MicroBatchLimit], list[MicroBatch]],
+        *,
+        device: torch.device,
+        keeps_columns: bool,
+    ) -> None:
+        self._sample = sample
+        self._forward_backward = forward_backward
+        self._split_batch = split_batch
+        self._sizer = sizer
+        self._plan = plan
+        self._keeps_columns = keeps_columns
+        # A model on the meta device draws no random numbers; the sample may.
+        if device.type == "meta":
+            device = torch.device("cpu")
+        self.longest = length_in_sample(sample, split_batch, device)
+
+    def run(self, device: FakeDevice, num_rows: int, width: int | None = None) -> None:
+        """Run forward and backward of rows.
+
+        Args:
+            device: where tensors have no memory.
+            num_rows: rows of the batch.
+            width: tokens that they are padded to; None for those of the sample.
+        """
+        with disable_current_modes():
+            batch = self._sample(num_rows)
+            if width is not None:
+                batch = RowsOfBatch(batch).shortened(width)
+        on_device = {"batch": batch}
+        device.batch(on_device)
+        with DevicesAsHost():
+            self._forward_backward(Part(on_device["batch"], num_rows, is_trial=True))
+
+    def length_plan(self, lengths: Any, batch_size: int | None) -> LengthPlan:
+        """Return how rows of these lengths are divided and run.
+
+        Raises:
+            SettingError: lengths or batch size cannot be used.
+        """
+        if isinstance(self._split_batch, OwnSplit):
+            remedy = "leave lengths out: with split= it is not known how shorter rows look"
+            raise SettingError("lengths", "together with split", remedy)
+        if not self.longest:
+            remedy = "nothing in sample(1) shows the tokens of a row; leave lengths out"
+            raise SettingError("lengths", "of a sample", remedy)
+        remedy = "give the rows of the script's batches, which lengths are drawn into"
+        rows = check_whole("batch_size", batch_size, remedy=remedy)
+        tokens = checked_lengths(
+            lengths, longest=self.longest, owner="the longest row of sample(1)"
+        )
+
+        def steps(fit: Fit) -> PlannedSteps:
+            limit = self._sizer.limit_where_fits(
+                fit.max_batch_size, length=self.longest, rows_at_once=rows
+            )
+
+            def divide(batch: Sequence[int]) -> list[MicroBatch]:
+                pieces = self._plan(batch, limit)
+                if self._keeps_columns:
+                    return [replace(piece, length=max(batch)) for piece in pieces]
+                return pieces
+
+            return PlannedSteps.of(batches_in_order(tokens, rows), limit, divide)
+
+        return LengthPlan(steps, self.run)
