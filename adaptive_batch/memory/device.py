@@ -231,11 +231,13 @@ class Room:
 
 class DeviceMemory(Protocol):
     """One device, asked about its memory. Sizes are in bytes; peaks are known to
-    `granularity_bytes`.
+    `granularity_bytes`; `divides_large_blocks` says whether an allocator's cached blocks serve
+    whatever is smaller.
     """
 
     device: torch.device
     granularity_bytes: int
+    divides_large_blocks: bool
 
     def describe(self) -> str:
         """Name of the device, which the cache of a bound depends on."""
@@ -260,10 +262,6 @@ class DeviceMemory(Protocol):
         """Give an allocator's cache back, and leave the statistics of peaks, which are the
         script's.
         """
-
-    @property
-    def divides_large_blocks(self) -> bool:
-        """Whether an allocator's cached blocks serve whatever is smaller."""
 
     def peak_bytes(self) -> int:
         """What was allocated at most since peaks are counted; 0 where nobody can say."""
@@ -324,6 +322,7 @@ class CountedMemory:
     """
 
     granularity_bytes = 1
+    divides_large_blocks = False
 
     def __init__(self, device: torch.device, *, shared_by: int = 1) -> None:
         self.device = device
@@ -372,8 +371,6 @@ class CountedMemory:
 
     def empty_cache(self) -> None:
         """Do nothing: there is none."""
-
-    divides_large_blocks = False
 
     def peak_bytes(self) -> int:
         return 0
