@@ -128,6 +128,9 @@ def train(run: StackRun) -> Outcome:
         run.headroom,
     )
     job = Job(cfg, Settings.from_config(cfg))
+    if not run.probes:
+        # What is compared is the step, without the block that training makes for later ones.
+        job.memory.divides_large_blocks = False
     length = run.combination.length
     lengths = (length,) * 4096
     if run.probes:

@@ -109,6 +109,8 @@ def on_cuda(
     job = Job(
         cfg, Settings.from_config(cfg), Unloaded() if builder_of(cfg) else None, needs=TO_PLAN
     )
+    # The block that training makes for later steps is none of the step's own.
+    job.memory.divides_large_blocks = False
     data = Data(job, [made_up_row(8, packed=False)], packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
     trainer = Trainer(
