@@ -30,6 +30,7 @@ from .result import (
     ranked,
     read_estimate,
 )
+from .simulated_memory import SimulatedMemory
 from .tracker import StepTrace
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "PlannedSteps",
     "ReplayedMemory",
     "Run",
+    "SimulatedMemory",
     "StepReplay",
     "StepTrace",
     "Target",

@@ -19,10 +19,12 @@ import torch
 from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import AllocatorCache
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .fake_step import FEW, MORE, FakeDevice, FakeStep
 from .result import Fit, LengthReplay, ReplayedMemory, Target
+from .simulated_memory import SimulatedMemory
 from .step_log import LogWriter, Phase
 
 # Steps that are replayed: by then the states are there, and most shapes were met.
@@ -31,8 +33,6 @@ REPLAYED_STEPS = 50
 MOST_TRACED = 6
 # Lengths that more shapes are traced at: the shortest, the longest, and between them.
 _NUM_LENGTHS = 3
-# In training the cache is given back where it differs by more from what a step needs.
-_TOLERANCE = 0.05
 
 
 class Shape(NamedTuple):
@@ -320,9 +320,9 @@ class StepReplay:
         logs: loading, and each step.
         budget_bytes: what the allocator may take of the device.
         settings: of the allocator.
-        gives_back: whether the cache is given back before a step, as in training, where what is
-            reserved differs by more than 5% from what steps have needed so far. Then a block of
-            what is missing is made and freed, and later allocations are parts of it.
+        largest: tokens of the largest micro-batch of each step, by which the cache is kept from
+            fragmenting as in training (:class:`~adaptive_batch.memory.AllocatorCache`); None for an
+            allocator that is left to itself.
 
     Attributes:
         steps: what each step has shown, up to the one that ran out of memory.
@@ -335,20 +335,21 @@ class StepReplay:
         *,
         budget_bytes: int,
         settings: AllocatorSettings,
-        gives_back: bool = True,
+        largest: Sequence[int] | None = None,
     ) -> None:
         self._allocator = CachingAllocator(budget_bytes, settings)
-        self._makes_blocks = not settings.expandable_segments
-        self._gives_back = gives_back
-        # The most bytes that were allocated in a step.
-        self._needed_bytes = 0
+        is_kept_whole = largest is not None and not settings.expandable_segments
+        self._cache = AllocatorCache(
+            SimulatedMemory(self._allocator, divides_large_blocks=is_kept_whole)
+        )
         self.steps: list[StepMemory] = []
         self.failed_step: int | None = None
         loading, *logs_of_steps = logs
         self._allocator.replay(loading)
-        for number, log in enumerate(logs_of_steps, start=1):
+        sizes = largest or [0] * len(logs_of_steps)
+        for number, (log, size) in enumerate(zip(logs_of_steps, sizes, strict=True), start=1):
             try:
-                self._run_step(log)
+                self._run_step(log, size)
             except torch.OutOfMemoryError:
                 self.failed_step = number
                 break
@@ -363,26 +364,13 @@ class StepReplay:
             failed_step=self.failed_step,
         )
 
-    def _run_step(self, log: Sequence[int]) -> None:
+    def _run_step(self, log: Sequence[int], size: int) -> None:
         allocator = self._allocator
-        if self._gives_back and self.steps:
-            self._begin_step()
+        self._cache.begin_step([size])
         allocator.peak_allocated_bytes = allocator.allocated_bytes
         allocator.replay(log)
-        peak_bytes = allocator.peak_allocated_bytes
-        self._needed_bytes = max(self._needed_bytes, peak_bytes)
-        self.steps.append(StepMemory(peak_bytes, allocator.reserved_bytes))
-
-    def _begin_step(self) -> None:
-        """Give the cache back where it is larger or smaller than what a step needs."""
-        allocator = self._allocator
-        if abs(allocator.reserved_bytes / self._needed_bytes - 1) <= _TOLERANCE:
-            return
-        allocator.empty_cache()
-        missing_bytes = self._needed_bytes - allocator.reserved_bytes
-        has_room = self._needed_bytes <= allocator.capacity_bytes
-        if self._makes_blocks and missing_bytes > 0 and has_room:
-            allocator.free(allocator.malloc(missing_bytes))
+        self._cache.end_step()
+        self.steps.append(StepMemory(allocator.peak_allocated_bytes, allocator.reserved_bytes))
 
 
 def replay_lengths(
@@ -395,7 +383,10 @@ def replay_lengths(
 ) -> LengthReplay:
     """Return what the allocator of a device does in the steps, and with expandable segments."""
     logs = list(step_logs(step, shapes, planned.steps))
-    replay = StepReplay(logs, budget_bytes=budget_bytes, settings=settings)
+    largest = []
+    for micro_batches in planned.steps:
+        largest.append(max((shape.rows * shape.length for shape in micro_batches), default=0))
+    replay = StepReplay(logs, budget_bytes=budget_bytes, settings=settings, largest=largest)
     expandable = None
     if not settings.expandable_segments:
         expandable = StepReplay(

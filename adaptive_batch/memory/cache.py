@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from adaptive_batch._util import format_bytes
-
-from .device import DeviceMemory
 
 log = logging.getLogger("adaptive_batch")
 
@@ -26,6 +25,22 @@ _MOST_USELESS = 4
 _WAIT_DIVISOR = 64
 
 
+class CachedMemory(Protocol):
+    """What is asked of a device whose allocator has a cache; see :class:`.DeviceMemory`."""
+
+    divides_large_blocks: bool
+
+    def reserved_bytes(self) -> int: ...
+
+    def peak_bytes(self) -> int: ...
+
+    def empty_cache(self) -> None: ...
+
+    def make_block(self, num_bytes: int) -> None: ...
+
+    def restore_peak(self, peak_bytes: int) -> None: ...
+
+
 class AllocatorCache:
     """Makes one block of all that a step needs beside what is alive between steps, where the cache
     has fragmented.
@@ -37,7 +52,7 @@ class AllocatorCache:
         memory: memory of the device; one whose allocator caches nothing is left alone.
     """
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    def __init__(self, memory: CachedMemory) -> None:
         self._memory = memory
         self._steps = 0
         self._num_blocks = 0

@@ -115,9 +115,7 @@ def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
     all_shapes = [shape for some in steps.steps for shape in some]
     shapes = TracedShapes(step, run, all_shapes, most_traced=most_traced)
     logs = list(step_logs(step, shapes, steps.steps))
-    replay = StepReplay(
-        logs, budget_bytes=2**50, settings=AllocatorSettings.from_environment(), gives_back=False
-    )
+    replay = StepReplay(logs, budget_bytes=2**50, settings=AllocatorSettings.from_environment())
     return [tuple(memory) for memory in replay.steps]
 
 

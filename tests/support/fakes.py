@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from adaptive_batch.estimate import CachingAllocator
+from adaptive_batch.estimate import CachingAllocator, SimulatedMemory
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import Trial
 
@@ -92,7 +92,7 @@ class FakeBackend:
         self.reserved = self.allocated
 
 
-class CachingMemory(CountedMemory):
+class CachingMemory(SimulatedMemory, CountedMemory):
     """A CPU whose allocator has a cache, and is PyTorch's as it is simulated; counts how often its
     cache is given back.
     """
@@ -100,35 +100,13 @@ class CachingMemory(CountedMemory):
     granularity_bytes = 2 * 2**20
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.allocator = CachingAllocator(2**50)
+        CountedMemory.__init__(self, torch.device("cpu"))
+        SimulatedMemory.__init__(self, CachingAllocator(2**50))
         self.releases = 0
 
     def empty_cache(self) -> None:
         self.releases += 1
-        self.allocator.empty_cache()
+        super().empty_cache()
 
     def release(self) -> None:
         self.empty_cache()
-
-    divides_large_blocks = True
-
-    def reserved_bytes(self) -> int:
-        return self.allocator.reserved_bytes
-
-    def peak_bytes(self) -> int:
-        return self.allocator.peak_allocated_bytes
-
-    def make_block(self, num_bytes: int) -> None:
-        peak_bytes = self.allocator.peak_allocated_bytes
-        self.empty_cache()
-        self._allocate_once(num_bytes - self.allocator.reserved_bytes)
-        self.allocator.peak_allocated_bytes = peak_bytes
-
-    def restore_peak(self, peak_bytes: int) -> None:
-        self.empty_cache()
-        self.allocator.peak_allocated_bytes = peak_bytes
-
-    def _allocate_once(self, num_bytes: int) -> None:
-        if num_bytes > 0:
-            self.allocator.free(self.allocator.malloc(num_bytes))

@@ -190,7 +190,9 @@ def test_fragments_that_stay_are_said_once_and_no_more_blocks_are_made(caplog):
 class Plain(CachingMemory):
     """Its allocator has no blocks that are divided."""
 
-    divides_large_blocks = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.divides_large_blocks = False
 
 
 def test_a_device_without_such_an_allocator_is_left_alone():

@@ -1,0 +1,48 @@
+"""The simulated allocator, asked as the memory of a device is."""
+
+from __future__ import annotations
+
+from .allocator import CachingAllocator
+
+
+class SimulatedMemory:
+    """What :class:`~adaptive_batch.memory.AllocatorCache` asks of a device, of a simulated one.
+
+    Args:
+        allocator: of the device.
+        divides_large_blocks: whether cached blocks serve whatever is smaller, as without expandable
+            segments.
+    """
+
+    def __init__(self, allocator: CachingAllocator, *, divides_large_blocks: bool = True) -> None:
+        self.allocator = allocator
+        self.divides_large_blocks = divides_large_blocks
+
+    def reserved_bytes(self) -> int:
+        """What the allocator holds now, its cache included."""
+        return self.allocator.reserved_bytes
+
+    def peak_bytes(self) -> int:
+        """What was allocated at most since peaks are counted."""
+        return self.allocator.peak_allocated_bytes
+
+    def empty_cache(self) -> None:
+        """Give the cache back."""
+        self.allocator.empty_cache()
+
+    def make_block(self, num_bytes: int) -> None:
+        """Give the cache back, and hold so many bytes with all that is alive, in one free block;
+        only the former where the device has less.
+        """
+        allocator = self.allocator
+        peak_bytes = allocator.peak_allocated_bytes
+        self.empty_cache()
+        block_bytes = num_bytes - allocator.reserved_bytes
+        if block_bytes > 0 and num_bytes <= allocator.capacity_bytes:
+            allocator.free(allocator.malloc(block_bytes))
+        allocator.peak_allocated_bytes = peak_bytes
+
+    def restore_peak(self, peak_bytes: int) -> None:
+        """Give the cache back, and count so many bytes as the peak."""
+        self.empty_cache()
+        self.allocator.peak_allocated_bytes = peak_bytes
