@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -65,13 +65,19 @@ class Sharding:
         """Whether a rank without a micro-batch runs a dummy, as the others wait for it."""
         return self.is_sharded or (is_last and self.reduces_in_backward)
 
-    @contextmanager
     def micro_batch(
         self, *, is_last: bool = True, evaluates: bool = False, is_trial: bool = False
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[object]:
         """Inside, one micro-batch runs forward and backward, or forward alone; the gradients of the
         last are reduced in any case.
         """
+        if not self._modules:
+            return nullcontext()
+        return self._recorded(is_last=is_last, evaluates=evaluates)
+
+    @contextmanager
+    def _recorded(self, *, is_last: bool, evaluates: bool) -> Iterator[None]:
+        """Note the collectives of the micro-batch that runs inside."""
         if self.is_sharded and not self._syncs_every and not evaluates:
             for module in self._modules:
                 module.set_requires_gradient_sync(is_last, recurse=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,14 @@ class EpochPlan:
             return self.sizes[step]
         return min(self.step_rows, self.rows - step * self.step_rows)
 
-    @property
+    @cached_property
     def stepped_rows(self) -> int:
         """Rows that the epoch's steps have."""
         if self.sizes is None:
             return min(self.rows, self.slots)
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def slots(self) -> int:
         """Rows that the epoch's steps could have; a short last step counts in full where the others
         are of one size.

@@ -200,15 +200,15 @@ class StepRunner:
             idle: micro-batch that is named in errors where this rank has none.
         """
         pieces: list[MicroBatch | None] = []
-        ends = set()
+        reduced: list[bool] = []
         assert division.counts is not None, "ranks have not agreed on the division"
         for part, num_pieces in zip(division.parts, division.counts, strict=True):
             assert len(part) <= num_pieces, (
                 f"{len(part)} micro-batches on this rank of {num_pieces} agreed upon"
             )
             pieces += [*part, *[None] * (num_pieces - len(part))]
-            ends.add(len(pieces) - 1)
-        reduced = [number in ends for number in range(len(pieces))]
+            if num_pieces:
+                reduced += [*[False] * (num_pieces - 1), True]
         self.cache.begin_step(piece.padded_tokens or len(piece.rows) for piece in pieces if piece)
 
         def run_number(number: int) -> None:
