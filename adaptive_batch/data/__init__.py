@@ -32,6 +32,7 @@ from .read_ahead import ReadAhead
 from .reader import RowReader
 from .step_planner import Event, PlannedRows, StepPlanner
 from .step_queue import StepQueue
+from .step_rows import StepRows
 from .token_sampler import batches_by_tokens, plan_batches
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "Sampling",
     "StepPlanner",
     "StepQueue",
+    "StepRows",
     "balance_by_rows",
     "balance_by_tokens",
     "batches_by_tokens",

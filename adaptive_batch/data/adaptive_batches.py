@@ -240,6 +240,12 @@ class AdaptiveBatches(Sampler[list[int]]):
             raise SettingError("batch_size", batch_size, remedy)
         self._planner.take_batch_size(check_whole("batch_size", batch_size))
 
+    def rows_on_largest_rank(self, batch_size: int) -> int:
+        """Return the rows of a step on the rank that has most: there may be other ranks than
+        training began with.
+        """
+        return -(-batch_size * self._planner.ranks // distributed.data_parallel_size())
+
     def couple(
         self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples"
     ) -> None:

@@ -17,6 +17,7 @@ from adaptive_batch.schedules import (
     EpochPlan,
     Pace,
     Progress,
+    Reference,
     Seesaw,
     decay_of,
     next_batch_size,
@@ -164,6 +165,15 @@ class StepPlanner:
     def ranks(self) -> int:
         """The number that a step has `batch_size` rows for each of."""
         return self.epochs.ranks
+
+    def configured_batch(self, ranks: int) -> Reference:
+        """Return the global batch that is configured, of so many ranks: what a rate was chosen
+        for.
+        """
+        batching = self.batching
+        if isinstance(batching.batch_size_schedule, Seesaw) and batching.batch_tokens:
+            return Reference(batching.batch_tokens * ranks, "tokens")
+        return Reference(batching.batch_size * ranks, "rows")
 
     @property
     def plan(self) -> EpochPlan:

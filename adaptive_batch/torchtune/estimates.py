@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
-from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -457,12 +456,10 @@ class _Step:
         limit = sizer.limit_where_fits(
             fit.max_batch_size, length=fit.sequence_length, rows_at_once=batch_size
         )
-        epochs = self._bounds.rows.epochs
-        # An epoch has a step or more.
-        batch_sizes = dict.fromkeys(range(REPLAYED_STEPS), batch_size)
-        batches = []
-        for _, numbers, _ in islice(epochs.ahead(Progress(), batch_sizes), REPLAYED_STEPS):
-            batches.append(data.dataset.lengths[numbers].tolist())
+        steps = self._bounds.rows.epochs.rows_ahead(
+            Progress(), batch_size=batch_size, num_steps=REPLAYED_STEPS
+        )
+        batches = [data.dataset.lengths[numbers].tolist() for numbers in steps]
         return PlannedSteps.of(
             batches, limit, lambda lengths: micro_batches(lengths, limit, sizer.layout)
         )

@@ -14,12 +14,8 @@ the learning rate.
 from __future__ import annotations
 
 import logging
-import operator
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,26 +28,22 @@ from adaptive_batch._util import check_built_alike, check_state, check_whole, in
 from adaptive_batch.data import (
     AdaptiveBatches,
     DatasetAdapter,
-    Event,
     MicroBatchLimit,
     RowLength,
-    RowReader,
     Sampling,
+    StepRows,
 )
 from adaptive_batch.distributed import reshard
-from adaptive_batch.errors import NonfiniteLossError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.schedules import Clock, Progress, Reference, Schedule, Seesaw, rate_rule
+from adaptive_batch.schedules import Clock, Progress, Schedule, Seesaw
 
 from .adaptive_step import check_sizes
-from .agreement import Question
 from .bound_search import ProbeOptions
-from .loop_events import LoopEvents
-from .model_checks import check_gradients_are_clear, check_parameters
-from .nonfinite import NonfiniteSteps
+from .loop_rate import LoopRate
+from .loop_step import LoopStep
+from .model_checks import check_parameters
 from .options import StepOptions
-from .pending_step import PendingStep
-from .rate import AdaptiveRate
 from .row_step import RowStep
 from .step_result import StepResult
 
@@ -106,10 +98,6 @@ class AdaptiveLoop:
             ``"8192tok"``; None for `batch_size` on all ranks.
         sampling: order of rows, steps that hold tokens, and whether rules may pass the bound.
         options: how a step runs.
-
-    Attributes:
-        learning_rate: rate that :meth:`run` has set for the last step, of the first group; None
-            before it.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -174,56 +162,30 @@ class AdaptiveLoop:
             batch_size_schedule=batch_size_schedule,
             sampling=sampling,
         )
-        self._events = LoopEvents(options.event, num_rows=len(rows))
         if options.event is not None:
             self._batches.tell(options.event)
         if isinstance(batch_size_schedule, Seesaw):
             self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
-        lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
-        self._reference = reference_batch_size
-        if self._seeks_maximum and lr_scaling != "none" and reference_batch_size is None:
-            remedy = (
-                "with batch_size='max' it is not known before a search; give the global batch that"
-                " lr was chosen for"
-            )
-            raise SettingError("reference_batch_size", None, remedy)
-        self._rate = AdaptiveRate(
+        self._rate = LoopRate(
             optimizer,
             lr_scheduler,
+            self._batches,
             lr_scaling=lr_scaling,
-            reference_batch_size=self._reference_on(distributed.data_parallel_size()),
-            lr_clock=Clock.from_config(options.lr_clock),
-            scale_with_batch=options.scale_with_batch,
+            reference_batch_size=reference_batch_size,
+            is_sought=self._seeks_maximum,
+            options=options,
         )
-        self._nonfinite = NonfiniteSteps(
-            options.on_nonfinite_loss,
-            drop_gradients=self._step.step.runner.drop_gradients,
-            event=partial(_log_event, options.event),
+        self._rows = StepRows(self._batches, rows)
+        self._loop_step = LoopStep(
+            model,
+            optimizer,
+            step=self._step,
+            batches=self._batches,
+            rows=self._rows,
+            rate=self._rate,
+            options=options,
         )
-        self._reader = RowReader(rows)
-        self._built_with = {
-            "batch_size": batch_size,
-            "reference_batch_size": reference_batch_size,
-            "lr_scaling": lr_scaling,
-            "lr_clock": str(Clock.from_config(options.lr_clock)),
-            "scale_with_batch": dict(options.scale_with_batch or {}),
-        }
-        self._pending_step = PendingStep(model, optimizer)
-        self._rows_ahead = _RowsAhead()
-        self._described_batch = first_batch_size
-        self.learning_rate: float | None = None
-        self._warned_unlabelled = False
-
-    def _reference_on(self, ranks: int) -> Reference | int | str | None:
-        """Return the global batch that the rates belong to; the run began on so many ranks."""
-        if self._reference is not None:
-            return self._reference
-        batching = self._batches.planner.batching
-        if self._seeks_maximum:
-            return None
-        if isinstance(batching.batch_size_schedule, Seesaw) and batching.batch_tokens:
-            return Reference(batching.batch_tokens * ranks, "tokens")
-        return Reference(batching.batch_size * ranks, "rows")
+        self._built_with = {"batch_size": batch_size, **self._rate.built_with}
 
     # --- what fits
 
@@ -269,7 +231,7 @@ class AdaptiveLoop:
         result = self._step.find_bound(
             self._optimizer,
             replace(options, maximum=min(maximum, rows_of_epoch)),
-            step_rows=self._rows_at_most(self.batch_size),
+            step_rows=self._batches.rows_on_largest_rank(self.batch_size),
             # On fewer ranks than training began with, even a rule's batch that is cut to the bound
             # is more rows than that.
             splits=planner.batching.grow_beyond_maximum
@@ -308,6 +270,16 @@ class AdaptiveLoop:
             lengths: tokens of each row of the dataset, in its order: a sequence of whole numbers,
                 or a tensor or an array of one dimension. None replays nothing.
         """
+        from adaptive_batch.estimate import REPLAYED_STEPS
+
+        def next_rows(max_batch_size: int) -> Iterator[list[int]]:
+            batch_size = self.batch_size
+            if self._seeks_maximum and self.max_batch_size is None:
+                batch_size = max_batch_size
+            return self._batches.planner.epochs.rows_ahead(
+                self.progress.at_epoch_start(), batch_size=batch_size, num_steps=REPLAYED_STEPS
+            )
+
         return self._step.estimate(
             self._optimizer,
             devices,
@@ -315,27 +287,8 @@ class AdaptiveLoop:
             context=context,
             headroom=headroom,
             lengths=lengths,
-            batches=self._next_batches,
+            batches=next_rows,
         )
-
-    def _next_batches(self, max_batch_size: int) -> Iterator[list[int]]:
-        """Yield the row numbers of the next steps, from epoch to epoch.
-
-        Args:
-            max_batch_size: rows of a step where the batch is what fits.
-        """
-        from adaptive_batch.estimate import REPLAYED_STEPS
-
-        batch_size = self.batch_size
-        if self._seeks_maximum and self.max_batch_size is None:
-            batch_size = max_batch_size
-        # An epoch has a step or more.
-        first_epoch = self.progress.epoch
-        batch_sizes = dict.fromkeys(range(first_epoch, first_epoch + REPLAYED_STEPS), batch_size)
-        begin = self.progress.at_epoch_start()
-        steps = self._batches.planner.epochs.ahead(begin, batch_sizes)
-        for _, numbers, _ in islice(steps, REPLAYED_STEPS):
-            yield numbers
 
     # --- training
 
@@ -358,7 +311,7 @@ class AdaptiveLoop:
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now; lowered where memory runs out, and grown back."""
-        return self._sizer.limit(self._rows_at_most(self.batch_size))
+        return self._sizer.limit(self._batches.rows_on_largest_rank(self.batch_size))
 
     @property
     def max_batch_size(self) -> int | None:
@@ -369,6 +322,13 @@ class AdaptiveLoop:
     def num_out_of_memory(self) -> int:
         """Steps that were run again after running out of memory."""
         return self._sizer.num_out_of_memory
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The rate that :meth:`run` has set for the last step, of the first group; None before
+        it.
+        """
+        return self._loop_step.learning_rate
 
     @property
     def is_trial(self) -> bool:
@@ -382,17 +342,8 @@ class AdaptiveLoop:
         taken ahead of :meth:`run`.
         """
         self._seek_maximum()
-        self._rows_ahead.clear()
-        queue = self._batches.queue
-        asks_for_tokens = self._batches.planner.batching.batch_size_schedule is not None
-        for step in queue.steps():
-            self._describe_batch()
-            rows = self._reader.read(step.own, following=step.following)
-            if asks_for_tokens:
-                queue.count_tokens(
-                    sum(distributed.all_gather(sum(map(self._step.dataset.length, rows))))
-                )
-            self._rows_ahead.add(rows)
+        for rows in self._rows.steps():
+            self._rate.describe_batch()
             yield rows
 
     def _seek_maximum(self) -> None:
@@ -436,81 +387,7 @@ class AdaptiveLoop:
         """
         if not torch.is_grad_enabled():
             raise ValueError("gradients are off, as under torch.no_grad(): run() needs them")
-        self._rows_ahead.check_is_first(rows)
-        step = self._batches.queue.waiting[0]
-        rows_at_once = self._rows_at_most(step.progress.batch)
-        self._step.check_fits(rows_at_once)
-        reshard(self._model)
-        check_gradients_are_clear(
-            self._model, self._optimizer, mine=self._step.step.sharding.of_this_rank
-        )
-        progress = self.progress
-        self._events.begins(progress)
-        began = time.perf_counter()
-        question = Question(step.progress.batch, len(step.numbers))
-        result = self._step.run(rows, rows_at_once=rows_at_once, question=question)
-        batch = result.tokens if self._rate.counts_tokens else result.rows
-        self.learning_rate = self._rate.apply(progress, batch=batch)["lr"]
-        try:
-            self._nonfinite.drops(
-                result,
-                step=progress.steps + 1,
-                lr=self.learning_rate,
-                epoch=progress.epoch,
-                batch_size=step.progress.batch,
-                micro_batch=self._sizer.limit(rows_at_once),
-            )
-        except NonfiniteLossError:
-            self._rate.restore()
-            raise
-        if not result.micro_batches and not self._warned_unlabelled:
-            self._warned_unlabelled = True
-            log.warning(
-                "a step of %d rows had no label to learn from; see num_labels, if that should"
-                " not be",
-                result.rows,
-            )
-        self._rows_ahead.drop_first()
-        self._end_step(step.numbers, result, seconds=time.perf_counter() - began)
-        self._pending_step.ran()
-        return result
-
-    def _end_step(self, numbers: Sequence[int], result: StepResult, *, seconds: float) -> None:
-        """Count a step as done, and its epoch where it is over."""
-        queue = self._batches.queue
-        planner = self._batches.planner
-        progress = queue.done(tokens=result.tokens, ends_epoch=False)
-        assert self.learning_rate is not None
-        self._events.step(
-            result,
-            progress,
-            numbers=numbers,
-            lr=self.learning_rate,
-            seconds=seconds,
-            num_out_of_memory=self.num_out_of_memory,
-        )
-        if planner.is_over(progress):
-            self._events.epoch(progress, planner.epochs.left_out(progress))
-            queue.end_epoch()
-
-    def _rows_at_most(self, batch_size: int) -> int:
-        """Return the rows of a step on the rank that has most: there may be other ranks than
-        training began with.
-        """
-        return -(-batch_size * self._batches.planner.ranks // distributed.data_parallel_size())
-
-    def _describe_batch(self) -> None:
-        """Log once of each batch size how the rate stands to it, where nothing scales the rate."""
-        planner = self._batches.planner
-        if planner.batch_size == self._described_batch:
-            return
-        self._described_batch = planner.batch_size
-        configured = planner.batching.batch_size * planner.ranks
-        line = self._rate.describe_unscaled(
-            planner.batch_size * planner.ranks, configured=configured
-        )
-        if line and distributed.is_rank_zero():
-            log.info("%s", line)
+        return self._loop_step.run(rows)
 
     # --- resuming
 
@@ -524,7 +401,7 @@ class AdaptiveLoop:
             ValueError: the gradients of the last step wait for ``optimizer.step()``, which a run
                 that resumes would not take.
         """
-        self._pending_step.check_taken()
+        self._loop_step.check_taken()
         return {
             "batches": self._batches.state_dict(),
             "step": self._step.state_dict(),
@@ -549,55 +426,6 @@ class AdaptiveLoop:
             self._built_with, state["built_with"], what="loop", sets_batch="set loop.batch_size"
         )
         self._batches.load_state_dict(state["batches"])
-        self._rows_ahead.clear()
-        self._events.forget_beginning()
+        self._loop_step.resume()
         self._step.load_state_dict(state["step"])
-        reference = self._reference_on(self._batches.planner.ranks)
-        if isinstance(reference, Reference):
-            self._rate.refer_to(reference)
         self._rate.load_state_dict(state["rate"])
-
-
-class _RowsAhead:
-    """The rows of each step that was handed out and has not been run, the oldest first."""
-
-    def __init__(self) -> None:
-        self._steps: list[list[Any]] = []
-
-    def add(self, rows: list[Any]) -> None:
-        self._steps.append(rows)
-
-    def drop_first(self) -> None:
-        self._steps.pop(0)
-
-    def clear(self) -> None:
-        self._steps.clear()
-
-    def check_is_first(self, rows: Sequence[Any]) -> None:
-        """Refuse rows that are not those of the first step."""
-        waiting = self._steps
-        if not waiting or len(rows) != len(waiting[0]):
-            next_rows = f"{len(waiting[0])} rows come next" if waiting else "none are waiting"
-            raise ValueError(
-                f"{len(rows)} rows were given, and {next_rows}: run each step that is handed out"
-                " once, in order"
-            )
-        # Rows may have been copied on their way, so only those of another step are known to be
-        # wrong.
-        if not _are_same(rows, waiting[0]) and any(_are_same(rows, later) for later in waiting):
-            raise ValueError(
-                "a step that was handed out before has not been run: run each step once, in order"
-            )
-
-
-def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(rows) == len(others) and all(map(operator.is_, rows, others))
-
-
-def _log_event(
-    event: Event | None, kind: str, message: str, *, prints: bool = True, **facts: Any
-) -> None:
-    if prints and distributed.is_rank_zero():
-        log.warning("%s", message)
-    if event is not None:
-        event(kind, message, prints=False, **facts)

@@ -96,6 +96,16 @@ def test_the_most_that_fits_is_sought_as_an_epoch_begins_or_its_length_is_asked_
     assert sizes(train(training(batch_size="max"))) == [len(ROWS)]
 
 
+def test_a_rate_is_said_to_belong_to_the_most_that_fits_only_once_the_batch_is_another(caplog):
+    caplog.set_level("INFO", logger="adaptive_batch")
+    growth = {"batch_increase_function": at_epochs({1: 20}), "grow_beyond_maximum": True}
+    one = training(batch_size="max", **growth)
+    train(one)
+    assert "stays, chosen for" not in caplog.text
+    train(one, epochs=2)
+    assert f"chosen for a global batch of {len(ROWS)}, now {len(ROWS) + 20}" in caplog.text
+
+
 def test_an_increment_may_pass_the_bound_in_micro_batches():
     one = training(batch_increase_function=at_epochs({1: 20}), grow_beyond_maximum=True)
     one.loop.find_bound(device_memory="1GiB", maximum=11)

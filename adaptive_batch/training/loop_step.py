@@ -1,0 +1,162 @@
+"""One step of a loop after the other: its gradients, its learning rate, and what is told of it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from adaptive_batch import distributed
+from adaptive_batch.data import AdaptiveBatches, Event, PlannedRows, StepRows
+from adaptive_batch.distributed import reshard
+from adaptive_batch.errors import NonfiniteLossError
+from adaptive_batch.schedules import Progress
+
+from .agreement import Question
+from .loop_events import LoopEvents
+from .model_checks import check_gradients_are_clear
+from .nonfinite import NonfiniteSteps
+from .options import StepOptions
+from .pending_step import PendingStep
+from .rate import AdaptiveRate
+from .row_step import RowStep
+from .step_result import StepResult
+
+log = logging.getLogger("adaptive_batch")
+
+
+class LoopStep:
+    """Takes the rows of a step that was handed out, leaves their gradients and the rate of
+    ``optimizer.step()``, and counts the step as done.
+
+    Args:
+        model: model on its device.
+        optimizer: optimizer of its parameters.
+        step: forward and backward of rows.
+        batches: batches whose progress moves.
+        rows: rows of each step, as they were handed out.
+        rate: learning rate of each step.
+        options: how a step runs.
+
+    Attributes:
+        learning_rate: rate of the last step, of the first group; None before it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        step: RowStep,
+        batches: AdaptiveBatches,
+        rows: StepRows,
+        rate: AdaptiveRate,
+        options: StepOptions,
+    ) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._step = step
+        self._batches = batches
+        self._rows = rows
+        self._rate = rate
+        self._events = LoopEvents(options.event, num_rows=len(step.dataset))
+        self._nonfinite = NonfiniteSteps(
+            options.on_nonfinite_loss,
+            drop_gradients=step.step.runner.drop_gradients,
+            event=partial(_log_event, options.event),
+        )
+        self._pending_step = PendingStep(model, optimizer)
+        self._warned_unlabelled = False
+        self.learning_rate: float | None = None
+
+    def run(self, rows: Sequence[Any]) -> StepResult:
+        """Run the step that comes next; see :meth:`AdaptiveLoop.run`."""
+        planned = self._rows.next_step(rows)
+        rows_at_once = self._batches.rows_on_largest_rank(planned.progress.batch)
+        self._step.check_fits(rows_at_once)
+        reshard(self._model)
+        check_gradients_are_clear(
+            self._model, self._optimizer, mine=self._step.step.sharding.of_this_rank
+        )
+        progress = self._batches.progress
+        self._events.begins(progress)
+        began = time.perf_counter()
+        question = Question(planned.progress.batch, len(planned.numbers))
+        result = self._step.run(rows, rows_at_once=rows_at_once, question=question)
+        batch = result.tokens if self._rate.counts_tokens else result.rows
+        self.learning_rate = self._rate.apply(progress, batch=batch)["lr"]
+        self._look_at(result, progress, planned, rows_at_once=rows_at_once)
+        self._end(planned, result, seconds=time.perf_counter() - began)
+        return result
+
+    def _look_at(
+        self, result: StepResult, progress: Progress, planned: PlannedRows, *, rows_at_once: int
+    ) -> None:
+        """Tell of a result that is not finite, or without labels; drop its gradients where it is
+        not to be taken.
+        """
+        assert self.learning_rate is not None
+        try:
+            self._nonfinite.drops(
+                result,
+                step=progress.steps + 1,
+                lr=self.learning_rate,
+                epoch=progress.epoch,
+                batch_size=planned.progress.batch,
+                micro_batch=self._step.sizer.limit(rows_at_once),
+            )
+        except NonfiniteLossError:
+            self._rate.restore()
+            raise
+        if not result.micro_batches and not self._warned_unlabelled:
+            self._warned_unlabelled = True
+            log.warning(
+                "a step of %d rows had no label to learn from; see num_labels, if that should"
+                " not be",
+                result.rows,
+            )
+
+    def _end(self, planned: PlannedRows, result: StepResult, *, seconds: float) -> None:
+        """Count a step as done, and its epoch where it is over."""
+        progress = self._rows.done(tokens=result.tokens)
+        assert self.learning_rate is not None
+        self._events.step(
+            result,
+            progress,
+            numbers=planned.numbers,
+            lr=self.learning_rate,
+            seconds=seconds,
+            num_out_of_memory=self._step.sizer.num_out_of_memory,
+        )
+        epochs = self._batches.planner.epochs
+        if epochs.is_over(progress):
+            self._events.epoch(progress, epochs.left_out(progress))
+            self._batches.queue.end_epoch()
+        self._pending_step.ran()
+
+    def check_taken(self) -> None:
+        """Refuse to save between a step and the optimizer's.
+
+        Raises:
+            ValueError: the gradients of the last step wait for ``optimizer.step()``.
+        """
+        self._pending_step.check_taken()
+
+    def resume(self) -> None:
+        """Take it that training resumes elsewhere."""
+        self._rows.forget()
+        self._events.forget_beginning()
+
+
+def _log_event(
+    event: Event | None, kind: str, message: str, *, prints: bool = True, **facts: Any
+) -> None:
+    if prints and distributed.is_rank_zero():
+        log.warning("%s", message)
+    if event is not None:
+        event(kind, message, prints=False, **facts)
