@@ -30,7 +30,8 @@ from .micro_batches import (
 from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader
-from .step_planner import Event, PlannedRows, StepPlanner
+from .requested_batch import Event
+from .step_planner import PlannedRows, StepPlanner
 from .step_queue import StepQueue
 from .step_rows import StepRows
 from .token_sampler import batches_by_tokens, plan_batches

@@ -37,7 +37,8 @@ from .dataset import DatasetAdapter, RowLength
 from .epoch_planner import Batching
 from .micro_batches import MicroBatchLayout, MicroBatchLimit
 from .order import ORDERS, SamplerOrder
-from .step_planner import Event, Sizer, StepPlanner
+from .requested_batch import Event, Sizer
+from .step_planner import StepPlanner
 from .step_queue import StepQueue
 
 log = logging.getLogger("adaptive_batch")
@@ -307,7 +308,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         )
         self._planner.load_state_dict(state["steps"])
         # A schedule follows the maximum that is found here.
-        self._planner.forget_saved_maximum()
+        self._planner.batch.forget_saved_maximum()
         if self._order is not None:
             self._order.load_state_dict(state["order"])
         self._queue.resume(Progress(**state["progress"]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,7 +12,6 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
-    ClampedBatch,
     Clock,
     EpochPlan,
     Pace,
@@ -20,32 +19,15 @@ from adaptive_batch.schedules import (
     Reference,
     Seesaw,
     decay_of,
-    next_batch_size,
-    request_batch,
     small_batch,
     time_by,
 )
 
 from .balance import balance_by_rows, balance_by_tokens
 from .epoch_planner import Batching, EpochPlanner, Rows
-from .micro_batches import MicroBatchLayout, MicroBatchLimit
+from .micro_batches import MicroBatchLimit
 from .order import EpochOrder, RowOrder
-
-# Called as event(kind, message, **facts).
-Event = Callable[..., object]
-
-
-class Sizer(Protocol):
-    """What one micro-batch may hold, where so many rows run at once if they fit; and how its rows
-    lie in it.
-
-    `max_batch_size` is the most rows that were tried and fit; None where that is unknown.
-    """
-
-    max_batch_size: int | None
-    layout: MicroBatchLayout
-
-    def limit(self, rows_at_once: int) -> MicroBatchLimit: ...
+from .requested_batch import Event, RequestedBatch, Sizer
 
 
 @dataclass(frozen=True)
@@ -98,19 +80,13 @@ class StepPlanner:
         divides_ahead: whether an epoch is divided into steps before it is trained, which may read
             lengths and ask rules, also where no clock counts tokens.
         first_batch_size: batch that training begins with; None for the one of the first step.
-        asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
-            :meth:`StepRunner.agree_on` compares.
+        asks_rank_zero: see :class:`RequestedBatch`.
         order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 
     Attributes:
         epochs: divides epochs into steps, also ahead of training.
-        batch_size: rows of a micro-batch, or with a schedule of a step, that are requested for a
-            step now.
-        first_batch_size: what it was when training began; the schedule of the learning rate counts
-            in steps of this.
-        saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
-            device.
+        batch: batch that is requested for a step on one device.
     """
 
     def __init__(
@@ -129,6 +105,9 @@ class StepPlanner:
     ) -> None:
         self._rows = rows
         self.sizer = sizer
+        self.batch = RequestedBatch(
+            batching, sizer, first=first_batch_size, asks_rank_zero=asks_rank_zero, event=event
+        )
         self.epochs = EpochPlanner(
             rows,
             batching,
@@ -136,25 +115,25 @@ class StepPlanner:
             divisible=sizer.layout.uniform in ("rows", "both"),
             counts_tokens=counts_tokens,
             order=order,
-            maximum=lambda: self.maximum,
+            maximum=self.batch.maximum,
         )
         self._divides_ahead = divides_ahead or counts_tokens or bool(batching.batch_tokens)
-        self.batch_size = batching.batch_size
-        self.first_batch_size = first_batch_size
-        self.saved_maximum = 0
         self._event = event
         # The rows of the current epoch, in their order.
         self._order: RowOrder = torch.zeros(0, dtype=torch.int64)
-        self._on_all_ranks: Callable[[Callable[[], ClampedBatch]], ClampedBatch] = (
-            distributed.from_rank_zero if asks_rank_zero else lambda request: request()
-        )
-        # The last epoch at whose beginning the growth function was called.
-        self._grown_in = -1
-        # The batch of a schedule that was logged last.
-        self._logged = 0
         self._at = Progress()
         self._plan: EpochPlan | None = None
         self._reference: EpochPlan | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that are requested for a step now; see :class:`RequestedBatch`."""
+        return self.batch.size
+
+    @property
+    def saved_maximum(self) -> int:
+        """The bound when the checkpoint was saved."""
+        return self.batch.saved_maximum
 
     @property
     def batching(self) -> Batching:
@@ -190,7 +169,7 @@ class StepPlanner:
             # chosen for
             scheduled = self.batching.batch_size_schedule is not None
             self._reference = self.epochs.constant(
-                self.batching.batch_size if scheduled else self.first_batch_size or self.batch_size
+                self.batching.batch_size if scheduled else self.batch.first or self.batch.size
             )
         return self._reference
 
@@ -204,17 +183,6 @@ class StepPlanner:
         if isinstance(self.batching.batch_size_schedule, Seesaw) or not self._divides_ahead:
             plan = self.reference
         return Pace(self.reference, plan or self.plan)
-
-    @property
-    def maximum(self) -> int | None:
-        """What a rule may not pass; None where it may grow freely, or the bound is not known."""
-        bound = self.sizer.max_batch_size
-        if self.batching.grow_beyond_maximum or bound is None:
-            return None
-        # on a smaller device a schedule continues as it was, in more micro-batches
-        if self.batching.batch_size_schedule:
-            return max(bound, self.saved_maximum)
-        return bound
 
     @property
     def limit(self) -> MicroBatchLimit:
@@ -273,7 +241,7 @@ class StepPlanner:
             first_batch_size: batch that training began with; None for what is known of it.
         """
         progress = self.begin_epoch(progress, batch_size=batch_size)
-        self.first_batch_size = first_batch_size or self.first_batch_size or self.batch_size
+        self.batch.begin(first_batch_size)
         self._reference = None
         if self.reference.steps == 0:
             remedy = (
@@ -286,14 +254,9 @@ class StepPlanner:
         """Take the batch that a search has found, or that the user has set; it may be the one that
         training begins with.
         """
-        self.batch_size = batch_size
+        self.batch.take(batch_size, is_first=is_first)
         if is_first:
-            self.first_batch_size = batch_size
             self._reference = None
-
-    def forget_saved_maximum(self) -> None:
-        """Let a schedule follow the maximum that is found here, not that of the checkpoint."""
-        self.saved_maximum = 0
 
     def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
@@ -302,9 +265,9 @@ class StepPlanner:
         With a `batch_size` that is known, no rule is called.
         """
         if batch_size is not None:
-            self.batch_size = batch_size
+            self.batch.take(batch_size)
         elif progress.epoch_steps == 0:
-            self._grow(progress.epoch)
+            self.batch.grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self._at = progress
         self._plan = None
@@ -352,15 +315,7 @@ class StepPlanner:
 
     def num_steps(self, progress: Progress, epochs: int, *, sees_tokens: bool = True) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
-        sizes = {}
-        batch_size = self.batch_size
-        function = self.batching.batch_increase_function
-        for epoch in range(progress.epoch, epochs):
-            if function is not None and (epoch > progress.epoch or self.grows_now(progress)):
-                batch_size = next_batch_size(
-                    function, epoch=epoch, batch_size=batch_size, maximum=self.maximum
-                ).after
-            sizes[epoch] = batch_size
+        sizes = self.batch.ahead(progress, epochs)
         return self.epochs.num_steps(progress, sizes, sees_tokens=sees_tokens)
 
     # --- steps
@@ -383,6 +338,15 @@ class StepPlanner:
         ]
         step_begin = replace(progress, batch=batch, pace=self.pace())
         return PlannedRows(step_begin, self.batch_size, numbers, positions, following)
+
+    def _follow(self, progress: Progress) -> int:
+        """Return the requested rows of the next step on one device; with a schedule the batch size
+        becomes that.
+        """
+        rule = self.batching.batch_size_schedule
+        if rule is None or self.batching.batch_tokens:
+            return self.batch.size * self.batching.gradient_accumulation_steps
+        return self.batch.follow(rule, progress)
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch
@@ -437,68 +401,15 @@ class StepPlanner:
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]
 
-    # --- rules
-
-    def grows_now(self, progress: Progress) -> bool:
-        """Return whether the growth function is called at this point: as an epoch begins, once."""
-        return not progress.epoch_steps and progress.epoch > self._grown_in
-
-    def _follow(self, progress: Progress) -> int:
-        """Return the requested rows of the next step on one device; with a schedule the batch size
-        becomes that.
-        """
-        rule = self.batching.batch_size_schedule
-        if rule is None or self.batching.batch_tokens:
-            return self.batch_size * self.batching.gradient_accumulation_steps
-        batch = self._on_all_ranks(lambda: request_batch(rule, progress, maximum=self.maximum))
-        if batch.after != self.batch_size or not (progress.steps or self._logged):
-            # a ramp may change it with each step: what is near to what was printed last is written
-            # to the run log only
-            prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
-            if prints:
-                self._logged = batch.after
-            self._change(batch, "step", progress.steps, prints=prints)
-        return batch.after
-
-    def _grow(self, epoch: int) -> None:
-        """Add the rows of the growth function to the batch."""
-        function = self.batching.batch_increase_function
-        batch_size = self.batch_size
-        is_over = self.batching.epochs is not None and epoch >= self.batching.epochs
-        if function is not None and epoch > self._grown_in and not is_over:
-            batch = distributed.from_rank_zero(
-                lambda: next_batch_size(
-                    function, epoch=epoch, batch_size=batch_size, maximum=self.maximum
-                )
-            )
-            self._grown_in = epoch
-            self._change(batch, "epoch", epoch)
-
-    def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
-        previous = self.batch_size
-        self.batch_size = batch.after
-        facts = {unit: at, "before": previous, "requested": batch.requested, "after": batch.after}
-        message = f"{unit} {at}: {batch.describe(previous)}"
-        self._event("batch_size", message, prints=prints, **facts)
-
     # --- state
 
     def state_dict(self) -> dict[str, Any]:
         """Return what resuming needs besides progress, as plain values."""
-        return {
-            "batch_size": self.batch_size,
-            "first_batch_size": self.first_batch_size,
-            "grown_in": self._grown_in,
-            "maximum": self.maximum,
-            **self.epochs.state_dict(),
-        }
+        return {**self.batch.state_dict(), **self.epochs.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a planner that was built as the saved one was."""
         self.epochs.load_state_dict(state)
-        self.batch_size = state["batch_size"]
-        self._grown_in = state["grown_in"]
-        self.first_batch_size = state["first_batch_size"]
-        self.saved_maximum = state["maximum"] or 0
+        self.batch.load_state_dict(state)
         self._plan = None
         self._reference = None

@@ -116,7 +116,7 @@ class TrainingPreview:
                 first_epoch=epoch + (not first),
                 epochs=settings.epochs,
                 batch_size=batches.batch_size,
-                maximum=batches.maximum,
+                maximum=batches.batch.maximum(),
             )
             random_state.restore()
             sizes = grown_sizes
@@ -139,7 +139,7 @@ class TrainingPreview:
                 # A schedule that measures has a maximum.
                 maximum = getattr(settings.batch_size_schedule, "maximum", None)
                 largest = maximum or self._largest_scheduled
-                largest = min(largest, batches.maximum or largest)
+                largest = min(largest, batches.batch.maximum() or largest)
             self.full_batch_rows = min(largest * self._job.ranks, batches.epochs.num_rows)
         self.schedule_steps = settings.epochs * reference.steps
         if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
@@ -211,9 +211,9 @@ class TrainingPreview:
                     if settings.probe.round_to_power_of_two:
                         batch_size = 1 << rows.bit_length() - 1
                     lines += filter(None, [left_by_rounding(rows, batch_size)])
-        known_first = batches.first_batch_size
+        known_first = batches.batch.first
         batches.begin(progress, batch_size=batch_size)
-        self.look_ahead(progress, saved=saved, first=batches.grows_now(progress))
+        self.look_ahead(progress, saved=saved, first=batches.batch.grows_at(progress))
         if self._batch_sizes:
             first = next(iter(self._batch_sizes.values()))
             batches.begin(progress, batch_size=first, first_batch_size=known_first or first)
@@ -295,7 +295,7 @@ class TrainingPreview:
             ranks=self._job.ranks,
             rows_per_epoch=batches.epochs.num_rows,
             drop_last=settings.drop_last,
-            maximum=batches.maximum,
+            maximum=batches.batch.maximum(),
             unit="tokens" if settings.batch_tokens else "rows",
         )
         # A rule of the user's has no stages to look for, and is called for every step too.

@@ -84,9 +84,9 @@ class LoopRate(AdaptiveRate):
             return
         self._described_batch = planner.batch_size
         # The configured batch, or what the first search has found.
-        assert planner.first_batch_size is not None, "AdaptiveBatches gives it"
+        assert planner.batch.first is not None, "AdaptiveBatches gives it"
         line = self.describe_unscaled(
-            planner.batch_size * planner.ranks, configured=planner.first_batch_size * planner.ranks
+            planner.batch_size * planner.ranks, configured=planner.batch.first * planner.ranks
         )
         if line and distributed.is_rank_zero():
             log.info("%s", line)

@@ -1,0 +1,185 @@
+"""The batch that is requested for a step: as configured, as it is set, and as rules change it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from adaptive_batch import distributed
+from adaptive_batch.schedules import (
+    ClampedBatch,
+    Progress,
+    Schedule,
+    next_batch_size,
+    request_batch,
+)
+
+from .epoch_planner import Batching
+from .micro_batches import MicroBatchLayout, MicroBatchLimit
+
+# Called as event(kind, message, **facts).
+Event = Callable[..., object]
+
+
+class Sizer(Protocol):
+    """What one micro-batch may hold, where so many rows run at once if they fit; and how its rows
+    lie in it.
+
+    `max_batch_size` is the most rows that were tried and fit; None where that is unknown.
+    """
+
+    max_batch_size: int | None
+    layout: MicroBatchLayout
+
+    def limit(self, rows_at_once: int) -> MicroBatchLimit: ...
+
+
+class RequestedBatch:
+    """The batch that is requested for a step on one device, and what no rule may pass.
+
+    Args:
+        batching: batching as configured.
+        sizer: knows the most rows that fit.
+        first: batch that training begins with; None for the one of the first step.
+        asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
+            :meth:`StepRunner.agree_on` compares.
+        event: is given each change: its kind, a message, and facts by name.
+
+    Attributes:
+        size: rows of a micro-batch, or with a schedule of a step, that are requested for a step
+            now.
+        first: what it was when training began.
+        saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
+            device.
+    """
+
+    def __init__(
+        self,
+        batching: Batching,
+        sizer: Sizer,
+        *,
+        first: int | None = None,
+        asks_rank_zero: bool = False,
+        event: Event = lambda kind, message, **facts: None,
+    ) -> None:
+        self._batching = batching
+        self._sizer = sizer
+        self._asks_rank_zero = asks_rank_zero
+        self._event = event
+        self.size = batching.batch_size
+        self.first = first
+        self.saved_maximum = 0
+        # The last epoch at whose beginning the growth function was called.
+        self._grown_in = -1
+        # The batch of a schedule that was logged last.
+        self._logged = 0
+
+    def take(self, size: int, *, is_first: bool = False) -> None:
+        """Take the size that a search has found, or that the user has set; it may be the one that
+        training begins with.
+        """
+        self.size = size
+        if is_first:
+            self.first = size
+
+    def begin(self, first: int | None) -> None:
+        """Let training begin, or resume, with the size as it is now.
+
+        Args:
+            first: size that training began with; None for what is known of it.
+        """
+        self.first = first or self.first or self.size
+
+    def maximum(self) -> int | None:
+        """Return what a rule may not pass; None where it may grow freely, or the bound is not
+        known.
+        """
+        bound = self._sizer.max_batch_size
+        if self._batching.grow_beyond_maximum or bound is None:
+            return None
+        # on a smaller device a schedule continues as it was, in more micro-batches
+        if self._batching.batch_size_schedule:
+            return max(bound, self.saved_maximum)
+        return bound
+
+    def forget_saved_maximum(self) -> None:
+        """Let a schedule follow the maximum that is found here, not that of the checkpoint."""
+        self.saved_maximum = 0
+
+    # --- the growth function, called as an epoch begins
+
+    def grows_at(self, progress: Progress) -> bool:
+        """Return whether the growth function is called at this point: as an epoch begins, once."""
+        return not progress.epoch_steps and progress.epoch > self._grown_in
+
+    def grow(self, epoch: int) -> None:
+        """Add the rows of the growth function to the batch."""
+        function = self._batching.batch_increase_function
+        size = self.size
+        is_over = self._batching.epochs is not None and epoch >= self._batching.epochs
+        if function is not None and epoch > self._grown_in and not is_over:
+            batch = distributed.from_rank_zero(
+                lambda: next_batch_size(
+                    function, epoch=epoch, batch_size=size, maximum=self.maximum()
+                )
+            )
+            self._grown_in = epoch
+            self._change(batch, "epoch", epoch)
+
+    def ahead(self, progress: Progress, epochs: int) -> dict[int, int]:
+        """Return the size in each epoch that is left of so many, as the growth function answers
+        now.
+        """
+        function = self._batching.batch_increase_function
+        size = self.size
+        sizes = {}
+        for epoch in range(progress.epoch, epochs):
+            if function is not None and (epoch > progress.epoch or self.grows_at(progress)):
+                size = next_batch_size(
+                    function, epoch=epoch, batch_size=size, maximum=self.maximum()
+                ).after
+            sizes[epoch] = size
+        return sizes
+
+    # --- a schedule, asked for each step
+
+    def follow(self, rule: Schedule, progress: Progress) -> int:
+        """Take what a schedule requests for the next step, and return it."""
+
+        def request() -> ClampedBatch:
+            return request_batch(rule, progress, maximum=self.maximum())
+
+        batch = distributed.from_rank_zero(request) if self._asks_rank_zero else request()
+        if batch.after != self.size or not (progress.steps or self._logged):
+            # a ramp may change it with each step: what is near to what was printed last is written
+            # to the run log only
+            prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
+            if prints:
+                self._logged = batch.after
+            self._change(batch, "step", progress.steps, prints=prints)
+        return batch.after
+
+    def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
+        previous = self.size
+        self.size = batch.after
+        facts = {unit: at, "before": previous, "requested": batch.requested, "after": batch.after}
+        message = f"{unit} {at}: {batch.describe(previous)}"
+        self._event("batch_size", message, prints=prints, **facts)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values."""
+        return {
+            "batch_size": self.size,
+            "first_batch_size": self.first,
+            "grown_in": self._grown_in,
+            "maximum": self.maximum(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state."""
+        self.size = state["batch_size"]
+        self.first = state["first_batch_size"]
+        self._grown_in = state["grown_in"]
+        self.saved_maximum = state["maximum"] or 0
