@@ -2,6 +2,7 @@
 
 from .adaptive_batches import AdaptiveBatches, Sampling
 from .balance import balance_by_rows, balance_by_tokens
+from .batching import Batching
 from .bin_packing import LONG_ROWS
 from .dataset import (
     IGNORE_INDEX,
@@ -12,7 +13,7 @@ from .dataset import (
     lengthened,
     move_to_device,
 )
-from .epoch_planner import Batching, EpochPlanner, plan_token_batches
+from .epoch_planner import EpochPlanner
 from .lengths import Measured, count_rows, longest_rows, measure_rows, row_lengths
 from .micro_batches import (
     KINDS,
@@ -35,6 +36,7 @@ from .step_planner import PlannedRows, StepPlanner
 from .step_queue import StepQueue
 from .step_rows import StepRows
 from .token_sampler import batches_by_tokens, plan_batches
+from .token_steps import plan_token_batches
 
 __all__ = [
     "IGNORE_INDEX",

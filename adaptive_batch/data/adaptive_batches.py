@@ -32,9 +32,9 @@ from adaptive_batch.schedules import (
     schedule_of,
 )
 
+from .batching import Batching
 from .bin_packing import LONG_ROWS
 from .dataset import DatasetAdapter, RowLength
-from .epoch_planner import Batching
 from .micro_batches import MicroBatchLayout, MicroBatchLimit
 from .order import ORDERS, SamplerOrder
 from .requested_batch import Event, Sizer

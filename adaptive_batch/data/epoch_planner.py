@@ -4,11 +4,9 @@ budget of tokens.
 
 from __future__ import annotations
 
-import base64
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -20,65 +18,18 @@ from adaptive_batch.schedules import (
     EpochPlan,
     Progress,
     Schedule,
-    check_increment,
-    check_schedule,
     needs_noise_scale,
     request_batch,
 )
 
+from .batching import Batching
+from .epoch_lengths import EpochLengths
 from .order import EpochOrder, RowOrder, row_order
-from .token_sampler import TokenBatchPlan, plan_batches, plan_batches_by_rule
+from .token_sampler import TokenBatchPlan
+from .token_steps import TokenSteps
 
 # Rows whose tokens are looked up at once: a list of them is small, and few calls are made.
 _BLOCK_ROWS = 2048
-
-
-@dataclass(frozen=True)
-class Batching:
-    """What a step holds, in which order rows come, and where an epoch ends; keys of the
-    configuration mean what they do there.
-
-    Attributes:
-        batch_size: rows of a micro-batch on one device, before a rule changes it.
-        shuffle: with the order ``dataloader``, False keeps the dataset's own order.
-        seed: of the order.
-        max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
-        epochs: after which the growth function is not called any more; None for no limit.
-    """
-
-    batch_size: int
-    gradient_accumulation_steps: int = 1
-    batch_tokens: int | None = None
-    batch_increase_function: Callable[[int, int], int] | None = None
-    batch_size_schedule: Schedule | None = None
-    grow_beyond_maximum: bool = False
-    shuffle: bool = True
-    seed: int = 0
-    sample_order: str = "dataloader"
-    sample_window: int | None = None
-    min_rows_per_batch: int = 1
-    max_rows_per_batch: int | None = None
-    long_rows: str = "error"
-    drop_last: bool = False
-    max_steps_per_epoch: int | None = None
-    epochs: int | None = None
-
-    def check_rules(self) -> None:
-        """Raise SettingError for a growth function or a schedule that cannot be called, and for two
-        at once.
-        """
-        if self.batch_increase_function is not None:
-            check_increment(self.batch_increase_function)
-        if self.batch_size_schedule is not None:
-            check_schedule(self.batch_size_schedule)
-            if self.batch_increase_function is not None:
-                remedy = "give it or batch_increase_function, not both"
-                raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
-
-    @property
-    def ends(self) -> dict[str, Any]:
-        """Where an epoch ends, as the functions of an epoch plan take it."""
-        return {"drop_last": self.drop_last, "max_steps": self.max_steps_per_epoch}
 
 
 class Rows(Protocol):
@@ -96,67 +47,6 @@ class Rows(Protocol):
     def real_lengths(self) -> torch.Tensor: ...
     def num_real_tokens(self, row: Any) -> int: ...
     def recount(self) -> str: ...
-
-
-@dataclass(frozen=True, eq=False)
-class _PlannedBy:
-    """The lengths by which an epoch is planned from one of its rows on."""
-
-    begin: int
-    lengths: torch.Tensor
-
-    @cached_property
-    def packed(self) -> str:
-        """The lengths as text, small."""
-        return base64.b64encode(
-            zlib.compress(self.lengths.to(torch.int32).numpy().tobytes(), level=1)
-        ).decode()
-
-    @classmethod
-    def unpacked(cls, begin: int, packed: str) -> _PlannedBy:
-        lengths = torch.frombuffer(
-            bytearray(zlib.decompress(base64.b64decode(packed))), dtype=torch.int32
-        )
-        return cls(begin, lengths.to(torch.int64))
-
-
-def plan_token_batches(
-    lengths: torch.Tensor,
-    batching: Batching,
-    *,
-    ranks: int,
-    order: torch.Tensor | None,
-    divisible: bool,
-) -> TokenBatchPlan:
-    """Plan the steps of an epoch that hold `batch_tokens` on each device; the rest as in
-    :func:`plan_batches`.
-
-    Raises:
-        SettingError: a row is too long, or what is configured cannot be had.
-    """
-    assert batching.batch_tokens
-    limits = _row_limits(batching, ranks, divisible)
-    try:
-        return plan_batches(
-            lengths, batching.batch_tokens * ranks, order=order, count="real", **limits
-        )
-    except SettingError as error:
-        keys = {
-            "max_tokens": "batch_tokens",
-            "min_rows": "min_rows_per_batch",
-            "max_rows": "max_rows_per_batch",
-        }
-        raise SettingError(keys.get(error.key, error.key), error.value, error.remedy) from None
-
-
-def _row_limits(batching: Batching, ranks: int, divisible: bool) -> dict[str, Any]:
-    """Return what a step by tokens must keep to, over all ranks."""
-    return {
-        "min_rows": batching.min_rows_per_batch * ranks,
-        "max_rows": batching.max_rows_per_batch and batching.max_rows_per_batch * ranks,
-        "long_rows": batching.long_rows,
-        "divisible": divisible,
-    }
 
 
 class EpochPlanner:
@@ -209,11 +99,12 @@ class EpochPlanner:
         if self.depends_on_lengths:
             # A row that cannot be measured is refused now.
             _ = rows.lengths
-        self._epoch = 0
-        # The lengths that this epoch is planned by, each from a row on.
-        self._planned_by: list[_PlannedBy] = []
+        self._lengths = EpochLengths(lambda: rows.lengths, self._row_order)
         self._is_estimate = schedule is not None and needs_noise_scale(schedule)
-        self._planned = lru_cache(maxsize=2)(self._plan_tokens)
+        self._token_steps = self._new_token_steps()
+
+    def _new_token_steps(self) -> TokenSteps:
+        return TokenSteps(self.batching, self._lengths, ranks=self.ranks, divisible=self._divisible)
 
     def rule(self, batch_size: int) -> Callable[[Progress], int]:
         """Return the rows of a step on one device as a function of progress: the schedule's, or
@@ -229,14 +120,14 @@ class EpochPlanner:
     def follow(self, schedule: Schedule) -> None:
         """Follow a schedule from now on that is coupled to the rate's."""
         self.batching = replace(self.batching, batch_size_schedule=schedule)
-        self._planned.cache_clear()
+        self._token_steps = self._new_token_steps()
 
     @property
     def planned_from(self) -> int:
         """The row of the current epoch from which on its plan is that of the lengths as they are
         now.
         """
-        return self._planned_by[-1].begin if self._planned_by else 0
+        return self._lengths.planned_from
 
     def begin(self, progress: Progress) -> bool:
         """Plan what is left of an epoch by the lengths as they are now; return whether what is left
@@ -247,56 +138,38 @@ class EpochPlanner:
         if not self.depends_on_lengths:
             return False
         rows = progress.epoch_rows
-        parts = self._parts(progress.epoch)
-        now = _PlannedBy(rows, self._rows.lengths)
-        differs = not torch.equal(parts[-1].lengths, now.lengths)
-        self._epoch = progress.epoch
-        self._planned_by = parts
-        if differs or not rows:
-            self._planned_by = [*(part for part in parts if part.begin < rows), now]
-        if differs or len(parts) > len(self._planned_by):
-            self._planned.cache_clear()
+        differs = self._lengths.begin(progress.epoch, rows=rows)
         return differs and rows > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ranks that steps are for, and the lengths that the current epoch is planned
         by, as plain values.
         """
-        planned_by = [[part.begin, part.packed] for part in self._planned_by]
-        return {"ranks": self.ranks, "epoch": self._epoch, "planned_by": planned_by}
+        return {"ranks": self.ranks, **self._lengths.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Plan the epoch as it was planned when the state was saved."""
         self.ranks = state["ranks"]
-        self._epoch = state["epoch"]
-        self._planned_by = [
-            _PlannedBy.unpacked(begin, packed) for begin, packed in state["planned_by"]
-        ]
-        self._planned.cache_clear()
-
-    def _parts(self, epoch: int) -> list[_PlannedBy]:
-        """Return the lengths that an epoch is planned by, each from a row on."""
-        if epoch == self._epoch and self._planned_by:
-            return self._planned_by
-        return [_PlannedBy(0, self._rows.lengths)]
+        self._lengths.load_state_dict(state)
+        self._token_steps = self._new_token_steps()
 
     def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[int, int]:
         """Return the batch that is requested for the next step on one device, and the step's rows
         over all ranks; 0 rows where the epoch is over.
         """
         if self.batching.batch_tokens:
-            _, budgets, plan = self._planned(progress.at_epoch_start())
+            steps = self._token_steps.of_epoch(progress)
             step = progress.epoch_steps
-            if step >= plan.steps:
+            if step >= steps.plan.steps:
                 return progress.batch, 0
-            return budgets[step], plan.rows_of_step(step)
+            return steps.budgets[step], steps.plan.rows_of_step(step)
         requested = rule(progress)
         return requested, self._rows_of_next_step(progress, requested * self.ranks)
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""
         if self.batching.batch_tokens:
-            return progress.epoch_steps >= self._planned(progress.at_epoch_start())[2].steps
+            return progress.epoch_steps >= self._token_steps.of_epoch(progress).plan.steps
         return self._rows_of_next_step(progress, 1) == 0
 
     def _rows_of_next_step(self, progress: Progress, step_rows: int) -> int:
@@ -312,7 +185,7 @@ class EpochPlanner:
         """Divide the epoch at whose beginning, or within which, progress is."""
         batching = self.batching
         if batching.batch_tokens:
-            plan = self._planned(progress.at_epoch_start())[2]
+            plan = self._token_steps.of_epoch(progress).plan
         elif batching.batch_size_schedule is None:
             plan = EpochPlan.of(
                 self.num_rows, step_rows=rule(progress) * self.ranks, **batching.ends
@@ -341,7 +214,8 @@ class EpochPlanner:
         """Divide the first epoch by a batch that does not change."""
         batching = self.batching
         if batching.batch_tokens:
-            batches = self._plan_constant(self._row_order(epoch=0, lengths=self._rows.lengths)[:])
+            order = self._row_order(epoch=0, lengths=self._rows.lengths)[:]
+            batches = self._token_steps.constant(order, self._rows.lengths)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
             return replace(plan, tokens=self._tokens(plan, lambda: batches.rows))
         step_rows = batch_size * batching.gradient_accumulation_steps * self.ranks
@@ -425,23 +299,11 @@ class EpochPlanner:
             return self.token_batches(progress).rows
         if not self.depends_on_lengths:
             return self._row_order(epoch=progress.epoch)
-        order = torch.zeros(0, dtype=torch.int64)
-        for part in self._parts(progress.epoch):
-            order = torch.cat(
-                [order[: part.begin], self._left(progress.epoch, part, used=order[: part.begin])]
-            )
-        return order
-
-    def _left(self, epoch: int, part: _PlannedBy, *, used: torch.Tensor) -> torch.Tensor:
-        """Return the rows that are left of an epoch, in their order by these lengths."""
-        order = self._row_order(epoch=epoch, lengths=part.lengths)[:]
-        if not len(used):
-            return order
-        return order[~torch.isin(order, used)]
+        return self._lengths.order(progress.epoch)
 
     def token_batches(self, progress: Progress) -> TokenBatchPlan:
         """Return the rows of each step of the current epoch, by tokens."""
-        return self._planned(progress.at_epoch_start())[0]
+        return self._token_steps.of_epoch(progress).batches
 
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Count the rows of an epoch that is over which no step has used, by reason."""
@@ -508,52 +370,3 @@ class EpochPlanner:
         """Yield the real tokens of each row from one place in an order on, read in blocks."""
         for block in range(begin, len(order), _BLOCK_ROWS):
             yield from self._rows.real_lengths[order[block : block + _BLOCK_ROWS]].tolist()
-
-    def _plan_constant(
-        self, order: torch.Tensor, lengths: torch.Tensor | None = None
-    ) -> TokenBatchPlan:
-        if lengths is None:
-            lengths = self._rows.lengths
-        divisible = self._divisible
-        return plan_token_batches(
-            lengths, self.batching, ranks=self.ranks, order=order, divisible=divisible
-        )
-
-    def _plan_tokens(self, begin: Progress) -> tuple[TokenBatchPlan, list[int], EpochPlan]:
-        """Plan the rows of each step of an epoch, and its requested tokens on one device."""
-        first, *later_parts = self._parts(begin.epoch)
-        batches, budgets = self._plan_part(begin, first, used=torch.zeros(0, dtype=torch.int64))
-        for part in later_parts:
-            done = int(torch.searchsorted(batches.starts, part.begin))
-            at = begin
-            for step in range(done):
-                rows = batches[step]
-                at = replace(
-                    at.after_step(rows=len(rows), tokens=int(part.lengths[rows].sum())),
-                    batch=budgets[step],
-                )
-            rest, budgets_of_rest = self._plan_part(at, part, used=batches.rows[: part.begin])
-            batches = batches.followed_by(rest, after=done)
-            budgets = budgets[:done] + budgets_of_rest
-        return batches, budgets, EpochPlan.of_sizes(batches.sizes.tolist(), **self.batching.ends)
-
-    def _plan_part(
-        self, begin: Progress, part: _PlannedBy, *, used: torch.Tensor
-    ) -> tuple[TokenBatchPlan, list[int]]:
-        """Plan the steps of the rows that are not used yet, and the tokens that are requested for
-        each on one device.
-        """
-        batching = self.batching
-        order = self._left(begin.epoch, part, used=used)
-        if batching.batch_size_schedule is None:
-            assert batching.batch_tokens
-            batches = self._plan_constant(order, part.lengths)
-            return batches, [batching.batch_tokens] * len(batches)
-        return plan_batches_by_rule(
-            part.lengths,
-            batching.batch_size_schedule,
-            order=order,
-            progress=begin,
-            ranks=self.ranks,
-            **_row_limits(batching, self.ranks, self._divisible),
-        )

@@ -14,7 +14,7 @@ from adaptive_batch.schedules import (
     request_batch,
 )
 
-from .epoch_planner import Batching
+from .batching import Batching
 from .micro_batches import MicroBatchLayout, MicroBatchLimit
 
 # Called as event(kind, message, **facts).
