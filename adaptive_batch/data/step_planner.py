@@ -338,7 +338,7 @@ class StepPlanner:
             next_numbers[position] for position in positions if position < len(next_numbers)
         ]
         step_begin = replace(progress, batch=batch, pace=self.pace())
-        return PlannedRows(step_begin, self.batch_size, numbers, positions, following)
+        return PlannedRows(step_begin, self.batch.size, numbers, positions, following)
 
     def _follow(self, progress: Progress) -> int:
         """Return the requested rows of the next step on one device; with a schedule the batch size
