@@ -61,6 +61,73 @@ def keys_against_padding(settings: Settings, *, splits: bool) -> str:
     return ""
 
 
+class _EpochPadding:
+    """The padding of what an epoch has run, and the key that would remove it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._begin()
+
+    def _begin(self) -> None:
+        self._tokens = 0
+        self._padded_tokens = 0.0
+        self._splits = False
+
+    def add(self, result: StepResult) -> None:
+        """Add a step."""
+        self._tokens += result.tokens
+        if result.padding_fraction < 1:
+            self._padded_tokens += result.tokens / (1 - result.padding_fraction)
+        self._splits |= result.micro_batches > 1
+
+    def end_epoch(self) -> tuple[float, str]:
+        """Return the share of the tokens that was padding, and the key that would remove it, empty
+        where none would; begin the next epoch.
+        """
+        share = 0.0
+        if self._padded_tokens:
+            share = 1 - self._tokens / self._padded_tokens
+        key = keys_against_padding(self._settings, splits=self._splits)
+        self._begin()
+        return share, key
+
+
+class _Trained:
+    """What the steps of this process came to."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._step_seconds = 0.0
+        self._tokens = 0
+        self.last_loss = math.nan
+        self.last_step = 0
+
+    def add(self, result: StepResult, *, step: int, seconds: float) -> None:
+        """Add a step."""
+        self.last_step = step
+        self.last_loss = result.loss
+        self._step_seconds += seconds
+        self._tokens += result.tokens
+
+    def resume(self, step: int) -> None:
+        """Take it that so many steps were trained before."""
+        self.last_step = step
+
+    @property
+    def seconds(self) -> float:
+        """Time since the process began to train."""
+        return time.monotonic() - self._began
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of a second in steps; None without a step, as of a run that was ended in its last
+        save.
+        """
+        if not self._step_seconds:
+            return None
+        return self._tokens / self._step_seconds
+
+
 class TrainingLog:
     """The run log and the metric logger of a run; of several ranks, rank zero writes them.
 
@@ -77,14 +144,8 @@ class TrainingLog:
         self._config_path = self._folder / "adaptive_batch" / "config.yaml"
         self._record = RunLog(self._folder, enabled=False)
         self._metrics: Any = None
-        self._last_step = 0
-        # Of the epoch so far: tokens, with padding, and the most micro-batches of a step.
-        self._ran = [0.0, 0.0, 0]
-        # Of this process: when it began, its steps' seconds and tokens, and the last loss.
-        self._began = time.monotonic()
-        self._step_seconds = 0.0
-        self._tokens_trained = 0
-        self._last_loss = math.nan
+        self._padding = _EpochPadding(job.settings)
+        self._trained = _Trained()
         # What an epoch has logged, which the next one need not repeat.
         self._repeated: set[str] = set()
         self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
@@ -158,7 +219,7 @@ class TrainingLog:
         event = self.event
         progress = run.progress
         rows = len(self._data.dataset)
-        self._last_step = progress.steps
+        self._trained.resume(progress.steps)
         for line in checkpoints.found.passed_over:
             event("passed_over", line)
         resumed = checkpoints.found.recipe_state is not None
@@ -380,12 +441,7 @@ class TrainingLog:
         """Return what part of the tokens that ran were padding, with the key that would remove it,
         where that is much.
         """
-        tokens, padded, micro_batches = self._ran
-        self._ran = [0.0, 0.0, 0]
-        share = 0.0
-        if padded:
-            share = 1 - tokens / padded
-        key = keys_against_padding(self._settings, splits=micro_batches > 1)
+        share, key = self._padding.end_epoch()
         if share <= _MUCH_PADDING or not key:
             return ""
         padding = f"; {share:.0%} of the tokens that ran were padding"
@@ -407,16 +463,9 @@ class TrainingLog:
         """Write down a step of the rows that have these numbers, after which progress is as given,
         and log its metrics.
         """
-        self._last_step = progress.steps
-        self._last_loss = result.loss
-        self._step_seconds += seconds
-        self._tokens_trained += result.tokens
+        self._trained.add(result, step=progress.steps, seconds=seconds)
+        self._padding.add(result)
         label_tokens = float(result.label_tokens)
-        tokens, padded, max_micro_batches = self._ran
-        if result.padding_fraction < 1:
-            padded += result.tokens / (1 - result.padding_fraction)
-        max_micro_batches = max(max_micro_batches, result.micro_batches)
-        self._ran = [tokens + result.tokens, padded, max_micro_batches]
         metrics = {
             "loss": result.loss,
             **rates,
@@ -454,15 +503,13 @@ class TrainingLog:
     def ends(self, progress: Progress) -> None:
         """Log what training came to, where it is saved, and what to run next."""
         trained = f"{count(progress.steps, 'step')}, {count(progress.samples, 'sample')} trained"
-        seconds = time.monotonic() - self._began
+        seconds = self._trained.seconds
+        speed = self._trained.tokens_per_second
         figures = ""
         facts: dict[str, Any] = {}
-        # A run that was ended in its last save has no step left.
-        if self._step_seconds:
-            speed = self._tokens_trained / self._step_seconds
-            figures = (
-                f": loss {self._last_loss:.4f} in the last step, {speed:,.0f} tokens/s in steps"
-            )
+        if speed is not None:
+            loss = self._trained.last_loss
+            figures = f": loss {loss:.4f} in the last step, {speed:,.0f} tokens/s in steps"
             facts = {"tokens_per_second": round(speed, 1)}
         epoch = Path(self._cfg.checkpointer.output_dir) / f"epoch_{self._settings.epochs - 1}"
         report = f"python -m adaptive_batch report {self._cfg.output_dir}"
@@ -472,7 +519,7 @@ class TrainingLog:
     def failed_save(self, error: CheckpointError) -> None:
         """Log that a resume point could not be written."""
         message = f"training continues; this checkpoint was not saved: {error}"
-        self.event("checkpoint_failed", message, step=self._last_step)
+        self.event("checkpoint_failed", message, step=self._trained.last_step)
 
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log a validation, and its metric."""
