@@ -331,7 +331,7 @@ class StepPlanner:
             return None
         begin = progress.epoch_rows
         numbers: list[int] = self._order[begin : begin + size].tolist()
-        positions = self.rows_of_rank(numbers, self.limit)
+        positions = self.rows_of_rank(numbers)
         # Where ranks take rows in turn, those of the next step lie at the same positions.
         next_numbers = self._order[begin + size : begin + 2 * size].tolist()
         following = [
@@ -386,17 +386,24 @@ class StepPlanner:
             return sum(map(self._rows.num_real_tokens, rows))
         return int(self._rows.real_lengths[step.numbers].sum())
 
-    def rows_of_rank(self, numbers: Sequence[int], limit: MicroBatchLimit) -> Sequence[int]:
+    def rows_of_rank(
+        self, numbers: Sequence[int], limit: MicroBatchLimit | None = None
+    ) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among `numbers`.
 
         They are balanced by tokens where micro-batches are made by tokens or by length; else they
         are distributed in turn, as torch's sampler does.
+
+        Args:
+            numbers: row numbers of all ranks.
+            limit: what a micro-batch may hold; None for what it may hold now.
         """
         ranks = distributed.data_parallel_size()
         if ranks == 1:
             return range(len(numbers))
         rank = distributed.data_parallel_rank()
         layout = self.sizer.layout
+        limit = limit or self.limit
         if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
             lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
