@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from adaptive_batch.estimate import (
     step_logs,
 )
 from adaptive_batch.estimate.length_replay import MOST_TRACED
+from adaptive_batch.memory import AllocatorCache, device_memory
 
 pytestmark = pytest.mark.cuda_stack
 
@@ -73,26 +75,41 @@ def forward_backward(net: nn.Module, tokens: torch.Tensor, labels: torch.Tensor)
     F.cross_entropy(net(tokens).flatten(0, 1), labels.flatten()).backward()
 
 
-def on_cuda(steps: PlannedSteps) -> list[tuple[int, int]]:
-    """Return the peak that each step allocates, and what is reserved after it."""
+@pytest.fixture(autouse=True)
+def whole_device():
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def on_cuda(
+    steps: PlannedSteps, *, cache: AllocatorCache | None = None
+) -> Iterator[tuple[int, int]]:
+    """Yield the peak that each step allocates, and what is reserved after it."""
     net = made().to(CUDA)
     optimizer = torch.optim.AdamW(net.parameters())
-    shown = []
-    for micro in steps.steps:
+    for micro, size in zip(steps.steps, largest(steps), strict=True):
+        if cache:
+            cache.begin_step([size])
         torch.cuda.reset_peak_memory_stats()
         for rows, length in micro:
             batch = batch_of(rows, length)
             forward_backward(net, batch["tokens"].to(CUDA), batch["labels"].to(CUDA))
         optimizer.step()
         optimizer.zero_grad()
-        shown.append((torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()))
-    return shown
+        if cache:
+            cache.end_step()
+        yield torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
 
 
-def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
+def largest(steps: PlannedSteps) -> list[int]:
+    return [max(rows * length for rows, length in micro) for micro in steps.steps]
+
+
+def logs_of(steps: PlannedSteps, *, most_traced: int) -> list[Sequence[int]]:
     device = FakeDevice(CudaKernels.of_this_device())
     with torch.device("meta"):
         net = made()
@@ -114,8 +131,15 @@ def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
     )
     all_shapes = [shape for some in steps.steps for shape in some]
     shapes = TracedShapes(step, run, all_shapes, most_traced=most_traced)
-    logs = list(step_logs(step, shapes, steps.steps))
-    replay = StepReplay(logs, budget_bytes=2**50, settings=AllocatorSettings.from_environment())
+    return list(step_logs(step, shapes, steps.steps))
+
+
+def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
+    replay = StepReplay(
+        logs_of(steps, most_traced=most_traced),
+        budget_bytes=2**50,
+        settings=AllocatorSettings.from_environment(),
+    )
     return [tuple(memory) for memory in replay.steps]
 
 
@@ -130,17 +154,46 @@ def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
 )
 def test_each_step_allocates_and_reserves_what_it_does_on_cuda(limit, grows):
     steps = planned(limit, grows=grows)
-    expected = on_cuda(steps)
+    expected = list(on_cuda(steps))
     assert replayed(steps, most_traced=10_000) == expected
     interpolated = replayed(steps, most_traced=MOST_TRACED)
     for memory, real in zip(interpolated, expected, strict=True):
         assert memory == pytest.approx(real, rel=1e-3)
 
 
+def test_steps_whose_cache_is_kept_whole_reserve_and_end_as_they_do_on_cuda():
+    steps = planned(LARGEST_FIRST, grows=False)
+    logs = logs_of(steps, most_traced=MOST_TRACED)
+    settings = AllocatorSettings.from_environment()
+    sizes = largest(steps)
+    expected = list(on_cuda(steps, cache=AllocatorCache(device_memory(CUDA))))
+    replay = StepReplay(logs, budget_bytes=2**50, settings=settings, largest=sizes)
+    for memory, real in zip(replay.steps, expected, strict=True):
+        assert memory == pytest.approx(real, rel=1e-3)
+    peak = replay.memory.allocated_bytes
+    _, total = torch.cuda.mem_get_info()
+    ends = []
+    for share in (0.98, 1.04, 1.1, 1.2):
+        budget = int(share * peak)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.set_per_process_memory_fraction(budget / total)
+        done = 0
+        try:
+            for _ in on_cuda(steps, cache=AllocatorCache(device_memory(CUDA))):
+                done += 1
+        except torch.OutOfMemoryError:
+            ends.append(done + 1)
+        else:
+            ends.append(None)
+        replay = StepReplay(logs, budget_bytes=budget, settings=settings, largest=sizes)
+        assert replay.failed_step == ends[-1]
+    assert ends[0] is not None
+    assert ends[-1] is None
+
+
 def test_a_script_that_puts_its_batch_on_the_device_is_estimated_with_its_own_lengths():
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
     net = made().to(CUDA)
     optimizer = torch.optim.AdamW(net.parameters())
 

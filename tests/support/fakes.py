@@ -99,9 +99,9 @@ class CachingMemory(SimulatedMemory, CountedMemory):
 
     granularity_bytes = 2 * 2**20
 
-    def __init__(self) -> None:
+    def __init__(self, capacity_bytes: int = 2**50) -> None:
         CountedMemory.__init__(self, torch.device("cpu"))
-        SimulatedMemory.__init__(self, CachingAllocator(2**50))
+        SimulatedMemory.__init__(self, CachingAllocator(capacity_bytes))
         self.releases = 0
 
     def empty_cache(self) -> None:

@@ -108,17 +108,26 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
     assert f"max_batch_size: {expected}" in result.table()
 
 
+class Undivided(CachingMemory):
+    """Large blocks are not divided, or segments expand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divides_large_blocks = False
+
+
 @pytest.mark.parametrize(
     ("memory", "has_order", "segments", "headroom", "left_free"),
     [
-        (CachingMemory(), True, "expandable_segments:True", "auto", 0.01),
-        (CachingMemory(), True, "expandable_segments:False", "auto", 0.05),
-        (CachingMemory(), False, "expandable_segments:True", "auto", 0.05),
-        (CachingMemory(), True, "expandable_segments:True", 0.2, 0.2),
+        (Undivided(), True, "expandable_segments:True", "auto", 0.01),
+        (Undivided(), True, "max_split_size_mb:64", "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:False", "auto", 0.01),
+        (CachingMemory(), False, "expandable_segments:False", "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:False", 0.2, 0.2),
         (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", "auto", 0.05),
     ],
 )
-def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_lengths(
+def test_less_is_left_free_where_a_cache_stays_whole_in_trials_of_trainings_own_lengths(
     monkeypatch, memory, has_order, segments, headroom, left_free
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
