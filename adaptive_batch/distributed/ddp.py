@@ -81,7 +81,7 @@ class Replicas(Sharding):
 
     @contextmanager
     def micro_batch(
-        self, *, is_last: bool = True, evaluates: bool = False, is_trial: bool = False
+        self, *, is_last: bool = True, evaluates: bool | str = False, is_trial: bool = False
     ) -> Iterator[None]:
         """Inside, one micro-batch runs; on this rank alone, unless it reduces gradients."""
         # Else forward might broadcast buffers, and wait for a rank that has failed.
@@ -101,14 +101,14 @@ class Replicas(Sharding):
         """True: no other rank waits for a micro-batch."""
         return True
 
-    def knows(self, *, is_last: bool = True, evaluates: bool = False) -> bool:
+    def knows(self, *, is_last: bool = True, evaluates: bool | str = False) -> bool:
         """Return True: there are no collectives that would have to be known."""
         return True
 
     def finish(self) -> None:
         """Leave a micro-batch that has failed."""
 
-    def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool = False) -> None:
+    def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool | str = False) -> None:
         """Leave out a micro-batch."""
 
     def begin_step(self) -> None:

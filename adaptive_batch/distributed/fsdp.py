@@ -66,17 +66,23 @@ class Sharding:
         return self.is_sharded or (is_last and self.reduces_in_backward)
 
     def micro_batch(
-        self, *, is_last: bool = True, evaluates: bool = False, is_trial: bool = False
+        self, *, is_last: bool = True, evaluates: bool | str = False, is_trial: bool = False
     ) -> AbstractContextManager[object]:
         """Inside, one micro-batch runs forward and backward, or forward alone; the gradients of the
         last are reduced in any case.
+
+        Args:
+            is_last: whether gradients are reduced where not each micro-batch does.
+            evaluates: whether there is no backward; a name where another function than the loss
+                runs, whose collectives are others.
+            is_trial: whether it is no training.
         """
         if not self._modules:
             return nullcontext()
         return self._recorded(is_last=is_last, evaluates=evaluates)
 
     @contextmanager
-    def _recorded(self, *, is_last: bool, evaluates: bool) -> Iterator[None]:
+    def _recorded(self, *, is_last: bool, evaluates: bool | str) -> Iterator[None]:
         """Note the collectives of the micro-batch that runs inside."""
         if self.is_sharded and not self._syncs_every and not evaluates:
             for module in self._modules:
@@ -92,10 +98,10 @@ class Sharding:
         if evaluates:
             self.reset()
 
-    def _kind_of(self, is_last: bool, evaluates: bool) -> str:
+    def _kind_of(self, is_last: bool, evaluates: bool | str) -> str:
         """A kind of micro-batch, by its collectives."""
         if evaluates:
-            return "evaluation"
+            return f"evaluation of {evaluates}"
         if is_last or self._syncs_every:
             return "training"
         return "training, gradients kept"
@@ -132,7 +138,7 @@ class Sharding:
             and self.knows(is_last=True)
         )
 
-    def knows(self, *, is_last: bool = True, evaluates: bool = False) -> bool:
+    def knows(self, *, is_last: bool = True, evaluates: bool | str = False) -> bool:
         """Whether :meth:`run_dummy_collectives` can: a micro-batch of that kind has been run."""
         return not self.is_sharded or self._kind_of(is_last, evaluates) in self._known
 
@@ -145,7 +151,7 @@ class Sharding:
                 call()
         self._is_running = False
 
-    def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool = False) -> None:
+    def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool | str = False) -> None:
         """Run the collectives of a whole micro-batch, and nothing else."""
         with self.micro_batch(is_last=is_last, evaluates=evaluates):
             self.finish()

@@ -41,6 +41,7 @@ from adaptive_batch.memory import device_memory
 from adaptive_batch.probe import ProbeResult
 
 from .agreement import Division, Question
+from .batch_statistics import STATISTICS, BatchStatistics
 from .bound_search import BoundSearch, ProbeOptions, find_in_step
 from .gradients import GradientsApart
 from .model_checks import (
@@ -113,6 +114,10 @@ class AdaptiveStep:
         num_labels: function that returns the number of labels that the loss of a batch is a mean
             over. None counts ``labels`` that are not -100, after the shift by one or before it, as
             the loss of the first split shows; of a batch without ``labels`` its rows.
+        statistics: ``statistics(part)`` returns a mapping of names to numbers or tensors. It is run
+            on each part before the first backward, without gradients; the sums over the parts are
+            ``part.statistics`` in `forward_backward`. With ``count_labels_over="ranks"`` they are
+            sums over all ranks. None where a loss needs none.
         options: how a step runs.
 
     Attributes:
@@ -136,6 +141,7 @@ class AdaptiveStep:
         micro_batch_tokens: int | str | None = None,
         split: Callable[[Any], SplitBatch] | None = None,
         num_labels: Callable[[Any], Any] | None = None,
+        statistics: Callable[[Part], Mapping[str, Any]] | None = None,
         options: StepOptions | None = None,
     ) -> None:
         options = instance_of(StepOptions, "options", options)
@@ -145,6 +151,7 @@ class AdaptiveStep:
             ("forward_backward", forward_backward),
             ("split", split),
             ("num_labels", num_labels),
+            ("statistics", statistics),
         ):
             if not callable(function) and (function is not None or key == "forward_backward"):
                 raise SettingError(key, function, "give a function")
@@ -186,10 +193,13 @@ class AdaptiveStep:
             retries=retries,
             remedies=REMEDIES,
         )
+        over_ranks = options.count_labels_over == "ranks" and distributed.world_size() > 1
+        self._statistics = BatchStatistics(statistics, self.runner, over_ranks=over_ranks)
         self._check = SplitCheck(
             self.runner,
             forward_backward,
             self._labels,
+            self._statistics,
             name=getattr(forward_backward, "__name__", type(forward_backward).__name__),
         )
         self.pieces: list[MicroBatch] = []
@@ -303,16 +313,24 @@ class AdaptiveStep:
                 " give find_bound batch_size="
             )
         parts = self._parts(rows, self.pieces, self.num_pieces)
+        statistics = self._statistics.of_batch(rows, parts, self.pieces)
         results = []
 
         def run(piece: MicroBatch | None, is_last: bool) -> None:
             # The last reference but the function's own, so that its memory is free when the next
             # one runs.
             part = parts.pop(0)
-            if part is not None:
-                results.append(self._forward_backward(part))
+            if part is not None and part.share:
+                results.append(self._forward_backward(replace(part, statistics=statistics)))
             elif self.sharding.needs_dummy(is_last=is_last):
-                dummy = Part(rows.dummy(), 1, share=0.0, is_first=False, is_last=is_last)
+                dummy = Part(
+                    rows.dummy(),
+                    1,
+                    share=0.0,
+                    is_first=False,
+                    is_last=is_last,
+                    statistics=statistics,
+                )
                 self._forward_backward(dummy)
 
         self.runner.run_micro_batches(division, run, idle=MicroBatch([0], 1))
@@ -323,8 +341,8 @@ class AdaptiveStep:
     def _parts(
         self, rows: Splittable, pieces: Sequence[MicroBatch], num_pieces: int
     ) -> list[Part | None]:
-        """Return the parts with their shares, counted before the first backward; None for one that
-        has no label.
+        """Return the parts with their shares, counted before the first backward: 0 of one that has
+        no label. None where this rank has fewer than others.
         """
 
         def make() -> list[Any]:
@@ -361,6 +379,9 @@ class AdaptiveStep:
                     is_first=number == labelled[0],
                     is_last=number == labelled[-1],
                 )
+            else:
+                # No loss is run of it, but statistics may count something else than labels.
+                parts[number] = Part(batch, num_rows, share=0.0, is_first=False, is_last=False)
         return parts
 
     def learn_collectives(self, rows: Splittable) -> None:
@@ -387,9 +408,23 @@ class AdaptiveStep:
                 the number of its rows.
             is_last: whether gradients are reduced.
         """
+        statistics = {}
+        if self._statistics.are_needed:
+            with self.runner.trial(evaluates=STATISTICS):
+                batch, num_rows = make()
+                statistics = self._statistics.of_part(Part(batch, num_rows, is_trial=True))
+                # Made again below, where its memory is part of what is tried.
+                del batch
         with self.runner.trial(is_last=is_last):
             batch, num_rows = make()
-            self._forward_backward(Part(batch, num_rows, is_last=is_last, is_trial=True))
+            self._forward_backward(
+                Part(batch, num_rows, is_last=is_last, is_trial=True, statistics=statistics)
+            )
+
+    def _run_alone(self, part: Part) -> None:
+        """Run a part that is the whole batch, with its own statistics."""
+        statistics = self._statistics.of_part(part)
+        self._forward_backward(replace(part, statistics=statistics))
 
     # --- what fits
 
@@ -526,7 +561,7 @@ class AdaptiveStep:
             raise SettingError("sample", sample, "give a function of a number of rows")
         sampled = SampledStep(
             sample,
-            self._forward_backward,
+            self._run_alone,
             self._split_batch,
             self.sizer,
             self.plan,

@@ -164,7 +164,7 @@ class OOMRetry:
         drop: Callable[[], object],
         idle: MicroBatch,
         reduced: Sequence[bool] = (),
-        evaluates: bool = False,
+        evaluates: bool | str = False,
     ) -> None:
         """Run micro-batches one after the other; after one that ran out of memory on a rank, only
         their collectives.
@@ -176,16 +176,16 @@ class OOMRetry:
             idle: micro-batch that is named in errors where this rank has none.
             reduced: whether the gradients of each are reduced over ranks; not needed where it
                 `evaluates`.
-            evaluates: whether there is no backward.
+            evaluates: whether there is no backward; see :meth:`Sharding.micro_batch`.
         """
         own = [piece for piece in pieces if piece is not None]
         fullest = idle
         if own:
             fullest = self.sizer.limit(self._rows_at_once).fullest(own)
         self.current = fullest
-        kinds = [{"is_last": is_last} for is_last in reduced]
+        kinds: list[dict[str, Any]] = [{"is_last": is_last} for is_last in reduced]
         if evaluates:
-            kinds = [{"evaluates": True}] * len(pieces)
+            kinds = [{"evaluates": evaluates}] * len(pieces)
         for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
             # Ranks run it together, or not at all.
             is_together = self._sharding.reduces_in_backward and kind.get("is_last")
@@ -204,7 +204,7 @@ class OOMRetry:
         run: Callable[[], object],
         *,
         drop: Callable[[], object],
-        following: Sequence[dict[str, bool]],
+        following: Sequence[dict[str, Any]],
     ) -> None:
         """Run one micro-batch; where it runs out of memory beside other ranks, bring its
         collectives to their end.

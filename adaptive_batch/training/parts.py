@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
 
@@ -32,6 +32,8 @@ class Part:
         is_last: whether it is the last part of the batch.
         is_trial: whether it only shows what fits, or whether a split changes the loss: metrics and
             logs should leave it out.
+        statistics: what the step's ``statistics`` function returned, summed over the parts of the
+            batch; empty without such a function, and within it.
     """
 
     batch: Any
@@ -40,6 +42,7 @@ class Part:
     is_last: bool = True
     is_trial: bool = False
     is_first: bool = True
+    statistics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Splittable(Protocol):

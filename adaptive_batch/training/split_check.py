@@ -19,6 +19,7 @@ from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory, recover
 
+from .batch_statistics import STATISTICS, BatchStatistics, Statistics, sum_of
 from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry
 from .parts import LabelCounter, Part, Splittable, has_shifted_labels
@@ -84,6 +85,7 @@ class SplitCheck:
         forward_backward: function that runs a part, see :class:`.AdaptiveStep`; what it returns
             does not count.
         labels: counts the labels of a part, perhaps in several ways.
+        statistics: statistics of a batch, which must be the sums of its parts' too.
         name: name of the function in errors.
     """
 
@@ -92,12 +94,14 @@ class SplitCheck:
         runner: StepRunner,
         forward_backward: Callable[[Part], object],
         labels: LabelCounter,
+        statistics: BatchStatistics,
         *,
         name: str,
     ) -> None:
         self._runner = runner
         self._forward_backward = forward_backward
         self._labels = labels
+        self._statistics = statistics
         self._name = name
         self._sharding = runner.sharding
         self._retry = OOMRetry(
@@ -166,13 +170,17 @@ class SplitCheck:
         Where a device has a cache and what fits is known, the largest part is compared with its
         halves from the first.
         """
-        if not self._sharding.knows(evaluates=True):
+        kinds: list[bool | str] = [True]
+        if self._statistics.are_needed:
+            kinds.append(STATISTICS)
+        if not all(self._sharding.knows(evaluates=kind) for kind in kinds):
             # Once, so that even the first piece can fail on one rank and be brought to its end.
             restore = self._snapshot.take()
             self._retry.current = MicroBatch([0], 1)
             try:
                 with self._evaluating():
-                    self._loss(rows.dummy, 1)
+                    statistics = self._statistics_of(rows.dummy, 1)
+                    self._loss(rows.dummy, 1, statistics=statistics)
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
@@ -206,18 +214,48 @@ class SplitCheck:
         """Return the loss that the function calls backward on, of each piece with its share; None
         where memory ran out on any rank.
         """
-        restore = self._snapshot.take()
+        of_pieces: list[Statistics] = []
         losses: list[float | None] = []
+
+        def measure(number: int) -> None:
+            piece = pieces[number] if number < len(pieces) else None
+            if piece is None:
+                of_pieces.append(self._statistics_of(rows.dummy, 1))
+                return
+            part = partial(rows.part, piece)
+            share = shares[number]
+            of_pieces.append(self._statistics_of(part, len(piece), share=share))
 
         def run(number: int) -> None:
             # A rank that has fewer pieces runs one that does not count.
             piece = pieces[number] if number < len(pieces) else None
             if piece is None:
-                losses.append(self._loss(rows.dummy, 1))
-            else:
-                part = partial(rows.part, piece)
-                losses.append(self._loss(part, len(piece), share=shares[number]))
+                losses.append(self._loss(rows.dummy, 1, statistics=of_pieces[number]))
+                return
+            part = partial(rows.part, piece)
+            share = shares[number]
+            # The whole has its own, and each of the others their sum.
+            statistics = of_whole if number == 0 else of_others
+            losses.append(self._loss(part, len(piece), share=share, statistics=statistics))
 
+        if self._statistics.are_needed and not self._run_pieces(pieces, measure, STATISTICS):
+            return None
+        of_whole = sum_of(of_pieces[:1])
+        of_others = sum_of(of_pieces[1 : len(pieces)])
+        if not self._run_pieces(pieces, run, True):
+            return None
+        return losses[: len(pieces)]
+
+    def _run_pieces(
+        self,
+        pieces: Sequence[Sequence[int]],
+        run: Callable[[int], None],
+        evaluates: bool | str,
+    ) -> bool:
+        """Run pieces, on all ranks as many, and undo what they change; return whether memory
+        sufficed on all ranks.
+        """
+        restore = self._snapshot.take()
         num_pieces = distributed.maximum(len(pieces))
         largest = MicroBatch(list(pieces[0]) if pieces else [], 0)
         has_failed = False
@@ -228,7 +266,7 @@ class SplitCheck:
                     run,
                     drop=self._sharding.reset,
                     idle=largest,
-                    evaluates=True,
+                    evaluates=evaluates,
                 )
         except Exception as error:
             if not is_out_of_memory(error):
@@ -242,8 +280,8 @@ class SplitCheck:
             recover(self._runner.memory)
         if distributed.any_of_ranks(has_failed or self._retry.has_failed):
             self._retry.forget_failure()
-            return None
-        return losses[: len(pieces)]
+            return False
+        return True
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -254,13 +292,29 @@ class SplitCheck:
         ):
             yield
 
-    def _loss(
+    def _statistics_of(
         self, make_batch: Callable[[], Any], num_rows: int, *, share: float = 1.0
+    ) -> Statistics:
+        """Return the statistics of a piece alone; empty where none are needed."""
+        if not self._statistics.are_needed:
+            return {}
+        with self._runner.trial(evaluates=STATISTICS):
+            part = Part(make_batch(), num_rows, share=share, is_trial=True)
+            return self._statistics.of_part(part)
+
+    def _loss(
+        self,
+        make_batch: Callable[[], Any],
+        num_rows: int,
+        *,
+        share: float = 1.0,
+        statistics: Statistics,
     ) -> float | None:
         """Return the loss that the function calls backward on; None where no backward is seen."""
         with self._runner.trial(evaluates=True), _BackwardCatcher() as catcher:
+            part = Part(make_batch(), num_rows, share=share, is_trial=True, statistics=statistics)
             try:
-                self._forward_backward(Part(make_batch(), num_rows, share=share, is_trial=True))
+                self._forward_backward(part)
             except RuntimeError as error:
                 # torch.autograd.backward and .grad are not caught, and have no graph here.
                 if "does not require grad" not in str(error):

@@ -221,7 +221,7 @@ class StepRunner:
         self.cache.end_step()
 
     @contextmanager
-    def trial(self, *, is_last: bool = True, evaluates: bool = False) -> Iterator[None]:
+    def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
         """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its
         end together.
         """
