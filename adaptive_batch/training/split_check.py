@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -214,17 +215,18 @@ class SplitCheck:
         """Return the loss that the function calls backward on, of each piece with its share; None
         where memory ran out on any rank.
         """
-        of_pieces: list[Statistics] = []
+        # Empty where none are needed.
+        of_pieces: defaultdict[int, Statistics] = defaultdict(dict)
         losses: list[float | None] = []
 
         def measure(number: int) -> None:
             piece = pieces[number] if number < len(pieces) else None
             if piece is None:
-                of_pieces.append(self._statistics_of(rows.dummy, 1))
+                of_pieces[number] = self._statistics_of(rows.dummy, 1)
                 return
             part = partial(rows.part, piece)
             share = shares[number]
-            of_pieces.append(self._statistics_of(part, len(piece), share=share))
+            of_pieces[number] = self._statistics_of(part, len(piece), share=share)
 
         def run(number: int) -> None:
             # A rank that has fewer pieces runs one that does not count.
@@ -235,13 +237,12 @@ class SplitCheck:
             part = partial(rows.part, piece)
             share = shares[number]
             # The whole has its own, and each of the others their sum.
-            statistics = of_whole if number == 0 else of_others
+            statistics = of_others if number else of_pieces[0]
             losses.append(self._loss(part, len(piece), share=share, statistics=statistics))
 
         if self._statistics.are_needed and not self._run_pieces(pieces, measure, STATISTICS):
             return None
-        of_whole = sum_of(of_pieces[:1])
-        of_others = sum_of(of_pieces[1 : len(pieces)])
+        of_others = sum_of([of_pieces[number] for number in range(1, len(pieces))])
         if not self._run_pieces(pieces, run, True):
             return None
         return losses[: len(pieces)]

@@ -1,0 +1,151 @@
+"""On two ranks the losses of docs/losses.md have the gradient of the global batch, also where one
+rank runs out of memory in either pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.losses import CASES, Batch, Page, taken_gradients, whole_gradients_of
+from support.ranks import run_on_ranks
+from support.sharded_model import Decoder, divided, relative_error, whole
+from torch.nn.parallel import DistributedDataParallel
+
+from adaptive_batch import distributed
+from adaptive_batch.training import AdaptiveStep, Part, StepOptions
+
+EXACT = 1e-12
+LENGTHS = [5, 9, 4, 8, 7, 12, 6]
+# Rows of each rank.
+ROWS = (range(5), range(5, 7))
+
+
+def shared(page: Page, how: str) -> None:
+    """Let the page's functions run a model that ranks share."""
+    model = page.model
+    assert isinstance(model, Decoder)
+    if how == "DDP":
+        page.use(DistributedDataParallel(model), page.reference)
+    else:
+        divided(model)
+
+
+def gradients_of(page: Page) -> dict[str, torch.Tensor]:
+    """The gradients, put together, by the names of the model that is not shared."""
+    taken = taken_gradients(page.model)
+    return {name.removeprefix("module."): whole(gradient) for name, gradient in taken.items()}
+
+
+def own_rows(batch: Batch) -> Batch:
+    """The rows of this rank."""
+    rows = list(ROWS[distributed.rank()])
+    return {key: tensor[rows] for key, tensor in batch.items()}
+
+
+def of_the_global_batch(name: str, how: str) -> tuple[float, list[int]]:
+    page = Page.of_decoder()
+    case = CASES[name]
+    batch = case.batch(page, LENGTHS)
+    expected, _ = whole_gradients_of(page, case.whole, batch)
+    shared(page, how)
+    step = AdaptiveStep(
+        page.model,
+        case.forward_backward(page),
+        micro_batch_size=2,
+        options=StepOptions(count_labels_over="ranks"),
+        **case.step_arguments(page),
+    )
+    losses = step(own_rows(batch))
+    return relative_error(gradients_of(page), expected), [len(losses), step.num_pieces]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("how", ["DDP", "FSDP"])
+def test_any_split_has_the_gradient_of_the_global_batch(name, how):
+    results = run_on_ranks(of_the_global_batch, 2, name, how)
+    assert [parts for _, parts in results] == [[3, 3], [1, 3]]
+    assert max(error for error, _ in results) <= EXACT
+
+
+class OutOfMemory:
+    """A function of a part that runs out of memory half-way through the layers, on rank 1.
+
+    Args:
+        function: function that is run.
+        model: model whose layers it runs.
+        most_rows: the most rows that fit.
+    """
+
+    def __init__(self, function: Callable[[Part], Any], model: Decoder, *, most_rows: int) -> None:
+        self.function = function
+        self.model = model
+        self.most_rows = most_rows
+        self.rows: list[int] = []
+
+    def __call__(self, part: Part) -> Any:
+        if not part.is_trial:
+            self.rows.append(part.num_rows)
+            if part.num_rows > self.most_rows and distributed.rank() == 1:
+                self.model.burden = {"forward": lambda: torch.empty(2**50, dtype=torch.uint8)}
+        try:
+            return self.function(part)
+        finally:
+            self.model.burden = {}
+
+
+def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
+    """A batch that runs out of memory in one of its passes."""
+    page = Page.of_decoder()
+    case = CASES["ratio over the batch"]
+    model = page.model
+    batch = page.batch(LENGTHS)
+    if over == "ranks":
+        expected, _ = whole_gradients_of(page, case.whole, batch)
+    else:
+        of_ranks = []
+        for rows in ROWS:
+            rows_of_rank = {key: tensor[list(rows)] for key, tensor in batch.items()}
+            of_ranks.append(whole_gradients_of(page, case.whole, rows_of_rank)[0])
+        expected = {name: (of_ranks[0][name] + of_ranks[1][name]) / 2 for name in of_ranks[0]}
+    shared(page, how)
+    most_rows = {"statistics": 10, "loss": 10, fails_in: 1}
+    statistics = OutOfMemory(page.sums, model, most_rows=most_rows["statistics"])
+    loss = OutOfMemory(page.distill, model, most_rows=most_rows["loss"])
+    step = AdaptiveStep(
+        page.model,
+        loss,
+        num_labels=page.completion_tokens,
+        statistics=statistics,
+        options=StepOptions(count_labels_over=over),
+    )
+    step(own_rows(batch))
+    return {
+        "error": relative_error(gradients_of(page), expected),
+        "statistics": statistics.rows,
+        "loss": loss.rows,
+    }
+
+
+@pytest.mark.parametrize(
+    ("how", "over"),
+    [
+        ("FSDP", "ranks"),
+        ("DDP", "rank"),
+        pytest.param("FSDP", "rank", marks=pytest.mark.slow),
+        pytest.param("DDP", "ranks", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("fails_in", ["statistics", "loss"])
+def test_memory_that_runs_out_in_either_pass_on_one_rank_is_retried_by_both(how, fails_in, over):
+    first, second = run_on_ranks(out_of_memory, 2, how, fails_in, over)
+    assert max(first["error"], second["error"]) <= EXACT
+    # Under FSDP the second rank runs dummies while the first runs the rows that it has more.
+    num_parts = 5 if how == "FSDP" else 2
+    assert first["statistics"] == [5, 1, 1, 1, 1, 1]
+    assert second["statistics"] == [2, *[1] * num_parts]
+    failed = fails_in == "loss"
+    assert first["loss"] == [*[5] * failed, 1, 1, 1, 1, 1]
+    assert second["loss"] == [*[2] * failed, *[1] * num_parts]
