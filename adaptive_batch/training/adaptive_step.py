@@ -159,7 +159,6 @@ class AdaptiveStep:
             raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
         self.model = model
         self._forward_backward = forward_backward
-        self._options = options
         self._is_compiled = is_compiled(model)
         self._split_batch: Callable[[Any], Splittable] = (
             partial(RowsOfBatch, trims=not self._is_compiled) if split is None else OwnSplit(split)
@@ -193,8 +192,12 @@ class AdaptiveStep:
             retries=retries,
             remedies=REMEDIES,
         )
-        over_ranks = options.count_labels_over == "ranks" and distributed.world_size() > 1
-        self._statistics = BatchStatistics(statistics, self.runner, over_ranks=over_ranks)
+        self._counts_over_ranks = (
+            options.count_labels_over == "ranks" and distributed.world_size() > 1
+        )
+        self._statistics = BatchStatistics(
+            statistics, self.runner, over_ranks=self._counts_over_ranks
+        )
         self._check = SplitCheck(
             self.runner,
             forward_backward,
@@ -323,15 +326,8 @@ class AdaptiveStep:
             if part is not None and part.share:
                 results.append(self._forward_backward(replace(part, statistics=statistics)))
             elif self.sharding.needs_dummy(is_last=is_last):
-                dummy = Part(
-                    rows.dummy(),
-                    1,
-                    share=0.0,
-                    is_first=False,
-                    is_last=is_last,
-                    statistics=statistics,
-                )
-                self._forward_backward(dummy)
+                dummy = Part(rows.dummy(), 1, share=0.0, is_first=False, is_last=is_last)
+                self._forward_backward(replace(dummy, statistics=statistics))
 
         self.runner.run_micro_batches(division, run, idle=MicroBatch([0], 1))
         if distributed.any_of_ranks(self.runner.retry.has_failed):
@@ -348,7 +344,7 @@ class AdaptiveStep:
         def make() -> list[Any]:
             return [rows.part(piece.rows) for piece in pieces]
 
-        over_ranks = self._options.count_labels_over == "ranks" and distributed.world_size() > 1
+        over_ranks = self._counts_over_ranks
         # Where this rank has no memory for them, it takes part in what ranks do together as one
         # without rows.
         batches = self.runner.retry.prepare(make) or []
