@@ -10,7 +10,7 @@ TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo demo-lora test test-all nightly check docs measure format cuda-stack cuda-stack-all test-versions
+.PHONY: demo demo-lora test test-all nightly check docs measure format test-install cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,7 +33,7 @@ demo-lora: $(DEMO)  ## adapters on the model that the demo has tuned, which come
 	$(BIN)/python examples/demo --lora
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
-ELSEWHERE := gpu or cuda_stack or readme or browser
+ELSEWHERE := gpu or cuda_stack or readme or browser or install
 
 test: $(INSTALLED)  ## some of everything that needs no GPU, in minutes
 	$(PYTEST) -m "not (slow or nightly or $(ELSEWHERE))"
@@ -68,6 +68,9 @@ check: $(INSTALLED)  ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test-install: $(INSTALLED)  ## the wheel and the source archive, in new environments; a minute or two of downloading
+	$(PYTEST) -m install tests/project/test_packaging.py
 
 docs: $(INSTALLED)  ## the site, into site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,5 +1,5 @@
-"""The command line of the package itself: ``python -m adaptive_batch check | configs | keys | audit
-| report``.
+"""The command line of the package itself: ``adaptive-batch check | configs | keys | audit |
+report``, which is also ``python -m adaptive_batch``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         does not hold, or ``report`` has no matplotlib. A mistake in the arguments exits with 2.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m adaptive_batch", description="The batch size, known instead of guessed."
+        prog="adaptive-batch", description="The batch size, known instead of guessed."
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
@@ -113,8 +113,13 @@ def _run(options: argparse.Namespace) -> int:
     return 0
 
 
-if __name__ == "__main__":
+def run_as_program() -> None:
+    """Run one command, and exit with its status."""
     if hasattr(signal, "SIGPIPE"):
         # As other tools end where nobody reads on, such as `| head`.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    run_as_program()

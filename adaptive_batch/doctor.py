@@ -1,5 +1,5 @@
-"""What is installed here, what is wrong with it, and the command that fixes it: ``python -m
-adaptive_batch check``.
+"""What is installed here, what is wrong with it, and the command that fixes it:
+``adaptive-batch check``.
 
 ``tune`` ends with "torchao not installed" also where a torchao is there that cannot be imported,
 before any recipe is loaded. So this works where neither torch nor torchtune can be imported.

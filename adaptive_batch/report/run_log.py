@@ -28,7 +28,7 @@ class RunLog:
     JSON has no nan and no infinities: they are written as text, which ``float`` reads. Restarts of
     a run append; a line torn by a kill is ended.
 
-    A loop is given it as ``StepOptions(event=RunLog("output"))``; ``python -m adaptive_batch audit
+    A loop is given it as ``StepOptions(event=RunLog("output"))``; ``adaptive-batch audit
     output`` and ``report output`` read it.
 
     Args:

@@ -512,7 +512,7 @@ class TrainingLog:
             figures = f": loss {loss:.4f} in the last step, {speed:,.0f} tokens/s in steps"
             facts = {"tokens_per_second": round(speed, 1)}
         epoch = Path(self._cfg.checkpointer.output_dir) / f"epoch_{self._settings.epochs - 1}"
-        report = f"python -m adaptive_batch report {self._cfg.output_dir}"
+        report = f"adaptive-batch report {self._cfg.output_dir}"
         message = f"{trained}{figures}, {seconds:.1f} s in all\nsaved in {epoch}; next: {report}"
         self.event("end", message, seconds=round(seconds, 3), **facts)
 

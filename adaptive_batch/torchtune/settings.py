@@ -1,7 +1,7 @@
 """Every configuration key that we read, each in one place: its name, type, default, check, what
 resuming does, its documentation.
 
-The tables in docs/configuration.md are written from here by ``python -m adaptive_batch keys
+The tables in docs/configuration.md are written from here by ``adaptive-batch keys
 docs/configuration.md``.
 """
 

@@ -1,7 +1,7 @@
 """Draws the README's figure from a run of the demo: `make demo`, then `python
 docs/tools/readme_figure.py`.
 
-It has two of the figures that `python -m adaptive_batch report` draws, on a white ground so that it
+It has two of the figures that `adaptive-batch report` draws, on a white ground so that it
 can be read on a dark page too.
 """
 

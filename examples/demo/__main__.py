@@ -172,7 +172,7 @@ def _installed(command: str) -> str:
     scripts = os.pathsep.join([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
     found = shutil.which(command, path=scripts) or shutil.which(command)
     if found is None:
-        sys.exit(f"{command} is not installed: python -m adaptive_batch check prints what is wrong")
+        sys.exit(f"{command} is not installed: adaptive-batch check prints what is wrong")
     return found
 
 

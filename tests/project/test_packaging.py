@@ -6,6 +6,7 @@ import base64
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -49,14 +50,14 @@ def build(source, folder, *what):
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """The wheel; and the source archive, unpacked."""
+    """The wheel; the source archive, unpacked; and as it is."""
     wheel = build(ROOT, tmp_path_factory.mktemp("wheel"), "--wheel")
     packed = build(ROOT, tmp_path_factory.mktemp("sdist"), "--sdist")
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(packed) as archive:
         archive.extractall(folder, filter="data")
     (project,) = folder.iterdir()
-    return wheel, project
+    return wheel, project, packed
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +137,16 @@ def installed(wheel, folder, distributions):
     return python
 
 
-def run(*command, cwd, status=0):
+def run(*command, cwd, status=0, limit=120):
+    """Run a command as one does who has no virtual environment active and no PYTHONPATH."""
     done = subprocess.run(
-        list(map(str, command)), cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        list(map(str, command)),
+        cwd=cwd,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=limit,
+        check=False,
     )
     assert done.returncode == status, done.stdout + done.stderr[-3000:]
     return done
@@ -226,6 +234,25 @@ def test_check_says_with_torch_alone_that_the_recipes_need_more(with_torch_alone
     assert "pip install" in done.stdout
 
 
+@pytest.mark.slow
+def test_the_import_warns_of_nothing_and_reads_no_torch(with_torch_alone, tmp_path):
+    program = "import sys, adaptive_batch; assert 'torch' not in sys.modules"
+    done = run(with_torch_alone, "-W", "error", "-c", program, cwd=tmp_path)
+    assert done.stdout + done.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_command_is_the_module(with_torch_alone, tmp_path):
+    command = with_torch_alone.parent / "adaptive-batch"
+    by_module = run(with_torch_alone, "-m", "adaptive_batch", "--help", cwd=tmp_path).stdout
+    assert run(command, "--help", cwd=tmp_path).stdout == by_module
+    assert by_module.startswith("usage: adaptive-batch ")
+    for name in ("check", "configs", "keys", "audit", "report"):
+        assert name in by_module
+    run(command, "audit", "nowhere", cwd=tmp_path, status=2)
+    run(command, "nothing", cwd=tmp_path, status=2)
+
+
 # installed beside torchtune
 
 
@@ -275,6 +302,40 @@ def test_torchtunes_own_recipes_are_as_it_installed_them():
 )
 def test_tune_finds_the_recipe_as_a_module(name):
     assert importlib.util.find_spec(name)
+
+
+# installed from the registry
+
+
+@pytest.mark.install
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("archive", ["wheel", "sdist"])
+def test_each_archive_installs_into_a_new_environment_that_trains_from_any_folder(
+    published, small, tmp_path, archive
+):
+    """Only pip, the archive, constraints.txt and the registry: nothing of this environment."""
+    wheel, _, sdist = published
+    package = {"wheel": wheel, "sdist": sdist}[archive]
+    venv.create(tmp_path / "venv", with_pip=True)
+    scripts = tmp_path / "venv" / "bin"
+    pip = [scripts / "python", "-m", "pip"]
+    words = ["install", "--quiet", "-c", ROOT / "constraints.txt"]
+    wanted = f"adaptive-batch[recipes,report] @ {package.as_uri()}"
+    run(*pip, *words, wanted, cwd=tmp_path, limit=900)
+    assert run(*pip, "check", cwd=tmp_path).stdout == "No broken requirements found.\n"
+    run(scripts / "python", "-W", "error", "-c", "import adaptive_batch", cwd=tmp_path)
+
+    folder = tmp_path / "anywhere"
+    folder.mkdir()
+    assert "WRONG" not in run(scripts / "adaptive-batch", "check", cwd=folder).stdout
+    config = ["--config", small.folder / "small.yaml", f"output_dir={folder / 'out'}"]
+    tune = [scripts / "tune", "run"]
+    search = run(*tune, "adaptive_probe", *config, "probe.maximum=2", cwd=folder)
+    assert "max_batch_size: 2" in search.stdout + search.stderr
+    run(*tune, "adaptive_full_finetune", *config, "max_steps_per_epoch=1", cwd=folder)
+    run(scripts / "adaptive-batch", "audit", folder / "out", cwd=folder)
+    run(scripts / "adaptive-batch", "report", folder / "out", cwd=folder)
+    assert (folder / "out" / "adaptive_batch" / "report.html").is_file()
 
 
 # the source archive

@@ -38,7 +38,7 @@ from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS
 from adaptive_batch.torchtune.settings import OURS
 
 HELD = {"bash", "python", "yaml", "text"}
-PROGRAMS = {"tune", "python", "make", "pip"}
+PROGRAMS = {"tune", "adaptive-batch", "python", "make", "pip"}
 BLOCKS = blocks()
 COMMANDS = [
     (block, command) for block in BLOCKS if block.language == "bash" for command in block.commands

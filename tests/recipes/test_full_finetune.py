@@ -446,7 +446,7 @@ def test_a_terminal_shows_what_is_decided_and_the_configuration_where_that_is_as
         lines[-2],
     )
     folder = run.output_dir
-    report = f"python -m adaptive_batch report {folder}"
+    report = f"adaptive-batch report {folder}"
     assert lines[-1] == f"saved in {folder / 'epoch_1'}; next: {report}"
     config = OmegaConf.load(folder / "adaptive_batch" / "config.yaml")
     assert config.max_steps_per_epoch == 3

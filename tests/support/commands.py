@@ -25,8 +25,9 @@ _forkserver.set_forkserver_preload(
 def run_command(
     arguments: list[str], *, folder: Path, environment: dict[str, str], timeout: float
 ) -> tuple[int | None, str, str]:
-    """Run ``tune ...``, ``python FILE ...`` or ``python -m MODULE ...`` in a folder; return its
-    exit status, None where it had to be killed, and what it wrote to stdout and stderr.
+    """Run ``tune ...``, ``adaptive-batch ...``, ``python FILE ...`` or ``python -m MODULE ...``
+    in a folder; return its exit status, None where it had to be killed, and what it wrote to stdout
+    and stderr.
     """
     with tempfile.TemporaryDirectory() as written:
         stdout = Path(written) / "stdout"
@@ -56,8 +57,8 @@ def _run(
     torch.set_num_threads(1)
     program, *rest = arguments
     try:
-        if program == "tune":
-            script = Path(sys.executable).parent / "tune"
+        if program in ("tune", "adaptive-batch"):
+            script = Path(sys.executable).parent / program
             sys.argv = [str(script), *rest]
             sys.path.insert(0, str(script.parent))
             runpy.run_path(str(script), run_name="__main__")

@@ -150,9 +150,7 @@ def test_the_tables_of_the_documentation_are_those_of_the_settings(tmp_path):
     copy = tmp_path / "configuration.md"
     copy.write_text(PAGE.read_text())
     assert main(["keys", str(copy)]) == 0
-    assert copy.read_text() == PAGE.read_text(), (
-        "run: python -m adaptive_batch keys docs/configuration.md"
-    )
+    assert copy.read_text() == PAGE.read_text(), "run: adaptive-batch keys docs/configuration.md"
 
 
 def test_every_key_of_ours_is_documented_and_every_default_can_be_read():

@@ -135,7 +135,7 @@ def test_the_top_of_the_file_says_how_to_launch_it(name):
     if name in MODELS:
         cfg = shipped(name)
         assert f"--output-dir {cfg.model_dir}" in head
-        assert f"python -m adaptive_batch configs {name} ." in head
+        assert f"adaptive-batch configs {name} ." in head
 
 
 @pytest.mark.parametrize("name", NAMES)
