@@ -10,7 +10,7 @@ TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo demo-lora test test-all nightly check docs measure format test-install cuda-stack cuda-stack-all test-versions
+.PHONY: demo demo-lora test test-all nightly check docs measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -71,6 +71,12 @@ check: $(INSTALLED)  ## lint, format, types
 
 test-install: $(INSTALLED)  ## the wheel and the source archive, in new environments; a minute or two of downloading
 	$(PYTEST) -m install tests/project/test_packaging.py
+
+test-readme: $(INSTALLED)  ## each command and Python block of the pages
+	$(PYTEST) -m readme
+
+test-browser: $(INSTALLED)  ## the report in headless Chromium, which must be on PATH
+	$(BIN)/python -m pytest -m browser
 
 docs: $(INSTALLED)  ## the site, into site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

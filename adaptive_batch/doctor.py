@@ -17,6 +17,7 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass
 from importlib import import_module, metadata
 
+from adaptive_batch import __version__
 from adaptive_batch._util import installed_version
 
 _PACKAGE = "adaptive-batch"
@@ -53,7 +54,10 @@ def check(write: Callable[[str], None] = print) -> bool:
 def check_versions(
     version: Callable[[str], str | None] = installed_version,
 ) -> Iterator[Finding]:
-    """Yield the version of Python, and of each distribution that the recipes need."""
+    """Yield the versions of this package and of Python, and of each distribution that the recipes
+    need.
+    """
+    yield Finding(_PACKAGE, __version__)
     yield Finding("python", platform.python_version())
     try:
         # The core does without it; torchtune's requirements bring it.
