@@ -81,7 +81,8 @@ class AdaptiveTrainer(Trainer):
     stay together, each as one row.
 
     Args:
-        arguments, keywords: as :class:`transformers.Trainer` takes them.
+        *arguments: what ``transformers.Trainer`` takes.
+        **keywords: what ``transformers.Trainer`` takes by name.
         adaptive: how steps are run; None for the class's own.
 
     Attributes:

@@ -20,6 +20,8 @@ PAGES = {
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
 }
+# A role of Sphinx before a name, in docstrings that editors show as they are.
+ROLE = re.compile(r":(?:func|class|meth|attr|data|mod):(<code>)~?(?:adaptive_batch\.[a-z_.]+\.)?")
 LINK = re.compile(
     r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))"
 )  # of Markdown, to a file: no scheme, not only an anchor
@@ -59,6 +61,18 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return LINK.sub(
         lambda link: link[1] + place_on_site(folder_of(page.file), link[2]) + link[3], markdown
     )
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leave the name alone of what a docstring refers to.
+
+    Args:
+        html: of the page.
+        page: that is built.
+        config: of the site.
+        files: of the site.
+    """
+    return ROLE.sub(r"\1", html)
 
 
 def folder_of(file: File) -> PurePosixPath:

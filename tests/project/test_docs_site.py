@@ -78,6 +78,14 @@ def test_every_page_is_on_the_site_in_its_navigation_and_fetches_nothing(site):
     assert not (folder / "tools").exists()
 
 
+def test_the_reference_is_drawn_from_the_docstrings(site):
+    html = (site() / "api.html").read_text()
+    for name in ("AdaptiveStep.find_bound", "StepResult.loss", "SettingError"):
+        assert 'id="adaptive_batch.' in html
+        assert f'{name}"' in html
+    assert re.findall(r":(?:class|func|meth|attr|data):", html) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "text", "said"),

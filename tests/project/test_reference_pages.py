@@ -1,0 +1,105 @@
+"""The API reference has all public names, and what the page of what is stable lists is there."""
+
+import json
+import re
+
+import pytest
+import torch
+from support.paths import ROOT
+from support.torch_versions import PAIRS
+
+import adaptive_batch
+from adaptive_batch import AdaptiveBatches, AdaptiveLoop, AdaptiveRate, AdaptiveStep
+from adaptive_batch.checkpoint.checkpoint import FORMAT_VERSION
+
+STABLE = (ROOT / "docs" / "stability.md").read_text()
+
+
+def rows_of(header):
+    """The rows of the table of a page that begins with this cell: {first cell: second cell}."""
+    table = STABLE.split(f"| {header} |", 1)[1].split("\n\n")[0]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return {first: (rest or [""])[0] for first, *rest in cells}
+
+
+def names_in(cell):
+    return re.findall(r"`(\w+)`", cell)
+
+
+def test_the_reference_has_each_public_name_and_no_other():
+    page = (ROOT / "docs" / "api.md").read_text()
+    listed = re.findall(r"^::: adaptive_batch\.(\w+)$", page, re.MULTILINE)
+    assert sorted(listed) == sorted(adaptive_batch.__all__)
+    elsewhere = re.findall(r"^::: (adaptive_batch\.\w+\.[\w.]+)$", page, re.MULTILINE)
+    rows = rows_of("stable")
+    stated = [*names_in(rows["trainers"])]
+    stated += [name.rpartition(".")[2] for name in re.findall(r"`([\w.]+)`", rows["beside these"])]
+    assert sorted(name.rpartition(".")[2] for name in elsewhere) == sorted(stated)
+
+
+def test_the_methods_that_are_stable_are_there():
+    text = STABLE.split("these methods are stable: ")[1].split("Their other methods")[0]
+    kinds = (AdaptiveStep, AdaptiveBatches, AdaptiveRate, AdaptiveLoop)
+    for part, kind in zip(text.replace("\n", " ").split("; "), kinds, strict=False):
+        assert kind.__name__ in part
+        names = re.findall(r"`\.(\w+)`|`\w+\.(\w+)`", part)
+        assert names
+        for name in ("".join(pair) for pair in names):
+            assert hasattr(kind, name), f"{kind.__name__}.{name}"
+        assert hasattr(kind, "state_dict")
+        assert hasattr(kind, "load_state_dict")
+
+
+def test_the_files_have_the_fields_that_are_stable(small):
+    run = small.run_in_process(
+        "adaptive_full_finetune",
+        "epochs=1",
+        "max_steps_per_epoch=2",
+        "save_every_n_steps=1",
+        "use_maximum_batch_size=True",
+        "probe.maximum=2",
+    )
+    folder = run.output_dir / "adaptive_batch"
+    records = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    assert all({"kind", "time"} <= record.keys() for record in records)
+    assert all("message" in record for record in records if record["kind"] != "step")
+    for kind, fields in rows_of("record of `run.jsonl`").items():
+        found = [record for record in records if record["kind"] == kind.strip("`")]
+        assert found, kind
+        for record in found:
+            assert set(names_in(fields)) <= record.keys()
+    files = rows_of("file")
+    probe = json.loads((folder / "probe.json").read_text())
+    assert set(names_in(files["`adaptive_batch/probe.json`"])) <= probe.keys()
+    (checkpoint,) = run.output_dir.glob("step_1")
+    manifest = json.loads((checkpoint / "resume.json").read_text())
+    assert manifest["format_version"] == FORMAT_VERSION
+    assert f"`format_version` {FORMAT_VERSION} in `resume.json`" in files["`step_N/`"]
+    assert (run.output_dir / "epoch_0" / "adaptive_batch.json").is_file()
+
+
+@pytest.mark.parametrize("devices", [["24GiB", "H100"]])
+def test_an_estimate_has_the_fields_that_are_stable(tmp_path, devices):
+    model = torch.nn.Linear(8, 8)
+    estimate = adaptive_batch.estimate_memory(
+        model,
+        torch.zeros(2, 8),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        devices,
+        mean_loss=lambda batch: model(batch).square().mean(),
+    )
+    estimate.save(tmp_path / "estimate.json")
+    written = json.loads((tmp_path / "estimate.json").read_text())
+    fields = {
+        part: set(names_in(cell)) for part, cell in rows_of("part of `estimate.json`").items()
+    }
+    assert fields["the whole"] <= written.keys()
+    for device in written["devices"]:
+        assert fields["each of `devices`"] <= device.keys()
+        for length in device["lengths"]:
+            assert fields["each of `lengths` of a device"] <= length.keys()
+
+
+def test_the_versions_are_those_that_the_tests_run_on():
+    assert list(rows_of("torch")) == [torch for torch, _ in PAIRS]
+    assert [cell.strip() for cell in rows_of("torch").values()] == [python for _, python in PAIRS]
