@@ -41,18 +41,19 @@ log = logging.getLogger("adaptive_batch")
 _MUCH_PADDING = 0.3
 
 
-def keys_against_padding(settings: Settings, *, splits: bool) -> str:
-    """Return which key would remove padding, where steps are split into micro-batches or not; empty
-    where none would.
-    """
+def keys_against_padding(settings: Settings) -> str:
+    """Return which key would remove padding; empty where none would."""
     if settings.uniform_micro_batches in ("lengths", "both"):
         return (
             f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one"
             " length"
         )
-    if splits and settings.micro_batch_tokens is None and settings.uniform_micro_batches is None:
+    # A step that must run whole cannot be divided by length.
+    can_split = settings.uniform_micro_batches is None and not settings.optimizer_in_bwd
+    if can_split and settings.micro_batch_tokens is None:
+        instead = ", without micro_batch_size," if settings.micro_batch_size is not None else ""
         return (
-            "micro_batch_tokens=auto, without micro_batch_size, groups the rows of a step by length"
+            f"micro_batch_tokens=auto{instead} packs the rows of a step, or groups them by length"
         )
     if settings.sample_order != "seqlen":
         return "sample_order=seqlen with a sample_window brings rows of like length into a step"
@@ -71,14 +72,12 @@ class _EpochPadding:
     def _begin(self) -> None:
         self._tokens = 0
         self._padded_tokens = 0.0
-        self._splits = False
 
     def add(self, result: StepResult) -> None:
         """Add a step."""
         self._tokens += result.tokens
         if result.padding_fraction < 1:
             self._padded_tokens += result.tokens / (1 - result.padding_fraction)
-        self._splits |= result.micro_batches > 1
 
     def end_epoch(self) -> tuple[float, str]:
         """Return the share of the tokens that was padding, and the key that would remove it, empty
@@ -87,7 +86,7 @@ class _EpochPadding:
         share = 0.0
         if self._padded_tokens:
             share = 1 - self._tokens / self._padded_tokens
-        key = keys_against_padding(self._settings, splits=self._splits)
+        key = keys_against_padding(self._settings)
         self._begin()
         return share, key
 

@@ -13,24 +13,29 @@ OF_LENGTHS = ("dataset._component_=support.components.OfLengths", "batch_size=4"
 
 
 @pytest.mark.parametrize(
-    ("keys", "splits", "said"),
+    ("keys", "said"),
     [
-        ({}, False, "sample_order=seqlen with a sample_window"),
-        ({"micro_batch_size": 2}, True, "micro_batch_tokens=auto, without micro_batch_size,"),
-        ({"micro_batch_size": 2, "uniform_micro_batches": "rows"}, True, "sample_order=seqlen"),
-        ({"micro_batch_tokens": 100}, True, "sample_order=seqlen"),
+        ({}, "micro_batch_tokens=auto packs the rows of a step"),
+        ({"micro_batch_size": 2}, "micro_batch_tokens=auto, without micro_batch_size,"),
+        ({"micro_batch_size": 2, "uniform_micro_batches": "rows"}, "sample_order=seqlen"),
+        ({"micro_batch_tokens": 100}, "sample_order=seqlen with a sample_window"),
+        ({"micro_batch_tokens": "auto"}, "sample_order=seqlen"),
+        ({"optimizer_in_bwd": True}, "sample_order=seqlen"),
         (
             {"micro_batch_tokens": 100, "uniform_micro_batches": "lengths"},
-            True,
             "uniform_micro_batches=lengths pads",
         ),
-        ({"sample_order": "seqlen", "pad_to_multiple_of": 64}, False, "a lower pad_to_multiple_of"),
-        ({"sample_order": "seqlen"}, False, ""),
+        ({"sample_order": "seqlen", "pad_to_multiple_of": 64}, "micro_batch_tokens=auto"),
+        (
+            {"micro_batch_tokens": 100, "sample_order": "seqlen", "pad_to_multiple_of": 64},
+            "a lower pad_to_multiple_of",
+        ),
+        ({"micro_batch_tokens": 100, "sample_order": "seqlen"}, ""),
     ],
     ids=str,
 )
-def test_the_key_that_would_remove_padding_is_one_that_is_not_on(keys, splits, said):
-    found = keys_against_padding(Settings.from_config(PLAIN | keys), splits=splits)
+def test_the_key_that_would_remove_padding_is_one_that_is_not_on(keys, said):
+    found = keys_against_padding(Settings.from_config(PLAIN | keys))
     assert found.startswith(said)
     assert bool(found) is bool(said)
 
@@ -38,7 +43,10 @@ def test_the_key_that_would_remove_padding_is_one_that_is_not_on(keys, splits, s
 @pytest.mark.parametrize(
     ("lengths", "said"),
     [
-        ("[5,5,5,60,5,5,5,60]", "; 69% of the tokens that ran were padding: sample_order=seqlen"),
+        (
+            "[5,5,5,60,5,5,5,60]",
+            "; 69% of the tokens that ran were padding: micro_batch_tokens=auto",
+        ),
         ("[50,55,55,60]", ""),
     ],
 )
