@@ -8,14 +8,17 @@ No file is downloaded. In DIR it makes, once:
     base/   a Qwen2 checkpoint in Hugging Face's format, with random weights, and the byte-level
             BPE tokenizer that was trained on the data; torchtune and transformers both load it
 
-Then it trains with ``configs/demo_cpu.yaml`` and compares the tuned model with the base. With
-``--lora`` that model is the base, and adapters learn the way back: docstring -> signature.
+Then it trains with ``configs/demo_cpu.yaml``: the largest batch that fits, growth by a function of
+its own, micro-batches packed or grouped as is fastest, and a learning rate that follows the batch.
+It draws the run and compares the tuned model with the base. With ``--lora`` that model is the base,
+and adapters learn the way back: docstring -> signature.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -23,7 +26,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # `python examples/demo` runs this file outside its package.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -35,6 +38,15 @@ if TYPE_CHECKING:
 EXAMPLES = Path(__file__).resolve().parents[1]
 PROMPT = "def string.join_lines(lines, separator='\\n')"
 PROMPT_BACK = "Return the lines, joined by the separator."
+# Characters that are shown of what a model writes.
+SHOWN_CHARACTERS = 100
+# What a table or a later line says again, and what is not of this project's. A line of progress is
+# shown at the end of its epoch.
+PASSED_OVER = re.compile(
+    r"trial \d|timed |counting tokens|Writing logs|starting with|the configuration is"
+    r"|epoch \d saved|Skipping import|\s+Please see|Generating"
+    r"|\d+\|\d+\|Loss: [\d.]+: (\d+) of (?!\1 )"
+)
 
 
 def main() -> None:
@@ -66,6 +78,10 @@ def main() -> None:
     prompt = PROMPT
     own = [
         "batch_increase_function=demo.grow",
+        "micro_batch_tokens=auto",
+        "lr_scaling=sqrt",
+        # The configured rate was chosen for the first epoch's batch.
+        "reference_batch_size=16",
         f"output_dir={Path(arguments.directory) / 'tuned'}",
         # It is the demo's own folder: one that was interrupted begins again.
         "overwrite_output_dir=True",
@@ -93,15 +109,18 @@ def main() -> None:
     print(
         f"$ PYTHONPATH={shlex.quote(os.path.relpath(EXAMPLES))} {shlex.join(command)}", flush=True
     )
-    finished = subprocess.run(
-        [_installed("tune"), *command[1:]], env={**os.environ, "PYTHONPATH": path}, check=False
-    )
-    if finished.returncode:
-        sys.exit(finished.returncode)
+    printed = Path(cfg.demo_dir) / f"{Path(cfg.output_dir).name}.log"
+    print(f"This takes about two minutes on two cores. All that it prints is in {printed}.\n")
+    status = run_and_show([_installed("tune"), *command[1:]], {"PYTHONPATH": path}, printed)
+    if status:
+        sys.exit(status)
 
-    print_epochs(Path(cfg.output_dir) / "adaptive_batch" / "run.jsonl")
+    from adaptive_batch import write_report
+
+    page, *_ = write_report(cfg.output_dir)
+    print(f"the run as a page: {page}\n")
     compare(cfg, Path(cfg.output_dir) / f"epoch_{cfg.epochs - 1}", prompt)
-    print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {cfg.demo_dir}.\n")
+    print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {cfg.demo_dir}. Next:")
     print(next_steps(arguments.directory, Path(cfg.output_dir)))
 
 
@@ -132,22 +151,46 @@ def _of_adapters(directory: Path) -> list[str]:
     ]
 
 
+def run_and_show(command: list[str], environment: dict[str, str], printed: Path) -> int:
+    """Run a command, write all that it prints into a file, and show the lines that decide
+    something; return its exit status. Of one that fails, all is shown.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="backslashreplace",
+    )
+    assert process.stdout is not None, "it is a pipe"
+    with printed.open("w", buffering=1, encoding="utf-8") as file:
+        for line in process.stdout:
+            file.write(line)
+            if line.strip() and not PASSED_OVER.match(line):
+                print(line, end="", flush=True)
+    if process.wait():
+        print(printed.read_text(encoding="utf-8"), file=sys.stderr)
+    return process.returncode
+
+
 def next_steps(directory: str, output_dir: Path) -> str:
     """Return the commands that a user may go on with, each as it can be typed where the demo was
     started.
     """
-    tune, python = (shlex.quote(_shortest(path)) for path in (_installed("tune"), sys.executable))
+    tune = shlex.quote(_shortest(_installed("tune")))
+    ours = shlex.quote(_shortest(_installed("adaptive-batch")))
     where = "" if directory == demo.DIRECTORY else f" {shlex.quote(f'demo_dir={directory}')}"
     commands = {
-        "the search alone, for two lengths": (
+        "the search alone": (
             f'{tune} run adaptive_probe --config demo_cpu{where} "probe.sequence_lengths=[64,128]"'
         ),
-        "the run as a page": f"{python} -m adaptive_batch report {shlex.quote(str(output_dir))}",
-        'a config of your own (README, "Your own config in five minutes")': (
+        "each row once an epoch": f"{ours} audit {shlex.quote(str(output_dir))}",
+        "your own config, as the README says": (
             f"{tune} cp qwen2/0.5B_full_single_device my_qwen2.yaml"
         ),
     }
-    return "\n".join(["Next:", *(f"  # {what}\n  {command}" for what, command in commands.items())])
+    return "\n".join(f"  {command}  # {what}" for what, command in commands.items())
 
 
 def _shortest(path: str) -> str:
@@ -172,24 +215,8 @@ def _installed(command: str) -> str:
     scripts = os.pathsep.join([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
     found = shutil.which(command, path=scripts) or shutil.which(command)
     if found is None:
-        sys.exit(f"{command} is not installed: adaptive-batch check prints what is wrong")
+        sys.exit(f"{command} is not installed: python -m adaptive_batch check prints what is wrong")
     return found
-
-
-def print_epochs(record: Path) -> None:
-    """Print batch size, steps and mean loss of each epoch of the latest run in a run.jsonl."""
-    from adaptive_batch.report import read_records
-
-    epochs: dict[int, list[dict[str, Any]]] = {}
-    for entry in read_records(record):
-        if entry["kind"] == "start":
-            epochs.clear()
-        elif entry["kind"] == "step":
-            epochs.setdefault(entry["epoch"], []).append(entry)
-    print("\nepoch  batch size  steps  mean loss")
-    for epoch, steps in epochs.items():
-        mean_loss = sum(step["loss"] for step in steps) / len(steps)
-        print(f"{epoch:>5}  {steps[0]['batch_size']:>10}  {len(steps):>5}  {mean_loss:>9.3f}")
 
 
 def compare(cfg: DictConfig, tuned: Path, prompt: str) -> None:
@@ -206,16 +233,15 @@ def compare(cfg: DictConfig, tuned: Path, prompt: str) -> None:
     rows = [dataset[index] for index in range(len(dataset))]
 
     losses: dict[str, float] = {}
-    print(f"\nprompt: {prompt}")
+    print(f"prompt: {prompt}")
     for name, folder in (("base", Path(cfg.checkpointer.checkpoint_dir)), ("tuned", tuned)):
         model = demo.load(folder)
         with torch.inference_mode():
             losses[name] = demo.held_out_loss(model, rows, pad_id=tokenizer.pad_id)
             text = demo.sample(model, tokenizer, prompt)
-        print(f"\n{name} ({folder}):")
-        print("\n".join(f"    {line}" for line in text.splitlines()))
+        print(f"{name:<6} {' '.join(text.split())[:SHOWN_CHARACTERS]}")
     print(
-        f"\nmean loss per token on {len(rows)} held-out rows: "
+        f"mean loss per token on {len(rows)} held-out rows: "
         + ", ".join(f"{n} {v:.3f}" for n, v in losses.items())
     )
 

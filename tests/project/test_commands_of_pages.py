@@ -124,14 +124,24 @@ def test_the_commands_that_the_demo_ends_with_work(folder, monkeypatch):
     lines = runpy.run_path(str(ROOT / "examples" / "demo" / "__main__.py"))["next_steps"](
         demo.DIRECTORY, output_dir
     )
-    commands = [
-        line.strip() for line in lines.splitlines() if line.startswith("  ") and "# " not in line
-    ]
+    commands = [line.partition("  # ")[0].strip() for line in lines.splitlines()]
     assert len(commands) == 3
     for command in commands:
         program, _, rest = command.partition(" ")
         assert Path(program).exists(), program
         run(folder, f"{Path(program).name} {rest}")
+
+
+def test_the_demo_shows_all_that_it_promises_in_few_lines(folder):
+    passed_over = runpy.run_path(str(ROOT / "examples" / "demo" / "__main__.py"))["PASSED_OVER"]
+    printed = (folder / "adaptive_batch_demo" / "tuned.log").read_text().splitlines()
+    shown = [line for line in printed if line.strip() and not passed_over.match(line)]
+    # Beside these are the 15 lines of the demo itself.
+    assert len(shown) <= 45
+    text = "\n".join(shown)
+    (bound,) = re.findall(r"max_batch_size: (\d+)", text)
+    for promise in (" packed ", "fastest: ", "16 -> 20", f"cut to the bound {bound}", "rule sqrt"):
+        assert promise in text, promise
 
 
 def without_times(line):

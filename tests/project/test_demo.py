@@ -295,18 +295,17 @@ def test_growth_starts_in_epoch_1_and_asks_for_more_in_epoch_2():
     assert [demo.grow(epoch, 20) for epoch in range(4)] == [0, 4, 10, 10]
 
 
-def test_the_epochs_of_the_latest_run_are_shown_and_no_earlier_ones(tmp_path, capsys):
-    step = {"kind": "step", "epoch": 0, "batch_size": 4, "loss": 9.0}
-    later = [
-        {**step, "loss": 3.0},
-        {**step, "loss": 2.0},
-        {**step, "epoch": 1, "batch_size": 8, "loss": 1.0},
-    ]
-    records = [{"kind": "start"}, step, {"kind": "start"}, {"kind": "bound"}, *later]
-    (tmp_path / "run.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    runpy.run_path(str(DEMO))["print_epochs"](tmp_path / "run.jsonl")
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line]
-    assert lines[1:] == [["0", "4", "2", "2.500"], ["1", "8", "1", "1.000"]]
+def test_what_a_run_decides_is_shown_and_all_is_written_down(tmp_path, capfd):
+    lines = ["trial 1: 1 row fits", "max_batch_size: 24", "1|5|Loss: 7.0: 5 of 28 steps"]
+    lines += ["1|28|Loss: 6.0: 28 of 28 steps", "epoch 0 saved", "Traceback: what it is"]
+    show = runpy.run_path(str(DEMO))["run_and_show"]
+    program = f"print({chr(10).join(lines)!r}); import os, sys; sys.exit(int(os.environ['STATUS']))"
+    command = [sys.executable, "-c", program]
+    assert show(command, {"STATUS": "0"}, tmp_path / "log") == 0
+    assert capfd.readouterr().out.splitlines() == [lines[1], lines[3], lines[5]]
+    assert (tmp_path / "log").read_text().splitlines() == lines
+    assert show(command, {"STATUS": "3"}, tmp_path / "log") == 3
+    assert capfd.readouterr().err.split("\n")[:6] == lines
 
 
 @pytest.mark.parametrize(
