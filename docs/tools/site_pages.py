@@ -19,6 +19,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "CONTRIBUTING.md",
     "CHANGELOG.md": "CHANGELOG.md",
+    "SECURITY.md": "SECURITY.md",
 }
 # A role of Sphinx before a name, in docstrings that editors show as they are.
 ROLE = re.compile(r":(?:func|class|meth|attr|data|mod):(<code>)~?(?:adaptive_batch\.[a-z_.]+\.)?")

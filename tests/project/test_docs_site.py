@@ -16,6 +16,8 @@ SOURCES = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
+    "CITATION.cff",
     "mkdocs.yml",
     "docs",
     "benchmarks/results",
@@ -111,9 +113,7 @@ def test_links_between_readme_and_pages_work_in_both_directions(site):
         is not None
     )
     assert (
-        site(
-            "docs/many_gpus.md", "[x](../README.md#install) [y](../CHANGELOG.md) [z](../mkdocs.yml)"
-        )
+        site("docs/many_gpus.md", "[x](../README.md#start) [y](../CHANGELOG.md) [z](../mkdocs.yml)")
         is not None
     )
 

@@ -117,17 +117,10 @@ READ_ONLY = [
 
 @pytest.mark.parametrize("block", READ_ONLY, ids=lambda block: block.name)
 def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
-    """The shell puts the words together, with a cluster of two nodes played, and the parsers read
-    them.
-    """
-    played = (
-        'tune() { printf "%q " "$@"; echo; }; srun() { "$@"; }; scontrol() { printf'
-        ' "first\nsecond\n"; }\n'
-    )
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "two"}
+    """The shell puts the words together, and the parsers read them."""
+    played = 'tune() { printf "%q " "$@"; echo; }\n'
     done = subprocess.run(
         ["bash", "-euc", played + block.text],
-        env=slurm,
         capture_output=True,
         text=True,
         timeout=20,
@@ -145,7 +138,7 @@ def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
             "adaptive_probe",
             "adaptive_estimate",
         }
-        assert read.rdzv_endpoint in {"", "node0:29500", "first:29500"}
+        assert read.rdzv_endpoint in {"", "node0:29500"}
         flag, name, *settings = read.recipe_args
         assert (flag, [setting for setting in settings if "=" not in setting]) == ("--config", [])
         cfg = OmegaConf.merge(OmegaConf.load(config_path(name)), OmegaConf.from_dotlist(settings))

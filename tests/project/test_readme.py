@@ -1,0 +1,48 @@
+"""The README is short, and its figures are those of the records that its commands have written."""
+
+import json
+import re
+
+from support.paths import ROOT
+
+README = (ROOT / "README.md").read_text()
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def record_of(command):
+    """The newest record that a command of the README has written."""
+    assert f"`{command}`" in README
+    name = re.search(r"benchmarks/(\w+)\.py", command)[1]
+    newest = max(RESULTS.glob(f"{name}-20*.json"))
+    record = json.loads(newest.read_text())
+    assert record["command"] == command
+    return record
+
+
+def test_it_is_read_in_a_minute():
+    assert len(README.splitlines()) <= 120
+
+
+def test_the_searches_found_what_the_first_figure_says():
+    results = record_of("python benchmarks/search_in_trainers.py")["results"]
+    ours = [found for found in results if found["search"] == "ours"]
+    assert sum(found["found"] == found["true"] for found in ours) == len(ours) == 18
+    assert "**18 of 18** searches" in README
+    assert max(len(found["trials"]) for found in ours) == 4
+    assert {found["out_of_memory"] for found in ours} == {0}
+
+
+def test_the_estimates_were_as_the_second_figure_says():
+    groups = record_of("python benchmarks/published.py")["groups"]
+    (group,) = [group for group in groups if group["group"] == "the same code"]
+    assert group["rows"] == group["fit_or_oom_right"] == 17
+    assert group["worst"] < 0.0008
+    assert "**17 of 17** peaks" in README
+    assert "within 0.08%" in README
+
+
+def test_the_kills_were_as_the_third_figure_says():
+    record = record_of("python benchmarks/kills.py")
+    assert (record["kills"], record["differing"]) == (360, 0)
+    assert "**360** kills" in README
+    assert "**0** bits" in README

@@ -1,0 +1,91 @@
+"""The script for Slurm, with srun and scontrol played on one machine: it passes a signal on,
+requeues a run that was asked to end, and resumes it. One that is done or has failed it leaves
+alone.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.paths import ROOT, subprocess_environment
+
+SCRIPT = ROOT / "examples" / "slurm.sh"
+STEPS = ("epochs=3", "max_steps_per_epoch=8", "batch_size=2", "save_every_n_steps=5")
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Environment of a job on one node of two ranks; its requeues are written into `requeued`."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    played = {
+        "srun": 'exec "$@"',
+        "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/requeued',
+    }
+    for name, text in played.items():
+        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
+        (programs / name).chmod(0o755)
+    path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1"}
+    # gloo, and a core for each rank
+    slurm |= {"SLURM_GPUS_ON_NODE": "2", "OMP_NUM_THREADS": "1"}
+    return {**subprocess_environment(), **slurm, "PATH": path}
+
+
+def start(small, cluster, folder, *, config=None):
+    command = [SCRIPT, config or small.config, folder, *STEPS]
+    return subprocess.Popen(
+        list(map(str, command)),
+        cwd=folder.parent,
+        env=cluster,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def records_of(folder):
+    log = folder / "adaptive_batch" / "run.jsonl"
+    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+@pytest.mark.slow
+def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_one_that_is_done_is_not(
+    small, cluster, tmp_path
+):
+    folder = tmp_path / "run"
+    job = start(small, cluster, folder)
+    deadline = time.monotonic() + 300
+    while not any(record["kind"] == "step" for record in records_of(folder)):
+        assert job.poll() is None, job.stdout.read()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    job.send_signal(signal.SIGTERM)
+    printed = job.communicate(timeout=300)[0]
+    assert job.returncode != 0
+    assert records_of(folder)[-1]["kind"] == "preempted", printed[-3000:]
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+
+    job = start(small, cluster, folder)
+    printed = job.communicate(timeout=300)[0]
+    assert job.returncode == 0, printed[-3000:]
+    records = records_of(folder)
+    assert records[-1]["kind"] == "end"
+    assert [record["resumed"] for record in records if record["kind"] == "start"] == [False, True]
+    assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, 25))
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    audit = [sys.executable, "-m", "adaptive_batch", "audit", str(folder)]
+    subprocess.run(audit, check=True, env=cluster, capture_output=True)
+
+
+def test_a_job_that_fails_is_not_requeued(small, cluster, tmp_path):
+    job = start(small, cluster, tmp_path / "run", config="nowhere")
+    printed = job.communicate(timeout=300)[0]
+    assert job.returncode != 0
+    assert "nowhere" in printed
+    assert not (tmp_path / "requeued").exists()
