@@ -157,7 +157,6 @@ class AllocatorCache:
         found what fits.
         """
         self._allowed_bytes = allowed_bytes
-        self.look_again()
 
     def look_again(self) -> None:
         """Take it that something else has used the cache, so that the next step looks at it."""

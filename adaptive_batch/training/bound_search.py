@@ -294,8 +294,10 @@ class BoundSearch:
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
         runner = self._tried.runner
-        # As in trials, where what is not in the block has a little beside it.
-        runner.cache.allow(self._budget - self._memory.granularity_bytes)
+        runner.cache.look_again()
+        if self._is_kept_whole and self._evaluation is None:
+            # As in trials, where what is not in the block has a little beside it.
+            runner.cache.allow(self._budget - self._memory.granularity_bytes)
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
             raise DoesNotFitError(
