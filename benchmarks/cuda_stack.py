@@ -58,7 +58,6 @@ from adaptive_batch.estimate import (
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.torchtune import Settings, set_up_process
 from adaptive_batch.torchtune.estimates import Estimator
-from adaptive_batch.torchtune.fake_run import made_up_row
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.allocator_on_stack import described
@@ -173,7 +172,8 @@ class Estimated:
         def own(length: int) -> Run:
             if length == self._length:
                 return run
-            return step.forward_backward(lambda rows: [made_up_row(length, packed=False)] * rows)
+            row = step.job.task.made_up_row(length)
+            return step.forward_backward(lambda rows: [row] * rows)
 
         short = own(shorter)
 

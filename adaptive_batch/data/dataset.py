@@ -206,21 +206,31 @@ def move_to_device(value: Any, device: torch.device) -> Any:
 
 
 def lengthened(
-    rows: Sequence[dict[str, Any]], length: int, *, pad_id: int, ignore_index: int
+    rows: Sequence[dict[str, Any]],
+    length: int,
+    *,
+    pad_id: int,
+    ignore_index: int,
+    fields: Sequence[tuple[str, str]] = (("tokens", "labels"),),
 ) -> Sequence[dict[str, Any]]:
     """Return the rows, the longest of them padded to `length` tokens, so that collating pads all of
     them to it.
+
+    Args:
+        fields: keys of the tokens and the labels of each sequence of a row.
     """
-    longest = max(range(len(rows)), key=lambda number: len(rows[number]["tokens"]))
-    row = rows[longest]
-    missing = length - len(row["tokens"])
-    if missing <= 0:
+
+    def row_length(number: int) -> int:
+        return max(len(rows[number][tokens]) for tokens, _ in fields)
+
+    longest = max(range(len(rows)), key=row_length)
+    if row_length(longest) >= length:
         return rows
-    padded = {
-        **row,
-        "tokens": [*row["tokens"], *[pad_id] * missing],
-        "labels": [*row["labels"], *[ignore_index] * missing],
-    }
+    padded = dict(rows[longest])
+    for tokens, labels in fields:
+        missing = length - len(padded[tokens])
+        padded[tokens] = [*padded[tokens], *[pad_id] * missing]
+        padded[labels] = [*padded[labels], *[ignore_index] * missing]
     return [*rows[:longest], padded, *rows[longest + 1 :]]
 
 

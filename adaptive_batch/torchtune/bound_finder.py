@@ -287,7 +287,7 @@ class BoundFinder:
         Raises:
             DoesNotFitError: not one does.
         """
-        length = len(row["tokens"])
+        length = self._job.task.length(row)
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {count(length, 'token')}")
         return self._find(trainer, rows, maximum=maximum, accumulates=accumulates)
 

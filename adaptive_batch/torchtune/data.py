@@ -7,8 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
-from inspect import signature
+from functools import cached_property
 from types import NoneType
 from typing import Any
 
@@ -22,7 +21,6 @@ from adaptive_batch.data import (
     Batching,
     MicroBatchLayout,
     count_rows,
-    lengthened,
     longest_rows,
     plan_token_batches,
 )
@@ -32,24 +30,20 @@ from adaptive_batch.training import (
     LimitChange,
     MicroBatchSizer,
     RowLoss,
-    count_shifted_labels,
 )
 
 from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
 from .job import Job
-from .keys import load_function
 from .rows import Rows
+from .task import COLLATE_REMEDY
 
-# What a row may have for its tokens to tell what it takes: images, for example, take memory of
-# their own.
-_MEASURED_BY_TOKENS = {"tokens", "labels", "mask", "input_pos", "seq_lens"}
+# What a row may have beside its sequences for its tokens to tell what it takes: images, for
+# example, take memory of their own.
+_MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
 
 # Rows that are collated before weights load, to see that they can be.
 _COLLATED_FIRST = 4
-_COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
-
-Collate = Callable[[Sequence[dict[str, Any]]], dict[str, Any]]
 
 
 class Data:
@@ -75,7 +69,7 @@ class Data:
     ) -> None:
         self._job = job
         self._settings = job.settings
-        self._ignored = job.loss_fn.ignore_index
+        self._task = job.task
         self.packed = packed
         self.tokenizer = tokenizer
         self.pad_id: int = 0
@@ -86,16 +80,10 @@ class Data:
             first = dataset._datasets[0]
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", self.pad_id)
-        collate_fn = job.cfg.get("collate_fn")
-        if collate_fn is None:
-            collate_fn = "torchtune.data.padded_collate_sft"
-        collate = load_function(collate_fn, key="collate_fn")
-        with building("collate_fn", job.cfg.get("collate_fn"), _COLLATE_REMEDY):
-            signature(collate).bind([], padding_idx=self.pad_id, ignore_idx=self._ignored)
-        self._padded: Collate = partial(collate, padding_idx=self.pad_id, ignore_idx=self._ignored)
-        self.collate: Collate = padded_collate_packed if packed else self._padded
+        self._padded = job.task.collate_function(self.pad_id)
+        self.collate = padded_collate_packed if packed else self._padded
         self._packed_val = packed_val
-        self._collate_val: Collate = padded_collate_packed if packed_val else self._padded
+        self._collate_val = padded_collate_packed if packed_val else self._padded
         self.dataset = Rows(
             job,
             "dataset",
@@ -181,25 +169,17 @@ class Data:
         """Refuse a batch that has left out rows, which a step would count as trained; a function
         may lay all of them in one.
         """
-        if "tokens" in batch and len(batch["tokens"]) not in (1, len(rows)):
+        num_sequences = len(rows) * len(self._task.fields)
+        if "tokens" in batch and len(batch["tokens"]) not in (1, num_sequences):
             remedy = (
-                f"it made {len(batch['tokens'])} rows of {len(rows)}; return all of them, and"
+                f"it made {len(batch['tokens'])} rows of {num_sequences}; return all of them, and"
                 " filter rows in the dataset"
             )
             raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
         return batch
 
     def _lengthened(self, rows: Sequence[dict[str, Any]], length: int) -> Sequence[dict[str, Any]]:
-        if length <= max(len(row["tokens"]) for row in rows):
-            return rows
-        # A function that makes labels would label the padding, too.
-        if any(row.get("labels") is None for row in rows):
-            remedy = (
-                "rows are padded to one length before it makes their labels; have the dataset give"
-                " each row its labels"
-            )
-            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
-        return lengthened(rows, length, pad_id=self.pad_id, ignore_index=self._ignored)
+        return self._task.lengthened(rows, length, pad_id=self.pad_id)
 
     # --- rows
 
@@ -218,13 +198,8 @@ class Data:
 
     @cached_property
     def dummy_row(self) -> Any:
-        """The first row, every token of it labelled, for a rank that has none when others have."""
-        row = self.read_row(0)
-        tokens = row["tokens"]
-        # A single token has no label after the shift.
-        if len(tokens) == 1:
-            tokens = [*tokens] * 2
-        return {**row, "tokens": tokens, "labels": tokens}
+        """The first row, labelled, for a rank that has none when others have."""
+        return self._task.labelled(self.read_row(0))
 
     @property
     def dataset_val(self) -> Rows:
@@ -351,9 +326,10 @@ class Data:
             )
             random_state = RandomState(self._job.device)
             has_labels = any(
-                int(label) != self._ignored
+                int(label) != self._task.ignore_index
                 for row in validated
-                for label in row.get("labels", row["tokens"])[1:]
+                for tokens, labels in self._task.sequences(row)
+                for label in (tokens if labels is None else labels)[1:]
             )
             random_state.restore()
             if not has_labels:
@@ -388,23 +364,28 @@ class Data:
         except Exception as error:
             # Of collate functions of the user's, it may be any.
             problem = f"it fails on the dataset's rows ({type(error).__name__}: {one_line(error)})"
-            remedy = f"{problem}; {_COLLATE_REMEDY}"
+            remedy = f"{problem}; {COLLATE_REMEDY}"
             raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy) from error
         self._of_all(rows, batch)
 
     def _num_labels(self, row: dict[str, Any]) -> int:
-        if row.get("labels") is not None:
-            return sum(int(label) != self._ignored for label in row["labels"][1:])
-        return int(count_shifted_labels(self.collate([dict(row)]), self._ignored))
+        ignored = self._task.ignore_index
+        num_labels = 0
+        for _, labels in self._task.sequences(row):
+            if labels is None:
+                return int(self._task.count_labels(self.collate([dict(row)])))
+            num_labels += sum(int(label) != ignored for label in labels[1:])
+        return num_labels
 
     @property
     def _measured_by_more(self) -> list[str]:
         # torchtune's collate leaves out a number or a text, such as an id.
         left_out: Any = () if self._job.cfg.get("collate_fn") else (str, int, float, NoneType)
+        measured = _MEASURED_BY_TOKENS.union(*self._task.fields)
         return sorted(
             name
             for name, value in self.read_row(0).items()
-            if name not in _MEASURED_BY_TOKENS and not isinstance(value, left_out)
+            if name not in measured and not isinstance(value, left_out)
         )
 
     @property

@@ -54,7 +54,7 @@ from adaptive_batch.schedules import Progress
 from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
 from .estimate_changes import Candidate, candidates, with_overrides
-from .fake_run import FakeRun, Rows, made_up_row
+from .fake_run import FakeRun, Rows
 from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
@@ -371,7 +371,7 @@ class _Step:
             tokens = length
 
             # It is on the host, and not counted.
-            row = made_up_row(length, packed=self.run.data.packed)
+            row = self.run.job.task.made_up_row(length, packed=self.run.data.packed)
 
             def rows(count: int) -> list[dict[str, Any]]:
                 return [row] * count

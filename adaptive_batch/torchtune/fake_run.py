@@ -128,7 +128,8 @@ class FakeRun:
             block.get("packed", False)
             for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
         )
-        return Data(self.job, [made_up_row(8, packed=packed)], packed=packed)
+        row = self.job.task.made_up_row(8, packed=packed)
+        return Data(self.job, [row], packed=packed)
 
     def _read_what_is_at_hand(self) -> Data:
         try:
@@ -251,19 +252,6 @@ class FakeRun:
 
             optimizer.step = uncounted  # type: ignore[method-assign]
         return optimizer
-
-
-def made_up_row(tokens: int, *, packed: bool) -> dict[str, Any]:
-    """Return a row of text of that many tokens, each with a label."""
-    if not packed:
-        return {"tokens": [0] * tokens, "labels": [0] * tokens}
-    row = torch.zeros(tokens, dtype=torch.int64)
-    return {
-        "tokens": row,
-        "labels": row,
-        "input_pos": torch.arange(tokens),
-        "seq_lens": torch.tensor([tokens]),
-    }
 
 
 def expected_curve(

@@ -17,10 +17,11 @@ from adaptive_batch import distributed
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, device_memory
 
-from .checks import TO_TRAIN, check_chunks, check_loss, complete
+from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
 from .model import FullModel, ModelBuilder
 from .settings import Settings
+from .task import NextTokens, Task
 
 log = logging.getLogger("adaptive_batch")
 T = TypeVar("T")
@@ -73,15 +74,16 @@ class Job:
                 "enable_activation_offloading", True, "it needs CUDA; set it to False"
             )
         self.loss_fn = instantiate("loss", cfg.loss)
+        self.task: Task = NextTokens(cfg, self.loss_fn)
 
     def check_model(self) -> None:
         """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is
         checked once it is built.
         """
-        check_loss(self.loss_fn, self.cfg)
+        self.task.check(None)
         if self._outline is not None:
             self.builder.check(self._outline, self.cfg)
-            check_chunks(self._outline, self.loss_fn, self.cfg)
+            self.task.check(self._outline)
 
     @cached_property
     def memory(self) -> DeviceMemory:

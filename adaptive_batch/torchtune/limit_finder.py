@@ -200,8 +200,8 @@ class LimitFinder:
         sizer = self._sizer
         settings = self._settings
         batch_size = self._planner.batch_size
-        row = max(rows, key=lambda row: len(row["tokens"]))
-        length = len(row["tokens"])
+        row = max(rows, key=self._job.task.length)
+        length = self._job.task.length(row)
         tried_length = sizer.tried_length
         if not tried_length or length <= tried_length:
             return

@@ -374,14 +374,11 @@ def _name_of_rows(job: Job, data: Data) -> str:
         {round(i * (rows - 1) / max(1, _SAMPLED_ROWS - 1)) for i in range(min(rows, _SAMPLED_ROWS))}
     )
     try:
-        sampled = [_tokens(data.dataset[number]) for number in numbers]
+        sampled = [_tokens(job, data.dataset[number]) for number in numbers]
     finally:
         random_state.restore()
     return fingerprint("rows", rows, numbers, sampled)
 
 
-def _tokens(row: Mapping[str, Any]) -> list[int]:
-    tokens = row["tokens"]
-    if hasattr(tokens, "tolist"):
-        tokens = tokens.tolist()
-    return [int(token) for token in tokens]
+def _tokens(job: Job, row: Mapping[str, Any]) -> list[int]:
+    return [int(token) for tokens, _ in job.task.sequences(row) for token in tokens]

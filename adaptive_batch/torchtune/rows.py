@@ -64,6 +64,7 @@ class Rows(Dataset[Any]):
         real_tokens: Callable[[Mapping[str, Any]], int] | None = None,
     ) -> None:
         self._job = job
+        self._task = job.task
         self._key = key
         self._dataset = dataset
         self._name = name
@@ -72,7 +73,7 @@ class Rows(Dataset[Any]):
         # Training keeps a CPU busy: reading ahead cost up to 3% of a step there.
         if job.device.type != "cpu":
             self.expect = self._ahead.expect
-        self._real_tokens = real_tokens or (lambda row: len(row["tokens"]))
+        self._real_tokens = real_tokens or job.task.num_real_tokens
         self._measured: Measured | None = None
         self._cache_file: Path | None = None
         self._trusts_cache = True
@@ -186,45 +187,52 @@ class Rows(Dataset[Any]):
 
         That is the one most likely outside of a vocabulary.
         """
-        tokens = None
-        labels = None
-        if isinstance(row, Mapping):
-            tokens = row.get("tokens")
-            labels = row.get("labels")
-        ids = self._ids(number, "tokens", tokens)
-        if not len(ids):
-            raise self._refused(number, "has no tokens; filter it out")
-        extremes = [int(ids.min()), int(ids.max())]
-        if labels is None and self._job.cfg.get("collate_fn") is None:
-            raise self._refused(
-                number,
-                f"has no labels; give each token its label, or {self._job.loss_fn.ignore_index} for"
-                " none",
-            )
-        if labels is not None:
-            targets = self._ids(number, "labels", labels)
-            if len(targets) != len(ids):
-                raise self._refused(
-                    number,
-                    f"has {count(len(ids), 'token')} and {count(len(targets), 'label')}; give each"
-                    " token its label",
-                )
-            ignored = self._job.loss_fn.ignore_index
-            if ignored != CROSS_ENTROPY_IGNORE_IDX and CROSS_ENTROPY_IGNORE_IDX in targets:
-                raise SettingError(
-                    "loss.ignore_index",
-                    ignored,
-                    f"{self._name} marks what is not trained by {CROSS_ENTROPY_IGNORE_IDX};"
-                    " give that",
-                )
-            targets = targets[targets != ignored]
-            if len(targets):
-                extremes += [int(targets.min()), int(targets.max())]
+        extremes = []
+        length = 0
+        for tokens_key, labels_key in self._task.fields:
+            tokens = None
+            labels = None
+            if isinstance(row, Mapping):
+                tokens = row.get(tokens_key)
+                labels = row.get(labels_key)
+            ids = self._ids(number, tokens_key, tokens)
+            if not len(ids):
+                raise self._refused(number, f"has no {tokens_key}; filter it out")
+            length = max(length, len(ids))
+            extremes += [int(ids.min()), int(ids.max())]
+            extremes += self._extreme_labels(number, labels_key, labels, num_tokens=len(ids))
         worst = min(extremes)
         # No vocabulary has negative ids, so without one the largest decides.
         if worst >= 0:
             worst = max(extremes)
-        return [len(ids), self._real_tokens(row), worst]
+        return [length * len(self._task.fields), self._real_tokens(row), worst]
+
+    def _extreme_labels(self, number: int, key: str, labels: Any, *, num_tokens: int) -> list[int]:
+        """Return the smallest and the largest label of a sequence that is not ignored."""
+        ignored = self._task.ignore_index
+        if labels is None:
+            if self._job.cfg.get("collate_fn") is None:
+                raise self._refused(
+                    number, f"has no {key}; give each token its label, or {ignored} for none"
+                )
+            return []
+        targets = self._ids(number, key, labels)
+        if len(targets) != num_tokens:
+            raise self._refused(
+                number,
+                f"has {count(num_tokens, 'token')} and {count(len(targets), 'label')}; give each"
+                " token its label",
+            )
+        if ignored != CROSS_ENTROPY_IGNORE_IDX and CROSS_ENTROPY_IGNORE_IDX in targets:
+            raise SettingError(
+                "loss.ignore_index",
+                ignored,
+                f"{self._name} marks what is not trained by {CROSS_ENTROPY_IGNORE_IDX}; give that",
+            )
+        targets = targets[targets != ignored]
+        if not len(targets):
+            return []
+        return [int(targets.min()), int(targets.max())]
 
     def _ids(self, number: int, key: str, ids: Any) -> np.ndarray[Any, Any]:
         """Return what a row has under a key as numbers `[tokens]`."""
@@ -251,7 +259,7 @@ class Rows(Dataset[Any]):
     def _check(self, number: int, numbers: list[int]) -> None:
         """Refuse a row that the model does not take."""
         job = self._job
-        length = numbers[_TOKENS]
+        length = self._task.of_each_sequence(numbers[_TOKENS])
         worst = numbers[_WORST]
         if job.max_seq_len is not None and length > job.max_seq_len:
             remedy = (

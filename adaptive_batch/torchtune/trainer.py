@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -18,12 +17,10 @@ from adaptive_batch.training import (
     MicroBatchSizer,
     RowLoss,
     TriedStep,
-    count_shifted_labels,
     norm_to_clip,
     pack_rows,
 )
 
-from .checks import takes_chunks
 from .config_errors import one_line
 from .data import Data
 from .job import Job
@@ -55,12 +52,10 @@ class Trainer:
     ) -> None:
         cfg = job.cfg
         settings = job.settings
-        self._loss_fn = job.loss_fn
         if cfg.compile:
-            training.compile_loss(self._loss_fn, verbose=distributed.is_rank_zero())
+            training.compile_loss(job.loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
-        if takes_chunks(self._loss_fn):
-            cast(Any, model).set_num_output_chunks(self._loss_fn.num_output_chunks)
+        job.task.prepare(model)
         self.model = model
         self._device = job.device
         self._job = job
@@ -75,8 +70,8 @@ class Trainer:
                 collate=data.collate_to_length,
                 to_device=to_device or self._to_device,
                 mean_loss=self.mean_loss,
-                count_labels=partial(count_shifted_labels, ignore_index=self._loss_fn.ignore_index),
-                row_length=lambda row: len(row["tokens"]),
+                count_labels=job.task.count_labels,
+                row_length=job.task.length,
                 num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
                 pack=self._pack,
@@ -142,7 +137,7 @@ class Trainer:
         """Pack rows into one sequence; torchtune's models compare its length with what a row may
         have, which each row was.
         """
-        batch = pack_rows(rows, ignore_index=self._loss_fn.ignore_index)
+        batch = pack_rows(rows, ignore_index=self._job.task.ignore_index)
         if hasattr(self.model, "max_seq_len"):
             self.model.max_seq_len = max(
                 cast(int, self.model.max_seq_len), batch["tokens"].shape[-1]
@@ -159,22 +154,17 @@ class Trainer:
         )
 
     def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the mean loss of a batch over its label tokens; position `i` predicts the label at
-        `i + 1`.
-        """
-        labels = batch.pop("labels")
+        """Return the mean loss of a batch, see :meth:`Task.mean_loss`."""
+        return self._job.task.mean_loss(self._forward, batch)
+
+    def _forward(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
+        """Return the model's logits; activations are offloaded as configured."""
         # A step that failed has left it as it was.
         if self._offloading and self._activations.tracker:
             self._activations = training.OffloadActivations()
         with self._activations:
-            logits = self.model(**batch)
-        nothing = labels.new_full((labels.shape[0], 1), self._loss_fn.ignore_index)
-        labels = torch.hstack((labels[..., 1:], nothing))
-        if not isinstance(logits, list):
-            labels = labels.reshape(-1)
-            logits = logits.reshape(-1, logits.size(-1))
-        loss: torch.Tensor = self._loss_fn(logits, labels)
-        return loss
+            logits: torch.Tensor | list[torch.Tensor] = self.model(**batch)
+        return logits
 
     @property
     def names_of_parameters(self) -> dict[torch.nn.Parameter, str]:

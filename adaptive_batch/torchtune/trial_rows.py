@@ -94,7 +94,7 @@ class TrialRows:
         def first(size: int) -> list[dict[str, Any]]:
             while len(made) < size:
                 row = dataset[order[len(made) % len(order)]]
-                made.append(row if length == "longest" else _resized(row, target))
+                made.append(row if length == "longest" else self._resized(row, target))
             return made[:size]
 
         # The order of an epoch is made only where a search asks for it, and once.
@@ -140,6 +140,20 @@ class TrialRows:
             data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible
         )
 
+    def _resized(self, row: dict[str, Any], length: int) -> dict[str, Any]:
+        """Return a row of text cut or repeated to so many tokens."""
+        task = self._job.task
+        # A picture of a row can be neither cut nor repeated with its text.
+        extra_fields = sorted(set(row) - {"mask"}.union(*task.fields))
+        if extra_fields:
+            raise SettingError(
+                "probe.sequence_length",
+                length,
+                f"rows with {', '.join(extra_fields)} have a length of their own; use longest",
+            )
+        resized: dict[str, Any] = task.resized(row, length)
+        return resized
+
     def shapes(self, rows: WorstRows) -> Any:
         """Return shape and dtype of each tensor that the longest row becomes."""
         # Reading a row of some datasets draws random numbers, which training must not miss.
@@ -147,19 +161,6 @@ class TrialRows:
         shapes = _shapes(self._data.collate(rows.first(1)))
         random_state.restore()
         return shapes
-
-
-def _resized(row: dict[str, Any], length: int) -> dict[str, Any]:
-    """Return a row of text cut or repeated to so many tokens."""
-    # A picture of a row can be neither cut nor repeated with its text.
-    extra_fields = sorted(set(row) - {"tokens", "labels", "mask"})
-    if extra_fields:
-        raise SettingError(
-            "probe.sequence_length",
-            length,
-            f"rows with {', '.join(extra_fields)} have a length of their own; use longest",
-        )
-    return {key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()}
 
 
 def _shapes(batch: Any) -> Any:

@@ -29,7 +29,7 @@ from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FakeDevice, FakeStep, read_estimate
 from adaptive_batch.torchtune import Settings, estimate_devices
-from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
+from adaptive_batch.torchtune.fake_run import FakeRun
 
 SMALL = Combination("qwen2", 32)
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -114,12 +114,12 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     run = FakeRun(
         cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False
     )
-    rows = [made_up_row(24, packed=True)] * 3
+    rows = [run.job.task.made_up_row(24, packed=True)] * 3
     ours, theirs = run.data.collate(rows), padded_collate_packed(rows)
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in ours.items()} == {
         key: (tensor.shape, tensor.dtype) for key, tensor in theirs.items()
     }
-    huge = run.data.collate([made_up_row(2**17, packed=True)] * 5)["mask"]  # 80 GiB
+    huge = run.data.collate([run.job.task.made_up_row(2**17, packed=True)] * 5)["mask"]  # 80 GiB
     assert isinstance(huge, FakeTensor)
     assert not any("flex" in sentence for sentence in run.left_out)
     on_cuda, _ = planned(cfg, device="cuda", estimate={"sequence_lengths": [64]})

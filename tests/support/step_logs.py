@@ -29,7 +29,7 @@ from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.step_log import STREAM
 from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Trainer, builder_of
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.torchtune.fake_run import FakeRun, made_up_row
+from adaptive_batch.torchtune.fake_run import FakeRun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -63,10 +63,10 @@ def peak_bytes(log: Sequence[int]) -> int:
     return peak
 
 
-def made_up_rows(rows: int, tokens: int | Sequence[int]) -> list[dict[str, Any]]:
+def made_up_rows(job: Job, rows: int, tokens: int | Sequence[int]) -> list[dict[str, Any]]:
     """Return rows of that many tokens each; of several numbers, each row has the next."""
     lengths = [tokens] if isinstance(tokens, int) else tokens
-    return [made_up_row(lengths[number % len(lengths)], packed=False) for number in range(rows)]
+    return [job.task.made_up_row(lengths[number % len(lengths)]) for number in range(rows)]
 
 
 def estimated(
@@ -88,7 +88,7 @@ def estimated(
         reads_data=False,
         builder=builder_of(cfg),
     )
-    step = run.step(lambda size: made_up_rows(size, tokens), accumulates=micro_batches > 1)
+    step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
     for size in traced or (rows,):
         step.trace(size)
     return step.log(rows, [step.forward_backward] * steps, micro_batches=micro_batches)
@@ -111,13 +111,13 @@ def on_cuda(
     )
     # The block that training makes for later steps is none of the step's own.
     job.memory.divides_large_blocks = False
-    data = Data(job, [made_up_row(8, packed=False)], packed=False)
+    data = Data(job, made_up_rows(job, 1, 8), packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
     trainer = Trainer(
         job, data, model, HeldSizer(MicroBatchLimit(rows), layout=data.shapes, memory=job.memory)
     )
     for _ in range(steps):
-        trainer.runner.run(made_up_rows(rows, tokens) * micro_batches, rows)
+        trainer.runner.run(made_up_rows(job, rows, tokens) * micro_batches, rows)
         trainer.step()
     log, numbers, count = array("q"), {}, 0
     streams: dict[int, int] = {torch.cuda.default_stream().cuda_stream: 0}

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from adaptive_batch.data import RowReader
 from adaptive_batch.torchtune.rows import Rows
+from adaptive_batch.torchtune.task import NextTokens
 
 
 class Watched:
@@ -34,7 +36,7 @@ def test_rows_are_read_ahead_on_an_accelerator_alone(device: str) -> None:
         max_seq_len=None,
         vocab_size=None,
         cfg={},
-        loss_fn=loss,
+        task=NextTokens(OmegaConf.create(), loss),
         settings=None,
     )
     watched = Watched()

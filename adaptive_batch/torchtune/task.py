@@ -1,0 +1,218 @@
+"""What one row is to a run and what is learned from it; next tokens, the usual task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from inspect import signature
+from typing import Any, ClassVar, cast
+
+import torch
+from omegaconf import DictConfig
+
+from adaptive_batch.data import lengthened
+from adaptive_batch.errors import SettingError
+from adaptive_batch.training import count_shifted_labels
+
+from .checks import check_chunks, check_loss, takes_chunks
+from .config_errors import building
+from .keys import load_function
+
+Row = Any
+Batch = dict[str, Any]
+Collate = Callable[[Sequence[Row]], Batch]
+COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
+
+
+class Task(ABC):
+    """How rows of a task are measured, collated and learned from.
+
+    A row has one or more sequences, which are padded to one length: its tokens are those of all of
+    them, padding to the longest included.
+
+    Args:
+        cfg: the recipe's configuration.
+        loss_fn: its loss.
+
+    Attributes:
+        fields: keys of a row under which each sequence has its tokens and its labels.
+    """
+
+    fields: ClassVar[tuple[tuple[str, str], ...]]
+
+    def __init__(self, cfg: DictConfig, loss_fn: Any) -> None:
+        self.cfg = cfg
+        self.loss_fn = loss_fn
+
+    # --- rows
+
+    def length(self, row: Row) -> int:
+        """Return the tokens of a row as it is collated."""
+        return len(self.fields) * max(len(row[tokens]) for tokens, _ in self.fields)
+
+    def num_real_tokens(self, row: Row) -> int:
+        """Return the tokens of a row that are not padding."""
+        return sum(len(row[tokens]) for tokens, _ in self.fields)
+
+    def sequences(self, row: Row) -> Iterator[tuple[Any, Any]]:
+        """Yield tokens and labels of each sequence of a row; what it does not have is None."""
+        for tokens, labels in self.fields:
+            yield row.get(tokens), row.get(labels)
+
+    def of_each_sequence(self, length: int) -> int:
+        """Return the tokens of each sequence of a row that has so many; rounded up."""
+        return -(-length // len(self.fields))
+
+    def lengthened(self, rows: Sequence[Row], length: int, *, pad_id: int) -> Sequence[Row]:
+        """Return the rows, one padded so that collating pads all to so many tokens."""
+        return lengthened(
+            rows,
+            self.of_each_sequence(length),
+            pad_id=pad_id,
+            ignore_index=self.ignore_index,
+            fields=self.fields,
+        )
+
+    def resized(self, row: Row, length: int) -> Row:
+        """Return a row of text cut or repeated to so many tokens."""
+        length = self.of_each_sequence(length)
+        return {
+            key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()
+        }
+
+    def made_up_row(self, length: int, *, packed: bool = False) -> Row:
+        """Return a row of so many tokens, each with a label."""
+        assert not packed, "rows of this task are not packed"
+        length = self.of_each_sequence(length)
+        return {key: [0] * length for pair in self.fields for key in pair}
+
+    @abstractmethod
+    def labelled(self, row: Row) -> Row:
+        """Return a row like this one that has a label, for a rank that has no row."""
+
+    # --- batches
+
+    @property
+    @abstractmethod
+    def ignore_index(self) -> int:
+        """The label of tokens that nothing is learned from."""
+
+    @abstractmethod
+    def collate_function(self, pad_id: int) -> Collate:
+        """Return what makes a batch of rows: ``tokens`` and ``labels`` of all of their sequences,
+        `[rows x sequences, length]`.
+
+        Raises:
+            SettingError: the configured function cannot be used.
+        """
+
+    @abstractmethod
+    def count_labels(self, batch: Batch) -> torch.Tensor:
+        """Return what the loss of a batch is the mean over, as a whole scalar tensor."""
+
+    # --- model and loss
+
+    @abstractmethod
+    def check(self, model: torch.nn.Module | None) -> None:
+        """Refuse a loss, or a model without memory, that is not of this task."""
+
+    @abstractmethod
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Set up a model for what the loss takes."""
+
+    @abstractmethod
+    def mean_loss(
+        self, forward: Callable[..., torch.Tensor | list[torch.Tensor]], batch: Batch
+    ) -> torch.Tensor:
+        """Return the mean loss of a batch on the device, which it may empty.
+
+        Args:
+            forward: model, which returns logits.
+            batch: as it was collated.
+        """
+
+
+class NextTokens(Task):
+    """Each token of a row's one sequence predicts the label of the next."""
+
+    fields = (("tokens", "labels"),)
+
+    @property
+    def ignore_index(self) -> int:
+        """The label that the loss ignores."""
+        return cast(int, self.loss_fn.ignore_index)
+
+    def lengthened(self, rows: Sequence[Row], length: int, *, pad_id: int) -> Sequence[Row]:
+        """Return the rows, one padded to so many tokens.
+
+        Raises:
+            SettingError: rows have no labels, and the padding would be labelled too.
+        """
+        if length <= max(map(self.length, rows)):
+            return rows
+        # A function that makes labels would label the padding, too.
+        if any(row.get("labels") is None for row in rows):
+            remedy = (
+                "rows are padded to one length before it makes their labels; have the dataset give"
+                " each row its labels"
+            )
+            raise SettingError("collate_fn", self.cfg.get("collate_fn"), remedy)
+        return super().lengthened(rows, length, pad_id=pad_id)
+
+    def made_up_row(self, length: int, *, packed: bool = False) -> Row:
+        """Return a row of so many tokens; a packed one as torchtune's packed datasets give it."""
+        if not packed:
+            return super().made_up_row(length)
+        tokens = torch.zeros(length, dtype=torch.int64)
+        return {
+            "tokens": tokens,
+            "labels": tokens,
+            "input_pos": torch.arange(length),
+            "seq_lens": torch.tensor([length]),
+        }
+
+    def labelled(self, row: Row) -> Row:
+        """Return the row with every token labelled."""
+        tokens = row["tokens"]
+        # A single token has no label after the shift.
+        if len(tokens) == 1:
+            tokens = [*tokens] * 2
+        return {**row, "tokens": tokens, "labels": tokens}
+
+    def collate_function(self, pad_id: int) -> Collate:
+        """Return the configured function; torchtune's where there is none."""
+        name = self.cfg.get("collate_fn")
+        collate = load_function(name or "torchtune.data.padded_collate_sft", key="collate_fn")
+        with building("collate_fn", name, COLLATE_REMEDY):
+            signature(collate).bind([], padding_idx=pad_id, ignore_idx=self.ignore_index)
+        return partial(collate, padding_idx=pad_id, ignore_idx=self.ignore_index)
+
+    def count_labels(self, batch: Batch) -> torch.Tensor:
+        """Return the label tokens that are left after the shift by one."""
+        return count_shifted_labels(batch, self.ignore_index)
+
+    def check(self, model: torch.nn.Module | None) -> None:
+        """Refuse another loss, and one of chunks for a model that returns none."""
+        check_loss(self.loss_fn, self.cfg)
+        if model is not None:
+            check_chunks(model, self.loss_fn, self.cfg)
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Let the model return chunks where the loss takes them."""
+        if takes_chunks(self.loss_fn):
+            cast(Any, model).set_num_output_chunks(self.loss_fn.num_output_chunks)
+
+    def mean_loss(
+        self, forward: Callable[..., torch.Tensor | list[torch.Tensor]], batch: Batch
+    ) -> torch.Tensor:
+        """Return the mean loss over label tokens; position `i` predicts the label at `i + 1`."""
+        labels = batch.pop("labels")
+        logits = forward(**batch)
+        nothing = labels.new_full((labels.shape[0], 1), self.ignore_index)
+        labels = torch.hstack((labels[..., 1:], nothing))
+        if not isinstance(logits, list):
+            labels = labels.reshape(-1)
+            logits = logits.reshape(-1, logits.size(-1))
+        loss: torch.Tensor = self.loss_fn(logits, labels)
+        return loss
