@@ -41,9 +41,11 @@ from adaptive_batch.torchtune import (
     LimitFinder,
     LostRun,
     ModelBuilder,
+    NextTokens,
     ResumedRun,
     RunSaver,
     Settings,
+    Task,
     Trainer,
     TrainingLog,
     TrainingPreview,
@@ -73,6 +75,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     Args:
         cfg: the configuration: YAML and key=value.
         builder: builds the model; None for full fine-tuning.
+        task: what a row is and what is learned from it.
         watch: the watchdog of this rank, of several.
 
     Raises:
@@ -80,13 +83,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     """
 
     def __init__(
-        self, cfg: DictConfig, builder: ModelBuilder | None = None, *, watch: Watchdog | None = None
+        self,
+        cfg: DictConfig,
+        builder: ModelBuilder | None = None,
+        *,
+        task: type[Task] = NextTokens,
+        watch: Watchdog | None = None,
     ) -> None:
         self.cfg = cfg
         self.watch = watch
         self.settings = Settings.from_config(cfg)
         self.without_effect = without_effect(self.settings, cfg, ranks=distributed.world_size())
-        self.job = Job(cfg, self.settings, builder)
+        self.job = Job(cfg, self.settings, builder, task=task)
         self.device = self.job.device
         self.seed = training.set_seed(
             seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None)
@@ -484,18 +492,21 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.closing.close()
 
 
-def main(cfg: DictConfig, builder: ModelBuilder | None = None) -> None:
+def main(
+    cfg: DictConfig, builder: ModelBuilder | None = None, *, task: type[Task] = NextTokens
+) -> None:
     """Run one configuration, on the ranks that were launched.
 
     Args:
         cfg: the configuration: YAML and key=value.
         builder: builds the model; None for full fine-tuning.
+        task: what a row is and what is learned from it.
     """
     recipe = None
     try:
         with all_ranks(cfg) as watch:
             show_details(cfg, recipe_name=Path(sys.argv[0]).stem)
-            recipe = AdaptiveFullFinetuneRecipe(cfg, builder, watch=watch)
+            recipe = AdaptiveFullFinetuneRecipe(cfg, builder, task=task, watch=watch)
             with interruptible(recipe.after_end):
                 with raising_on_request():
                     recipe.setup()

@@ -25,12 +25,14 @@ from .limit_finder import LimitFinder
 from .log import TrainingLog
 from .lost_run import LostRun
 from .model import FullModel, ModelBuilder
+from .preference_pairs import PreferencePairs
 from .preview import TrainingPreview
 from .probe_cache import settings_name
 from .rate import build_rate, check_scheduler, couple_batch
 from .resumed_run import ResumedRun
 from .run_saver import RunSaver
 from .settings import Settings, reference_tables, write_reference
+from .task import NextTokens, Task
 from .trainer import Trainer
 from .validation import Validation
 
@@ -46,9 +48,12 @@ __all__ = [
     "LimitFinder",
     "LostRun",
     "ModelBuilder",
+    "NextTokens",
+    "PreferencePairs",
     "ResumedRun",
     "RunSaver",
     "Settings",
+    "Task",
     "Trainer",
     "TrainingLog",
     "TrainingPreview",

@@ -124,9 +124,9 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse a loss without `ignore_index`: it is not a next-token loss."""
     if not isinstance(getattr(loss_fn, "ignore_index", None), int):
         remedy = (
-            "not a next-token loss: it has no ignore_index (preferences and rewards are not"
-            " trained on here); give torchtune.modules.loss.CEWithChunkedOutputLoss or"
-            " torch.nn.CrossEntropyLoss"
+            "not a next-token loss: it has no ignore_index (preferences are trained on by `tune run"
+            " adaptive_dpo`, and rewards are not); give"
+            " torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
         )
         raise SettingError("loss", _component(cfg.loss), remedy)
     _check_loss_computes(loss_fn, cfg)

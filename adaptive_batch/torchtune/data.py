@@ -148,9 +148,9 @@ class Data:
         shortest = 1
         if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
             chunks = getattr(job.loss_fn, "num_output_chunks", 1)
-            shortest = min(chunks * (chunks - 1) + 1, job.max_seq_len or sys.maxsize)
+            shortest = min(chunks * (chunks - 1) + 1, job.max_row_length or sys.maxsize)
         return MicroBatchLayout(
-            uniform, multiple, job.max_seq_len if multiple > 1 else None, shortest, kind
+            uniform, multiple, job.max_row_length if multiple > 1 else None, shortest, kind
         )
 
     def loss_val(self, loss: RowLoss) -> RowLoss:
@@ -393,7 +393,7 @@ class Data:
         """Why the rows of a micro-batch cannot be packed; empty where they can."""
         if self._settings.pad_to_multiple_of > 1:
             return "pad_to_multiple_of is set"
-        reason = why_unpacked(self._job.cfg)
+        reason = self._task.why_unpacked or why_unpacked(self._job.cfg)
         columns = ", ".join(self._measured_by_more)
         if not reason and columns:
             reason = f"rows have {columns}"

@@ -53,10 +53,12 @@ from adaptive_batch.schedules import Progress
 
 from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
+from .config_errors import instantiate
 from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .keys import load_function
 from .model import ModelBuilder
+from .preference_pairs import task_of
 from .settings import Settings
 
 # Tokens that half of the rows are shorter than the longest by, at least, where lengths vary.
@@ -255,7 +257,8 @@ class Estimator:
             raise SettingError(
                 key, value, "tokenizer.max_seq_len is not set; set it, or give a number of tokens"
             )
-        return check_whole("tokenizer.max_seq_len", limit)
+        task = task_of(instantiate("loss", self._cfg.loss))
+        return check_whole("tokenizer.max_seq_len", limit) * len(task.fields)
 
     def changes(self, length: LengthEstimate) -> Iterator[Change]:
         """Estimate each single change at the first length, on each device.
@@ -376,7 +379,7 @@ class _Step:
             def rows(count: int) -> list[dict[str, Any]]:
                 return [row] * count
 
-        longest = self.run.job.max_seq_len
+        longest = self.run.job.max_row_length
         if longest and tokens > longest:
             key, _ = self.run.job.settings.estimate.lengths_of(self.run.job.settings.probe)
             raise SettingError(key, length, f"the model takes {longest} tokens at most")

@@ -24,6 +24,7 @@ from .checks import TO_PLAN
 from .data import Data
 from .job import Job
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
+from .reference import reference_config
 from .settings import Settings
 from .trainer import Trainer
 
@@ -169,18 +170,20 @@ class FakeRun:
         """Build model and optimizer, and return the step that training would run; for the arguments
         see :class:`FakeStep`.
         """
+        model, second = self._build()
         trainer = self.trainer = Trainer(
             self.job,
             self.data,
-            self._build(),
+            model,
             self.data.new_sizer(),
+            second=second,
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )
         loss = trainer.runner.loss
         trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))
         return FakeStep(
-            model=trainer.model,
+            model=trainer.models,
             optimizer=trainer.in_backward or trainer.optimizer,
             forward_backward=self.forward_backward(rows),
             step=trainer.try_step,
@@ -196,23 +199,37 @@ class FakeRun:
         """Return forward and backward of that many rows, as training runs them."""
         return lambda size: self.trainer.runner.try_rows(rows(size))
 
-    def _build(self) -> torch.nn.Module:
+    def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
+        """Return the model that trains and, where the task needs one, the reference."""
         job = self.job
+        configs = [job.cfg]
+        if job.has_second_model:
+            configs.append(reference_config(job.cfg))
+        models = []
         if distributed.world_size() > 1:
-            model = build_sharded(job.cfg, job.builder, dtype=job.dtype, device=job.device)
-            # Some models read their values.
-            compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
-            self.device.move(model)
+            for cfg in configs:
+                model = build_sharded(cfg, job.builder, dtype=job.dtype, device=job.device)
+                # Some models read their values.
+                compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
+                self.device.move(model)
+                models.append(model)
         else:
-            model = self.device.build(lambda: job.builder.skeleton(job.cfg, dtype=job.dtype))
-            job.builder.freeze(model)
-            apply_checkpointing(model, job.cfg)
+
+            def skeletons() -> torch.nn.Module:
+                built = [job.builder.skeleton(cfg, dtype=job.dtype) for cfg in configs]
+                return built[0] if len(built) == 1 else torch.nn.ModuleList(built)
+
+            built = self.device.build(skeletons)
+            models = list(built) if isinstance(built, torch.nn.ModuleList) else [built]
+            job.builder.freeze(models[0])
+            apply_checkpointing(models[0], job.cfg)
+        model, *seconds = models
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             self._leave_out(
                 "recurrent layers: their fused kernels keep what fake tensors do not show, so a"
                 " step needs more"
             )
-        return model
+        return model, seconds[0] if seconds else None
 
     def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         component = str(self.job.cfg.optimizer._component_)

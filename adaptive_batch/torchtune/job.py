@@ -20,16 +20,18 @@ from adaptive_batch.memory import DeviceMemory, device_memory
 from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
 from .model import FullModel, ModelBuilder
+from .preference_pairs import task_of
+from .reference import check_reference
 from .settings import Settings
-from .task import NextTokens, Task
+from .task import Task
 
 log = logging.getLogger("adaptive_batch")
 T = TypeVar("T")
 
 
 class Job:
-    """The configuration of a run, in which torchtune's defaults are filled in, and the model
-    builder (None: full fine-tuning).
+    """The configuration of a run, in which torchtune's defaults are filled in, the model builder
+    (None: full fine-tuning) and the task (None: that of the loss).
 
     Attributes:
         ranks: that a batch is counted on, as many as saw different rows when the run began.
@@ -44,6 +46,7 @@ class Job:
         settings: Settings,
         builder: ModelBuilder | None = None,
         *,
+        task: type[Task] | None = None,
         needs: Sequence[str] = TO_TRAIN,
     ) -> None:
         complete(cfg, needs=needs)
@@ -74,16 +77,24 @@ class Job:
                 "enable_activation_offloading", True, "it needs CUDA; set it to False"
             )
         self.loss_fn = instantiate("loss", cfg.loss)
-        self.task: Task = NextTokens(cfg, self.loss_fn)
+        self.task = (task or task_of(self.loss_fn))(cfg, self.loss_fn)
 
     def check_model(self) -> None:
         """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is
         checked once it is built.
         """
         self.task.check(None)
+        check_reference(
+            self.cfg, is_compared=self.task.has_reference, is_second=self.has_second_model
+        )
         if self._outline is not None:
             self.builder.check(self._outline, self.cfg)
             self.task.check(self._outline)
+
+    @property
+    def has_second_model(self) -> bool:
+        """Whether the task compares with a frozen model that is held beside the one that trains."""
+        return self.task.has_reference and not self.builder.keeps_base
 
     @cached_property
     def memory(self) -> DeviceMemory:
@@ -112,6 +123,13 @@ class Job:
     def max_seq_len(self) -> int | None:
         """The most tokens that the model takes; None where it does not say."""
         return getattr(getattr(self._outline, "decoder", self._outline), "max_seq_len", None)
+
+    @property
+    def max_row_length(self) -> int | None:
+        """The most tokens of a row; None where the model does not say."""
+        if self.max_seq_len is None:
+            return None
+        return self.max_seq_len * len(self.task.fields)
 
     @cached_property
     def vocab_size(self) -> int | None:

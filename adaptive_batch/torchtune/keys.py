@@ -34,8 +34,8 @@ _THEIRS: Mapping[Resume, str] = {
         " custom_sharded_layers device enable_async_checkpointing epochs fsdp_cpu_offload"
         " fsdp_reshard_after_forward log_every_n_steps log_peak_memory_stats low_cpu_ram"
         " max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler"
-        " resume_from_checkpoint save_adapter_weights_only seed tensor_parallel_dim"
-        " tensor_parallel_plan tokenizer"
+        " ref_checkpointer resume_from_checkpoint save_adapter_weights_only seed"
+        " tensor_parallel_dim tensor_parallel_plan tokenizer"
     ),
 }
 TORCHTUNE_KEYS: Mapping[str, Resume] = {

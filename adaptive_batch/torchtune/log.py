@@ -465,11 +465,12 @@ class TrainingLog:
         self._trained.add(result, step=progress.steps, seconds=seconds)
         self._padding.add(result)
         label_tokens = float(result.label_tokens)
+        trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
         metrics = {
             "loss": result.loss,
             **rates,
             "tokens_per_second_per_gpu": (
-                label_tokens / (seconds * distributed.data_parallel_size())
+                trained_tokens / (seconds * distributed.data_parallel_size())
             ),
             "batch_size": result.rows,
             "micro_batches": result.micro_batches,
@@ -478,6 +479,7 @@ class TrainingLog:
             "tokens_seen": progress.tokens,
             "oom_count": num_out_of_memory,
         }
+        metrics.update(result.metrics)
         if result.grad_norm is not None:
             metrics["grad_norm"] = float(result.grad_norm)
         full = full_batch_loss.add(result.loss, label_tokens=label_tokens, rows=result.rows)

@@ -19,9 +19,6 @@ _OF_OTHER_RECIPES = {
         " qat_distributed)"
     ),
     "teacher_model": "nothing is distilled here (torchtune's knowledge_distillation recipes do)",
-    "ref_checkpointer": (
-        "there are no preferences to train on here (torchtune's full_dpo_distributed does it)"
-    ),
     "policy_model": (
         "there is no reinforcement learning here (torchtune's ppo_full_finetune_single_device"
         " does it)"

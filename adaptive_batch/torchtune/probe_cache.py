@@ -33,6 +33,7 @@ _MEMORY_KEYS = [
     "model",
     "optimizer",
     "loss",
+    "ref_checkpointer",
     "collate_fn",
     "dtype",
     "compile",

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from inspect import signature
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from omegaconf import DictConfig
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from adaptive_batch.data import lengthened
 from adaptive_batch.errors import SettingError
@@ -25,6 +26,16 @@ Collate = Callable[[Sequence[Row]], Batch]
 COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
 
 
+class Models(Protocol):
+    """The models that a loss is computed by."""
+
+    def logits(self, **batch: Any) -> Any:
+        """Return the logits of the model that trains; a list where it returns chunks."""
+
+    def reference_logits(self, **batch: Any) -> torch.Tensor:
+        """Return the logits of the frozen reference, where the task has one."""
+
+
 class Task(ABC):
     """How rows of a task are measured, collated and learned from.
 
@@ -37,9 +48,17 @@ class Task(ABC):
 
     Attributes:
         fields: keys of a row under which each sequence has its tokens and its labels.
+        has_reference: whether the loss compares with a frozen model.
+        counts_rows, metrics: see :class:`RowLoss`.
+        why_unpacked: why rows cannot be packed; empty where they can.
     """
 
     fields: ClassVar[tuple[tuple[str, str], ...]]
+    has_reference: ClassVar[bool] = False
+    counts_rows: ClassVar[bool] = False
+    metrics: ClassVar[tuple[str, ...]] = ()
+    why_unpacked: ClassVar[str] = ""
+    ignore_index: int
 
     def __init__(self, cfg: DictConfig, loss_fn: Any) -> None:
         self.cfg = cfg
@@ -93,11 +112,6 @@ class Task(ABC):
 
     # --- batches
 
-    @property
-    @abstractmethod
-    def ignore_index(self) -> int:
-        """The label of tokens that nothing is learned from."""
-
     @abstractmethod
     def collate_function(self, pad_id: int) -> Collate:
         """Return what makes a batch of rows: ``tokens`` and ``labels`` of all of their sequences,
@@ -122,14 +136,9 @@ class Task(ABC):
         """Set up a model for what the loss takes."""
 
     @abstractmethod
-    def mean_loss(
-        self, forward: Callable[..., torch.Tensor | list[torch.Tensor]], batch: Batch
-    ) -> torch.Tensor:
-        """Return the mean loss of a batch on the device, which it may empty.
-
-        Args:
-            forward: model, which returns logits.
-            batch: as it was collated.
+    def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return the mean loss of a batch on the device, which it may empty; leave each of
+        `metrics` in it.
         """
 
 
@@ -138,10 +147,10 @@ class NextTokens(Task):
 
     fields = (("tokens", "labels"),)
 
-    @property
-    def ignore_index(self) -> int:
-        """The label that the loss ignores."""
-        return cast(int, self.loss_fn.ignore_index)
+    def __init__(self, cfg: DictConfig, loss_fn: Any) -> None:
+        super().__init__(cfg, loss_fn)
+        # A loss without one is refused by :meth:`check`.
+        self.ignore_index = getattr(loss_fn, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
 
     def lengthened(self, rows: Sequence[Row], length: int, *, pad_id: int) -> Sequence[Row]:
         """Return the rows, one padded to so many tokens.
@@ -183,8 +192,10 @@ class NextTokens(Task):
     def collate_function(self, pad_id: int) -> Collate:
         """Return the configured function; torchtune's where there is none."""
         name = self.cfg.get("collate_fn")
-        collate = load_function(name or "torchtune.data.padded_collate_sft", key="collate_fn")
-        with building("collate_fn", name, COLLATE_REMEDY):
+        if name is None:
+            name = "torchtune.data.padded_collate_sft"
+        collate = load_function(name, key="collate_fn")
+        with building("collate_fn", self.cfg.get("collate_fn"), COLLATE_REMEDY):
             signature(collate).bind([], padding_idx=pad_id, ignore_idx=self.ignore_index)
         return partial(collate, padding_idx=pad_id, ignore_idx=self.ignore_index)
 
@@ -203,12 +214,10 @@ class NextTokens(Task):
         if takes_chunks(self.loss_fn):
             cast(Any, model).set_num_output_chunks(self.loss_fn.num_output_chunks)
 
-    def mean_loss(
-        self, forward: Callable[..., torch.Tensor | list[torch.Tensor]], batch: Batch
-    ) -> torch.Tensor:
+    def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss over label tokens; position `i` predicts the label at `i + 1`."""
         labels = batch.pop("labels")
-        logits = forward(**batch)
+        logits = models.logits(**batch)
         nothing = labels.new_full((labels.shape[0], 1), self.ignore_index)
         labels = torch.hstack((labels[..., 1:], nothing))
         if not isinstance(logits, list):

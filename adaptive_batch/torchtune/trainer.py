@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,7 @@ from .config_errors import one_line
 from .data import Data
 from .job import Job
 from .model import Weights
+from .reference import Reference, ReferenceWeights, reference_config
 
 
 class Trainer:
@@ -36,6 +38,11 @@ class Trainer:
         sizer: decides what one micro-batch of training may hold.
         to_device: moves a batch, in place; None moves it to the job's device.
         new_optimizer: builds an optimizer of some parameters; None takes the configured one.
+        second: frozen model that a task compares with; None where there is none of its own.
+
+    Attributes:
+        model, optimizer: of the run.
+        models: all models that are held, as one module.
     """
 
     def __init__(
@@ -49,6 +56,7 @@ class Trainer:
         new_optimizer: (
             Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None
         ) = None,
+        second: torch.nn.Module | None = None,
     ) -> None:
         cfg = job.cfg
         settings = job.settings
@@ -57,6 +65,8 @@ class Trainer:
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
         job.task.prepare(model)
         self.model = model
+        self._reference = Reference(model, second)
+        self.models = self._reference.models
         self._device = job.device
         self._job = job
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
@@ -74,7 +84,9 @@ class Trainer:
                 row_length=job.task.length,
                 num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
-                pack=self._pack,
+                pack=None if job.task.why_unpacked else self._pack,
+                counts_rows=job.task.counts_rows,
+                metrics=job.task.metrics,
             ),
             sizer,
             memory=job.memory,
@@ -83,7 +95,7 @@ class Trainer:
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
             sharding=Sharding(
-                model,
+                self.models,
                 finishes=distributed.data_parallel_size() == distributed.world_size(),
                 syncs_every_micro_batch=settings.sync_gradients_every_micro_batch,
             ),
@@ -117,8 +129,14 @@ class Trainer:
         job.check_optimizer()
         if job.settings.preview:
             raise SettingError("preview", True, "it is for the recipes that train; remove it")
+        second = None
+        build = partial(job.builder.build, dtype=job.dtype, device=job.device)
         try:
-            model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
+            # Its files are looked for before any weights load.
+            reference = ReferenceWeights(job.cfg) if job.has_second_model else None
+            model = build(job.cfg, weights)
+            if reference is not None:
+                second = build(reference_config(job.cfg), reference)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -128,7 +146,7 @@ class Trainer:
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
                 " several devices (tune run --nproc_per_node N)"
             ) from error
-        return cls(job, data, model, sizer)
+        return cls(job, data, model, sizer, second=second)
 
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)
@@ -155,9 +173,13 @@ class Trainer:
 
     def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the mean loss of a batch, see :meth:`Task.mean_loss`."""
-        return self._job.task.mean_loss(self._forward, batch)
+        return self._job.task.mean_loss(self, batch)
 
-    def _forward(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
+    def reference_logits(self, **batch: Any) -> torch.Tensor:
+        """Return the reference's logits, without gradients."""
+        return self._reference.logits(**batch)
+
+    def logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
         """Return the model's logits; activations are offloaded as configured."""
         # A step that failed has left it as it was.
         if self._offloading and self._activations.tracker:

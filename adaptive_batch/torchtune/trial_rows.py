@@ -42,7 +42,7 @@ class TrialRows:
             SettingError: a length is beyond the model's.
         """
         probe = self._job.settings.probe
-        longest = self._job.max_seq_len or sys.maxsize
+        longest = self._job.max_row_length or sys.maxsize
         for length in dict.fromkeys((probe.sequence_length, *probe.sequence_lengths)):
             key = "probe.sequence_lengths"
             if length == probe.sequence_length:
@@ -87,7 +87,7 @@ class TrialRows:
                     length,
                     "the tokenizer has no max_seq_len; set it, or give a number",
                 )
-            length = int(limit)
+            length = int(limit) * len(self._job.task.fields)
         target = longest if length == "longest" else int(length)
         made: list[dict[str, Any]] = []
 

@@ -20,10 +20,12 @@ class Division:
         parts: micro-batches; where noise is sampled, those of the small batch and the others.
         counts: micro-batches of each part on the rank that has most; None until ranks agree on
             them.
+        num_rows: rows of the step on all ranks; None until ranks agree on them.
     """
 
     parts: tuple[list[MicroBatch], ...]
     counts: tuple[int, ...] | None = None
+    num_rows: int | None = None
 
     @property
     def own_counts(self) -> tuple[int, ...]:

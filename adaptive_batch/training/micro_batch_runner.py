@@ -1,4 +1,5 @@
-"""Runs a step as micro-batches: gradients are sums of token losses over one count of label tokens.
+"""Runs a step as micro-batches: gradients are sums of token losses over one count of label tokens,
+or means over rows, each weighted by its share of the step's rows.
 
 Several ranks each run their own rows, all in the same number of micro-batches: a rank that has
 fewer runs dummy batches of weight 0, and one that runs out of memory issues dummy collectives until
@@ -40,7 +41,8 @@ class RowLoss:
     Attributes:
         collate: ``collate(rows, length)`` makes one batch on the host, padded to `length` tokens.
         to_device: moves a batch to the device, in place.
-        mean_loss: the loss of a batch on the device, averaged over its labels; may empty the batch.
+        mean_loss: the loss of a batch on the device, averaged over its labels; may empty the batch,
+            and leaves in it each of `metrics`, averaged over its rows.
         count_labels: labels of a batch that `mean_loss` averages over, on the host and on the
             device: a whole scalar tensor.
         row_length: tokens of a row.
@@ -49,6 +51,9 @@ class RowLoss:
             several.
         pack: ``pack(rows)`` makes one batch on the host in which rows lie one after the other; None
             where they cannot.
+        counts_rows: whether `mean_loss` is a mean over rows and `count_labels` counts these. The
+            share of a micro-batch is then known before its backward, and weights its loss.
+        metrics: names of further means over rows, where rows are counted.
     """
 
     collate: Callable[[Sequence[Row], int], Batch]
@@ -59,6 +64,8 @@ class RowLoss:
     num_real_tokens: Callable[[Row], int]
     dummy_row: Callable[[], Row] | None = None
     pack: Callable[[Sequence[Row]], Batch] | None = None
+    counts_rows: bool = False
+    metrics: tuple[str, ...] = ()
 
 
 def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
@@ -133,7 +140,8 @@ class MicroBatchRunner(StepRunner):
         small_rows: tuple[int, ...] | None = None,
         division: Division | None = None,
     ) -> StepResult:
-        """Leave in the gradients the mean over the label tokens of all `rows`, clipped.
+        """Leave in the gradients the mean over the label tokens of all `rows`, or over these,
+        clipped.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
@@ -151,9 +159,11 @@ class MicroBatchRunner(StepRunner):
         """
         assert small_rows is None or self._measures_noise
         divide = partial(self._divide, rows, small_rows)
-        return self.run_step(
-            partial(self._attempt, rows), divide, rows_at_once=rows_at_once, division=division
-        )
+        num_rows = None if division is None else division.num_rows
+        if num_rows is None and self.loss.counts_rows:
+            num_rows = sum(distributed.all_gather(len(rows)))
+        attempt = partial(self._attempt, rows, num_rows or 0)
+        return self.run_step(attempt, divide, rows_at_once=rows_at_once, division=division)
 
     def learn_from_a_row(self) -> None:
         """Let even the first micro-batch be brought to its end; all of several ranks call it, where
@@ -178,9 +188,9 @@ class MicroBatchRunner(StepRunner):
         """
         # The batch is there until the micro-batch has ended, as in training.
         with self.trial(is_last=is_last), self._collated(rows, self.loss) as batch:
-            mean, count = self._loss_and_labels(batch)
-            token_loss = mean * count
-            loss = token_loss if self._scale_gradients else mean
+            loss, count = self._loss_and_labels(batch)
+            if self._scale_gradients and not self.loss.counts_rows:
+                loss = loss * count
             loss.backward()  # type: ignore[no-untyped-call]
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
@@ -254,8 +264,14 @@ class MicroBatchRunner(StepRunner):
         """Clip the gradients as configured; return the norm that they had."""
         return clip_gradients(self.model, self.sharding, self._max_grad_norm)
 
-    def _attempt(self, rows: Sequence[Row], division: Division) -> StepResult:
-        """Run the micro-batches of a step; where a rank fails, all of them come to its end."""
+    def _attempt(self, rows: Sequence[Row], num_rows: int, division: Division) -> StepResult:
+        """Run the micro-batches of a step; where a rank fails, all of them come to its end.
+
+        Args:
+            rows: of this rank.
+            num_rows: rows of all ranks, where the loss counts rows.
+            division: of the rows.
+        """
         counts = division.counts or ()
         assert self._scale_gradients or sum(counts) == 1, (
             "with the optimizer in backward a step is one micro-batch"
@@ -264,6 +280,8 @@ class MicroBatchRunner(StepRunner):
             rows=len(rows),
             tokens=sum(map(self.loss.num_real_tokens, rows)),
             device=self.memory.device,
+            step_rows=num_rows,
+            metrics=self.loss.metrics,
         )
         small_pieces, *other_pieces = division.parts
         measures = bool(other_pieces) and all(counts)
@@ -272,10 +290,12 @@ class MicroBatchRunner(StepRunner):
             self._run_piece(rows, piece, sums)
             if measures and is_last and sums.small is None:
                 # The gradients so far are those of the small batch, and reduced.
-                num_rows = sum(len(small.rows) for small in small_pieces)
-                sums.small = _Small(
-                    num_rows, sums.label_tokens, self._squared_norm(), sums.micro_batches
-                )
+                num_small = sum(len(small.rows) for small in small_pieces)
+                squared = self._squared_norm()
+                if self.loss.counts_rows:
+                    # As if losses had been summed.
+                    squared = squared * (num_rows / distributed.world_size()) ** 2
+                sums.small = _Small(num_small, sums.label_tokens, squared, sums.micro_batches)
 
         idle = MicroBatch([], 0)
         if not rows:
@@ -301,6 +321,9 @@ class MicroBatchRunner(StepRunner):
 
     def _backward(self, batch: Batch, labels: torch.Tensor | None, sums: _Sums) -> None:
         """Add the gradients of a batch of so many labels; None for one of weight 0."""
+        if self.loss.counts_rows:
+            self._backward_of_share(batch, labels, sums)
+            return
         together = distributed.world_size() > 1
         mean, count = self._loss_and_labels(batch)
         token_loss = mean * (0 if labels is None else count)
@@ -317,6 +340,23 @@ class MicroBatchRunner(StepRunner):
             token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
         token_loss.backward()  # type: ignore[no-untyped-call]
 
+    def _backward_of_share(self, batch: Batch, num_rows: torch.Tensor | None, sums: _Sums) -> None:
+        """Add the gradients of a mean over rows, by its share of the rows of all ranks.
+
+        The order of operations is torchtune's: the mean, divided by how many such micro-batches a
+        step has. FSDP then takes the mean over ranks.
+        """
+        mean, _ = self._loss_and_labels(batch)
+        if num_rows is None:
+            (mean * 0).backward()  # type: ignore[no-untyped-call]
+            return
+        # Whole, and exact, where micro-batches are alike.
+        num_such = sums.step_rows / (distributed.world_size() * int(num_rows))
+        loss = mean / num_such
+        sums.add(loss.detach(), num_rows)
+        sums.add_metrics(batch, weight=1 / num_such)
+        loss.backward()  # type: ignore[no-untyped-call]
+
     def _finish(self, sums: _Sums, count: int) -> StepResult:
         """Count the label tokens of all ranks and divide the gradients by them; fails where any
         rank has failed.
@@ -330,14 +370,16 @@ class MicroBatchRunner(StepRunner):
                 raise OutOfMemoryElsewhereError
         has_labels = bool(sums.label_tokens) if together else sums.micro_batches > 0
         # FSDP has taken the mean over the ranks.
-        if has_labels and self._scale_gradients:
+        if has_labels and self._scale_gradients and not self.loss.counts_rows:
             self._multiply_gradients_by(ranks / sums.label_tokens)
         elif not has_labels and together:
             self.drop_gradients()
         noise = self._noise(sums)
         copies = _copies_of_each_row()
         loss = 0.0
-        if has_labels:
+        if has_labels and self.loss.counts_rows:
+            loss = sums.loss.item() / ranks
+        elif has_labels:
             loss = float(sums.loss.item() / sums.label_tokens)
         micro_batches = sums.micro_batches
         if together:
@@ -351,6 +393,7 @@ class MicroBatchRunner(StepRunner):
             padding_fraction=max(0.0, 1 - sums.tokens / max(1, sums.padded)),
             grad_norm=self.clip(),
             noise=noise,
+            metrics={name: value.item() / ranks for name, value in sums.metrics.items()},
         )
 
     def _noise(self, sums: _Sums) -> NoiseSample | None:
@@ -450,8 +493,18 @@ class _Sums:
     :meth:`all_reduce_sum`.
     """
 
-    def __init__(self, *, rows: int, tokens: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        rows: int,
+        tokens: int,
+        device: torch.device,
+        step_rows: int = 0,
+        metrics: Sequence[str] = (),
+    ) -> None:
         self.rows = rows
+        # Of all ranks, where the loss counts rows.
+        self.step_rows = step_rows
         self.tokens = tokens
         self.padded = 0
         self.failed = 0
@@ -460,6 +513,7 @@ class _Sums:
         # other counts are.
         self.loss = torch.zeros((), device=device if distributed.world_size() > 1 else None)
         self.label_tokens = torch.zeros((), dtype=torch.int64)
+        self.metrics = dict.fromkeys(metrics, self.loss)
         self.small: _Small | None = None
 
     def add(self, token_loss: torch.Tensor, label_tokens: torch.Tensor) -> None:
@@ -471,15 +525,27 @@ class _Sums:
         self.loss = self.loss + token_loss
         self.label_tokens = self.label_tokens + label_tokens
 
+    def add_metrics(self, batch: Batch, *, weight: float) -> None:
+        """Add the metrics that the loss has left in a batch."""
+        for name, total in self.metrics.items():
+            value = weight * batch[name]
+            # All ranks send one dtype.
+            if distributed.world_size() > 1:
+                value = value.to(total.dtype)
+            self.metrics[name] = total + value
+
     def all_reduce_sum(self) -> None:
         """Add up over the ranks, in two small collectives: counts as whole numbers, and the loss as
-        it is.
+        it is, with the metrics.
         """
         if distributed.world_size() == 1:
             return
         numbers = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
         counts = torch.cat([self.label_tokens[None], numbers]).to(self.loss.device)
-        distributed.all_reduce_sum(counts, self.loss)
+        means = torch.stack([self.loss, *self.metrics.values()])
+        distributed.all_reduce_sum(counts, means)
+        self.loss, *values = means
+        self.metrics = dict(zip(self.metrics, values, strict=True))
         self.label_tokens = counts[0]
         self.rows, self.tokens, self.padded, self.failed = counts[1:].tolist()
 

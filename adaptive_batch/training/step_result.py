@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -15,8 +16,10 @@ class StepResult:
     """What the micro-batches of one optimizer step added up to, on all ranks.
 
     Attributes:
-        loss: mean loss of a label token; 0 where the step had none.
-        label_tokens: tokens that have a label, counted after the shift; a scalar tensor.
+        loss: mean loss of a label token, or of a row where the loss is a mean over rows; 0 where
+            the step had none.
+        label_tokens: tokens that have a label, counted after the shift, or rows where the loss is a
+            mean over rows; a scalar tensor.
         rows: rows of the step.
         tokens: real tokens of the step, padding not counted.
         micro_batches: forward and backward passes that were run, by each rank.
@@ -25,6 +28,7 @@ class StepResult:
             tensor.
         noise: sample of the gradient's noise, where that is measured; None of a step whose rows
             were all in the small batch, or none of whose labels were on one side.
+        metrics: further means over the rows of the step, by name.
     """
 
     loss: float
@@ -35,6 +39,7 @@ class StepResult:
     padding_fraction: float
     grad_norm: torch.Tensor | None = None
     noise: NoiseSample | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_finite(self) -> bool:

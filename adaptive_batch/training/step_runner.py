@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -113,13 +114,14 @@ class StepRunner:
                     "the rows of the next step, which": question.num_rows,
                 }
             )
-        division = Division(division.parts, tuple(counts))
+        division = Division(division.parts, tuple(counts), question.num_rows)
         if any_eases:
             sizer.ease(self.retry.current, rows_at_once=rows_at_once)
         elif grown is not None and not any_stays:
             sizer.grow(grown)
         if any_eases or not any_stays:
             division = divide(sizer.limit(rows_at_once)).agreed()
+            division = replace(division, num_rows=question.num_rows)
         return division, bool(any_ends)
 
     def run_step(

@@ -36,6 +36,7 @@ from adaptive_batch.torchtune.checks import (
     complete,
 )
 from adaptive_batch.torchtune.config_errors import check_file, plainly
+from adaptive_batch.torchtune.reference import check_reference
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 FULL = sorted(
@@ -61,6 +62,7 @@ def check(cfg):
     """All that is checked of what a configuration trains."""
     Settings.from_config(cfg)
     complete(cfg, needs=TO_TRAIN)
+    check_reference(cfg, is_compared=False, is_second=False)
     check_loss(config.instantiate(cfg.loss), cfg)
     if "vision" not in cfg.model._component_:  # its builders need torchvision
         check_all_is_trained(skeleton(cfg), cfg)

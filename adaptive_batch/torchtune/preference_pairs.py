@@ -1,0 +1,163 @@
+"""Preference pairs: a chosen and a rejected answer, whose log probabilities are compared with those
+of a frozen reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
+from torchtune.rlhf import get_batch_log_probs
+
+from adaptive_batch.errors import SettingError
+
+from .config_errors import as_dict, one_line
+from .task import Batch, Collate, Models, NextTokens, Row, Task
+
+# What torchtune's losses of preferences take.
+_ARGUMENTS = (
+    "policy_chosen_logps",
+    "policy_rejected_logps",
+    "reference_chosen_logps",
+    "reference_rejected_logps",
+)
+
+
+class PreferencePairs(Task):
+    """A row is a pair of answers to one prompt; the loss is the mean over pairs.
+
+    The losses are torchtune's: DPO (Rafailov et al., https://arxiv.org/abs/2305.18290, equation 7)
+    and RSO (https://arxiv.org/abs/2309.06657).
+    """
+
+    fields = (
+        ("chosen_input_ids", "chosen_labels"),
+        ("rejected_input_ids", "rejected_labels"),
+    )
+    has_reference = True
+    counts_rows = True
+    metrics = (
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "log_probs/chosen",
+        "log_probs/rejected",
+        "logits/chosen",
+        "logits/rejected",
+    )
+    why_unpacked = "rows are preference pairs, whose answers are padded to one length"
+    ignore_index = CROSS_ENTROPY_IGNORE_IDX
+
+    # --- rows
+
+    def labelled(self, row: Row) -> Row:
+        """Return the pair as it is: its loss is a number whatever its labels are."""
+        return row
+
+    def collate_function(self, pad_id: int) -> Collate:
+        """Return torchtune's function, which puts the chosen answers before the rejected ones."""
+
+        def collate(rows: Sequence[Row]) -> Batch:
+            tokens, labels = padded_collate_dpo(
+                list(rows), padding_idx=pad_id, ignore_idx=self.ignore_index
+            )
+            return {"tokens": tokens, "labels": labels}
+
+        return collate
+
+    def count_labels(self, batch: Batch) -> torch.Tensor:
+        """Return the pairs of a batch."""
+        return torch.tensor(len(batch["tokens"]) // len(self.fields))
+
+    # --- model and loss
+
+    def check(self, model: torch.nn.Module | None) -> None:
+        """Refuse a loss that takes no log probabilities of pairs, and keys that pairs have not."""
+        cfg = self.cfg
+        if not _takes_pairs(self.loss_fn):
+            remedy = (
+                "not a loss of preference pairs; give torchtune.rlhf.loss.DPOLoss, or train next"
+                " tokens by `tune run adaptive_full_finetune`"
+            )
+            raise SettingError("loss", cfg.loss.get("_component_"), remedy)
+        _check_loss_computes(self.loss_fn, cfg)
+        if cfg.get("collate_fn") is not None:
+            remedy = "pairs are collated by torchtune.data.padded_collate_dpo; remove it"
+            raise SettingError("collate_fn", cfg.collate_fn, remedy)
+        if cfg.get("micro_batch_layout") == "packed":
+            remedy = f"{self.why_unpacked}; give grouped"
+            raise SettingError("micro_batch_layout", "packed", remedy)
+        if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
+            remedy = (
+                "the reference is not divided by tensor parallelism; give 1, and ranks divide both"
+                " models by FSDP"
+            )
+            raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
+
+    def prepare(self, model: torch.nn.Module) -> None:
+        """Change nothing: the loss takes whole logits."""
+
+    def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return the mean loss over pairs; leave the metrics in the batch."""
+        tokens = batch.pop("tokens")
+        labels = batch.pop("labels")
+        num_pairs = len(tokens) // 2
+        logits = models.logits(tokens=tokens)
+        log_probs = get_batch_log_probs(logits, labels)
+        # Padding is part of these means, as in torchtune's recipes.
+        batch["logits/chosen"] = logits[:num_pairs].detach().mean()
+        batch["logits/rejected"] = logits[num_pairs:].detach().mean()
+        # They take more memory than all else, and the reference makes its own.
+        del logits
+        with torch.no_grad():
+            reference_log_probs = get_batch_log_probs(
+                models.reference_logits(tokens=tokens), labels
+            )
+        chosen, rejected = log_probs.split(num_pairs)
+        losses, chosen_rewards, rejected_rewards = self.loss_fn(
+            chosen, rejected, *reference_log_probs.split(num_pairs)
+        )
+        batch["rewards/chosen"] = chosen_rewards.mean()
+        batch["rewards/rejected"] = rejected_rewards.mean()
+        batch["rewards/accuracies"] = (chosen_rewards > rejected_rewards).float().mean()
+        batch["rewards/margins"] = (chosen_rewards - rejected_rewards).mean()
+        batch["log_probs/chosen"] = chosen.detach().mean()
+        batch["log_probs/rejected"] = rejected.detach().mean()
+        loss: torch.Tensor = losses.mean()
+        return loss
+
+
+def task_of(loss_fn: Any) -> type[Task]:
+    """Return the task that a loss is of."""
+    return PreferencePairs if _takes_pairs(loss_fn) else NextTokens
+
+
+def _takes_pairs(loss_fn: Any) -> bool:
+    """Return whether a loss takes log probabilities of pairs, as torchtune's losses name them."""
+    function = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
+    try:
+        return tuple(signature(function).parameters) == _ARGUMENTS
+    except (TypeError, ValueError):
+        return False
+
+
+def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
+    """Refuse a loss that fails, or does not return a loss and two rewards of each pair."""
+    zeros = torch.zeros(2)
+    try:
+        losses, chosen_rewards, rejected_rewards = loss_fn(zeros, zeros, zeros, zeros)
+        shapes = [tuple(part.shape) for part in (losses, chosen_rewards, rejected_rewards)]
+    except Exception as error:
+        remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
+        raise SettingError("loss", as_dict(cfg.loss), remedy) from error
+    if shapes != [(2,)] * 3:
+        remedy = (
+            f"of two pairs it returns shapes {shapes}; it must return losses, rewards of chosen and"
+            " rewards of rejected answers, [pairs] each"
+        )
+        raise SettingError("loss", as_dict(cfg.loss), remedy)

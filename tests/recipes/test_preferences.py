@@ -1,0 +1,162 @@
+"""Preference pairs through the real command line: what adapts the batch works as for other rows."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from support.adapters import same_epoch
+from support.cli import same_weights
+from support.preferences import LORA, METRICS, OURS, PAIRS, reference_of, write_pairs
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.report import read_records
+
+# AdamW would turn rounding into steps.
+SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05", "epochs=1")
+SPLITS = {
+    "rows": ("micro_batch_size=3",),
+    "tokens": ("micro_batch_tokens=300",),
+    "as much as fits": ("micro_batch_size=auto", "probe.device_memory=8MiB"),
+    "as many tokens as fit": ("micro_batch_tokens=auto", "probe.device_memory=8MiB"),
+}
+FINDS = (
+    "use_maximum_batch_size=True",
+    "probe.device_memory=24MiB",
+    "probe.round_to_power_of_two=False",
+    "epochs=1",
+    "max_steps_per_epoch=1",
+)
+
+
+@pytest.fixture(scope="module")
+def lora(small):
+    return (*LORA, *write_pairs(small))
+
+
+@pytest.fixture(scope="module")
+def full(small):
+    return (*PAIRS, *reference_of(small), *write_pairs(small))
+
+
+def records(finished, kind):
+    every = read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
+    return [record for record in every if record["kind"] == kind]
+
+
+def steps(finished, name):
+    return [record[name] for record in records(finished, "step")]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("split", [*SPLITS])
+def test_losses_and_metrics_do_not_depend_on_the_split(request, small, kind, split):
+    own = (*request.getfixturevalue(kind), *SGD, "batch_size=16")
+    whole = small.run_in_process(OURS, *own)
+    divided = small.run_in_process(OURS, *own, *SPLITS[split])
+    assert min(steps(divided, "micro_batches")) > 1
+    assert steps(divided, "loss") == pytest.approx(steps(whole, "loss"), rel=1e-5)
+    for name in METRICS:
+        # Means of logits cover padding, of which a split has less.
+        if not name.startswith("logits/"):
+            expected = pytest.approx(steps(whole, name), rel=1e-3, abs=1e-5)
+            assert steps(divided, name) == expected, name
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_bound_is_the_same_whatever_searches_for_it(request, small, kind):
+    own = (*request.getfixturevalue(kind), *FINDS)
+    bounds = {}
+    for search in ("predict", "binary", "halve"):
+        found = small.run_in_process(OURS, *own, f"probe.search={search}", "probe.cache=False")
+        (bounds[search],) = (record["max_batch_size"] for record in records(found, "bound"))
+    assert bounds["predict"] == bounds["binary"] > 1
+    assert bounds["halve"] <= bounds["binary"] < 2 * bounds["halve"]
+
+
+def test_a_second_model_takes_its_memory_from_the_rows(small, lora, full):
+    """What is held beside the rows: a base once under adapters, and twice with every weight."""
+    estimated = {}
+    for kind, own in (("lora", lora), ("full", full)):
+        finished = small.run_in_process(
+            "adaptive_estimate", *own, "estimate.devices=[32MiB]", "estimate.context=0",
+            "estimate.sequence_lengths=[64]", "estimate.changes=False",
+        )  # fmt: skip
+        path = finished.output_dir / "adaptive_batch" / "estimate.json"
+        estimated[kind] = json.loads(path.read_text())["devices"][0]["lengths"][0]
+    assert estimated["lora"]["max_batch_size"] > estimated["full"]["max_batch_size"] > 0
+
+
+def test_a_run_resumes_from_a_point_within_an_epoch_with_the_same_bits(small, full):
+    own = (*full, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
+    begun = small.run_in_process(OURS, *own)
+    folder = small.fresh_folder()
+    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "epoch_0")
+    shutil.rmtree(folder / "step_6")
+    resumed = small.run_in_process(
+        OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
+    assert steps(resumed, "loss")[-5:] == steps(begun, "loss")[-5:]
+    assert same_weights(resumed.weights(0), begun.weights(0))
+
+
+def test_the_batch_grows_with_its_rate(small, lora):
+    finished = small.run_in_process(
+        OURS, *lora, "epochs=2", "batch_increase_function=support.components.four_more",
+        "grow_beyond_maximum=True", "probe.device_memory=24MiB",
+        "lr_scaling=sqrt", "log_gradient_noise_scale=True",
+    )  # fmt: skip
+    sizes = steps(finished, "batch_size")
+    assert sizes[-1] == sizes[0] + 4
+    assert all(loss > 0 for loss in steps(finished, "loss"))
+
+
+def test_a_preview_reads_no_weights(small, lora, capsys):
+    small.run_in_process(
+        OURS, *lora, "preview=True", "checkpointer.checkpoint_dir=nowhere", "epochs=2"
+    )
+    assert "epoch" in capsys.readouterr().out
+
+
+def test_the_probe_finds_the_bound_of_pairs(small, lora):
+    own = (*lora, "probe.device_memory=24MiB", "probe.cache=False")
+    trained = small.run_in_process(OURS, *own, *FINDS)
+    probed = small.run_in_process("adaptive_probe", *own, "probe.round_to_power_of_two=False")
+    (bound,) = (record["max_batch_size"] for record in records(trained, "bound"))
+    saved = json.loads((probed.output_dir / "adaptive_batch" / "probe.json").read_text())
+    assert saved["max_batch_size"] == bound
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "key", "says"),
+    [
+        (OURS, ("micro_batch_layout=packed",), "micro_batch_layout", "rows are preference pairs"),
+        (OURS, ("loss=torch.nn.CrossEntropyLoss",), "loss", "not a loss of preference pairs"),
+        ("adaptive_lora_finetune", (), "loss", "`tune run adaptive_dpo`"),
+    ],
+)
+def test_what_is_of_another_recipe_is_refused_before_weights_load(
+    small, lora, recipe, overrides, key, says
+):
+    with pytest.raises(SettingError, match=says) as refused:
+        small.run_in_process(recipe, *lora, *overrides, "checkpointer.checkpoint_dir=nowhere")
+    assert refused.value.key == key
+
+
+def test_full_fine_tuning_without_a_reference_is_refused(small, full):
+    without = [override for override in full if not override.startswith("ref_checkpointer")]
+    with pytest.raises(SettingError, match="the reference is a model of its own") as refused:
+        small.run_in_process(OURS, *without, "checkpointer.checkpoint_dir=nowhere")
+    assert refused.value.key == "ref_checkpointer"
+    missing = "ref_checkpointer.checkpoint_dir=nowhere"
+    with pytest.raises(SettingError, match="nowhere") as refused:
+        small.run_in_process(OURS, *full, missing)
+    assert refused.value.key == "ref_checkpointer"
+
+
+def test_the_reference_stays_as_it_was(small, lora):
+    """Adapters are off only while the reference is asked: two runs end with the same adapters."""
+    runs = [small.run_in_process(OURS, *lora, "epochs=1", "micro_batch_size=2") for _ in range(2)]
+    assert same_epoch(*runs, 0)

@@ -1,0 +1,98 @@
+"""Preference pairs on the small setup: a docstring is chosen, that of another function rejected."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from support.cli import SmallSetup
+from torch import nn
+from torchtune.modules.peft import LoRALinear
+
+OURS = "adaptive_dpo"
+STOCK = "lora_dpo_single_device"
+STOCK_ON_RANKS = "lora_dpo_distributed"
+STOCK_FULL = "full_dpo_distributed"
+COSINE = (
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=3",
+)
+# Over a block of the setup the command line takes single keys.
+PAIRS = (
+    "loss=torchtune.rlhf.loss.DPOLoss",
+    "dataset._component_=torchtune.datasets.preference_dataset",
+    "~dataset.packed",
+    "~dataset.column_map",
+    "optimizer.lr=1e-2",
+    *COSINE,
+)
+LORA = (
+    *PAIRS,
+    "model._component_=torchtune.models.qwen2.lora_qwen2",
+    "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
+    "model.apply_lora_to_mlp=True",
+    "model.lora_rank=4",
+    "model.lora_alpha=8",
+    "~optimizer_in_bwd",
+)
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "log_probs/chosen",
+    "log_probs/rejected",
+    "logits/chosen",
+    "logits/rejected",
+)
+
+
+def write_pairs(setup: SmallSetup) -> tuple[str, ...]:
+    """Write the pairs of the setup's rows; return the overrides by which a run reads them."""
+    rows = [json.loads(line) for line in (setup.folder / "train.jsonl").read_text().splitlines()]
+    path = setup.folder / "pairs.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number, row in enumerate(rows):
+            other = rows[(number * 7 + 3) % len(rows)]
+            pair = {
+                name: [
+                    {"role": "user", "content": row["signature"]},
+                    {"role": "assistant", "content": answer["docstring"]},
+                ]
+                for name, answer in (("chosen", row), ("rejected", other))
+            }
+            file.write(json.dumps(pair) + "\n")
+    return (f"dataset.data_files={path}",)
+
+
+def reference_of(setup: SmallSetup) -> tuple[str, ...]:
+    """The overrides that give full fine-tuning the setup's base as its reference."""
+    return (
+        "ref_checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
+        f"ref_checkpointer.checkpoint_dir={setup.base}",
+        "ref_checkpointer.checkpoint_files=[model.safetensors]",
+        "ref_checkpointer.output_dir=${output_dir}",
+        "ref_checkpointer.model_type=QWEN2",
+    )
+
+
+class ExactPolicy(nn.Module):
+    """A causal model that computes in its own dtype throughout, as torchtune's do not: their norms
+    and logits are float32.
+    """
+
+    def __init__(self, *, adapters: bool, vocabulary: int = 64, width: int = 24) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        if adapters:
+            self.layer: nn.Module = LoRALinear(width, width, rank=4, alpha=8.0)
+        else:
+            self.layer = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        places = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)
+        x = x + (x.cumsum(1) / places[:, None]).tanh()
+        logits: torch.Tensor = self.output(self.layer(x).tanh())
+        return logits

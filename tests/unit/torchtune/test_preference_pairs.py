@@ -1,0 +1,349 @@
+"""A preference pair is a row: its tokens are both answers, and however the pairs of a step are
+split, the gradient and the metrics are those of all.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchtune
+from omegaconf import DictConfig, OmegaConf
+from support.fault_injection import AttemptedMemory, RunsOutAt
+from support.model_families import Combination
+from support.runners import HeldSizer
+from torch import nn
+from torchtune.data import padded_collate_dpo
+
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.memory import DeviceMemory
+from adaptive_batch.probe import DryRun, Predictive, run_search
+from adaptive_batch.torchtune import (
+    AdapterModel,
+    Data,
+    FullModel,
+    Job,
+    PreferencePairs,
+    Settings,
+    Trainer,
+    builder_of,
+    without_effect,
+)
+from adaptive_batch.torchtune.checks import TO_PLAN, complete
+from adaptive_batch.training import StepResult
+
+STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*dpo*.yaml"))
+LORA = {
+    "_component_": "torchtune.models.qwen2.lora_qwen2",
+    "lora_attn_modules": ["q_proj", "v_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+}
+KINDS = ("LoRA", "full")
+# Sums in another order differ by no more, in float64.
+EXACT = 1e-12
+
+
+def small_config(kind: str, **keys: Any) -> DictConfig:
+    """The configuration of a small model whose loss is DPO."""
+    cfg = Combination("qwen2", 64).config()
+    cfg.loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    if kind == "LoRA":
+        cfg.model.update(LORA)
+    else:
+        cfg.ref_checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+    cfg.update(keys)
+    return cfg
+
+
+def pair(lengths: tuple[int, int], generator: torch.Generator) -> dict[str, list[int]]:
+    """A pair of answers of these lengths to a prompt of three tokens."""
+    prompt = torch.randint(1, 60, (3,), generator=generator).tolist()
+    row = {}
+    for name, length in zip(("chosen", "rejected"), lengths, strict=True):
+        answer = torch.randint(1, 60, (length - 3,), generator=generator).tolist()
+        row[f"{name}_input_ids"] = prompt + answer
+        row[f"{name}_labels"] = [-100] * 3 + answer
+    return row
+
+
+def pairs(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Pairs of skewed lengths, of which either answer may be the longer."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 30, (number, 2), generator=generator).tolist()
+    return [pair((chosen, rejected), generator) for chosen, rejected in lengths]
+
+
+class Wired:
+    """A job on pairs, its models filled with numbers that do not depend on the test."""
+
+    def __init__(
+        self,
+        kind: str,
+        rows: Sequence[Any],
+        *,
+        limit: MicroBatchLimit,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        cfg = small_config(kind, dtype="fp64")
+        builder = builder_of(cfg)
+        component = "support.preferences.ExactPolicy"
+        cfg.model = {"_component_": component, "adapters": kind == "LoRA"}
+        job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
+        if memory is not None:
+            job.memory = memory
+        self.data = Data(job, rows, packed=False)
+        model, second = (self._filled(job, seed) for seed in (1, 2))
+        sizer = HeldSizer(limit, layout=self.data.shapes, memory=job.memory)
+        self.trainer = Trainer(
+            job, self.data, model, sizer, second=None if kind == "LoRA" else second
+        )
+        self.model = model
+
+    @staticmethod
+    def _filled(job: Job, seed: int) -> nn.Module:
+        with torch.device("cpu"), torchtune.training.set_default_dtype(job.dtype):
+            model: nn.Module = torchtune.config.instantiate(job.cfg.model)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(0.2 * drawn)
+        job.builder.freeze(model)
+        return model
+
+    def run(self, rows: Sequence[Any], limit: int | None = None) -> StepResult:
+        """Leave the gradients of a step of these rows, so many at once."""
+        self.model.zero_grad()
+        sizer = self.trainer.runner.sizer
+        assert isinstance(sizer, HeldSizer)
+        if limit is not None:
+            sizer.current = MicroBatchLimit(limit)
+        return self.trainer.runner.run(rows, len(rows))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two gradients, over the largest number in them."""
+    assert one.keys() == other.keys() != set()
+    largest = max(float(gradient.abs().max()) for gradient in one.values())
+    return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
+
+
+def in_order_of_torchtune(
+    wired: Wired, rows: Sequence[Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of all rows at once, written as the paper has them (equation 7)."""
+    wired.model.zero_grad()
+    tokens, labels = padded_collate_dpo(list(rows))
+
+    def log_probs(logits: torch.Tensor) -> torch.Tensor:
+        targets = labels[:, 1:]
+        each = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        return (each * (targets != -100)).sum(-1)
+
+    with torch.no_grad():
+        reference = log_probs(wired.trainer.reference_logits(tokens=tokens))
+    ratios = log_probs(wired.model(tokens)) - reference
+    chosen, rejected = ratios.split(len(rows))
+    loss = -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+    loss.backward()
+    return loss.detach(), wired.gradients()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind):
+    rows = pairs(11)
+    wired = Wired(kind, rows, limit=MicroBatchLimit(len(rows)))
+    loss, expected = in_order_of_torchtune(wired, rows)
+    whole = wired.run(rows)
+    assert whole.micro_batches == 1
+    assert float(whole.loss) == pytest.approx(float(loss), rel=EXACT)
+    assert largest_difference(expected, wired.gradients()) < EXACT
+    drawn = random.Random(0)
+    for _ in range(12):
+        shuffled = drawn.sample(rows, len(rows))
+        limit = MicroBatchLimit(drawn.randrange(60, 400), "tokens")
+        if drawn.random() < 0.5:
+            limit = MicroBatchLimit(drawn.randrange(1, len(rows)))
+        wired.trainer.runner.sizer.current = limit
+        split = wired.run(shuffled)
+        assert split.micro_batches > 1
+        assert largest_difference(expected, wired.gradients()) < EXACT
+        assert split.loss == pytest.approx(whole.loss, rel=EXACT)
+        assert split.label_tokens == split.rows == len(rows)
+        for name, value in whole.metrics.items():
+            # Means of logits cover padding, of which a split has less.
+            if not name.startswith("logits/"):
+                assert split.metrics[name] == pytest.approx(value, rel=1e-9), name
+
+
+def test_a_step_that_is_counted_by_labels_would_be_another(monkeypatch):
+    """The fault of other trainers: each part weighs as much as it has labels, or as any other."""
+    rows = [pair((30, 30), torch.Generator()), *pairs(6, seed=3)]
+    wired = Wired("LoRA", rows, limit=MicroBatchLimit(len(rows)))
+    _, expected = in_order_of_torchtune(wired, rows)
+    wired.model.zero_grad()
+    for part in (rows[:1], rows[1:]):
+        (loss := wired.trainer.mean_loss(wired.data.collate(part)) / 2).backward()
+        assert loss > 0
+    assert largest_difference(expected, wired.gradients()) > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
+    rows = pairs(8)
+    expected = Wired(kind, rows, limit=MicroBatchLimit(4))
+    result = expected.run(rows)
+    failures = 0
+    for operation in range(1, 2000, 29):
+        mode = RunsOutAt(operation)
+        memory = AttemptedMemory(mode.begin)
+        faulted = Wired(kind, rows, limit=MicroBatchLimit(8), memory=memory)
+        with mode:
+            after = faulted.run(rows)
+        if not mode.failed_in:
+            break
+        failures += 1
+        assert after.metrics == result.metrics
+        assert after.loss == result.loss
+        ours, theirs = faulted.gradients(), expected.gradients()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
+        assert not any(part.disabled for part in adapters)
+    assert failures > 5
+
+
+def test_one_pair_that_does_not_fit_is_not_divided():
+    rows = pairs(1)
+    mode = RunsOutAt(*[40] * 20)
+    wired = Wired("LoRA", rows, limit=MicroBatchLimit(1), memory=AttemptedMemory(mode.begin))
+    with mode, pytest.raises(DoesNotFitError):
+        wired.run(rows)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_is_that_of_brute_force(kind):
+    (row,) = [pair((24, 30), torch.Generator())]
+    wired = Wired(kind, [row], limit=MicroBatchLimit(1))
+    runner = wired.trainer.runner
+    optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
+    before = {name: tensor.clone() for name, tensor in wired.trainer.models.state_dict().items()}
+
+    def dry_run(budget_bytes: int) -> DryRun:
+        return DryRun(
+            model=wired.model,
+            optimizer=optimizer,
+            forward_backward=lambda rows: runner.try_rows([row] * rows),
+            step=optimizer.step,
+            accumulates=False,
+            memory=runner.memory,
+            budget_bytes=budget_bytes,
+            row="one pair",
+        )
+
+    with dry_run(2**40) as trial:
+        peaks = [trial(size).peak_bytes or 0 for size in range(1, 31)]
+    for largest in (1, 2, 7, 19):
+        budget = (peaks[largest - 1] + peaks[largest]) // 2
+        brute_force = max(size for size, peak in enumerate(peaks, start=1) if peak <= budget)
+        assert brute_force == largest
+        with dry_run(budget) as trial:
+            resident = trial.resident_bytes
+            search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
+            found = run_search(trial, search=search, resident_bytes=resident)
+        assert found.max_batch_size == largest
+    # A trial leaves no trace, in the reference neither.
+    after = wired.trainer.models.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
+    rows = pairs(5)
+    cfg = small_config("LoRA")
+    task = PreferencePairs(cfg, torchtune.rlhf.loss.DPOLoss())
+    collate = task.collate_function(0)
+    for row in rows:
+        assert task.length(row) == collate([row])["tokens"].numel()
+    lengths = [task.length(row) for row in rows]
+    assert collate(rows)["tokens"].numel() == len(rows) * max(lengths)
+    longer = collate(task.lengthened(rows, 90, pad_id=0))
+    assert longer["tokens"].shape == longer["labels"].shape == (2 * len(rows), 45)
+    assert (longer["labels"][:, 30:] == -100).all()
+    assert task.length(task.resized(rows[0], 24)) == 24
+    assert task.length(task.made_up_row(24)) == 24
+
+
+# --- what is taken and what is refused
+
+
+def test_there_are_configs_of_torchtune():
+    assert len(CONFIGS) >= 5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_of_torchtune_is_taken(name):
+    cfg = OmegaConf.load(STOCK / name)
+    cfg.update({"device": "cpu", "dtype": "fp32"})
+    settings = Settings.from_config(cfg)
+    assert without_effect(settings, cfg, ranks=8) == []
+    job = Job(cfg, settings, builder_of(cfg), task=PreferencePairs)
+    assert type(job.builder) is (FullModel if "full" in name else AdapterModel)
+    job.check_model()
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "key", "says"),
+    [
+        ("LoRA", {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}, "loss", "not a loss of"),
+        ("LoRA", {"collate_fn": "torchtune.data.padded_collate_sft"}, "collate_fn", "remove it"),
+        ("full", {"tensor_parallel_dim": 2}, "tensor_parallel_dim", "give 1, and ranks divide"),
+        ("full", {"ref_checkpointer": None}, "ref_checkpointer", "the reference is a model of its"),
+        ("LoRA", {"ref_checkpointer": {"_component_": "x"}}, "ref_checkpointer", "their base"),
+    ],
+)
+def test_what_pairs_do_not_take_is_refused_with_its_reason(kind, keys, key, says):
+    cfg = small_config(kind)
+    settings = Settings.from_config(cfg)
+    cfg.update(keys)
+    complete(cfg, needs=TO_PLAN)
+    job = Job(cfg, settings, builder_of(cfg), task=PreferencePairs, needs=TO_PLAN)
+    with pytest.raises(SettingError, match=says) as refused:
+        job.check_model()
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (lambda a, b, c, d: None, "not a loss of preference pairs"),
+        (1, "not a loss of preference pairs"),
+    ],
+)
+def test_what_is_no_loss_of_pairs_is_refused(loss, says):
+    cfg = small_config("LoRA")
+    with pytest.raises(SettingError, match=says):
+        PreferencePairs(cfg, loss).check(None)
+
+
+def test_a_loss_of_pairs_that_returns_other_shapes_is_refused():
+    def mean(
+        policy_chosen_logps, policy_rejected_logps, reference_chosen_logps, reference_rejected_logps
+    ):
+        return (policy_chosen_logps.mean(),) * 3
+
+    with pytest.raises(SettingError, match=r"of two pairs it returns shapes \[\(\), \(\), \(\)\]"):
+        PreferencePairs(small_config("LoRA"), mean).check(None)
