@@ -298,7 +298,13 @@ def test_torchtunes_own_recipes_are_as_it_installed_them():
 
 @pytest.mark.parametrize(
     "name",
-    ["adaptive_full_finetune", "adaptive_lora_finetune", "adaptive_probe", "adaptive_estimate"],
+    [
+        "adaptive_full_finetune",
+        "adaptive_lora_finetune",
+        "adaptive_dpo",
+        "adaptive_probe",
+        "adaptive_estimate",
+    ],
 )
 def test_tune_finds_the_recipe_as_a_module(name):
     assert importlib.util.find_spec(name)

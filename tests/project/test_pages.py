@@ -135,6 +135,7 @@ def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
         assert read.recipe in {
             "adaptive_full_finetune",
             "adaptive_lora_finetune",
+            "adaptive_dpo",
             "adaptive_probe",
             "adaptive_estimate",
         }

@@ -29,6 +29,18 @@ def more_than_two_rows_on_rank_one() -> None:
         )
 
 
+def more_than_two_pairs_in_the_policy_on_rank_one() -> None:
+    """Rank one runs out of memory before the model that trains, with more than two pairs."""
+    if os.environ["RANK"] == "1":
+        _fail(Trainer, "logits", from_call=5, where=lambda tokens: len(tokens) > 4)
+
+
+def more_than_two_pairs_in_the_reference_on_rank_one() -> None:
+    """Rank one runs out of memory before the reference, with more than two pairs."""
+    if os.environ["RANK"] == "1":
+        _fail(Trainer, "reference_logits", from_call=5, where=lambda tokens: len(tokens) > 4)
+
+
 def second_validation_on_rank_one() -> None:
     """Rank one runs out of memory in the second validation, where more than two rows are evaluated
     at once.
@@ -127,7 +139,7 @@ def _fail(
     name: str,
     *,
     from_call: int,
-    where: Callable[..., bool] = lambda *_: True,
+    where: Callable[..., bool] = lambda *_, **__: True,
     error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError(
         "CUDA out of memory. Tried to allocate 2.00 GiB"
     ),
@@ -135,10 +147,10 @@ def _fail(
     """From its so-manieth call on, a method raises where `where` says so of its arguments."""
     whole, calls = getattr(owner, name), [0]
 
-    def failing(self: Any, *arguments: Any) -> Any:
+    def failing(self: Any, *arguments: Any, **named: Any) -> Any:
         calls[0] += 1
-        if calls[0] >= from_call and where(*arguments):
+        if calls[0] >= from_call and where(*arguments, **named):
             raise error()
-        return whole(self, *arguments)
+        return whole(self, *arguments, **named)
 
     setattr(owner, name, failing)

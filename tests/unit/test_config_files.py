@@ -16,6 +16,7 @@ NAMES = {
     "llama3_1_8B",
     "llama3_1_8B_8gpu",
     "llama3_1_8B_lora",
+    "llama3_1_8B_lora_dpo",
     "llama3_1_8B_qlora",
     "llama3_2_1B",
     "llama3_2_1B_lora",

@@ -34,7 +34,8 @@ ADAPTERS = {  # numbers of parameters with those of the adapters
     "llama3_2_1B_lora": (1_278_281_728, "llama3_2/1B_lora_single_device"),
     "qwen2_5_7B_lora": (7_634_884_096, "qwen2_5/7B_lora_single_device"),
 }
-MODELS |= ADAPTERS
+PREFERENCES = {"llama3_1_8B_lora_dpo": (8_049_922_048, "llama3_1/8B_lora_dpo_single_device")}
+MODELS |= ADAPTERS | PREFERENCES
 ON_8_GPUS = [name for name in MODELS if name.endswith("_8gpu")]
 # Bytes of a parameter with its gradient and optimizer states, all in bf16 but those of 8 bits.
 BYTES_OF_A_PARAMETER = {"torch.optim.AdamW": 8, "torchao.optim.AdamW8bit": 6}
@@ -129,7 +130,11 @@ def test_the_top_of_the_file_says_how_to_launch_it(name):
             "only a command, which is to be copied whole, may be longer"
         )
     on_ranks = "--nproc_per_node 8 " if name in ON_8_GPUS else ""
-    recipe = "adaptive_lora_finetune" if name in ADAPTERS else "adaptive_full_finetune"
+    recipe = "adaptive_full_finetune"
+    if name in ADAPTERS:
+        recipe = "adaptive_lora_finetune"
+    if name in PREFERENCES:
+        recipe = "adaptive_dpo"
     assert f"tune run {on_ranks}{recipe} --config {name}\n" in head
     assert "use_maximum_batch_size=True batch_increase_function=" in head
     if name in MODELS:

@@ -1,0 +1,52 @@
+"""Preference pairs on two ranks: one that runs out of memory, in the model that trains or in the
+reference, costs all of them a retry.
+"""
+
+from __future__ import annotations
+
+import pytest
+from support.cli import SmallSetup, losses, make_setup
+from support.launch import Attempt, launch
+from support.preferences import LORA, OURS, PAIRS, reference_of, write_pairs
+
+from adaptive_batch.report import audit, read_records
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SGD = (
+    "optimizer=torch.optim.SGD",
+    "optimizer.lr=0.05",
+    "optimizer.fused=False",
+    "epochs=1",
+    "max_steps_per_epoch=3",
+)
+
+
+@pytest.fixture(scope="module")
+def setup(tmp_path_factory) -> SmallSetup:
+    return make_setup(tmp_path_factory.mktemp("pairs"))
+
+
+def run(setup: SmallSetup, *overrides: str, **options) -> Attempt:
+    own = (*overrides, *write_pairs(setup), *SGD)
+    (attempt,) = launch(setup, 2, *own, recipe=OURS, **options)
+    assert attempt.exit_statuses == [0, 0], attempt.output[-6000:]
+    return attempt
+
+
+@pytest.mark.parametrize("where", ["policy", "reference"])
+@pytest.mark.parametrize("kind", ["LoRA", "full"])
+def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup, kind, where):
+    own = LORA if kind == "LoRA" else (*PAIRS, *reference_of(setup))
+    fault = f"support.rank_faults.more_than_two_pairs_in_the_{where}_on_rank_one"
+    retried = run(setup, *own, before=fault)
+    records = read_records(retried.output_dir / "adaptive_batch" / "run.jsonl")
+    (change,) = (record for record in records if record["kind"] == "limit")
+    assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
+    assert audit(retried.output_dir).holds
+    undisturbed = run(setup, *own)
+    for name in ("loss", "rewards/margins", "log_probs/chosen"):
+        logged = map(float, losses(undisturbed.output_dir, name=name))
+        expected = [pytest.approx(figure, rel=1e-3, abs=1e-5) for figure in logged]
+        figures = list(map(float, losses(retried.output_dir, name=name)))
+        assert figures == expected != []
