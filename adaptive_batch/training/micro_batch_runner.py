@@ -347,14 +347,16 @@ class MicroBatchRunner(StepRunner):
         step has. FSDP then takes the mean over ranks.
         """
         mean, _ = self._loss_and_labels(batch)
-        if num_rows is None:
-            (mean * 0).backward()  # type: ignore[no-untyped-call]
-            return
-        # Whole, and exact, where micro-batches are alike.
-        num_such = sums.step_rows / (distributed.world_size() * int(num_rows))
-        loss = mean / num_such
-        sums.add(loss.detach(), num_rows)
-        sums.add_metrics(batch, weight=1 / num_such)
+        loss = mean * 0
+        if num_rows is not None:
+            # Whole, and exact, where micro-batches are alike.
+            num_such = sums.step_rows / (distributed.world_size() * int(num_rows))
+            loss = mean / num_such
+            sums.add(loss.detach(), num_rows)
+            sums.add_metrics(batch, weight=1 / num_such)
+        # With the optimizer in backward this is the step's only micro-batch.
+        if not self._scale_gradients:
+            sums.all_reduce_sum()
         loss.backward()  # type: ignore[no-untyped-call]
 
     def _finish(self, sums: _Sums, count: int) -> StepResult:

@@ -50,3 +50,9 @@ def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup, kind, where):
         expected = [pytest.approx(figure, rel=1e-3, abs=1e-5) for figure in logged]
         figures = list(map(float, losses(retried.output_dir, name=name)))
         assert figures == expected != []
+
+
+def test_a_second_model_trains_with_the_optimizer_in_backward(setup):
+    own = (*PAIRS, *reference_of(setup))
+    whole, stepped = (run(setup, *own, f"optimizer_in_bwd={value}") for value in (False, True))
+    assert whole.losses == stepped.losses != []
