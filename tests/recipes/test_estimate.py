@@ -39,6 +39,7 @@ STOCK_SAMPLE = (
         for name in (
             "code_llama2/7B_full_low_memory.yaml",
             "llama3_1/8B_full.yaml",
+            "llama3_1/8B_full_dpo.yaml",
             "mistral/7B_full_low_memory.yaml",
             "qwen2_5/0.5B_full_single_device.yaml",
         )
@@ -421,6 +422,9 @@ def _with_a_small_model(cfg):
     alike = {"qwen2_5": "qwen2", "code_llama2": "llama2", "phi4": "phi3", "llama3_3": "llama3_1"}
     changed = OmegaConf.create(OmegaConf.to_container(cfg))
     changed.model = families[alike.get(family, family)]
+    if "rlhf" in str(cfg.loss._component_):
+        # Every weight of the small model is trained, and compared with a second one.
+        changed.ref_checkpointer = changed.checkpointer
     return changed
 
 

@@ -113,6 +113,24 @@ def test_the_batch_grows_with_its_rate(small, lora):
     assert all(loss > 0 for loss in steps(finished, "loss"))
 
 
+def test_pairs_are_validated_on(small, lora):
+    """The loss of validation is the mean over its pairs, here those of the first step."""
+    held_out = (
+        "dataset_val._component_=torchtune.datasets.preference_dataset",
+        "dataset_val.source=json",
+        f"dataset_val.data_files={small.folder}/pairs.jsonl",
+        "dataset_val.split=train",
+        "run_val_every_n_steps=1",
+    )
+    own = (*lora, *SGD, "max_steps_per_epoch=1", "batch_size=32", "optimizer.lr=0")
+    losses = [
+        small.run_in_process(OURS, *own, *held_out, f"batch_size_val={size}") for size in (32, 5)
+    ]
+    for finished in losses:
+        (loss,) = map(float, finished.figures("val_loss"))
+        assert loss == pytest.approx(float(finished.losses[0]), rel=1e-6)
+
+
 def test_a_preview_reads_no_weights(small, lora, capsys):
     small.run_in_process(
         OURS, *lora, "preview=True", "checkpointer.checkpoint_dir=nowhere", "epochs=2"
