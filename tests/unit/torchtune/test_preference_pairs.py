@@ -143,10 +143,10 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
 
 
-def in_order_of_torchtune(
+def of_all_pairs_at_once(
     wired: Wired, rows: Sequence[Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients of all rows at once, written as the paper has them (equation 7)."""
+    """Loss and gradients written as the paper has them (equation 7)."""
     wired.model.zero_grad()
     tokens, labels = padded_collate_dpo(list(rows))
 
@@ -168,13 +168,13 @@ def in_order_of_torchtune(
 def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind):
     rows = pairs(11)
     wired = Wired(kind, rows, limit=MicroBatchLimit(len(rows)))
-    loss, expected = in_order_of_torchtune(wired, rows)
+    loss, expected = of_all_pairs_at_once(wired, rows)
     whole = wired.run(rows)
     assert whole.micro_batches == 1
     assert float(whole.loss) == pytest.approx(float(loss), rel=EXACT)
     assert largest_difference(expected, wired.gradients()) < EXACT
     drawn = random.Random(0)
-    for _ in range(12):
+    for _ in range(8):
         shuffled = drawn.sample(rows, len(rows))
         limit = MicroBatchLimit(drawn.randrange(60, 400), "tokens")
         if drawn.random() < 0.5:
@@ -191,15 +191,15 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind):
                 assert split.metrics[name] == pytest.approx(value, rel=1e-9), name
 
 
-def test_a_step_that_is_counted_by_labels_would_be_another(monkeypatch):
-    """The fault of other trainers: each part weighs as much as it has labels, or as any other."""
-    rows = [pair((30, 30), torch.Generator()), *pairs(6, seed=3)]
+def test_parts_that_weigh_alike_would_be_another_step():
+    """The fault of other trainers: each part weighs as much as any other, whatever it holds."""
+    rows = pairs(7, seed=3)
     wired = Wired("LoRA", rows, limit=MicroBatchLimit(len(rows)))
-    _, expected = in_order_of_torchtune(wired, rows)
+    _, expected = of_all_pairs_at_once(wired, rows)
     wired.model.zero_grad()
     for part in (rows[:1], rows[1:]):
-        (loss := wired.trainer.mean_loss(wired.data.collate(part)) / 2).backward()
-        assert loss > 0
+        loss = wired.trainer.mean_loss(wired.data.collate(part)) / 2
+        loss.backward()
     assert largest_difference(expected, wired.gradients()) > 1e-2
 
 
@@ -209,7 +209,7 @@ def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     expected = Wired(kind, rows, limit=MicroBatchLimit(4))
     result = expected.run(rows)
     failures = 0
-    for operation in range(1, 2000, 29):
+    for operation in range(1, 2000, 47):
         mode = RunsOutAt(operation)
         memory = AttemptedMemory(mode.begin)
         faulted = Wired(kind, rows, limit=MicroBatchLimit(8), memory=memory)
@@ -224,7 +224,7 @@ def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
         assert not any(part.disabled for part in adapters)
-    assert failures > 5
+    assert failures > 4
 
 
 def test_one_pair_that_does_not_fit_is_not_divided():
@@ -256,8 +256,8 @@ def test_the_bound_is_that_of_brute_force(kind):
         )
 
     with dry_run(2**40) as trial:
-        peaks = [trial(size).peak_bytes or 0 for size in range(1, 31)]
-    for largest in (1, 2, 7, 19):
+        peaks = [trial(size).peak_bytes or 0 for size in range(1, 13)]
+    for largest in (1, 2, 11):
         budget = (peaks[largest - 1] + peaks[largest]) // 2
         brute_force = max(size for size, peak in enumerate(peaks, start=1) if peak <= budget)
         assert brute_force == largest
