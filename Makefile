@@ -8,6 +8,8 @@ INSTALLED := $(VENV)/.installed
 PINNED := $(shell sed -n 's/^torch==//p' constraints.txt)
 TORCH ?= $(PINNED)
 STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
+# What torch.compile makes kernels with, of the version that this torch asks for.
+TRITON_OF_TORCH := "from importlib.metadata import requires; print(*(one.partition(';')[0] for one in requires('torch') if one.startswith('triton')))"
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
 .PHONY: demo demo-lora test test-all nightly check docs measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
@@ -48,6 +50,7 @@ $(STACK)/.installed: constraints.txt
 	test -x $(STACK)/bin/python || $(PYTHON) -m venv $(STACK)
 	grep -v '^torch==' constraints.txt > $(STACK)/others.txt
 	$(STACK)/bin/python -m pip install --quiet --no-deps "torch===$(TORCH)" --requirement $(STACK)/others.txt
+	$(STACK)/bin/python -c $(TRITON_OF_TORCH) | xargs $(STACK)/bin/python -m pip install --quiet --no-deps
 	$(STACK)/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 

@@ -16,7 +16,10 @@ from importlib.metadata import requires
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LIBRARIES = Path(sysconfig.get_path("purelib"), "torch/lib")
+PACKAGES = Path(sysconfig.get_path("purelib"))
+LIBRARIES = PACKAGES / "torch/lib"
+# What torch.compile makes kernels with, whose driver is compiled against CUDA's where it runs.
+TRITON = PACKAGES / "triton/backends/nvidia"
 
 NAMES = (
     "cuda|__cuda|cu[A-Z]|cublas|cudnn|cusolver|cusparse|curand|cufft|nccl|nvml|nvrtc|nvtx|cupti"
@@ -43,6 +46,8 @@ def main() -> None:
         rb"\0((?:cu[A-Z]|nvml)\w{3,60})(?=\0)", (LIBRARIES / "libc10_cuda.so").read_bytes()
     )
     imported |= {name.decode() for name in looked_up}
+    for source in TRITON.glob("driver.*"):
+        imported |= set(re.findall(r"\b(cu[A-Z]\w+)\(", source.read_text()))
 
     build = LIBRARIES / "cudastub"
     build.mkdir(exist_ok=True)
@@ -97,6 +102,8 @@ def main() -> None:
             *leads_to,
             "-Wl,-rpath,$ORIGIN",
         )
+    setting = f"os.environ.setdefault('TRITON_LIBCUDA_PATH', {str(LIBRARIES)!r})"
+    (PACKAGES / "cuda_stack.pth").write_text(f"import os; {setting}\n")
     print(
         f"{LIBRARIES}/libcudastub.so: {len(imported & defined)} functions of CUDA, {len(defaults)}"
         f" that do nothing, for {len(sonames)} libraries"
