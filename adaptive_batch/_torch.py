@@ -21,6 +21,7 @@ __all__ = [
     "current_autograd_node",
     "current_graph_task_id",
     "disable_current_modes",
+    "dispatch_modes",
     "foreach_norm",
     "is_traceable_wrapper_subclass",
     "num_torch_function_modes",
@@ -74,6 +75,7 @@ try:
     )
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
     from torch.utils._pytree import tree_leaves, tree_map_only
 except ImportError as error:
     raise unsupported(

@@ -1,6 +1,7 @@
 """A training step on fake tensors: the memory it would need on a device that is not here."""
 
 from .allocator import AllocatorSettings, CachingAllocator
+from .compiled_parts import CompiledParts, not_estimated, uses_cuda_graphs
 from .cuda_workspace import CudaKernels, left_out
 from .devices import CONTEXT_BYTES, EstimatedDevice, alike, parse_devices, this_device
 from .estimator import estimate_length, traces_alike
@@ -40,6 +41,7 @@ __all__ = [
     "Between",
     "CachingAllocator",
     "Change",
+    "CompiledParts",
     "CudaKernels",
     "CurveCheck",
     "DevicesAsHost",
@@ -68,6 +70,7 @@ __all__ = [
     "estimate_step",
     "left_out",
     "needs_values",
+    "not_estimated",
     "parse_devices",
     "ranked",
     "read_estimate",
@@ -75,4 +78,5 @@ __all__ = [
     "step_logs",
     "this_device",
     "traces_alike",
+    "uses_cuda_graphs",
 ]

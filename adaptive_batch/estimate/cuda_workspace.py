@@ -138,6 +138,7 @@ class CudaKernels(TorchFunctionMode):
         *,
         scale: float | None = None,
         enable_gqa: bool = False,
+        run: Callable[..., Tensor] | None = None,
     ) -> Tensor:
         """native/transformers/attention.cpp: ``scaled_dot_product_attention``."""
         head_dim = query.shape[-1]
@@ -157,16 +158,33 @@ class CudaKernels(TorchFunctionMode):
             if keys % 8:
                 mask = functional.pad(mask, (0, -keys % 8))[..., :keys]
             mask = mask.expand(*query.shape[:3], keys)
+        run = run or self._counted_attention
+        output = run(kernel, query, key, value, mask, dropout_p, is_causal)
+        if output.shape[-1] != head_dim:
+            output = output[..., :head_dim]
+        return output
+
+    def _counted_attention(
+        self,
+        kernel: Kernel,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        is_causal: bool,
+    ) -> Tensor:
         function = {
             "cudnn": _CudnnAttention,
             "flash": _FlashAttention,
             "efficient": _EfficientAttention,
         }[kernel]
         flops = attention_flops(query, key, value, is_causal)
-        output = self._counted(function, query, key, value, mask, dropout_p, self, flops=flops)
-        if output.shape[-1] != head_dim:
-            output = output[..., :head_dim]
-        return output
+        return self._counted(function, query, key, value, mask, dropout, self, flops=flops)
+
+    def attention_operator(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Attention by the operator that CUDA takes, for a graph of operators."""
+        return self._attention(*args, **kwargs, run=_attention_operator)
 
     def _varlen_attention(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]
@@ -518,6 +536,28 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if inplace or not training or not 0 < p < 1:
         return functional.dropout(input, p, training, inplace)
     return _run(_Dropout, input)
+
+
+def _attention_operator(
+    kernel: Kernel,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+) -> Tensor:
+    aten = torch.ops.aten
+    tensors = (query, key, value)
+    if kernel == "flash":
+        results = aten._scaled_dot_product_flash_attention(*tensors, dropout, is_causal)
+    else:
+        operator = aten._scaled_dot_product_efficient_attention
+        if kernel == "cudnn":
+            operator = aten._scaled_dot_product_cudnn_attention
+        results = operator(*tensors, mask, torch.is_grad_enabled(), dropout, is_causal)
+    output: Tensor = results[0]
+    return output
 
 
 class _SafeSoftmax(torch.autograd.Function):

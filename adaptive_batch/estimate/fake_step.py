@@ -31,6 +31,7 @@ from adaptive_batch._torch import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
     disable_current_modes,
+    dispatch_modes,
     num_torch_function_modes,
     private,
     tree_map_only,
@@ -104,7 +105,7 @@ class FakeDevice:
 
     def __init__(self, kernels: CudaKernels | None = None) -> None:
         self.mode = FakeTensorMode()
-        self._kernels = kernels
+        self.kernels = kernels
         self._counter: AttributedTracker | None = None
         self._on_host: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
@@ -168,7 +169,7 @@ class FakeDevice:
         self, *, explain: Collection[int] = (), names: ModuleNames | None = None
     ) -> Iterator[AttributedTracker]:
         """Context manager: new tensors are fake, and counted."""
-        kernels = self._kernels
+        kernels = self.kernels
         operators = None
         if kernels:
             operators = CudaOperators(kernels.capability, kernels.multiprocessors)
@@ -196,6 +197,16 @@ class FakeDevice:
                 yield counter
         finally:
             self._counter = None
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Context manager: count what code makes that Dynamo has compiled, which it runs without a
+        mode of Python.
+        """
+        counter = self._counter
+        is_off = counter is not None and counter not in dispatch_modes()
+        with counter if counter is not None and is_off else nullcontext():
+            yield
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

@@ -12,12 +12,21 @@ from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
+from torchtune import training
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import CudaKernels, FakeDevice, FakeStep, traces_alike
+from adaptive_batch.estimate import (
+    CompiledParts,
+    CudaKernels,
+    FakeDevice,
+    FakeStep,
+    not_estimated,
+    traces_alike,
+    uses_cuda_graphs,
+)
 from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN
@@ -47,7 +56,6 @@ class FakeRun:
 
     Attributes:
         device: where everything is put.
-        left_out: what is not counted as it would be on the device, a sentence each.
 
     Raises:
         SettingError: something is configured that cannot be counted on fake tensors.
@@ -63,8 +71,9 @@ class FakeRun:
         builder: ModelBuilder | None = None,
     ) -> None:
         self.device = device
+        self._compiled_parts = CompiledParts(device)
         self.reads_data = reads_data
-        self.left_out: list[str] = []
+        self._left_out: list[str] = []
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
         # Each number of rows would run other operations.
@@ -109,16 +118,38 @@ class FakeRun:
                 " more fits than is said"
             )
         if on_cpu.get("compile", False):
-            on_cpu.compile = False
-            self._leave_out(
-                "compile: the eager program is counted, which holds more than a compiled one as a"
-                " rule"
-            )
+            on_cpu.compile = self._estimates_compiled()
         return on_cpu
 
+    def _estimates_compiled(self) -> bool:
+        """Return whether compiled parts are counted as such; note why where they are not."""
+        if uses_cuda_graphs():
+            remedy = (
+                "CUDA graphs keep memory in pools of their own, which are not simulated; estimate"
+                " without TORCHINDUCTOR_CUDAGRAPHS=1 and TORCH_COMPILE_BACKEND=cudagraphs"
+            )
+            raise SettingError("compile", True, remedy)
+        reason = not_estimated()
+        if not self._on_accelerator:
+            reason = "as the memory of a CPU always is"
+        elif distributed.world_size() > 1:
+            reason = "what is compiled on several ranks was not held against PyTorch's CUDA build"
+        if reason is None:
+            return True
+        self._leave_out(
+            "compile: the eager program is counted, which holds more than a compiled one as a rule:"
+            f" {reason}"
+        )
+        return False
+
     def _leave_out(self, sentence: str) -> None:
-        if sentence not in self.left_out:
-            self.left_out.append(sentence)
+        if sentence not in self._left_out:
+            self._left_out.append(sentence)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What is not counted as it would be on the device, a sentence each."""
+        return (*self._left_out, *self._compiled_parts.left_out)
 
     # --- data
 
@@ -180,6 +211,8 @@ class FakeRun:
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )
+        if self.job.cfg.compile:
+            self._compiled_parts.take_over_attributes(self.job.loss_fn)
         loss = trainer.runner.loss
         trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))
         return FakeStep(
@@ -222,8 +255,11 @@ class FakeRun:
             built = self.device.build(skeletons)
             models = list(built) if isinstance(built, torch.nn.ModuleList) else [built]
             job.builder.freeze(models[0])
+            if job.cfg.compile:
+                training.compile_model(models[0], verbose=False)
             apply_checkpointing(models[0], job.cfg)
         model, *seconds = models
+        self._compiled_parts.take_over_modules(model)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             self._leave_out(
                 "recurrent layers: their fused kernels keep what fake tensors do not show, so a"

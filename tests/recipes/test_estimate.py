@@ -534,7 +534,7 @@ def test_no_process_group_is_left_behind():
 
 
 @pytest.mark.slow
-def test_compiling_and_offloading_are_said_to_be_counted_otherwise():
+def test_compiling_for_a_cpu_and_offloading_are_said_to_be_counted_otherwise():
     plan, said = small(
         compile=True, enable_activation_checkpointing=True, enable_activation_offloading=True
     )

@@ -110,6 +110,7 @@ class Combination:
     apart: tuple[str, ...] = ()
     device: str = "cpu"
     layout: str | None = None
+    compiled: bool = False
 
     def __str__(self) -> str:
         marks = [
@@ -123,6 +124,7 @@ class Combination:
             "bf16" * (self.dtype == "bf16"),
             "packed" * self.packed,
             "clipping" * self.clips,
+            "compiled" * self.compiled,
         ]
         marks += ["accumulating" * (self.accumulation > 1)]
         if self.ranks > 1:
@@ -159,7 +161,7 @@ class Combination:
             "loss": {"_component_": LOSSES[self.loss]},
             "device": self.device,
             "dtype": self.dtype,
-            "compile": False,
+            "compile": self.compiled,
             "clip_grad_norm": 1.0 if self.clips else None,
             "use_maximum_batch_size": True,
             "micro_batch_layout": self.layout,

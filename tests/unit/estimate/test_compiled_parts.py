@@ -1,0 +1,118 @@
+"""What a compiled function allocates on fake tensors; beside Inductor's own code it is held in
+test_compiled_parts_on_cuda_stack.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.model_families import Combination
+from torch.nn import functional
+
+from adaptive_batch.errors import SettingError
+from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice, not_estimated
+from adaptive_batch.torchtune import estimate_devices
+
+pytestmark = pytest.mark.skipif(
+    not_estimated() is not None, reason="compiled steps are estimated on torch 2.13 alone"
+)
+
+# Bytes of each tensor below.
+SIZE = 4 * 256 * 256
+
+
+@pytest.fixture
+def device():
+    return FakeDevice(CudaKernels((9, 0), 132))
+
+
+def allocated(device, function, *, backward=False, name="function"):
+    """Return the sizes that a compiled function of three matrices asks for, and what it says."""
+    parts = CompiledParts(device)
+    compiled = parts.compiled(function, name)
+    with device.counting() as counter:
+        tensors = [torch.empty(256, 256, requires_grad=backward) for _ in range(3)]
+        before = len(counter.log)
+        result = compiled(*tensors)
+        log = list(counter.log[before:])
+        if backward:
+            gradient = torch.empty_like(result)
+            before = len(counter.log)
+            result.backward(gradient)
+            log = list(counter.log[before:])
+        del result
+    return [entry for entry in log if entry > 0], parts.left_out
+
+
+def test_a_chain_of_fused_operators_allocates_its_result_alone(device):
+    sizes, left_out = allocated(device, lambda x, y, z: ((x * y).exp() + z).sin())
+    assert sizes == [SIZE]
+    assert not left_out
+
+
+def test_what_a_product_reads_is_in_memory(device):
+    kept = device.kernels
+    sizes, _ = allocated(device, lambda x, y, z: (x * y).exp() @ z)
+    # The operand, the workspace of cuBLAS, the product.
+    assert sizes == [SIZE, SIZE, 32 * 2**20]
+    assert device.kernels is kept
+
+
+def test_a_kernel_writes_over_what_it_is_the_last_to_read(device):
+    sizes, _ = allocated(device, lambda x, y, z: (x @ y) * z)
+    assert sizes == [SIZE, 32 * 2**20]
+
+
+def test_backward_computes_again_what_is_cheap(device):
+    sizes, _ = allocated(device, lambda x, y, z: functional.silu(x * y) * z, backward=True)
+    # A gradient for each of three; eager allocates each step of the chain rule.
+    assert sizes == [SIZE] * 3
+
+
+def test_a_part_with_a_graph_break_is_counted_as_the_eager_program_and_said_to_be(device):
+    def breaks(x, y, z):
+        torch._dynamo.graph_break()
+        return (x * y).exp() + z
+
+    sizes, (sentence,) = allocated(device, breaks, name="Layer")
+    assert sizes == [SIZE] * 3
+    assert sentence.startswith(
+        "compile: Layer is counted as the eager program, which holds more as a rule: it is not one"
+        " graph (Unsupported: "
+    )
+
+
+def test_an_error_of_the_function_is_not_taken_for_one_of_the_compiler(device):
+    def fails(x, y, z):
+        return x @ y[:3]
+
+    with pytest.raises(RuntimeError, match="same reduction dim"):
+        allocated(device, fails)
+
+
+def estimate(**keys):
+    settings = {"devices": ["80GiB"], "changes": False}
+    compiled = Combination("llama3_2", 64, dtype="bf16", device="cuda", compiled=True)
+    cfg = compiled.to_estimate(**settings)
+    cfg.merge_with(keys)
+    return estimate_devices(cfg, show=lambda text: None)
+
+
+def test_a_compiled_step_is_estimated_as_such():
+    compiled = estimate()
+    eager = estimate(compile=False)
+    assert not any(sentence.startswith("compile") for sentence in compiled.left_out)
+    rows = 64
+    assert compiled.lengths[0].curve.peak_bytes(rows) < eager.lengths[0].curve.peak_bytes(rows)
+
+
+def test_cuda_graphs_are_refused(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "cudagraphs")
+    with pytest.raises(SettingError, match="compile=True: CUDA graphs keep memory in pools"):
+        estimate()
+
+
+def test_another_backend_is_counted_as_the_eager_program(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    (sentence,) = (one for one in estimate().left_out if one.startswith("compile"))
+    assert sentence.endswith("as a rule: TORCH_COMPILE_BACKEND=aot_eager is not inductor")

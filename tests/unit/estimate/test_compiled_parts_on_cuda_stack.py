@@ -1,0 +1,79 @@
+"""What the estimate of a compiled step says beside what Inductor's code asks of the allocator.
+
+It runs on PyTorch's CUDA stack without a device: kernels are generated, and compute nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from support.step_logs import estimated, on_cuda, peak_bytes, read
+
+pytestmark = [
+    pytest.mark.cuda_stack,
+    pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
+]
+
+PLAIN = "loss._component_=torch.nn.CrossEntropyLoss"
+RECOMPUTED = "enable_activation_checkpointing=True"
+LAYERS = (
+    "model.num_layers=2",
+    "model.num_heads=16",
+    "model.num_kv_heads=4",
+    "model.embed_dim=1024",
+    "model.intermediate_dim=4096",
+    "model.max_seq_len=4096",
+    "model.vocab_size=4000",
+)
+LLAMA = ("model._component_=torchtune.models.llama3_2.llama3_2", *LAYERS)
+QWEN = ("model._component_=torchtune.models.qwen2.qwen2", *LAYERS)
+GEMMA = (
+    "model._component_=torchtune.models.gemma2.gemma2",
+    *LAYERS,
+    "model.head_dim=64",
+    "model.query_pre_attn_scalar=64",
+)
+LORA = (
+    "model._component_=torchtune.models.llama3_2.lora_llama3_2",
+    *LAYERS,
+    "model.lora_attn_modules=[q_proj,v_proj,output_proj]",
+    "model.apply_lora_to_mlp=True",
+    "model.lora_rank=8",
+    "model.lora_alpha=16",
+)
+
+# Rows, tokens of each, micro-batches of a step, settings.
+CASES = {
+    "bf16": (4, 1024, 1, (*LLAMA, PLAIN)),
+    "long": (2, 4096, 1, (*LLAMA, PLAIN)),
+    "fp32": (4, 512, 1, (*LLAMA, PLAIN, "dtype=fp32")),
+    "recomputed": (8, 1024, 1, (*LLAMA, PLAIN, RECOMPUTED)),
+    "chunked": (4, 1024, 1, LLAMA),
+    "chunked, recomputed": (8, 1024, 1, (*LLAMA, RECOMPUTED)),
+    "accumulated": (2, 512, 2, (*LLAMA, PLAIN)),
+    "LoRA": (4, 1024, 1, (*LORA, PLAIN)),
+    "LoRA, recomputed": (4, 1024, 1, (*LORA, PLAIN, RECOMPUTED)),
+    "biased": (4, 700, 1, (*QWEN, PLAIN)),
+    "soft caps": (2, 512, 1, (*GEMMA, PLAIN)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
+    rows, tokens, micro_batches, overrides = CASES[case]
+    eager = read("llama3_2_1B", *overrides)
+    compiled = read("llama3_2_1B", "compile=True", *overrides)
+    expected = peak_bytes(estimated(compiled, rows, tokens, micro_batches=micro_batches))
+    expected_of_eager = peak_bytes(estimated(eager, rows, tokens, micro_batches=micro_batches))
+    # What the estimate compiled is not what the run does.
+    torch.compiler.reset()
+    torch._C._cuda_clearCublasWorkspaces()
+    held = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    on_cuda(compiled, rows, tokens, micro_batches=micro_batches)
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert expected == pytest.approx(peak, rel=0.03)
+    assert abs(expected - peak) < abs(expected_of_eager - peak)
