@@ -145,6 +145,9 @@ class Data:
             return MicroBatchLayout(uniform, kind=kind)
         job = self._job
         multiple = self._settings.pad_to_multiple_of
+        if multiple > 1:
+            # Each sequence of a row is padded.
+            multiple *= len(job.task.fields)
         shortest = 1
         if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
             chunks = getattr(job.loss_fn, "num_output_chunks", 1)

@@ -27,15 +27,15 @@ _THEIRS: Mapping[Resume, str] = {
     "epoch": "shuffle",
     "report": (
         "gradient_accumulation_steps dtype loss clip_grad_norm enable_activation_checkpointing "
-        "enable_activation_offloading compile"
+        "enable_activation_offloading compile ref_checkpointer"
     ),
     "free": (
         "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode"
         " custom_sharded_layers device enable_async_checkpointing epochs fsdp_cpu_offload"
         " fsdp_reshard_after_forward log_every_n_steps log_peak_memory_stats low_cpu_ram"
         " max_steps_per_epoch metric_logger optimizer optimizer_in_bwd output_dir profiler"
-        " ref_checkpointer resume_from_checkpoint save_adapter_weights_only seed"
-        " tensor_parallel_dim tensor_parallel_plan tokenizer"
+        " resume_from_checkpoint save_adapter_weights_only seed tensor_parallel_dim"
+        " tensor_parallel_plan tokenizer"
     ),
 }
 TORCHTUNE_KEYS: Mapping[str, Resume] = {

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
@@ -92,6 +92,11 @@ class PreferencePairs(Task):
         if cfg.get("micro_batch_layout") == "packed":
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", "packed", remedy)
+        blocks = cfg.get("dataset") or []
+        if not isinstance(blocks, ListConfig):
+            blocks = [blocks]
+        if any(block.get("packed", False) for block in blocks):
+            raise SettingError("dataset.packed", True, f"{self.why_unpacked}; set it to False")
         if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
             remedy = (
                 "the reference is not divided by tensor parallelism; give 1, and ranks divide both"

@@ -151,6 +151,7 @@ def test_the_probe_finds_the_bound_of_pairs(small, lora):
     ("recipe", "overrides", "key", "says"),
     [
         (OURS, ("micro_batch_layout=packed",), "micro_batch_layout", "rows are preference pairs"),
+        (OURS, ("dataset.packed=True",), "dataset.packed", "rows are preference pairs"),
         (OURS, ("loss=torch.nn.CrossEntropyLoss",), "loss", "not a loss of preference pairs"),
         ("adaptive_lora_finetune", (), "loss", "`tune run adaptive_dpo`"),
     ],

@@ -347,3 +347,14 @@ def test_a_loss_of_pairs_that_returns_other_shapes_is_refused():
 
     with pytest.raises(SettingError, match=r"of two pairs it returns shapes \[\(\), \(\), \(\)\]"):
         PreferencePairs(small_config("LoRA"), mean).check(None)
+
+
+def test_both_answers_are_padded_to_a_multiple():
+    cfg = small_config("LoRA", dtype="fp64")
+    cfg.pad_to_multiple_of = 8
+    job = Job(cfg, Settings.from_config(cfg), builder_of(cfg), needs=TO_PLAN)
+    rows = [pair((9, 5), torch.Generator().manual_seed(0))]
+    data = Data(job, rows, packed=False)
+    length = data.shapes.padded(job.task.length(rows[0]))
+    batch = data.collate(job.task.lengthened(rows, length, pad_id=0))
+    assert batch["tokens"].shape == (2, 16)
