@@ -15,6 +15,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "OpOverload",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
@@ -25,6 +26,8 @@ __all__ = [
     "foreach_norm",
     "is_traceable_wrapper_subclass",
     "num_torch_function_modes",
+    "pop_torch_function_mode",
+    "push_torch_function_mode",
     "storage_use_count",
     "tree_leaves",
     "tree_map_only",
@@ -64,7 +67,10 @@ try:
     from torch._C import _current_autograd_node as current_autograd_node
     from torch._C import _current_graph_task_id as current_graph_task_id
     from torch._C import _len_torch_function_stack as num_torch_function_modes
+    from torch._C import _pop_torch_function_stack as pop_torch_function_mode
+    from torch._C import _push_on_torch_function_stack as push_torch_function_mode
     from torch._C import _storage_Use_Count as storage_use_count
+    from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,

@@ -27,10 +27,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx, nn
-from torch._ops import OpOverload
 from torch.nn.modules import module as module_hooks
 
-from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._torch import (
+    OpOverload,
+    disable_current_modes,
+    num_torch_function_modes,
+    pop_torch_function_mode,
+    private,
+    push_torch_function_mode,
+)
 
 if TYPE_CHECKING:
     from .fake_step import FakeDevice
@@ -62,8 +68,7 @@ _HELD_AGAINST = ("2.13.",)
 
 def uses_cuda_graphs() -> bool:
     """Return whether Inductor is set to record CUDA graphs, as ``mode="reduce-overhead"`` does."""
-    from torch._inductor import config
-
+    config = private("torch._inductor.config", "triton")
     return bool(config.triton.cudagraphs) or _backend_name() == "cudagraphs"
 
 
@@ -119,8 +124,7 @@ class CompiledParts:
         Args:
             name: of the function, for messages.
         """
-        from torch._dynamo.exc import TorchDynamoException
-
+        exceptions = private("torch._dynamo.exc", "TorchDynamoException")
         # Rows of another number or length are another graph, as the first ones of a run are.
         run = torch.compile(function, backend=self._backend, dynamic=False, fullgraph=True)
         is_eager = False
@@ -131,7 +135,7 @@ class CompiledParts:
                 try:
                     with self._bare():
                         return run(*args, **kwargs)
-                except TorchDynamoException as error:
+                except exceptions.TorchDynamoException as error:
                     is_eager = True
                     self._leave_out(name, error)
             return function(*args, **kwargs)
@@ -142,8 +146,8 @@ class CompiledParts:
     def _leave_out(self, name: str, error: Exception) -> None:
         reason = str(error).strip().partition("\n")[0]
         sentence = (
-            f"compile: {name} is counted as the eager program, which holds more as a rule: it is"
-            f" not one graph ({type(error).__name__}: {reason})"
+            f"compile: {name} is counted as the eager program, which holds more as a rule: it could"
+            f" not be compiled as one graph ({type(error).__name__}: {reason})"
         )
         if sentence not in self.left_out:
             self.left_out.append(sentence)
@@ -157,26 +161,25 @@ class CompiledParts:
             contexts.enter_context(disable_current_modes())
             contexts.enter_context(torch.compiler.set_stance("default"))
             limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
-            contexts.enter_context(torch._dynamo.config.patch(limits))
+            config = private("torch._dynamo.config", "patch", *limits)
+            contexts.enter_context(config.patch(limits))
             contexts.enter_context(self._device.mode)
             yield
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        from torch._dynamo.backends.common import aot_autograd
-        from torch._inductor.compile_fx import partition_fn
-        from torch._inductor.decomposition import select_decomp_table
-
+        backends = private("torch._dynamo.backends.common", "aot_autograd")
+        inductor = private("torch._inductor.compile_fx", "partition_fn", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
             for node in graph.graph.nodes:
                 if node.target is nn.functional.scaled_dot_product_attention:
                     node.target = kernels.attention_operator
             graph.recompile()
-        compile_graph = aot_autograd(
+        compile_graph = backends.aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
-            partition_fn=partition_fn,
-            decompositions=select_decomp_table(),
+            partition_fn=inductor.partition_fn,
+            decompositions=inductor.select_decomp_table(),
         )
         compiled: Callable[..., Any] = compile_graph(graph, inputs)
         return compiled
@@ -258,7 +261,7 @@ class GraphMemory:
         return reads
 
     def _is_kernel(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node.target is operator.getitem:
+        if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
             return False
         return node in self._written or _has_several_results(node) or _is_copy_to_argument(node)
 
@@ -398,6 +401,9 @@ def _loop_size(node: fx.Node) -> int:
 
 
 def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        # A part of what is divided, as by split.
+        return _is_view(node.all_input_nodes[0])
     if not isinstance(node.target, OpOverload):
         return False
     return _name(node) == "_unsafe_view" or any(
@@ -427,13 +433,13 @@ def _name(node: fx.Node) -> str:
 @contextmanager
 def _no_function_modes() -> Iterator[None]:
     modes = []
-    while torch._C._len_torch_function_stack():
-        modes.append(torch._C._pop_torch_function_stack())
+    while num_torch_function_modes():
+        modes.append(pop_torch_function_mode())
     try:
         yield
     finally:
         for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+            push_torch_function_mode(mode)
 
 
 @contextmanager

@@ -48,18 +48,18 @@ class SimulatedMemory:
         only the former where the device has less.
         """
         allocator = self.allocator
-        of_others = self._bytes_of_others()
+        of_others = self.bytes_of_others()
         peak_bytes = allocator.peak_allocated_bytes
         self.empty_cache()
-        others_return = of_others - self._bytes_of_others()
+        others_return = of_others - self.bytes_of_others()
         others_return += allocator.peak_small_bytes - allocator.small_bytes
         block_bytes = num_bytes - allocator.reserved_bytes - others_return
         if block_bytes >= _LEAST_BLOCK and block_bytes + _LEAST_BLOCK <= self._free_bytes:
             allocator.free(allocator.malloc(block_bytes))
         allocator.peak_allocated_bytes = peak_bytes
 
-    def _bytes_of_others(self) -> int:
-        """Return what is held in large blocks for other streams than the first."""
+    def bytes_of_others(self) -> int:
+        """What is held in large blocks for other streams than the first."""
         total_bytes = 0
         for segment in self.allocator.segments():
             if segment["segment_type"] == "large" and segment["stream"]:

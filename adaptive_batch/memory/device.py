@@ -276,6 +276,11 @@ class DeviceMemory(Protocol):
         left for what allocates by itself; 0 where nobody can say.
         """
 
+    def bytes_of_others(self) -> int:
+        """What an allocator holds in large blocks for other streams than the current one, and in
+        pools of their own, as CUDA graphs have them.
+        """
+
     def peak_bytes(self) -> int:
         """What was allocated at most since peaks are counted; 0 where nobody can say."""
 
@@ -387,6 +392,9 @@ class CountedMemory:
         """Do nothing: there is none."""
 
     def reservable_bytes(self) -> int:
+        return 0
+
+    def bytes_of_others(self) -> int:
         return 0
 
     def peak_bytes(self) -> int:
@@ -517,12 +525,12 @@ class AcceleratorMemory:
         return self._statistic("max_memory_allocated")
 
     def make_block(self, num_bytes: int) -> None:
-        of_others = self._bytes_of_others()
+        of_others = self.bytes_of_others()
         peak_bytes = self.peak_bytes()
         self._learn_small_bytes()
         self.empty_cache()
         # What others had is not for large blocks of this stream, and they will ask for it again.
-        others_return = of_others - self._bytes_of_others()
+        others_return = of_others - self.bytes_of_others()
         others_return += self.most_small_bytes - self._small_bytes("current")
         block_bytes = num_bytes - self.reserved_bytes() - others_return
         if block_bytes + _LEAST_BLOCK > self._free_bytes():
@@ -553,10 +561,7 @@ class AcceleratorMemory:
         except torch.OutOfMemoryError:
             log.debug("%d bytes were free and are not any more", num_bytes)
 
-    def _bytes_of_others(self) -> int:
-        """Return what the allocator holds in large blocks for other streams than the current one,
-        and in pools of their own, as CUDA graphs have them.
-        """
+    def bytes_of_others(self) -> int:
         current = self._backend.current_stream(self.device)
         total_bytes = 0
         for segment in self._backend.memory_snapshot():

@@ -253,20 +253,23 @@ class DryRun:
             return None
         if usage.retried:
             usage.peak_bytes = usage.allocated_bytes
+        of_others = self._memory.bytes_of_others()
         # Small tensors have memory of their own. Where the block has left them too little, the next
         # leaves what was learned.
         small_bytes = -1
         while self._memory.most_small_bytes > small_bytes:
             small_bytes = self._memory.most_small_bytes
-            run_in_block = partial(self._run_in_block, steps(batch_size))
+            run_in_block = partial(self._run_in_block, steps(batch_size), of_others)
             used = self._measure(run_in_block, phase, self.budget_bytes, prepare=False)
             if used is not None:
                 return usage
         return None
 
-    def _run_in_block(self, steps: Iterator[Sequence[Callable[[], None]]]) -> None:
+    def _run_in_block(self, steps: Iterator[Sequence[Callable[[], None]]], of_others: int) -> None:
         memory = self._memory
-        memory.make_block(memory.reserved_bytes() + memory.reservable_bytes())
+        # What other streams had in the longest step they ask for again, and not from the block.
+        others_return = max(0, of_others - memory.bytes_of_others())
+        memory.make_block(memory.reserved_bytes() + memory.reservable_bytes() - others_return)
         self._run_steps(steps)
 
     def _run_steps(self, steps: Iterator[Sequence[Callable[[], None]]]) -> None:

@@ -123,7 +123,7 @@ class FakeRun:
 
     def _estimates_compiled(self) -> bool:
         """Return whether compiled parts are counted as such; note why where they are not."""
-        if uses_cuda_graphs():
+        if self._on_accelerator and uses_cuda_graphs():
             remedy = (
                 "CUDA graphs keep memory in pools of their own, which are not simulated; estimate"
                 " without TORCHINDUCTOR_CUDAGRAPHS=1 and TORCH_COMPILE_BACKEND=cudagraphs"
@@ -331,8 +331,13 @@ def expected_curve(
             True,
             "flex attention, which packed rows have here, cannot run on fake tensors",
         )
-    step = run.step(rows, accumulates=accumulates)
-    few, more = traces_alike(step)
+    try:
+        step = run.step(rows, accumulates=accumulates)
+        few, more = traces_alike(step)
+    finally:
+        if run.job.cfg.compile:
+            # Variants of fake rows must not use up the compiler's limit for those of real ones.
+            torch.compiler.reset()
     return MemoryCurve.from_traces((few[0], few[1].trace), (more[0], more[1].trace))
 
 

@@ -161,7 +161,8 @@ def test_the_wheel_holds_recipes_as_modules_and_configs_inside_the_package(wheel
     modules = {name for name in names if "/" not in name}
     assert modules == {path.name for path in (ROOT / "recipes").glob("*.py")}
     assert modules == {
-        f"adaptive_{name}.py" for name in ("full_finetune", "lora_finetune", "probe", "estimate")
+        f"adaptive_{name}.py"
+        for name in ("full_finetune", "lora_finetune", "dpo", "probe", "estimate")
     }
     configs = {f"adaptive_batch/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "adaptive_batch").rglob("*.py")}
