@@ -58,6 +58,15 @@ def test_what_a_product_reads_is_in_memory(device):
     assert device.kernels is kept
 
 
+def test_parts_of_what_is_divided_have_no_memory_of_their_own(device):
+    def gated(x, y, z):
+        gate, value = x.chunk(2, -1)
+        return functional.silu(gate) * value
+
+    sizes, _ = allocated(device, gated)
+    assert sizes == [SIZE // 2]
+
+
 def test_a_kernel_writes_over_what_it_is_the_last_to_read(device):
     sizes, _ = allocated(device, lambda x, y, z: (x @ y) * z)
     assert sizes == [SIZE, 32 * 2**20]
@@ -77,8 +86,8 @@ def test_a_part_with_a_graph_break_is_counted_as_the_eager_program_and_said_to_b
     sizes, (sentence,) = allocated(device, breaks, name="Layer")
     assert sizes == [SIZE] * 3
     assert sentence.startswith(
-        "compile: Layer is counted as the eager program, which holds more as a rule: it is not one"
-        " graph (Unsupported: "
+        "compile: Layer is counted as the eager program, which holds more as a rule: it could"
+        " not be compiled as one graph (Unsupported: "
     )
 
 
