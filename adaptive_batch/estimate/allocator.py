@@ -186,8 +186,6 @@ class CachingAllocator:
     Attributes:
         allocated_bytes, requested_bytes, reserved_bytes: now; with ``peak_`` before them the most
             so far.
-        small_bytes: reserved for blocks of up to 1 MiB, where segments do not expand; with
-            ``peak_`` before it the most so far.
         num_retries: how often all that was cached had to go back to the device before an
             allocation.
         num_ooms: how often even that was not enough.
@@ -216,8 +214,6 @@ class CachingAllocator:
         self.peak_allocated_bytes = 0
         self.peak_requested_bytes = 0
         self.peak_reserved_bytes = 0
-        self.small_bytes = 0
-        self.peak_small_bytes = 0
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
         """Allocate, for a stream, which has blocks of its own.
@@ -261,8 +257,6 @@ class CachingAllocator:
                     pool.remove(block)
                     del self._heads[block.segment]
                     self.reserved_bytes -= block.size
-                    if pool.is_small:
-                        self.small_bytes -= block.size
 
     def replay(self, log: Iterable[int]) -> None:
         """Do what a log says (:mod:`.step_log`); allocations are numbered on from log to log."""
@@ -369,9 +363,6 @@ class CachingAllocator:
             return self._expand(pool, size)
         if not self._take(segment_bytes):
             return None
-        if pool.is_small:
-            self.small_bytes += segment_bytes
-            self.peak_small_bytes = max(self.peak_small_bytes, self.small_bytes)
         return self._new_segment(pool, segment_bytes)
 
     def _take(self, nbytes: int) -> bool:

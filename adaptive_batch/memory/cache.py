@@ -13,13 +13,8 @@ log = logging.getLogger("adaptive_batch")
 
 # The cache is made anew where the allocator holds this part more or less than steps need.
 _TOLERATED = 0.05
-# Where the device has no more than this part beside what steps need, the block is all of it:
-# fragments within a block take less than fragments beside it.
-_ALL_FROM = 0.15
 # A step that is larger by no more than this part needs more in proportion.
 _PROPORTIONAL = 0.1
-# More bytes than any device has.
-_ENDLESS = 2**62
 # What is held is pointed out where it is this part more than steps need, in spite of the block.
 _POINTED_OUT = 0.1
 # By then the optimizer's states are there, and lengths have varied.
@@ -36,8 +31,6 @@ class CachedMemory(Protocol):
     divides_large_blocks: bool
 
     def reserved_bytes(self) -> int: ...
-
-    def reservable_bytes(self) -> int: ...
 
     def peak_bytes(self) -> int: ...
 
@@ -74,7 +67,6 @@ class AllocatorCache:
         self._largest = 0
         # Most bytes that were allocated by the end of a step; 0 before one has run.
         self._needed_bytes = 0
-        self._allowed_bytes = _ENDLESS
 
     def begin_step(self, sizes: Iterable[int]) -> None:
         """Make room for a step.
@@ -90,16 +82,12 @@ class AllocatorCache:
         self._largest = max(size, self._largest)
         if not self._needed_bytes:
             return
-        held_bytes = self._memory.reserved_bytes()
-        most_bytes = min(held_bytes + self._memory.reservable_bytes(), self._allowed_bytes)
-        if self._needed_bytes * (1 + _ALL_FROM) > most_bytes:
-            wanted_bytes = most_bytes
-        elif growth > 1 + _PROPORTIONAL:
+        if growth > 1 + _PROPORTIONAL:
             # What it needs is not known, and its blocks are made first.
             self._memory.empty_cache()
             return
-        else:
-            wanted_bytes = int(self._needed_bytes * max(1.0, growth))
+        wanted_bytes = int(self._needed_bytes * max(1.0, growth))
+        held_bytes = self._memory.reserved_bytes()
         excess = held_bytes / wanted_bytes - 1
         if abs(excess) <= _TOLERATED:
             return
@@ -151,12 +139,6 @@ class AllocatorCache:
         finally:
             self._memory.restore_peak(peak_bytes)
             self.look_again()
-
-    def allow(self, allowed_bytes: int) -> None:
-        """Make no block by which the allocator would hold more than this, within which a search has
-        found what fits.
-        """
-        self._allowed_bytes = allowed_bytes
 
     def look_again(self) -> None:
         """Take it that something else has used the cache, so that the next step looks at it."""

@@ -52,9 +52,6 @@ _LIMITS_OF_DIVISION = {"max_split_size_mb", "roundup_power2_divisions"}
 # The allocator takes more than is asked for up to this size; so much is also left of a device whose
 # memory is taken as one block, for blocks of other kinds.
 _LEAST_BLOCK = 20 * 1024**2
-# Share of a device that is left for what allocates by itself: kernels that are loaded late, other
-# libraries.
-_LEFT_FREE = 0.01
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
@@ -206,8 +203,6 @@ class Usage:
         resident_bytes: alive before anything was measured; part of every peak.
         peak_bytes: the highest sum alive, resident bytes included; None where the device cannot
             say.
-        allocated_bytes: the same of what tensors took, without an allocator's cache; None where
-            the device cannot say.
         retried: the allocator had to give back its cache and ask again: a size that does this is
             too large.
         trace: bytes alive after each operation; None where the device cannot say.
@@ -215,7 +210,6 @@ class Usage:
 
     resident_bytes: int
     peak_bytes: int | None = None
-    allocated_bytes: int | None = None
     retried: bool = False
     trace: Trace | None = None
 
@@ -238,14 +232,12 @@ class Room:
 class DeviceMemory(Protocol):
     """One device, asked about its memory. Sizes are in bytes; peaks are known to
     `granularity_bytes`; `divides_large_blocks` says whether an allocator's cached blocks serve
-    whatever is smaller, `most_small_bytes` what it has held at most for tensors of up to 1 MiB,
-    which no large block serves.
+    whatever is smaller.
     """
 
     device: torch.device
     granularity_bytes: int
     divides_large_blocks: bool
-    most_small_bytes: int
 
     def describe(self) -> str:
         """Name of the device, which the cache of a bound depends on."""
@@ -269,16 +261,6 @@ class DeviceMemory(Protocol):
     def empty_cache(self) -> None:
         """Give an allocator's cache back, and leave the statistics of peaks, which are the
         script's.
-        """
-
-    def reservable_bytes(self) -> int:
-        """What an allocator can hold beside what it holds now, where a hundredth of the device is
-        left for what allocates by itself; 0 where nobody can say.
-        """
-
-    def bytes_of_others(self) -> int:
-        """What an allocator holds in large blocks for other streams than the current one, and in
-        pools of their own, as CUDA graphs have them.
         """
 
     def peak_bytes(self) -> int:
@@ -341,7 +323,6 @@ class CountedMemory:
 
     granularity_bytes = 1
     divides_large_blocks = False
-    most_small_bytes = 0
 
     def __init__(self, device: torch.device, *, shared_by: int = 1) -> None:
         self.device = device
@@ -391,12 +372,6 @@ class CountedMemory:
     def empty_cache(self) -> None:
         """Do nothing: there is none."""
 
-    def reservable_bytes(self) -> int:
-        return 0
-
-    def bytes_of_others(self) -> int:
-        return 0
-
     def peak_bytes(self) -> int:
         return 0
 
@@ -436,7 +411,6 @@ class AcceleratorMemory:
         own = getattr(torch, device.type, None)
         self._backend: Any = backend or (own if hasattr(own, "memory_stats") else torch.accelerator)
         self.divides_large_blocks = self._backend is torch.cuda and large_blocks_are_divided()
-        self.most_small_bytes = 0
 
     def check_it_can_be_measured(self) -> None:
         if not hasattr(self._backend, "memory_stats"):
@@ -468,7 +442,6 @@ class AcceleratorMemory:
             finally:
                 self._backend.synchronize(self.device)
                 usage.peak_bytes = self._statistic("max_memory_reserved") or None
-                usage.allocated_bytes = self.peak_bytes() or None
                 usage.retried = self.num_retries() > retries
         if usage.peak_bytes is not None and usage.peak_bytes > budget_bytes:
             raise torch.OutOfMemoryError(
@@ -483,15 +456,7 @@ class AcceleratorMemory:
         # Afterwards, since until then the cache is in the peak.
         self._reset_peaks()
 
-    def _learn_small_bytes(self) -> None:
-        self.most_small_bytes = max(self.most_small_bytes, self._small_bytes("peak"))
-
-    def _small_bytes(self, which: str) -> int:
-        return int(self._backend.memory_stats(self.device)[f"reserved_bytes.small_pool.{which}"])
-
     def _reset_peaks(self) -> None:
-        if self.divides_large_blocks:
-            self._learn_small_bytes()
         if hasattr(self._backend, "reset_peak_memory_stats"):
             self._backend.reset_peak_memory_stats(self.device)
 
@@ -506,34 +471,25 @@ class AcceleratorMemory:
         # The backend does not count.
         if not reserved:
             return None
-        return Room(allocated, self._free_bytes() + reserved - allocated)
+        return Room(allocated, self._reservable_bytes() + reserved - allocated)
 
-    def reservable_bytes(self) -> int:
-        free, total = self._free_and_total()
-        free -= int(_LEFT_FREE * total)
-        return max(0, min(free, self._allowed_bytes(total) - _LEAST_BLOCK))
-
-    def _free_bytes(self) -> int:
+    def _reservable_bytes(self) -> int:
         """Return what the allocator can take from the device beside what it holds."""
         free, total = self._free_and_total()
-        return max(0, min(free, self._allowed_bytes(total)))
-
-    def _allowed_bytes(self, total_bytes: int) -> int:
-        return int(self._fraction() * total_bytes) - self.reserved_bytes()
+        allowed = int(self._fraction() * total) - self.reserved_bytes()
+        return max(0, min(free, allowed))
 
     def peak_bytes(self) -> int:
         return self._statistic("max_memory_allocated")
 
     def make_block(self, num_bytes: int) -> None:
-        of_others = self.bytes_of_others()
+        of_others = self._bytes_of_others()
         peak_bytes = self.peak_bytes()
-        self._learn_small_bytes()
         self.empty_cache()
-        # What others had is not for large blocks of this stream, and they will ask for it again.
-        others_return = of_others - self.bytes_of_others()
-        others_return += self.most_small_bytes - self._small_bytes("current")
+        # What others had is not for this stream, and they will ask for it again.
+        others_return = of_others - self._bytes_of_others()
         block_bytes = num_bytes - self.reserved_bytes() - others_return
-        if block_bytes + _LEAST_BLOCK > self._free_bytes():
+        if block_bytes + _LEAST_BLOCK > self._reservable_bytes():
             return
         self._allocate_once(block_bytes)
         # The block is no peak of the script's.
@@ -547,7 +503,7 @@ class AcceleratorMemory:
         self.empty_cache()
         self._reset_peaks()
         missing_bytes = peak_bytes - self._statistic("memory_allocated")
-        if missing_bytes + _LEAST_BLOCK <= self._free_bytes():
+        if missing_bytes + _LEAST_BLOCK <= self._reservable_bytes():
             self._allocate_once(missing_bytes)
 
     def _allocate_once(self, num_bytes: int) -> None:
@@ -561,14 +517,16 @@ class AcceleratorMemory:
         except torch.OutOfMemoryError:
             log.debug("%d bytes were free and are not any more", num_bytes)
 
-    def bytes_of_others(self) -> int:
+    def _bytes_of_others(self) -> int:
+        """Return what the allocator holds for other streams than the current one, and in pools of
+        their own, as CUDA graphs have them.
+        """
         current = self._backend.current_stream(self.device)
         total_bytes = 0
         for segment in self._backend.memory_snapshot():
             pool = segment.get("segment_pool_id", (0, 0))
             is_own = segment["stream"] == current.cuda_stream and tuple(pool) == (0, 0)
-            is_large = segment["segment_type"] == "large"
-            if segment["device"] == current.device_index and is_large and not is_own:
+            if segment["device"] == current.device_index and not is_own:
                 total_bytes += segment["total_size"]
         return total_bytes
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from types import TracebackType
 
 import torch
@@ -39,9 +38,6 @@ from adaptive_batch.memory import (
 )
 
 from .search import Trial
-
-# Returns the micro-batches of each step whose largest has so many rows.
-_StepsOf = Callable[[int], Iterator[Sequence[Callable[[], None]]]]
 
 
 @dataclass
@@ -119,7 +115,7 @@ class DryRun:
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
-        steps: _StepsOf | None = None,
+        steps: Callable[[int], Iterator[Sequence[Callable[[], None]]]] | None = None,
         remedies: str = MEMORY_REMEDIES,
     ) -> None:
         self.budget_bytes = budget_bytes
@@ -195,7 +191,9 @@ class DryRun:
                     lambda: self._forward_backward(batch_size), phase, self.budget_bytes
                 )
             else:
-                usage = self._measure_steps(self._steps, batch_size, phase)
+                self._drop_gradients()
+                run = partial(self._run_steps, self._steps(batch_size))
+                usage = self._measure(run, phase, self.budget_bytes, prepare=False)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
@@ -236,41 +234,6 @@ class DryRun:
         # Ranks exchange whole numbers.
         nanoseconds = [int(1e9 * duration) for duration in seconds]
         return [duration / 1e9 for duration in distributed.all_reduce_max(nanoseconds)]
-
-    def _measure_steps(self, steps: _StepsOf, batch_size: int, phase: str) -> Usage | None:
-        """Measure steps of training, and return what the longest of them used.
-
-        With an allocator that divides large blocks they run in one block of all that a trial may
-        use, as in training with so many rows (:class:`.AllocatorCache`).
-        """
-        self._drop_gradients()
-        if not self._memory.divides_large_blocks:
-            run = partial(self._run_steps, steps(batch_size))
-            return self._measure(run, phase, self.budget_bytes, prepare=False)
-        run_longest = partial(self._run_steps, islice(steps(batch_size), 1))
-        usage = self._measure(run_longest, phase, self.budget_bytes, prepare=False, may_retry=True)
-        if usage is None:
-            return None
-        if usage.retried:
-            usage.peak_bytes = usage.allocated_bytes
-        of_others = self._memory.bytes_of_others()
-        # Small tensors have memory of their own. Where the block has left them too little, the next
-        # leaves what was learned.
-        small_bytes = -1
-        while self._memory.most_small_bytes > small_bytes:
-            small_bytes = self._memory.most_small_bytes
-            run_in_block = partial(self._run_in_block, steps(batch_size), of_others)
-            used = self._measure(run_in_block, phase, self.budget_bytes, prepare=False)
-            if used is not None:
-                return usage
-        return None
-
-    def _run_in_block(self, steps: Iterator[Sequence[Callable[[], None]]], of_others: int) -> None:
-        memory = self._memory
-        # What other streams had in the longest step they ask for again, and not from the block.
-        others_return = max(0, of_others - memory.bytes_of_others())
-        memory.make_block(memory.reserved_bytes() + memory.reservable_bytes() - others_return)
-        self._run_steps(steps)
 
     def _run_steps(self, steps: Iterator[Sequence[Callable[[], None]]]) -> None:
         for micro_batches in steps:
@@ -377,11 +340,10 @@ class DryRun:
         *,
         prepare: bool = True,
         is_timed: bool = False,
-        may_retry: bool = False,
     ) -> Usage | None:
         """Run, and return what it used; None where it does not fit on some rank.
 
-        What makes the allocator free its cache and ask again does not fit, unless it may.
+        What makes the allocator free its cache and ask again does not fit.
 
         Raises:
             DoesNotFitError: the first row of several ranks ran out of memory.
@@ -392,7 +354,7 @@ class DryRun:
         usage = attempt.usage
         self._retried = usage is not None and usage.retried
         self._held_bytes = attempt.held_bytes
-        fits = usage is not None and (may_retry or not usage.retried)
+        fits = usage is not None and not usage.retried
         # Where a rank failed in mid-run, the others wait in collectives that it has to go through.
         can_rejoin = attempt.has_run or distributed.world_size() == 1
         if not can_rejoin:

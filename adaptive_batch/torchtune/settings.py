@@ -162,8 +162,7 @@ class ProbeSettings:
     headroom: float | str = key(
         checked(check_headroom),
         "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one accelerator"
-        " whose allocator's cache stays whole (CUDA's as it comes, or with"
-        " `expandable_segments:True`), and 0.05 elsewhere",
+        " with `PYTORCH_ALLOC_CONF=expandable_segments:True`, and 0.05 elsewhere",
         default="auto",
     )
     sequence_length: int | str = key(

@@ -99,9 +99,9 @@ class CachingMemory(SimulatedMemory, CountedMemory):
 
     granularity_bytes = 2 * 2**20
 
-    def __init__(self, capacity_bytes: int = 2**50) -> None:
+    def __init__(self) -> None:
         CountedMemory.__init__(self, torch.device("cpu"))
-        SimulatedMemory.__init__(self, CachingAllocator(capacity_bytes))
+        SimulatedMemory.__init__(self, CachingAllocator(2**50))
         self.releases = 0
 
     def empty_cache(self) -> None:

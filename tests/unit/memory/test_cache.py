@@ -6,8 +6,6 @@ import logging
 import random
 from collections.abc import Iterable
 
-import pytest
-import torch
 from support.fakes import CachingMemory
 
 from adaptive_batch.memory import AllocatorCache
@@ -170,63 +168,6 @@ def test_peaks_that_the_script_resets_after_each_step_are_seen():
         highest = max(highest, memory.allocator.peak_allocated_bytes)
         memory.allocator.peak_allocated_bytes = memory.allocator.allocated_bytes
     assert memory.allocator.reserved_bytes < 1.06 * highest
-
-
-def test_where_the_device_has_little_more_than_a_step_needs_the_block_is_all_of_it():
-    sizes = [4000, *(min(4000, size) for size in drawn(200))]
-    room = int(1.06 * peak_of(4000))
-    with pytest.raises(torch.OutOfMemoryError):
-        run_steps(None, CachingMemory(room), sizes)
-    memory = CachingMemory(room)
-    cache = AllocatorCache(memory)
-    trained = Trained(memory)
-    # As a search leaves it.
-    make_block_of_all(memory)
-    for number, size in enumerate(sizes):
-        cache.begin_step([size])
-        trained.run(size)
-        cache.end_step()
-        if number == 100:
-            with cache.apart():
-                trained.run(500)
-    assert memory.allocator.num_retries == 0
-    # Once for the other thing, and once before the step that comes next.
-    assert memory.releases == 3
-
-
-def test_a_block_that_is_all_of_the_device_stays_when_a_larger_step_comes():
-    memory = CachingMemory(int(1.1 * peak_of(4000)))
-    cache = AllocatorCache(memory)
-    trained = Trained(memory)
-    make_block_of_all(memory)
-    for size in (4000, 3000, 4600):
-        cache.begin_step([size])
-        trained.run(min(size, 4000))
-        cache.end_step()
-    assert memory.releases == 1
-
-
-def make_block_of_all(memory: CachingMemory) -> None:
-    memory.make_block(memory.reserved_bytes() + memory.reservable_bytes())
-
-
-def test_no_block_lets_it_hold_more_than_a_search_was_allowed():
-    memory = CachingMemory()
-    cache = AllocatorCache(memory)
-    allowed_bytes = int(1.08 * peak_of(4000))
-    cache.allow(allowed_bytes)
-    trained = Trained(memory)
-    for size in (4000, 2000, 4000):
-        cache.begin_step([size])
-        trained.run(size)
-        cache.end_step()
-    assert memory.allocator.reserved_bytes == pytest.approx(allowed_bytes, rel=0.01)
-
-
-def peak_of(size: int) -> int:
-    memory = CachingMemory()
-    run_steps(None, memory, [size])
-    return memory.allocator.peak_allocated_bytes
 
 
 class Stubborn(CachingMemory):

@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import device_memory
 from adaptive_batch.memory.device import CountedMemory
+from adaptive_batch.probe import Trial
 from adaptive_batch.training import (
     AdaptiveStep,
     BoundSearch,
@@ -108,26 +109,17 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
     assert f"max_batch_size: {expected}" in result.table()
 
 
-class Undivided(CachingMemory):
-    """Large blocks are not divided, or segments expand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.divides_large_blocks = False
-
-
 @pytest.mark.parametrize(
     ("memory", "has_order", "segments", "headroom", "left_free"),
     [
-        (Undivided(), True, "expandable_segments:True", "auto", 0.01),
-        (Undivided(), True, "max_split_size_mb:64", "auto", 0.05),
-        (CachingMemory(), True, "expandable_segments:False", "auto", 0.01),
-        (CachingMemory(), False, "expandable_segments:False", "auto", 0.05),
-        (CachingMemory(), True, "expandable_segments:False", 0.2, 0.2),
+        (CachingMemory(), True, "expandable_segments:True", "auto", 0.01),
+        (CachingMemory(), True, "expandable_segments:False", "auto", 0.05),
+        (CachingMemory(), False, "expandable_segments:True", "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:True", 0.2, 0.2),
         (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", "auto", 0.05),
     ],
 )
-def test_less_is_left_free_where_a_cache_stays_whole_in_trials_of_trainings_own_lengths(
+def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_lengths(
     monkeypatch, memory, has_order, segments, headroom, left_free
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
@@ -140,6 +132,23 @@ def test_less_is_left_free_where_a_cache_stays_whole_in_trials_of_trainings_own_
     search = BoundSearch(tried, rows, options, accumulates=False)
     assert search.headroom == left_free
     assert search.budget_bytes() == int(2**30 * (1 - left_free))
+
+
+def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
+    training = Training()
+    runner = StepRunner(training.model, MicroBatchSizer(), memory=CachingMemory())
+    tried = TriedStep(runner, training.optimizer, training.forward_backward)
+    rows = WorstRows(lambda size: [0] * size, 9, "one row", lambda begin, num_rows: [0] * num_rows)
+    search = BoundSearch(tried, rows, ProbeOptions("1GiB"), accumulates=False)
+    sizes = []
+
+    def fails(size):
+        sizes.append(size)
+        return Trial(size, fits=False)
+
+    monkeypatch.setattr(search, "_run_trial", fails)
+    assert search._search(2**30, 0).max_batch_size == 0
+    assert sizes == [1]
 
 
 def test_halving_finds_the_first_half_that_fits():
