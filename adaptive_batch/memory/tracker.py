@@ -6,7 +6,6 @@ import sys
 import weakref
 from array import array
 from collections.abc import Iterable, Iterator
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -207,10 +206,9 @@ def _references(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return storage_use_count(storage._cdata), holder._use_count(), sys.getrefcount(tensor)
 
 
-@cache
 def _references_of_autograd() -> tuple[int, ...] | None:
     """Return the references to a gradient that autograd alone holds, as an operation on it sees
-    them.
+    them now: after a graph break of the compiler's there is one more.
     """
     first_sum = _FirstSum()  # type: ignore[no-untyped-call]
     with disable_current_modes(), torch.enable_grad(), first_sum as mode:
