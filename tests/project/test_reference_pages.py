@@ -53,9 +53,12 @@ def test_the_methods_that_are_stable_are_there():
 def test_the_files_have_the_fields_that_are_stable(small):
     run = small.run_in_process(
         "adaptive_full_finetune",
-        "epochs=1",
+        "epochs=2",
         "max_steps_per_epoch=2",
         "save_every_n_steps=1",
+        "batch_increase_function._component_=adaptive_batch.schedules.geometric",
+        "batch_increase_function.factor=2",
+        "grow_beyond_maximum=True",
         "use_maximum_batch_size=True",
         "probe.maximum=2",
     )
@@ -63,10 +66,13 @@ def test_the_files_have_the_fields_that_are_stable(small):
     records = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
     assert all({"kind", "time"} <= record.keys() for record in records)
     assert all("message" in record for record in records if record["kind"] != "step")
+    # What a search has set, and what a growth function has: not all of their fields are the same.
+    sizes = [record for record in records if record["kind"] == "batch_size"]
+    assert {"bound" in record for record in sizes} == {True, False}
     for kind, fields in rows_of("record of `run.jsonl`").items():
-        found = [record for record in records if record["kind"] == kind.strip("`")]
-        assert found, kind
-        for record in found:
+        of_kind = [record for record in records if record["kind"] == kind.strip("`")]
+        assert of_kind, kind
+        for record in of_kind:
             assert set(names_in(fields)) <= record.keys()
     files = rows_of("file")
     probe = json.loads((folder / "probe.json").read_text())
