@@ -5,6 +5,9 @@ trace, and peaks are right.
 from __future__ import annotations
 
 import gc
+import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,13 +26,14 @@ from torch.profiler import ProfilerActivity, profile
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import device_memory, optimizer_state_tensors, storage_bytes
-from adaptive_batch.probe import BinarySearch, DryRun, run_search
+from adaptive_batch.probe import BinarySearch, DryRun, Trial, run_search
 from adaptive_batch.training import MicroBatchRunner
 
 pytestmark = pytest.mark.slow
 
 CPU, PLENTY, MOST = torch.device("cpu"), 2**40, 6
-TIMES = 4  # each peak is counted: on a machine with much to do several in a row may be too high
+# Each peak is counted: on a machine with much to do several in a row may be too high.
+TIMES, MOST_TIMES = 4, 40
 PHASES = ("forward", "backward")
 
 
@@ -37,12 +41,28 @@ def rows(number: int, length: int = 12) -> list[Row]:
     return make_rows((length,) * number)
 
 
-def peak(trial: DryRun, size: int) -> int | None:
-    """Of some rows, to the byte: a thread of gloo's may hold a buffer a little longer than the
-    collective takes.
+def lowest_peak(run: Callable[[], Trial]) -> int:
+    """To the byte: a thread of gloo's may hold a buffer a little longer than the collective
+    takes.
     """
-    peaks = [trial(size).peak_bytes for _ in range(TIMES)]
-    return None if None in peaks else min(one for one in peaks if one is not None)
+    return min(fitting(run) for _ in range(TIMES))
+
+
+def lowest_peak_again(run: Callable[[], Trial], alone: int) -> int:
+    """Of as many trials as it takes to be no higher than `alone` on each rank."""
+    lowest = fitting(run)
+    for _ in range(MOST_TIMES):
+        if all(distributed.all_gather(lowest <= alone)):
+            break
+        lowest = min(lowest, fitting(run))
+    return lowest
+
+
+def fitting(run: Callable[[], Trial]) -> int:
+    trial = run()
+    assert trial.fits
+    assert trial.peak_bytes is not None
+    return trial.peak_bytes
 
 
 class Trained:
@@ -84,7 +104,7 @@ def searched(sync: bool) -> dict[str, Any]:
     trained = Trained(sync=sync)
     before = trained.state()
     with trained.rehearsal() as trial:
-        peaks = {size: peak(trial, size) for size in range(1, MOST + 1)}
+        peaks = {size: lowest_peak(partial(trial, size)) for size in range(1, MOST + 1)}
     found: dict[str, Any] = {"peaks": peaks, "searches": {}}
     for smaller in (0, 1):
         room = [PLENTY, PLENTY]
@@ -93,7 +113,7 @@ def searched(sync: bool) -> dict[str, Any]:
         ) // 2
         with trained.rehearsal(room[distributed.rank()]) as trial:
             result = run_search(trial, search=BinarySearch(maximum=MOST))
-            again = peak(trial, 3)
+            again = lowest_peak_again(partial(trial, 3), alone=peaks[3])
         found["searches"][smaller] = (
             result.max_batch_size,
             [(one.batch_size, one.fits, one.peak_bytes) for one in result.trials],
@@ -115,33 +135,24 @@ def burdened(sync: bool, phase: str, whom: tuple[int, ...]) -> dict[str, Any]:
         torch.empty(2**30, dtype=torch.uint8)
 
     with trained.rehearsal(2**29) as trial:
-        first = [peak(trial, size) for size in (2, 3)]
+        evaluation = partial(trial.evaluation, partial(evaluate, trained), 3)
+        runs = [partial(trial, 2), partial(trial, 3), evaluation]
+        alone = [lowest_peak(run) for run in runs]
         fits = []
         for _ in range(2):
             trained.model.burden = {phase: allocate} if distributed.rank() in whom else {}
             fits.append(trial(3).fits)
             trained.model.burden = {}
-        then = [peak(trial, size) for size in (2, 3)]
-        evaluated = [
-            trial.evaluation(lambda size: evaluate(trained, size), 3) for _ in range(TIMES)
-        ]
+        then = list(map(lowest_peak_again, runs, alone))
         trained.model.burden = {"forward": allocate} if distributed.rank() in whom else {}
-        evaluation_fits = trial.evaluation(lambda size: evaluate(trained, size), 3).fits
+        fits.append(evaluation().fits)
         trained.model.burden = {}
-        again = [trial.evaluation(lambda size: evaluate(trained, size), 3) for _ in range(TIMES)]
-        last = [peak(trial, size) for size in (2, 3)]
+        last = list(map(lowest_peak_again, runs, alone))
     after = trained.state()
     return {
         "fits": fits,
         "happened": len(happened),
-        "peaks": [first, then, last],
-        "evaluations": (
-            all(one.fits for one in evaluated),
-            evaluation_fits,
-            all(one.fits for one in again),
-            min(one.peak_bytes or 0 for one in evaluated)
-            == min(one.peak_bytes or 0 for one in again),
-        ),
+        "peaks": [alone, then, last],
         "traces": [name for name, value in before.items() if value != after[name]],
     }
 
@@ -257,17 +268,18 @@ def test_the_rank_that_may_use_least_decides(ranks, sync):
 def test_trials_after_one_that_did_not_fit_peak_as_they_did_alone(ranks):
     for facts in ranks:
         for found in facts["searched"].values():
-            assert [again for _, _, again in found["searches"].values()] == [found["peaks"][3]] * 2
+            for _, _, again in found["searches"].values():
+                assert again <= found["peaks"][3]
         for case, found in facts["burdened"].items():
-            first, then, last = found["peaks"]
-            assert first == then == last, case
+            alone, then, last = found["peaks"]
+            for later in (then, last):
+                assert all(map(operator.le, later, alone)), (case, alone, later)
 
 
 def test_what_passes_the_budget_of_one_rank_fits_on_none(ranks):
     for rank, facts in enumerate(ranks):
         for case, found in facts["burdened"].items():
-            assert found["fits"] == [False, False], case
-            assert found["evaluations"] == (True, False, True, True), case
+            assert found["fits"] == [False, False, False], case
             assert bool(found["happened"]) == (rank in case[2]), case
 
 
