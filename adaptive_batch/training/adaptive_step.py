@@ -16,10 +16,8 @@ memory runs out.
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,31 +29,25 @@ from adaptive_batch._util import check_bool, check_state, check_whole, instance_
 from adaptive_batch.data import (
     MicroBatch,
     MicroBatchLayout,
-    MicroBatchLimit,
-    micro_batches,
-    split_by_rows,
 )
 from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory
 from adaptive_batch.probe import ProbeResult
 
-from .agreement import Division, Question
-from .batch_statistics import STATISTICS, BatchStatistics
+from .agreement import Question
 from .bound_search import BoundSearch, ProbeOptions, find_in_step
 from .gradients import GradientsApart
 from .model_checks import (
     check_parameters,
     check_ranks,
     gradients_must_come,
-    has_batch_norm,
     is_compiled,
     is_replicated,
 )
-from .oom_retry import OutOfMemoryElsewhereError
 from .options import StepOptions
+from .part_runner import LENGTHS_REMEDY, PartRunner
 from .parts import (
-    LabelCounter,
     OwnSplit,
     Part,
     RowsOfBatch,
@@ -65,7 +57,6 @@ from .parts import (
     length_in_sample,
 )
 from .sizing import LimitChange, MicroBatchSizer
-from .split_check import SplitCheck
 from .step_runner import StepRunner
 from .trials import TriedStep, WorstRows
 
@@ -77,11 +68,6 @@ log = logging.getLogger("adaptive_batch")
 REMEDIES = (
     "shorten the rows, recompute activations (torch.utils.checkpoint), use an optimizer with less"
     " state or a chunked loss, or allow more memory"
-)
-
-_LENGTHS_REMEDY = (
-    "nothing shows the tokens of a row; give split=, whose SplitBatch has lengths, or"
-    " micro_batch_size"
 )
 
 
@@ -125,8 +111,7 @@ class AdaptiveStep:
         memory: memory of its device.
         sharding: how several ranks hold it.
         sizer: decides what a part may hold.
-        pieces: rows of each part of the last batch, on this rank.
-        num_pieces: parts of the last batch, on the rank that has most.
+        parts: runs the parts of a batch.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -163,7 +148,6 @@ class AdaptiveStep:
         self._split_batch: Callable[[Any], Splittable] = (
             partial(RowsOfBatch, trims=not self._is_compiled) if split is None else OwnSplit(split)
         )
-        self._labels = LabelCounter(num_labels)
         device = next(model.parameters()).device
         self.memory = options.memory or device_memory(
             device, shared_by=distributed.local_world_size()
@@ -183,40 +167,24 @@ class AdaptiveStep:
             syncs_every_micro_batch=options.sync_gradients_every_micro_batch,
         )
         check_ranks(model, self.sharding)
-        retries = options.on_out_of_memory == "shrink"
-        self.runner = StepRunner(
+        runner = StepRunner(
             model,
             self.sizer,
             memory=self.memory,
             sharding=self.sharding,
-            retries=retries,
+            retries=options.on_out_of_memory == "shrink",
             remedies=REMEDIES,
         )
-        self._counts_over_ranks = (
-            options.count_labels_over == "ranks" and distributed.world_size() > 1
-        )
-        self._statistics = BatchStatistics(
-            statistics, self.runner, over_ranks=self._counts_over_ranks
-        )
-        self._check = SplitCheck(
-            self.runner,
+        counts_over_ranks = options.count_labels_over == "ranks" and distributed.world_size() > 1
+        self.parts = PartRunner(
             forward_backward,
-            self._labels,
-            self._statistics,
-            name=getattr(forward_backward, "__name__", type(forward_backward).__name__),
+            runner,
+            num_labels=num_labels,
+            statistics=statistics,
+            counts_over_ranks=counts_over_ranks,
         )
-        self.pieces: list[MicroBatch] = []
-        self.num_pieces = 0
         # Whether trials ran one part alone, without the gradients beside which a second part runs.
         self._tried_one_part = False
-        # A rank can be brought to the end of a micro-batch whose collectives are known.
-        self._learns_collectives = self.sharding.is_sharded and retries and not self._is_compiled
-        self._has_batch_norm = has_batch_norm(model)
-        if self._has_batch_norm:
-            log.warning(
-                "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
-                " changes results"
-            )
         if self.sizer.waits_for_search:
             log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
 
@@ -234,12 +202,22 @@ class AdaptiveStep:
     @property
     def is_trial(self) -> bool:
         """Whether what runs now is a trial or a check of a split, and not training."""
-        return self.runner.is_trial
+        return self.parts.runner.is_trial
 
     @property
     def max_batch_size(self) -> int | None:
         """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
         return self.sizer.max_batch_size
+
+    @property
+    def pieces(self) -> list[MicroBatch]:
+        """Rows of each part of the last batch, on this rank."""
+        return self.parts.pieces
+
+    @property
+    def num_pieces(self) -> int:
+        """Parts of the last batch, on the rank that has most."""
+        return self.parts.num_pieces
 
     # --- a step
 
@@ -261,166 +239,15 @@ class AdaptiveStep:
                 cannot be split.
         """
         rows = self._split_batch(batch)
-        return self.run(rows, rows_at_once=distributed.maximum(rows.num_rows), question=Question())
-
-    def run(self, rows: Splittable, *, rows_at_once: int, question: Question) -> list[Any]:
-        """Run a batch that is ready to be split; the rest as when called with a batch.
-
-        Args:
-            rows: rows of this rank.
-            rows_at_once: rows of the step on the rank that has most.
-            question: what this rank says of the step to the others.
-        """
-        self.learn_collectives(rows)
-        divide = partial(self._divide, rows)
-        division, _ = self.runner.agree_on(divide, question, rows_at_once=rows_at_once)
-        attempt = partial(self._attempt, rows)
-        return self.runner.run_step(attempt, divide, rows_at_once=rows_at_once, division=division)
-
-    def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> Division:
-        layout = self.sizer.layout
-        limit = self._even_limit(rows.num_rows, limit)
-        if rows.knows_lengths or not layout.keeps_order(limit):
-            return Division((micro_batches(_lengths(rows), limit, layout),))
-        pieces = split_by_rows(range(rows.num_rows), limit.amount)
-        width = rows.width
-        return Division(([MicroBatch(piece, length=width) for piece in pieces],))
-
-    def _even_limit(self, num_rows: int, limit: MicroBatchLimit) -> MicroBatchLimit:
-        """Return a limit of rows that makes micro-batches alike where the model has BatchNorm."""
-        if not self._has_batch_norm or limit.unit != "rows" or not num_rows:
-            return limit
-        return replace(limit, amount=_even_rows(num_rows, at_most=limit.amount))
-
-    def plan(self, lengths: Sequence[int], limit: MicroBatchLimit) -> list[MicroBatch]:
-        """Return the micro-batches of a batch whose rows have these lengths, as a step runs them.
-
-        Args:
-            lengths: tokens of each row.
-            limit: what a micro-batch may hold.
-        """
-        limit = self._even_limit(len(lengths), limit)
-        return micro_batches(lengths, limit, self.sizer.layout)
-
-    def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
-        """Run the parts of a batch, on all ranks as many."""
-        assert division.counts is not None
-        (self.pieces,) = division.parts
-        (self.num_pieces,) = division.counts
-        if not self.num_pieces:
-            return []
-        if self.num_pieces > 1 and self._tried_one_part:
+        rows_at_once = distributed.maximum(rows.num_rows)
+        results = self.parts.run(rows, rows_at_once=rows_at_once, question=Question())
+        if self._tried_one_part and self.num_pieces > 1:
             self._tried_one_part = False
             log.warning(
                 "a batch is split, and what fits was tried without the gradients of other parts:"
                 " give find_bound batch_size="
             )
-        parts = self._parts(rows, self.pieces, self.num_pieces)
-        statistics = self._statistics.of_batch(rows, parts, self.pieces)
-        results = []
-
-        def run(piece: MicroBatch | None, is_last: bool) -> None:
-            # The last reference but the function's own, so that its memory is free when the next
-            # one runs.
-            part = parts.pop(0)
-            if part is not None and part.share:
-                results.append(self._forward_backward(replace(part, statistics=statistics)))
-            elif self.sharding.needs_dummy(is_last=is_last):
-                dummy = Part(rows.dummy(), 1, share=0.0, is_first=False, is_last=is_last)
-                self._forward_backward(replace(dummy, statistics=statistics))
-
-        self.runner.run_micro_batches(division, run, idle=MicroBatch([0], 1))
-        if distributed.any_of_ranks(self.runner.retry.has_failed):
-            raise OutOfMemoryElsewhereError
         return results
-
-    def _parts(
-        self, rows: Splittable, pieces: Sequence[MicroBatch], num_pieces: int
-    ) -> list[Part | None]:
-        """Return the parts with their shares, counted before the first backward: 0 of one that has
-        no label. None where this rank has fewer than others.
-        """
-
-        def make() -> list[Any]:
-            return [rows.part(piece.rows) for piece in pieces]
-
-        over_ranks = self._counts_over_ranks
-        # Where this rank has no memory for them, it takes part in what ranks do together as one
-        # without rows.
-        batches = self.runner.retry.prepare(make) or []
-        if num_pieces == 1 and not over_ranks:
-            return [Part(batch, rows.num_rows) for batch in batches] or [None]
-        counts = [
-            self._labels.counts(batch, len(piece.rows))
-            for batch, piece in zip(batches, pieces, strict=False)
-        ]
-        if num_pieces > 1 and self._check.begin_split(counts, rows.divided):
-            self._check.check(rows, [piece.rows for piece in pieces])
-        labels = [count[self._check.way] for count in counts]
-        total: float = sum(labels)
-        if over_ranks:
-            # FSDP takes the mean over ranks.
-            total = sum(distributed.all_gather(total)) / distributed.world_size()
-        labelled = [number for number, count in enumerate(labels) if count]
-        parts: list[Part | None] = [None] * num_pieces
-        for number, (batch, count) in enumerate(zip(batches, labels, strict=True)):
-            num_rows = len(pieces[number].rows)
-            if len(pieces) == 1 and not over_ranks:
-                parts[number] = Part(batch, num_rows)
-            elif count:
-                parts[number] = Part(
-                    batch,
-                    num_rows,
-                    share=count / total,
-                    is_first=number == labelled[0],
-                    is_last=number == labelled[-1],
-                )
-            else:
-                # No loss is run of it, but statistics may count something else than labels.
-                parts[number] = Part(batch, num_rows, share=0.0, is_first=False, is_last=False)
-        return parts
-
-    def learn_collectives(self, rows: Splittable) -> None:
-        """Run once, so that even the first micro-batch can fail on one rank and come to its end."""
-        if not self._learns_collectives:
-            return
-        self._learns_collectives = False
-
-        def run() -> None:
-            for is_last in (False, True):
-                self.try_part(lambda: (rows.dummy(), 1), is_last=is_last)
-
-        self.runner.learn_collectives(run, MicroBatch([0], 1))
-
-    def num_labels(self, batch: Any, num_rows: int) -> int:
-        """Return the labels of a batch of so many rows, as a part's share counts them."""
-        return self._labels.count(batch, num_rows, way=self._check.way)
-
-    def try_part(self, make: Callable[[], tuple[Any, int]], *, is_last: bool = True) -> None:
-        """Run a batch as one part, as a trial, and forget what it returned.
-
-        Args:
-            make: function that makes the batch, which is part of what is tried, and returns it with
-                the number of its rows.
-            is_last: whether gradients are reduced.
-        """
-        statistics = {}
-        if self._statistics.are_needed:
-            with self.runner.trial(evaluates=STATISTICS):
-                batch, num_rows = make()
-                statistics = self._statistics.of_part(Part(batch, num_rows, is_trial=True))
-                # Made again below, where its memory is part of what is tried.
-                del batch
-        with self.runner.trial(is_last=is_last):
-            batch, num_rows = make()
-            self._forward_backward(
-                Part(batch, num_rows, is_last=is_last, is_trial=True, statistics=statistics)
-            )
-
-    def _run_alone(self, part: Part) -> None:
-        """Run a part that is the whole batch, with its own statistics."""
-        statistics = self._statistics.of_part(part)
-        self._forward_backward(replace(part, statistics=statistics))
 
     # --- what fits
 
@@ -466,9 +293,9 @@ class AdaptiveStep:
         self.memory.check_it_can_be_measured()
         length = length_in_sample(sample, self._split_batch, self.memory.device)
         if self.sizer.limit(1).unit == "tokens" and not length:
-            raise SettingError("micro_batch_tokens", "auto", _LENGTHS_REMEDY)
+            raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
         tried = TriedStep(
-            self.runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
+            self.parts.runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
         )
         worst = WorstRows.of_sample(counted_sample(sample, self._split_batch), length)
         results = find_in_step(
@@ -499,12 +326,12 @@ class AdaptiveStep:
             comes = gradients_must_come(self.model, self._forward_backward)
             # Gradients that are not reduced are not the parameters' yet.
             with comes if is_last else nullcontext():
-                self.try_part(whole, is_last=is_last)
+                self.parts.try_part(whole, is_last=is_last)
 
         if not beside_gradients:
             run()
             return
-        gradients = GradientsApart(self.model, self.runner.drop_gradients)
+        gradients = GradientsApart(self.model, self.parts.runner.drop_gradients)
         if self.sizer.may_split:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()
@@ -557,10 +384,10 @@ class AdaptiveStep:
             raise SettingError("sample", sample, "give a function of a number of rows")
         sampled = SampledStep(
             sample,
-            self._run_alone,
+            self.parts.run_alone,
             self._split_batch,
             self.sizer,
-            self.plan,
+            self.parts.plan,
             device=self.memory.device,
             keeps_columns=self._is_compiled,
         )
@@ -596,18 +423,6 @@ class AdaptiveStep:
         check_state(state, ("sizer",), owner="a step")
         self.sizer.load_search(state["sizer"])
         self.sizer.load_state_dict(state["sizer"])
-
-
-def _even_rows(num_rows: int, *, at_most: int) -> int:
-    """Return the rows of a micro-batch where as few as can be are as equal as can be."""
-    return math.ceil(num_rows / math.ceil(num_rows / at_most))
-
-
-def _lengths(rows: Splittable) -> Sequence[int]:
-    """Return the tokens of each row; refuse a batch that does not show them."""
-    if rows.lengths is None:
-        raise SettingError("micro_batch_tokens", "of a batch", _LENGTHS_REMEDY)
-    return rows.lengths
 
 
 def check_sizes(micro_batch_size: int | str | None, micro_batch_tokens: int | str | None) -> None:

@@ -67,7 +67,7 @@ class LoopStep:
         self._events = LoopEvents(options.event, num_rows=len(step.dataset))
         self._nonfinite = NonfiniteSteps(
             options.on_nonfinite_loss,
-            drop_gradients=step.step.runner.drop_gradients,
+            drop_gradients=step.step.parts.runner.drop_gradients,
             event=partial(_log_event, options.event),
         )
         self._pending_step = PendingStep(model, optimizer)

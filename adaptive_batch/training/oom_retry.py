@@ -62,7 +62,7 @@ class OOMRetry:
         self.remedies = remedies
         self.current = MicroBatch([], 0)
         self._sharding = sharding
-        self._retries = retries
+        self.retries = retries
         self._is_of_training = is_of_training
         # Of the step that is run now: what its limit depends on, and its failures.
         self._rows_at_once = 0
@@ -115,11 +115,11 @@ class OOMRetry:
                     raise
                 if distributed.world_size() > 1:
                     raise self.lost(error, doing) from error
-                if not self._retries:
+                if not self.retries:
                     raise
                 self._error = _message(error)
             else:
-                has_retried = self._retries and self.memory.num_retries() > self._allocator_retries
+                has_retried = self.retries and self.memory.num_retries() > self._allocator_retries
                 self.sizer.after_attempt(allocator_retried=has_retried)
                 if self.sizer.must_ease and distributed.world_size() == 1:
                     self.sizer.ease(self.current, rows_at_once=rows_at_once)
@@ -149,7 +149,7 @@ class OOMRetry:
         try:
             return make()
         except Exception as error:
-            if not (self._retries and self._sharding.can_skip and is_out_of_memory(error)):
+            if not (self.retries and self._sharding.can_skip and is_out_of_memory(error)):
                 raise
             self._error = _message(error)
         # Outside of the except block, which keeps what was made alive.
@@ -213,9 +213,7 @@ class OOMRetry:
             run()
             return
         except Exception as error:
-            can_finish = (
-                distributed.world_size() > 1 and self._retries and self._sharding.can_finish
-            )
+            can_finish = distributed.world_size() > 1 and self.retries and self._sharding.can_finish
             is_known = all(self._sharding.knows(**kind) for kind in following)
             if not (can_finish and is_out_of_memory(error) and is_known):
                 raise

@@ -158,7 +158,7 @@ class RowStep:
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
     def _forward_backward(self, part: Part) -> tuple[torch.Tensor, int] | None:
-        num_labels = self.step.num_labels(part.batch, part.num_rows)
+        num_labels = self.step.parts.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
             # The mean over no label is no number.
             return None
@@ -183,7 +183,7 @@ class RowStep:
             question: what this rank says of the step to the others.
         """
         step_rows = _RowsOfStep(self, rows)
-        results = self.step.run(step_rows, rows_at_once=rows_at_once, question=question)
+        results = self.step.parts.run(step_rows, rows_at_once=rows_at_once, question=question)
         trained = [result for result in results if result is not None]
         losses = [loss for loss, _ in trained]
         loss = 0.0
@@ -204,7 +204,7 @@ class RowStep:
             num_labels, num_tokens, padded_tokens = map(int, counts)
             num_parts = self.step.num_pieces if num_labels else 0
             if not num_labels:
-                self.step.runner.drop_gradients()
+                self.step.parts.runner.drop_gradients()
         return StepResult(
             loss=loss,
             label_tokens=torch.tensor(num_labels),
@@ -224,7 +224,7 @@ class RowStep:
         """The first row that has a label, for a rank that has no row of a step."""
         for number in range(len(self.dataset)):
             row = self.dataset[number]
-            if self.step.num_labels(self.make_batch([row]), 1):
+            if self.step.parts.num_labels(self.make_batch([row]), 1):
                 return row
         raise SettingError("dataset", type(self.dataset).__name__, "no row has a label")
 
@@ -270,7 +270,7 @@ class RowStep:
             dataset.longest, dataset.length(longest), dataset.describe(longest), in_order
         )
         tried = TriedStep(
-            self.step.runner,
+            self.step.parts.runner,
             optimizer,
             self._try_rows,
             self.clip,
@@ -283,7 +283,7 @@ class RowStep:
         def find(accumulates: bool) -> ProbeResult:
             if accumulates and self._keeps_gradients:
                 # What is kept can be dropped once FSDP has run.
-                self.step.learn_collectives(_RowsOfStep(self, [longest]))
+                self.step.parts.learn_collectives(_RowsOfStep(self, [longest]))
             return BoundSearch(
                 tried, worst, options, accumulates=accumulates, choices=choices
             ).run()
@@ -297,7 +297,7 @@ class RowStep:
         return results[-1]
 
     def _try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        self.step.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
+        self.step.parts.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
 
     def _rows_of_tokens(self, tokens: int) -> int:
         return max(1, int(tokens / self.dataset.lengths.double().mean()))
@@ -345,7 +345,7 @@ class RowStep:
                 return "rows are no mappings with `labels` and `tokens` or `input_ids`"
 
         def token_loss(batch: Batch) -> torch.Tensor:
-            num_labels = self.step.num_labels(batch, 1)
+            num_labels = self.step.parts.num_labels(batch, 1)
             return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
 
         def collate(rows: Sequence[Row], length: int) -> Batch:
@@ -460,7 +460,7 @@ class RowStep:
             limit = self.sizer.limit_where_fits(
                 most_rows, length=longest, rows_at_once=len(drawn[0])
             )
-            return PlannedSteps.of(drawn, limit, partial(self.step.plan, limit=limit))
+            return PlannedSteps.of(drawn, limit, partial(self.step.parts.plan, limit=limit))
 
         def run(device: FakeDevice, num_rows: int, length: int) -> None:
             row = dataset[row_of_length[length]]

@@ -142,7 +142,7 @@ def test_steps_are_planned_as_the_step_runs_them(arguments):
     lengths = drawn_lengths(24)
     batches = [*batches_in_order(lengths, 8, num_steps=3)]
     limit = step.sizer.limit_where_fits(16, length=LONGEST, rows_at_once=8)
-    planned = PlannedSteps.of(batches, limit, partial(step.plan, limit=limit))
+    planned = PlannedSteps.of(batches, limit, partial(step.parts.plan, limit=limit))
     for batch, shapes in zip(batches, planned.steps, strict=True):
         step(batch_of(batch))
         assert [*shapes] == [
