@@ -129,13 +129,14 @@ def estimate_devices(
 
 class _Estimated(NamedTuple):
     """What each length holds (on the first kind of device), what fits on each device, training's
-    first steps there, and the run of the first kind.
+    first steps there, the run of the first kind, and why steps are not replayed if they are not.
     """
 
     lengths: tuple[LengthEstimate, ...]
     fits: list[list[Fit]]
     replays: list[LengthReplay | None]
     run: FakeRun
+    why_not_replayed: str
 
 
 class Estimator:
@@ -174,7 +175,7 @@ class Estimator:
             for length in estimate_settings.lengths_of(self._settings.probe)[1]
         ]
         self._first_length = sequence_lengths[0]
-        lengths, fits, replays, run = self._estimate(
+        lengths, fits, replays, run, why_not_replayed = self._estimate(
             self._cfg, sequence_lengths, estimate_settings.world_size
         )
         self._skeleton = run.job.skeleton
@@ -183,6 +184,11 @@ class Estimator:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
+            )
+        if self._on_accelerator and why_not_replayed:
+            not_counted.append(
+                "how steps of different lengths fragment the allocator's cache: training's first"
+                f" steps are not replayed, as {why_not_replayed}"
             )
         if self._on_accelerator:
             not_counted += left_out(
@@ -231,12 +237,13 @@ class Estimator:
                     lengths.append(length)
                     for number, fit in zip(members, length_fits, strict=True):
                         fits[number].append(fit)
-                if allocator is not None and not is_change and step.replays_lengths:
+                why_not_replayed = step.why_not_replayed
+                if allocator is not None and not is_change and not why_not_replayed:
                     longest = [fits[number][wanted.index("longest")] for number in members]
                     own_replays = step.replay(targets, longest, allocator)
                     for number, replay in zip(members, own_replays, strict=True):
                         replays[number] = replay
-        return _Estimated(tuple(lengths), fits, replays, step.run)
+        return _Estimated(tuple(lengths), fits, replays, step.run, why_not_replayed)
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -412,17 +419,19 @@ class _Step:
         )
 
     @property
-    def replays_lengths(self) -> bool:
-        """Whether training's first steps are replayed: with the lengths of the dataset at hand, of
-        one rank whose rows are padded and whose optimizer steps after backward.
+    def why_not_replayed(self) -> str:
+        """Why training's first steps are not replayed, with the lengths of the dataset at hand;
+        empty where they are.
         """
-        return (
-            "longest" in self._rows
-            and distributed.world_size() == 1
-            and self.run.data.shapes.pads
-            and not self.run.data.packed
-            and self._step.optimizer_peak_bytes is not None
-        )
+        if "longest" not in self._rows:
+            return "the longest rows are not among estimate.sequence_lengths"
+        if distributed.world_size() > 1:
+            return "there are several ranks"
+        if self.run.data.packed or not self.run.data.shapes.pads:
+            return "rows are packed"
+        if self._step.optimizer_peak_bytes is None:
+            return "the optimizer steps in backward"
+        return ""
 
     def replay(
         self, targets: Sequence[Target], fits: Sequence[Fit], allocator: AllocatorSettings

@@ -351,6 +351,10 @@ def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(sma
         _plan_file(small, *of_cuda, f"estimate.sequence_lengths=[{number}]").read_text()
     )
     assert alike["devices"][0]["replay"] is None
+    assert any(
+        "are not replayed, as the longest rows are not among" in sentence
+        for sentence in alike["left_out"]
+    )
     alike = alike["devices"][0]["lengths"][0]
     assert 0 < of_data["max_batch_size"] <= of_data["max_batch_size_with_retries"]
     assert of_data["max_batch_size"] <= alike["max_batch_size"]
