@@ -14,6 +14,7 @@ from .length_replay import (
     TracedShapes,
     batches_in_order,
     checked_lengths,
+    lengths_of_quantiles,
     replay_lengths,
     step_logs,
 )
@@ -69,6 +70,7 @@ __all__ = [
     "estimate_memory",
     "estimate_step",
     "left_out",
+    "lengths_of_quantiles",
     "needs_values",
     "not_estimated",
     "parse_devices",

@@ -7,7 +7,8 @@ next micro-batch is reserved and not used. How much that is follows from the ord
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -173,6 +174,41 @@ def checked_lengths(lengths: Any, *, longest: int, owner: str) -> list[int]:
                 f"that is row {number}, and {limit}; cut the lengths to it, or give longer rows",
             )
     return list(lengths)
+
+
+def lengths_of_quantiles(quantiles: Mapping[Any, Any], num_rows: int) -> list[int]:
+    """Return lengths of rows that have these quantiles, in a random order that is always the same.
+
+    Args:
+        quantiles: tokens by the share of rows that have no more, such as ``{0: 12, 0.5: 180, 0.9:
+            700, 1: 2048}``; on a straight line between two shares.
+        num_rows: how many rows, 2 or more for the longest to be among them.
+
+    Raises:
+        SettingError: they are no quantiles.
+    """
+    remedy = (
+        "give tokens by the share of rows that have no more, from 0 (the shortest) to 1 (the"
+        " longest), such as {0: 12, 0.5: 180, 0.9: 700, 1: 2048}"
+    )
+    for key, value in quantiles.items():
+        if isinstance(key, bool) or not isinstance(key, int | float):
+            raise SettingError("lengths", quantiles, f"{key!r} is no share; {remedy}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            raise SettingError("lengths", quantiles, f"{value!r} is no count of tokens; {remedy}")
+    shares = sorted(quantiles)
+    tokens = [quantiles[share] for share in shares]
+    if not shares or (shares[0], shares[-1]) != (0, 1) or tokens != sorted(tokens):
+        raise SettingError("lengths", quantiles, remedy)
+    places = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))
+    lengths = []
+    for place in places.tolist():
+        share = place / max(1, num_rows - 1)
+        above = bisect_left(shares, share, lo=1, hi=len(shares) - 1)
+        begin, end = shares[above - 1 : above + 1]
+        fewest, most = tokens[above - 1 : above + 1]
+        lengths.append(round(fewest + (most - fewest) * (share - begin) / (end - begin)))
+    return lengths
 
 
 class TracedShapes:

@@ -365,7 +365,9 @@ class AdaptiveStep:
             sample: function that returns the `n` longest rows as a batch, as in :meth:`find_bound`.
             devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
             lengths: tokens of each row, in the order in which training draws them: a sequence of
-                whole numbers, or a tensor or an array of one dimension. None replays nothing.
+                whole numbers, or a tensor or an array of one dimension; or a mapping of quantiles,
+                see :func:`~adaptive_batch.estimate.lengths_of_quantiles`, of which rows are drawn.
+                None replays nothing.
             batch_size: rows of the script's batches, which `lengths` needs.
             maximum: more rows are of no interest.
             context: bytes that the driver's context takes of each device; None for 500 MiB.

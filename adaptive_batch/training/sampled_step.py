@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
+    REPLAYED_STEPS,
     DevicesAsHost,
     FakeDevice,
     Fit,
@@ -20,6 +21,7 @@ from adaptive_batch.estimate import (
     PlannedSteps,
     batches_in_order,
     checked_lengths,
+    lengths_of_quantiles,
 )
 
 from .parts import OwnSplit, Part, RowsOfBatch, Splittable, length_in_sample
@@ -96,6 +98,8 @@ class SampledStep:
             raise SettingError("lengths", "of a sample", remedy)
         remedy = "give the rows of the script's batches, which lengths are drawn into"
         rows = check_whole("batch_size", batch_size, remedy=remedy)
+        if isinstance(lengths, Mapping):
+            lengths = lengths_of_quantiles(lengths, rows * REPLAYED_STEPS)
         tokens = checked_lengths(
             lengths, longest=self.longest, owner="the longest row of sample(1)"
         )

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError
 from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.estimate import (
+    REPLAYED_STEPS,
     AllocatorSettings,
     FakeDevice,
     PlannedSteps,
@@ -23,6 +24,7 @@ from adaptive_batch.estimate import (
     TracedShapes,
     batches_in_order,
     checked_lengths,
+    lengths_of_quantiles,
     read_estimate,
     step_logs,
 )
@@ -73,6 +75,57 @@ def adaptive_step(calls=None, **arguments):
 )
 def test_lengths_are_whole_numbers_of_any_sequence(lengths):
     assert checked_lengths(lengths, longest=200, owner="a row") == [3, 0, 200]
+
+
+def test_lengths_of_quantiles_have_these_quantiles():
+    quantiles = {0: 10, 0.5: 20, 0.9: 100, 1: 200}
+    lengths = lengths_of_quantiles(quantiles, 1001)
+    assert lengths == lengths_of_quantiles(dict(reversed(quantiles.items())), 1001)
+    assert lengths != sorted(lengths)
+    drawn = sorted(lengths)
+    assert [drawn[round(1000 * share)] for share in quantiles] == [10, 20, 100, 200]
+    assert drawn[250] == 15
+    assert lengths_of_quantiles({0: 7, 1: 7}, 3) == [7, 7, 7]
+
+
+QUANTILES = (
+    "give tokens by the share of rows that have no more, from 0 (the shortest) to 1 (the longest),"
+    " such as {0: 12, 0.5: 180, 0.9: 700, 1: 2048}"
+)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        ({}, QUANTILES),
+        ({0.5: 10, 1: 20}, QUANTILES),
+        ({0: 10, 0.9: 20}, QUANTILES),
+        ({0: 10, 100: 20}, QUANTILES),
+        ({0: 30, 1: 20}, QUANTILES),
+        ({"50%": 20, 1: 30}, f"'50%' is no share; {QUANTILES}"),
+        ({0: 1.5, 1: 3}, f"1.5 is no count of tokens; {QUANTILES}"),
+        ({0: -1, 1: 3}, f"-1 is no count of tokens; {QUANTILES}"),
+    ],
+)
+def test_quantiles_that_are_none_are_refused_before_anything_runs(lengths, message):
+    calls = []
+    step, optimizer = adaptive_step(calls)
+    with pytest.raises(SettingError) as raised:
+        step.estimate(optimizer, sample, "H100", lengths=lengths, batch_size=4)
+    assert str(raised.value) == f"lengths={lengths!r}: {message}"
+    assert not calls
+
+
+def test_a_step_of_quantiles_is_replayed_as_one_of_rows_that_have_them():
+    quantiles = {0: 20, 0.8: 60, 1: LONGEST}
+    replays = []
+    for lengths in (quantiles, lengths_of_quantiles(quantiles, 4 * REPLAYED_STEPS)):
+        step, optimizer = adaptive_step([])
+        estimate = step.estimate(optimizer, sample, "1GiB", lengths=lengths, batch_size=4)
+        (device,) = estimate.devices
+        replays.append(device.replay)
+    assert replays[0] == replays[1]
+    assert replays[0].num_steps == REPLAYED_STEPS
 
 
 GIVE = "give the tokens of each row of the dataset, whole numbers from 0 on"
