@@ -19,8 +19,11 @@ from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 
 EXACT = 1e-12
 LENGTHS = [5, 9, 4, 8, 7, 12, 6]
-# Rows of each rank.
-ROWS = (range(5), range(5, 7))
+# Rows of each rank, by the number of ranks.
+ROWS = {
+    2: (range(5), range(5, 7)),
+    4: (range(3), range(3, 4), range(4, 6), range(6, 7)),
+}
 
 
 def shared(page: Page, how: str) -> None:
@@ -41,7 +44,7 @@ def gradients_of(page: Page) -> dict[str, torch.Tensor]:
 
 def own_rows(batch: Batch) -> Batch:
     """The rows of this rank."""
-    rows = list(ROWS[distributed.rank()])
+    rows = list(ROWS[distributed.world_size()][distributed.rank()])
     return {key: tensor[rows] for key, tensor in batch.items()}
 
 
@@ -64,9 +67,12 @@ def of_the_global_batch(name: str, how: str) -> tuple[float, list[int]]:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("how", ["DDP", "FSDP"])
-def test_any_split_has_the_gradient_of_the_global_batch(name, how):
-    results = run_on_ranks(of_the_global_batch, 2, name, how)
-    assert [parts for _, parts in results] == [[3, 3], [1, 3]]
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
+def test_any_split_has_the_gradient_of_the_global_batch(name, how, ranks):
+    results = run_on_ranks(of_the_global_batch, ranks, name, how)
+    own_parts = [[3], [1]] if ranks == 2 else [[2], [1], [1], [1]]
+    most_parts = max(own_parts)
+    assert [parts for _, parts in results] == [own + most_parts for own in own_parts]
     assert max(error for error, _ in results) <= EXACT
 
 
@@ -106,7 +112,7 @@ def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
         expected, _ = whole_gradients_of(page, case.whole, batch)
     else:
         of_ranks = []
-        for rows in ROWS:
+        for rows in ROWS[2]:
             rows_of_rank = {key: tensor[list(rows)] for key, tensor in batch.items()}
             of_ranks.append(whole_gradients_of(page, case.whole, rows_of_rank)[0])
         expected = {name: (of_ranks[0][name] + of_ranks[1][name]) / 2 for name in of_ranks[0]}
