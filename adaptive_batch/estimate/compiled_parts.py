@@ -37,6 +37,7 @@ from adaptive_batch._torch import (
     private,
     push_torch_function_mode,
 )
+from adaptive_batch.errors import SettingError
 
 if TYPE_CHECKING:
     from .fake_step import FakeDevice
@@ -73,11 +74,37 @@ def uses_cuda_graphs() -> bool:
 
 
 def not_estimated() -> str | None:
-    """Return why this process's compiled steps cannot be estimated; None where they can."""
+    """Return why what torchtune compiles cannot be estimated; None where it can."""
     if not torch.__version__.startswith(_HELD_AGAINST):
         return f"what torch {torch.__version__} compiles was not held against PyTorch's CUDA build"
     if _backend_name() != "inductor":
         return f"TORCH_COMPILE_BACKEND={_backend_name()} is not inductor"
+    return None
+
+
+def _not_estimated_of(compiled: Any, name: str) -> str | None:
+    """Return why a function that a script has compiled cannot be estimated; None where it can.
+
+    Args:
+        compiled: what ``torch.compile`` has returned.
+        name: of what was compiled.
+
+    Raises:
+        SettingError: it records CUDA graphs.
+    """
+    if not torch.__version__.startswith(_HELD_AGAINST):
+        return not_estimated()
+    # Of Inductor alone.
+    config = compiled.get_compiler_config()
+    if config is None:
+        return "its backend is not inductor"
+    if config["triton.cudagraphs"]:
+        remedy = (
+            "CUDA graphs keep memory in pools of their own, which are not simulated; compile"
+            ' without mode="reduce-overhead" and without options={"triton.cudagraphs": True}, or'
+            ' estimate mode="max-autotune" as "max-autotune-no-cudagraphs"'
+        )
+        raise SettingError("model", f"{name} compiled with CUDA graphs", remedy)
     return None
 
 
@@ -108,6 +135,41 @@ class CompiledParts:
                 # Hooks of the module itself stay outside.
                 module.forward = self.compiled(module.forward, type(module).__name__)
                 module._compiled_call_impl = module._call_impl
+
+    @contextmanager
+    def in_place(self, model: nn.Module) -> Iterator[None]:
+        """Inside, what a script has compiled in a model allocates what the compiled one would; of
+        what cannot be estimated so the eager program is counted, which `left_out` says.
+
+        Raises:
+            SettingError: a module records CUDA graphs.
+        """
+        with ExitStack() as restored:
+            for module in _compiled_modules(model):
+                is_wrapper = hasattr(module, "_orig_mod")
+                original = module._orig_mod if is_wrapper else module
+                assert isinstance(original, nn.Module)
+                name = type(original).__name__
+                compiled = module if is_wrapper else module._compiled_call_impl
+                reason = _not_estimated_of(compiled, name)
+                if reason is not None:
+                    self._say(
+                        f"compile: {name} is counted as the eager program, which holds more as a"
+                        f" rule: {reason}"
+                    )
+                    continue
+                restored.callback(_restorer(module))
+                if is_wrapper:
+                    module.forward = self.compiled(original, name)
+                else:
+                    # Hooks of the module itself stay outside.
+                    module.forward = self.compiled(module.forward, name)
+                    module._compiled_call_impl = module._call_impl
+            if self._made:
+                # Each size that was tried is a variant of the same code, of which training may have
+                # a few before it goes on without the compiler.
+                restored.callback(torch.compiler.reset)
+            yield
 
     def take_over_attributes(self, loss: nn.Module) -> None:
         """Replace what ``torch.compile`` has returned for functions of a loss."""
@@ -145,10 +207,12 @@ class CompiledParts:
 
     def _leave_out(self, name: str, error: Exception) -> None:
         reason = str(error).strip().partition("\n")[0]
-        sentence = (
+        self._say(
             f"compile: {name} is counted as the eager program, which holds more as a rule: it could"
             f" not be compiled as one graph ({type(error).__name__}: {reason})"
         )
+
+    def _say(self, sentence: str) -> None:
         if sentence not in self.left_out:
             self.left_out.append(sentence)
 
@@ -198,6 +262,31 @@ class CompiledParts:
         # Arguments are freed inside.
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the compiled modules in a module, but those within others, which these compile."""
+    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+        yield module
+        return
+    for child in module.children():
+        yield from _compiled_modules(child)
+
+
+def _restorer(module: nn.Module) -> Callable[[], None]:
+    """Return a function that leaves what a call of a module runs as it is now."""
+    own = vars(module)
+    forward = own.get("forward")
+    compiled_call = module._compiled_call_impl
+
+    def restore() -> None:
+        if forward is None:
+            del module.forward
+        else:
+            module.forward = forward
+        module._compiled_call_impl = compiled_call
+
+    return restore
 
 
 class GraphMemory:

@@ -22,6 +22,7 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
 from .allocator import AllocatorSettings
+from .compiled_parts import CompiledParts
 from .cuda_workspace import left_out
 from .devices import CONTEXT_BYTES, alike, parse_devices
 from .estimator import estimate_length
@@ -133,11 +134,13 @@ def estimate_step(
     settings = AllocatorSettings.from_environment()
     fits: dict[int, Fit] = {}
     replays: dict[int, LengthReplay] = {}
+    of_compiled: list[str] = []
     try:
         # Reversed, so that the length of the first kind stays.
         for members in reversed(alike(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
-            with _fake_in_place(fake, model, optimizer) as twin:
+            compiled = CompiledParts(fake)
+            with _fake_in_place(fake, model, optimizer) as twin, compiled.in_place(model):
                 make_step = partial(
                     FakeStep,
                     model=model,
@@ -168,6 +171,7 @@ def estimate_step(
                         if replay is not None:
                             replays[number] = replay
             fits.update(zip(members, some, strict=True))
+            of_compiled += [one for one in compiled.left_out if one not in of_compiled]
     except Exception as error:
         remedy = needs_values(error)
         if remedy is None:
@@ -180,7 +184,7 @@ def estimate_step(
         ),
         lengths=(length,),
         maximum=maximum,
-        left_out=left_out([device.architecture for device in parsed]),
+        left_out=(*of_compiled, *left_out([device.architecture for device in parsed])),
         seconds=round(time.perf_counter() - start, 2),
     )
 

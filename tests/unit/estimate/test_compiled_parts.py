@@ -7,10 +7,17 @@ from __future__ import annotations
 import pytest
 import torch
 from support.model_families import Combination
+from torch import nn
 from torch.nn import functional
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice, not_estimated
+from adaptive_batch.estimate import (
+    CompiledParts,
+    CudaKernels,
+    FakeDevice,
+    estimate_memory,
+    not_estimated,
+)
 from adaptive_batch.torchtune import estimate_devices
 
 pytestmark = pytest.mark.skipif(
@@ -125,3 +132,120 @@ def test_another_backend_is_counted_as_the_eager_program(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
     (sentence,) = (one for one in estimate().left_out if one.startswith("compile"))
     assert sentence.endswith("as a rule: TORCH_COMPILE_BACKEND=aot_eager is not inductor")
+
+
+# --- a script's own model
+
+
+class Gated(nn.Module):
+    """Keeps less for backward when it is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(64, 256)
+        self.value = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+
+    def forward(self, hidden):
+        return hidden + self.down(functional.silu(self.gate(hidden)) * self.value(hidden))
+
+
+def scripts_model(**how):
+    """A model of two layers, compiled in the given way; eager without one."""
+    layers = [Gated(), Gated()]
+    if "wraps" in how:
+        layers = [torch.compile(layer, **how["wraps"]) for layer in layers]
+    if "compiles" in how:
+        for layer in layers:
+            layer.compile(**how["compiles"])
+    model = nn.Sequential(nn.Embedding(50, 64), *layers, nn.Linear(64, 50))
+    return torch.compile(model) if "whole" in how else model
+
+
+def estimate_of(model):
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+
+    def mean_loss(batch):
+        logits = model(batch["tokens"])
+        return functional.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten())
+
+    return estimate_memory(
+        model,
+        {"tokens": tokens},
+        torch.optim.AdamW(model.parameters()),
+        "1GiB",
+        mean_loss=mean_loss,
+    )
+
+
+def peak_of(estimate):
+    return estimate.lengths[0].curve.peak_bytes(1024)
+
+
+def about_compile(estimate):
+    return [sentence for sentence in estimate.left_out if sentence.startswith("compile")]
+
+
+def what_runs(model):
+    return [(vars(module).get("forward"), module._compiled_call_impl) for module in model.modules()]
+
+
+@pytest.mark.parametrize(
+    "how", [{"compiles": {}}, {"wraps": {}}, {"whole": True}], ids=["by layer", "wrapped", "whole"]
+)
+def test_a_scripts_compiled_model_is_estimated_as_such_and_left_as_it_was(how):
+    model = scripts_model(**how)
+    before = what_runs(model)
+    compiled = estimate_of(model)
+    assert not about_compile(compiled)
+    assert peak_of(compiled) < 0.9 * peak_of(estimate_of(scripts_model()))
+    assert what_runs(model) == before
+
+
+def test_a_scripts_other_backend_is_counted_as_the_eager_program():
+    estimate = estimate_of(scripts_model(compiles={"backend": "aot_eager"}))
+    assert about_compile(estimate) == [
+        "compile: Gated is counted as the eager program, which holds more as a rule: its backend is"
+        " not inductor"
+    ]
+    assert peak_of(estimate) == peak_of(estimate_of(scripts_model()))
+
+
+def test_a_version_of_torch_that_nothing_was_held_against_is_counted_as_the_eager_program(
+    monkeypatch,
+):
+    monkeypatch.setattr("adaptive_batch.estimate.compiled_parts._HELD_AGAINST", ("0.1.",))
+    (sentence,) = about_compile(estimate_of(scripts_model(compiles={})))
+    assert sentence.endswith("compiles was not held against PyTorch's CUDA build")
+
+
+@pytest.mark.parametrize("way", ["compiles", "wraps"])
+def test_a_scripts_cuda_graphs_are_refused_and_the_model_is_left_as_it_was(way):
+    model = scripts_model(**{way: {"mode": "reduce-overhead"}})
+    before = what_runs(model)
+    with pytest.raises(SettingError, match="'Gated compiled with CUDA graphs': CUDA graphs keep"):
+        estimate_of(model)
+    assert what_runs(model) == before
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+
+
+def test_training_is_compiled_after_an_estimate_has_tried_many_sizes():
+    model = scripts_model(compiles={"backend": "inductor", "dynamic": False})
+    estimate_of(model)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    for layer in list(model)[1:3]:
+        layer.compile(backend=backend, dynamic=False)
+    model(torch.zeros(2, 32, dtype=torch.int64))
+    assert graphs
+
+
+def test_cuda_graphs_do_not_matter_on_a_cpu(monkeypatch):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "cudagraphs")
+    cfg = Combination("llama3_2", 64, compiled=True).to_estimate(devices=["80GiB"], changes=False)
+    sentences = estimate_devices(cfg, show=lambda text: None).left_out
+    assert any("as the memory of a CPU always is" in sentence for sentence in sentences)
