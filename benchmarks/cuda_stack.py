@@ -2,15 +2,18 @@
 without a device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
-    {cases,bounds,probe,recipe,runs,ranks}] [--quick] [--output DIR]
+    {cases,compiled,bounds,probe,recipe,runs,ranks}] [--quick]
+    [--cases N] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
 (tests/support/stack_runs.py); no kernel computes, and memory is accounted
 (tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the estimate
 says of each number of rows, and its replay of the allocator with default and with expandable
 segments, beside what PyTorch counted: bytes requested, allocated and reserved, and every segment
-with its blocks. `bounds`: the rows that are estimated to fit without a retry of the allocator
-beside brute force: the most rows that run six steps so, and those rows with varying lengths.
+with its blocks. `compiled`: the same for `compile: True`, at the rows that are estimated to fit
+without a retry; whether these run so, and more do not. `bounds`: the rows that are estimated to fit
+without a retry of the allocator beside brute force: the most rows that run six steps so, and those
+rows with varying lengths.
 `probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
 small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
 shares of the memory taken away and given back. `runs`: the same model, 100 times with lengths of
@@ -104,7 +107,9 @@ class Case:
         return device
 
 
-def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[Case]:
+def sample(
+    number: int, *, rows: Sequence[int | str] = (1, 2, "bound"), compiled: bool = False
+) -> list[Case]:
     """Draw that many different cases whose optimizer's step fits."""
     draw, cases = random.Random(SEED), dict[Case, None]()
     while len(cases) < number:
@@ -112,7 +117,9 @@ def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[
         length = round(math.exp(draw.uniform(math.log(200), math.log(8192))))
         checkpointing = draw.choice(["", "checkpointing"])
         loss = "plain" if model == "gemma2_2b" else "chunked"  # it has no chunks of outputs
-        combination = Combination(model, length, "AdamW", loss, checkpointing, dtype, device="cuda")
+        combination = Combination(
+            model, length, "AdamW", loss, checkpointing, dtype, device="cuda", compiled=compiled
+        )
         case = Case(combination, draw.choice(list(DEVICES)), draw.choice(rows))
         held = COPIES * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
         if held < 0.95 * case.found.total_bytes:
@@ -339,6 +346,51 @@ def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
             f" in {large:.1%}; the same retries, and fit or not, in {same:.1%}"
         )
     return summary
+
+
+# --- compiled
+
+
+def measure_compiled(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+    """Peaks of compiled steps at the bound, estimated and counted; whether the bound runs without a
+    retry, and 3% and two rows more do not.
+    """
+    table = []
+    print(f"{'case':<88} {'rows':>5} {'requested':>10} {'reserved':>9}  at the bound, above it, s")
+    for case in cases:
+        start = time.perf_counter()
+        entry: dict[str, Any] = {**asdict(case)}
+        table.append(entry)
+        try:
+            with Estimated(case).opened() as estimated:
+                rows = max(1, estimated.bound(""))
+                allocator = estimated.replayed(rows, "")
+                # What the estimate compiled is not what the run does.
+                torch.compiler.reset()
+            real = run_of_bounds(runs, case, "", rows)
+            more = run_of_bounds(runs, case, "", math.ceil(1.03 * rows) + 2)
+        except Exception as error:
+            entry["failed"] = f"{type(error).__name__}: {error}"
+            print(f"{case!s:<88} {entry['failed']}", flush=True)
+            continue
+        entry |= compared(allocator, real) | {"rows": rows}
+        entry |= {"at_bound": real.is_clean, "above": more.is_clean}
+        entry["seconds"] = round(time.perf_counter() - start, 1)
+        clean = {True: "clean", False: "not clean"}
+        print(
+            f"{case!s:<88} {rows:>5} {entry['errors']['requested']:>10.3%}"
+            f" {entry['errors']['reserved']:>9.2%}  {clean[real.is_clean]}, {clean[more.is_clean]},"
+            f" {entry['seconds']}",
+            flush=True,
+        )
+    done = [entry for entry in table if "failed" not in entry]
+    for kind in ("requested", "reserved") if done else ():
+        errors = [abs(entry["errors"][kind]) for entry in done]
+        print(f"{kind}: median {median(errors):.3%}, worst {max(errors):.2%}")
+    at_bound = sum(entry["at_bound"] for entry in done)
+    above = sum(not entry["above"] for entry in done)
+    print(f"the bound runs without a retry in {at_bound}, more does not in {above} of {len(done)}")
+    return table
 
 
 # --- bounds
@@ -650,7 +702,7 @@ def measure_runs(folder: Path, *, seeds: int) -> list[dict[str, Any]]:
     return table
 
 
-PARTS = ("cases", "bounds", "probe", "recipe", "runs", "ranks")
+PARTS = ("cases", "compiled", "bounds", "probe", "recipe", "runs", "ranks")
 
 
 def main() -> None:
@@ -659,6 +711,9 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=PARTS, help="one of the parts")
     parser.add_argument("--quick", action="store_true", help="a tenth of the cases")
+    parser.add_argument(
+        "--cases", type=int, metavar="N", help="of compiled steps, 40 without --quick"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -671,6 +726,11 @@ def main() -> None:
         if arguments.only in (None, "cases"):
             cases = measure_cases(by_device(sample(120 // share)), runs)
             parts["cases"] = {"seed": SEED, "summary": summarised(cases), "cases": cases}
+            print()
+        if arguments.only in (None, "compiled"):
+            number = arguments.cases or 40 // share
+            compiled = sample(number, rows=("bound",), compiled=True)
+            parts["compiled"] = measure_compiled(by_device(compiled), runs)
             print()
         if arguments.only in (None, "bounds"):
             parts["bounds"] = measure_bounds(by_device(sample(40 // share, rows=("bound",))), runs)
