@@ -151,6 +151,18 @@ def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
     assert sizes == [1]
 
 
+def test_peaks_that_are_counted_are_said_to_be_of_the_eager_program(caplog):
+    caplog.set_level("INFO", "adaptive_batch")
+    peaks = peaks_by_hand()
+    eager = Training().find(device_memory=peaks[7], headroom=0.0, maximum=MAXIMUM)
+    assert "eager program" not in caplog.text
+    compiled = Training()
+    compiled.model.compile(backend="aot_eager")
+    found = compiled.find(device_memory=peaks[7], headroom=0.0, maximum=MAXIMUM)
+    assert caplog.text.count("peaks are those of the eager program") == 1
+    assert found.max_batch_size == eager.max_batch_size
+
+
 def test_halving_finds_the_first_half_that_fits():
     peaks = peaks_by_hand()
     result = Training().find(device_memory=peaks[12], headroom=0.0, search="halve", maximum=MAXIMUM)
