@@ -568,6 +568,12 @@ def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
         (packs and reason, "micro_batch_layout", f"{reason}; give grouped"),
+        (
+            s.activation_memory_budget < 1 and not config.get("compile"),
+            "activation_memory_budget",
+            "what a compiled part keeps is chosen as it is compiled; set compile to True, or give"
+            " enable_activation_checkpointing=True instead",
+        ),
     )
 
 

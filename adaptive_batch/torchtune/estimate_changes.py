@@ -70,6 +70,9 @@ def _of_activations(cfg: DictConfig, model: torch.nn.Module) -> Iterator[Candida
         yield Candidate(("enable_activation_checkpointing=True",), cost)
         cost = f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute"
         yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
+    if cfg.compile and cfg.get("activation_memory_budget", None) in (None, 1.0):
+        cost = "each compiled part computes in backward what is cheapest to compute again"
+        yield Candidate(("activation_memory_budget=0.5",), cost)
 
 
 def _of_optimizer(cfg: DictConfig, world_size: int) -> Iterator[Candidate]:

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from torchtune import training, utils
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import private
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, device_memory
 
@@ -76,6 +77,10 @@ class Job:
             raise SettingError(
                 "enable_activation_offloading", True, "it needs CUDA; set it to False"
             )
+        if cfg.compile:
+            # Of the process: read whenever a part is compiled.
+            partitioner = private("torch._functorch.config", "activation_memory_budget")
+            partitioner.activation_memory_budget = settings.activation_memory_budget
         self.loss_fn = instantiate("loss", cfg.loss)
         self.task = (task or task_of(self.loss_fn))(cfg, self.loss_fn)
 

@@ -37,6 +37,7 @@ _MEMORY_KEYS = [
     "collate_fn",
     "dtype",
     "compile",
+    "activation_memory_budget",
     "clip_grad_norm",
     "optimizer_in_bwd",
     "pad_to_multiple_of",

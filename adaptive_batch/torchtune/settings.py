@@ -55,6 +55,12 @@ from .keys import (
 from .names import check_names
 
 
+def _check_budget(name: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= 1:
+        raise SettingError(name, value, "give a share from 0 to 1, such as 0.5")
+
+
 def _length(name: str, value: Any) -> int | str:
     if not isinstance(value, str):
         return check_whole(name, value)
@@ -461,6 +467,14 @@ class Settings:
         "torchtune's `RMSNorm` as one operation in the model's `dtype`, which keeps its input and"
         " no float32 copies of it; results differ by rounding",
         default=False,
+        resume="report",
+    )
+    activation_memory_budget: float = key(
+        checked(_check_budget),
+        "with `compile: True`: share of what each compiled part would keep for backward, from 0 to"
+        " 1; what is above it is computed again in backward, the cheapest first (PyTorch's"
+        " `torch._functorch.config.activation_memory_budget`)",
+        default=1.0,
         resume="report",
     )
     on_out_of_memory: str = key(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.model_families import Combination
 from torch import nn
+from torch._functorch import config as partitioner
 from torch.nn import functional
 
 from adaptive_batch.errors import SettingError
@@ -23,6 +24,14 @@ from adaptive_batch.torchtune import estimate_devices
 pytestmark = pytest.mark.skipif(
     not_estimated() is not None, reason="compiled steps are estimated on torch 2.13 alone"
 )
+
+
+@pytest.fixture(autouse=True)
+def _whole_budget():
+    """The budget is the process's."""
+    with partitioner.patch(activation_memory_budget=1.0):
+        yield
+
 
 # Bytes of each tensor below.
 SIZE = 4 * 256 * 256
@@ -120,6 +129,17 @@ def test_a_compiled_step_is_estimated_as_such():
     assert not any(sentence.startswith("compile") for sentence in compiled.left_out)
     rows = 64
     assert compiled.lengths[0].curve.peak_bytes(rows) < eager.lengths[0].curve.peak_bytes(rows)
+
+
+def test_less_is_kept_within_a_budget_of_activations():
+    rows = 64
+    peaks = []
+    for budget in (1.0, 0.5, 0.2):
+        estimated = estimate(activation_memory_budget=budget)
+        peaks.append(estimated.lengths[0].curve.peak_bytes(rows))
+    assert peaks[0] > peaks[1] > peaks[2]
+    # A later estimate has its own.
+    assert estimate().lengths[0].curve.peak_bytes(rows) == peaks[0]
 
 
 def test_cuda_graphs_are_refused(monkeypatch):

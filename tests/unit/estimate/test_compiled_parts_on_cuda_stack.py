@@ -77,3 +77,17 @@ def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
     torch.cuda.empty_cache()
     assert expected == pytest.approx(peak, rel=0.03)
     assert abs(expected - peak) < abs(expected_of_eager - peak)
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.15])
+def test_a_budget_of_activations_is_estimated_to_the_byte(budget):
+    cfg = read("llama3_2_1B", "compile=True", f"activation_memory_budget={budget}", *LLAMA, PLAIN)
+    expected = peak_bytes(estimated(cfg, 8, 1024))
+    torch.compiler.reset()
+    torch._C._cuda_clearCublasWorkspaces()
+    held = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    on_cuda(cfg, 8, 1024)
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert expected == pytest.approx(peak, abs=1024)

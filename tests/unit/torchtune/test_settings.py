@@ -172,6 +172,22 @@ def test_an_old_spelling_is_refused_with_the_new_one(config):
         Settings.from_config(PLAIN | config)
 
 
+@pytest.mark.parametrize("budget", [-0.1, 1.5, True, "half"])
+def test_a_budget_of_activations_is_a_share(budget):
+    with pytest.raises(SettingError, match=r"^activation_memory_budget=.*: give a share from 0"):
+        Settings.from_config(PLAIN | {"compile": True, "activation_memory_budget": budget})
+
+
+def test_a_budget_of_activations_is_of_compiled_parts_alone():
+    given = {"activation_memory_budget": 0.5}
+    with pytest.raises(
+        SettingError, match=r"^activation_memory_budget=0\.5: .*set compile to True"
+    ):
+        Settings.from_config(PLAIN | given)
+    settings = Settings.from_config(PLAIN | given | {"compile": True})
+    assert settings.activation_memory_budget == 0.5
+
+
 def test_settings_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         Settings.from_config(PLAIN).batch_size = 3
