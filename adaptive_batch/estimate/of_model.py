@@ -171,7 +171,9 @@ def estimate_step(
                         if replay is not None:
                             replays[number] = replay
             fits.update(zip(members, some, strict=True))
-            of_compiled += [one for one in compiled.left_out if one not in of_compiled]
+            for sentence in compiled.left_out:
+                if sentence not in of_compiled:
+                    of_compiled.append(sentence)
     except Exception as error:
         remedy = needs_values(error)
         if remedy is None:

@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes
-from adaptive_batch._util import check_whole, count
+from adaptive_batch._util import check_whole
 from adaptive_batch.data import IGNORE_INDEX, DatasetAdapter, RowOrder, check_loss, move_to_device
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
@@ -34,7 +33,7 @@ from .throughput_search import Choices
 from .trials import TriedStep, WorstRows
 
 if TYPE_CHECKING:
-    from adaptive_batch.estimate import Fit, LengthPlan, MemoryEstimate, PlannedSteps
+    from adaptive_batch.estimate import MemoryEstimate
 
 Row = Any
 Batch = Any
@@ -400,27 +399,30 @@ class RowStep:
             batches: function that returns the row numbers of each of these steps where so many rows
                 fit; needed with `lengths`.
         """
-        from adaptive_batch.estimate import CONTEXT_BYTES, FakeDevice, estimate_step
+        from adaptive_batch.estimate import CONTEXT_BYTES, estimate_step
 
-        dataset = self.dataset
-        (longest,) = dataset.longest(1)
+        from .sampled_rows import SampledRows
+
+        sampled = SampledRows(
+            self.dataset,
+            self.make_batch,
+            self._rows_apart,
+            self._mean_loss,
+            self.sizer,
+            self.step.parts.plan,
+        )
         length_plan = None
         if lengths is not None:
             assert batches is not None
-            length_plan = self._length_plan(lengths, batches, longest=dataset.length(longest))
-
-        def forward_backward(device: FakeDevice, num_rows: int) -> None:
-            rows = dataset.longest(min(num_rows, len(dataset)))
-            self._try_fake([rows[number % len(rows)] for number in range(num_rows)], device.batch)
-
+            length_plan = sampled.length_plan(lengths, batches)
         try:
             return estimate_step(
                 self._model,
                 optimizer,
-                forward_backward,
+                sampled.run,
                 self.clip,
                 devices,
-                sequence_length=dataset.length(longest),
+                sequence_length=sampled.longest,
                 accumulates=self.sizer.may_split,
                 maximum=check_whole("maximum", maximum),
                 context=CONTEXT_BYTES if context is None else context,
@@ -428,61 +430,7 @@ class RowStep:
                 length_plan=length_plan,
             )
         finally:
-            dataset.forget()
-
-    def _length_plan(
-        self, lengths: Any, batches: Callable[[int], Iterable[Sequence[int]]], *, longest: int
-    ) -> LengthPlan:
-        """Return how steps of rows of these lengths are divided and run.
-
-        Raises:
-            SettingError: lengths that cannot be used, or micro-batches without padding.
-        """
-        from adaptive_batch.estimate import FakeDevice, LengthPlan, PlannedSteps, checked_lengths
-
-        dataset = self.dataset
-        tokens = checked_lengths(lengths, longest=longest, owner="the longest row of the dataset")
-        if len(tokens) != len(dataset):
-            remedy = f"give one for each of the {count(len(dataset), 'row')} of the dataset"
-            raise SettingError("lengths", f"{len(tokens)} numbers", remedy)
-        if not self.sizer.layout.pads:
-            remedy = "leave lengths out: steps are replayed where rows are padded"
-            raise SettingError("lengths", f"with {self.sizer.layout.kind} rows", remedy)
-        # What an empty row is padded to.
-        tokens = [max(1, length) for length in tokens]
-        row_of_length = dict(zip(tokens, range(len(tokens)), strict=True))
-
-        def steps(fit: Fit) -> PlannedSteps:
-            most_rows = fit.max_batch_size
-            drawn = []
-            for numbers in batches(most_rows):
-                drawn.append([tokens[number] for number in numbers])
-            limit = self.sizer.limit_where_fits(
-                most_rows, length=longest, rows_at_once=len(drawn[0])
-            )
-            return PlannedSteps.of(drawn, limit, partial(self.step.parts.plan, limit=limit))
-
-        def run(device: FakeDevice, num_rows: int, length: int) -> None:
-            row = dataset[row_of_length[length]]
-            self._try_fake([row] * num_rows, device.batch)
-
-        return LengthPlan(steps, run)
-
-    def _try_fake(self, rows: Sequence[Row], to_device: Callable[[dict[str, Any]], None]) -> None:
-        """Run forward and backward of rows on a device that is not here.
-
-        Args:
-            rows: rows, which are collated on the host.
-            to_device: function that puts the batch under ``batch`` on that device, in place.
-        """
-        with disable_current_modes():
-            batch = self.make_batch(rows)
-            apart = self._rows_apart(batch)
-        on_device = {"batch": batch}
-        to_device(on_device)
-        with apart:
-            loss = check_loss(self._mean_loss(on_device["batch"]))
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.dataset.forget()
 
     # --- state
 
