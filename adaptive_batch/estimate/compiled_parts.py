@@ -10,7 +10,7 @@ what Inductor's would, by one rule, which is the same on every build of PyTorch:
 * All others are fused. One writes its result to memory where the graph returns it, where an
   operator of the first kind reads it, where it is a reduction, or where several read it and it
   reads much itself. Otherwise the kernels that need its result compute it.
-* Fused kernels that read the same memory in loops of one size are one, which runs as early as all
+* Fused kernels that read the same memory in loops of one size are one, which runs as soon as all
   that they read is there.
 * Memory is freed after its last reader. A kernel writes a result in the place of what it reads for
   that result alone and for the last time, if that has the same dtype and size, and is no argument
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -366,12 +366,40 @@ class GraphMemory:
                 joined = self._joined[kernel]
             if kernel in reads or any(user in reads for user in kernel.users):
                 break
+        if not joined and _is_fused(node):
+            joined = self._delayed_for(node)
         place = len(self._kernels)
         if joined:
             place = self._kernels.index(joined[-1]) + 1
         self._kernels.insert(place, node)
         joined.append(node)
         self._joined[node] = joined
+
+    def _delayed_for(self, node: fx.Node) -> list[fx.Node]:
+        """Delay the last kernel that reads the same memory in a loop of the same size until what a
+        node reads is there, with all that needs its results; return it, to be fused with the node.
+
+        Returns none where each such kernel has made a part of what the node reads.
+        """
+        reads = self._reads[node]
+        for kernel in reversed(self._kernels):
+            is_alike = _is_fused(kernel) and _loop_size(kernel) == _loop_size(node)
+            if not is_alike or not reads & self._reads[kernel]:
+                continue
+            joined = self._joined[kernel]
+            made = _results(joined)
+            later: list[fx.Node] = []
+            for other in self._kernels:
+                if other not in joined and self._reads[other] & made:
+                    later.append(other)
+                    made |= _results([other])
+            if reads & _results(later):
+                continue
+            moved = {*joined, *later}
+            stay = [other for other in self._kernels if other not in moved]
+            self._kernels = [*stay, *joined, *later]
+            return joined
+        return []
 
     def _is_written(self, node: fx.Node) -> bool:
         if node.op != "call_function" or _has_several_results(node):
@@ -463,6 +491,15 @@ def _empty_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
+def _results(kernels: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return what kernels write to memory."""
+    results = set(kernels)
+    for kernel in kernels:
+        if _has_several_results(kernel):
+            results.update(kernel.users)
+    return results
 
 
 def _has_several_results(node: fx.Node) -> bool:

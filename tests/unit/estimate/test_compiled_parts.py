@@ -88,6 +88,17 @@ def test_a_kernel_writes_over_what_it_is_the_last_to_read(device):
     assert sizes == [SIZE, 32 * 2**20]
 
 
+def test_a_fused_kernel_waits_for_the_one_that_reads_the_same(device):
+    def computes(x, y, z):
+        first = x.sin() * y
+        product = first @ z
+        return product, (x + z @ z).cos() * y
+
+    sizes, _ = allocated(device, computes)
+    # The product that the second kernel needs comes first, then both kernels in one.
+    assert sizes == [SIZE, 32 * 2**20, SIZE, SIZE]
+
+
 def test_backward_computes_again_what_is_cheap(device):
     sizes, _ = allocated(device, lambda x, y, z: functional.silu(x * y) * z, backward=True)
     # A gradient for each of three; eager allocates each step of the chain rule.

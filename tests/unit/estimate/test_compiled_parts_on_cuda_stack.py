@@ -79,7 +79,7 @@ def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
     assert abs(expected - peak) < abs(expected_of_eager - peak)
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.15])
+@pytest.mark.parametrize("budget", [0.5, 0.15, 0.0])
 def test_a_budget_of_activations_is_estimated_to_the_byte(budget):
     cfg = read("llama3_2_1B", "compile=True", f"activation_memory_budget={budget}", *LLAMA, PLAIN)
     expected = peak_bytes(estimated(cfg, 8, 1024))
