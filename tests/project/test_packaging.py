@@ -303,6 +303,7 @@ def test_torchtunes_own_recipes_are_as_it_installed_them():
         "adaptive_full_finetune",
         "adaptive_lora_finetune",
         "adaptive_dpo",
+        "adaptive_distill",
         "adaptive_probe",
         "adaptive_estimate",
     ],

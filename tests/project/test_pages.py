@@ -136,6 +136,7 @@ def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
             "adaptive_full_finetune",
             "adaptive_lora_finetune",
             "adaptive_dpo",
+            "adaptive_distill",
             "adaptive_probe",
             "adaptive_estimate",
         }
