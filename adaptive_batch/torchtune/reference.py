@@ -43,11 +43,17 @@ class Reference:
     def logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
         """Return the reference's logits of a batch; a list where it returns chunks."""
         logits: torch.Tensor | list[torch.Tensor]
-        if self.second is not None:
-            logits = self.second(**batch)
+        if self.second is None:
+            with disable_adapter(self._policy):
+                logits = self._policy(**batch)
             return logits
-        with disable_adapter(self._policy):
-            logits = self._policy(**batch)
+        # torchtune's teacher keeps its mark on one device: torch chooses the kernel of a chunk's
+        # product by it, and their bits differ.
+        self.second.requires_grad_(distributed.world_size() == 1)
+        try:
+            logits = self.second(**batch)
+        finally:
+            self.second.requires_grad_(False)
         return logits
 
     @property

@@ -43,7 +43,7 @@ BLOCKS = blocks()
 COMMANDS = [
     (block, command) for block in BLOCKS if block.language == "bash" for command in block.commands
 ]
-THEIRS = {*TORCHTUNE_KEYS, "model_dir", "demo_dir"}
+THEIRS = {*TORCHTUNE_KEYS, "model_dir", "teacher_dir", "demo_dir"}
 
 
 def unheld(block):
