@@ -49,6 +49,7 @@ QUICK = 6  # every so many-th
 RANKS = 2
 LAST_PART = "the stock recipe logs the metrics of the last micro-batch alone"
 ROUNDED = "the stock recipe adds up figures in bf16"
+UNLOGGED = "the stock recipe does not log it"
 MARGINS = "the stock recipe logs the difference of two rounded means"
 
 
@@ -117,6 +118,7 @@ def not_compared(kind: str, features: Sequence[str]) -> dict[str, str]:
         names.update(dict.fromkeys(metrics, LAST_PART))
     if "ranks" in kind:
         names["rewards/margins"] = MARGINS
+        names["grad_norm"] = UNLOGGED
     if "bf16" in features and ("accumulation" in features or "ranks" in kind):
         names.update({name: ROUNDED for name in ("loss", *metrics) if name not in names})
     return names
