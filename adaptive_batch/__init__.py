@@ -1,8 +1,8 @@
 """adaptive_batch: the batch size of a fine-tuning run, known instead of guessed.
 
 With torchtune, `tune run` finds the recipes `adaptive_full_finetune`, `adaptive_lora_finetune`,
-`adaptive_dpo`, `adaptive_probe` and `adaptive_estimate`. For any other PyTorch loop there are four
-objects, each usable alone:
+`adaptive_dpo`, `adaptive_distill`, `adaptive_probe` and `adaptive_estimate`. For any other PyTorch
+loop there are four objects, each usable alone:
 
     AdaptiveStep         splits a batch into parts that fit, and runs it again where memory runs out
     AdaptiveBatches      yields row numbers to a DataLoader, in batches that grow and resume exactly

@@ -4,8 +4,8 @@ figure.
     tune run adaptive_estimate --config NAME estimate.devices=[H100,RTX4090]
         [estimate.sequence_lengths=[512,2048]]
 
-Any config of `adaptive_full_finetune`, `adaptive_lora_finetune` and `adaptive_dpo` works. No
-weights, no accelerator and, with lengths given, no data are read.
+Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo` and
+`adaptive_distill` works. No weights, no accelerator and, with lengths given, no data are read.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ Or instead, for the largest batch that loses no more than a tolerance:
 
     tune run adaptive_probe --config NAME probe.critical_batch=True
 
-Any config of `adaptive_full_finetune`, `adaptive_lora_finetune` and `adaptive_dpo` works, so the
-bound is that of the training it describes.
+Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo` and
+`adaptive_distill` works, so the bound is that of the training it describes.
 """
 
 from __future__ import annotations

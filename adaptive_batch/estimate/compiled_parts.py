@@ -172,13 +172,20 @@ class CompiledParts:
             yield
 
     def take_over_attributes(self, loss: nn.Module) -> None:
-        """Replace what ``torch.compile`` has returned for functions of a loss."""
+        """Replace what ``torch.compile`` has returned for functions and modules of a loss."""
         for name, function in vars(loss).items():
             original = getattr(function, "_torchdynamo_orig_callable", None)
             if original in self._made:
                 setattr(loss, name, original)
             elif original is not None:
                 setattr(loss, name, self.compiled(original, f"{type(loss).__name__}.{name}"))
+        for name, module in list(loss.named_children()):
+            part = getattr(module, "_orig_mod", None)
+            if part is None:
+                continue
+            if part.forward not in self._made:
+                part.forward = self.compiled(part.forward, f"{type(loss).__name__}.{name}")
+            setattr(loss, name, part)
 
     def compiled(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         """Return a function that allocates what the compiled one would.

@@ -89,6 +89,7 @@ class DryRun:
             many rows, for a caching allocator, which varying lengths fragment. A trial is all of
             these then, from a fresh cache, and on leaving the cache stays as the last one left it.
         remedies: the end of the error that one row does not fit.
+        held: frozen modules that lie on the device beside the model.
 
     Attributes:
         resident_bytes: bytes alive before a trial; known after entering, as is the rest.
@@ -117,6 +118,7 @@ class DryRun:
         keep_gradients: Callable[[], object] | None = None,
         steps: Callable[[int], Iterator[Sequence[Callable[[], None]]]] | None = None,
         remedies: str = MEMORY_REMEDIES,
+        held: Sequence[nn.Module] = (),
     ) -> None:
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
@@ -140,6 +142,7 @@ class DryRun:
         if accumulates:
             self._keep_gradients = keep_gradients
         self._remedies = remedies
+        self._held = held
         self._steps = steps
         self._retried = False
         self._held_bytes: int | None = None
@@ -433,6 +436,8 @@ class DryRun:
             yield tensor
             if tensor.grad is not None:
                 yield tensor.grad
+        for module in self._held:
+            yield from (*module.parameters(), *module.buffers())
         yield from self._sharding.kept_gradients()
         optimizers: Iterable[Optimizer] = self._optimizers
         if self._in_backward:

@@ -8,6 +8,7 @@ from .checks import check_output_dir, without_effect, without_effect_on
 from .config_errors import instantiate
 from .critical_batch import measure_critical_batch
 from .data import Data
+from .distillation import Distillation
 from .epoch_checkpoints import STATE_KEY
 from .epoch_counts import EpochCounts
 from .estimate_changes import with_overrides
@@ -42,6 +43,7 @@ __all__ = [
     "BoundFinder",
     "Checkpoints",
     "Data",
+    "Distillation",
     "EpochCounts",
     "FullModel",
     "Job",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,9 @@ class BoundFinder:
             total_bytes=memory.total_bytes(),
             available_bytes=memory.available_bytes(()),
         )
-        weights = sum(p.numel() * p.element_size() for p in job.skeleton.parameters()) // ranks
+        skeletons = [skeleton for skeleton in (job.skeleton, job.second_skeleton) if skeleton]
+        parameters = chain.from_iterable(skeleton.parameters() for skeleton in skeletons)
+        weights = sum(p.numel() * p.element_size() for p in parameters) // ranks
         # Offloaded weights lie on the host, and only several ranks offload them.
         on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
         if weights > budget and not on_host:

@@ -37,6 +37,10 @@ AUTO = "auto"
 TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
 _SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
+_OTHER_BLOCKS = (
+    *("dataset_val", "lr_scheduler", "checkpointer", "metric_logger"),
+    *("ref_checkpointer", "teacher_model", "teacher_checkpointer", "kd_loss"),
+)
 TO_PLAN = ("device", "dtype", *_BLOCKS)
 TO_TRAIN = (*TO_PLAN, "seed", "output_dir")
 _SWITCHES = (
@@ -88,6 +92,7 @@ _WHOLE = (
     "model.vocab_size",
     "model.max_seq_len",
     "loss.num_output_chunks",
+    "kd_loss.num_output_chunks",
 )
 # A model of more layers is built for hours before anything can be said of it.
 _MOST_LAYERS = 10_000
@@ -435,7 +440,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
     for key in ("checkpointer.checkpoint_dir", "checkpointer.output_dir"):
         if config.get("checkpointer") is not None and not _values(config, key):
             _check_path(key, None)
-    for name in (*_BLOCKS, "dataset_val", "lr_scheduler", "checkpointer", "metric_logger"):
+    for name in (*_BLOCKS, *_OTHER_BLOCKS):
         value = config.get(name)
         for block in value if isinstance(value, list) else [value]:
             if isinstance(block, Mapping):

@@ -58,8 +58,8 @@ from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .keys import load_function
 from .model import ModelBuilder
-from .preference_pairs import task_of
 from .settings import Settings
+from .tasks import task_of
 
 # Tokens that half of the rows are shorter than the longest by, at least, where lengths vary.
 _LEAST_SHORTER = 8
@@ -264,7 +264,7 @@ class Estimator:
             raise SettingError(
                 key, value, "tokenizer.max_seq_len is not set; set it, or give a number of tokens"
             )
-        task = task_of(instantiate("loss", self._cfg.loss))
+        task = task_of(self._cfg, instantiate("loss", self._cfg.loss))
         return check_whole("tokenizer.max_seq_len", limit) * len(task.fields)
 
     def changes(self, length: LengthEstimate) -> Iterator[Change]:

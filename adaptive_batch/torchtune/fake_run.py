@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -33,7 +33,6 @@ from .checks import TO_PLAN
 from .data import Data
 from .job import Job
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
-from .reference import reference_config
 from .settings import Settings
 from .trainer import Trainer
 
@@ -212,7 +211,8 @@ class FakeRun:
             new_optimizer=self._new_optimizer,
         )
         if self.job.cfg.compile:
-            self._compiled_parts.take_over_attributes(self.job.loss_fn)
+            for loss_fn in self.job.task.losses:
+                self._compiled_parts.take_over_attributes(loss_fn)
         loss = trainer.runner.loss
         trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))
         return FakeStep(
@@ -233,15 +233,15 @@ class FakeRun:
         return lambda size: self.trainer.runner.try_rows(rows(size))
 
     def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
-        """Return the model that trains and, where the task needs one, the reference."""
+        """Return the model that trains and, where the task needs one, the second."""
         job = self.job
-        configs = [job.cfg]
-        if job.has_second_model:
-            configs.append(reference_config(job.cfg))
+        kinds: list[tuple[ModelBuilder, DictConfig]] = [(job.builder, job.cfg)]
+        if job.second is not None:
+            kinds.append((job.second.builder, job.second.cfg))
         models = []
         if distributed.world_size() > 1:
-            for cfg in configs:
-                model = build_sharded(cfg, job.builder, dtype=job.dtype, device=job.device)
+            for builder, cfg in kinds:
+                model = build_sharded(cfg, builder, dtype=job.dtype, device=job.device)
                 # Some models read their values.
                 compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
                 self.device.move(model)
@@ -249,18 +249,18 @@ class FakeRun:
         else:
 
             def skeletons() -> torch.nn.Module:
-                built = [job.builder.skeleton(cfg, dtype=job.dtype) for cfg in configs]
-                return built[0] if len(built) == 1 else torch.nn.ModuleList(built)
+                return torch.nn.ModuleList(
+                    [builder.skeleton(cfg, dtype=job.dtype) for builder, cfg in kinds]
+                )
 
-            built = self.device.build(skeletons)
-            models = list(built) if isinstance(built, torch.nn.ModuleList) else [built]
+            models = list(cast(torch.nn.ModuleList, self.device.build(skeletons)))
             job.builder.freeze(models[0])
             if job.cfg.compile:
                 training.compile_model(models[0], verbose=False)
-                if job.has_second_model:
+                if job.second is not None:
                     self._leave_out(
-                        "compile: the reference is counted as the eager program, which holds more"
-                        " than a compiled one as a rule"
+                        "compile: the second model is counted as the eager program, which holds"
+                        " more than a compiled one as a rule"
                     )
             apply_checkpointing(models[0], job.cfg)
         model, *seconds = models

@@ -20,11 +20,11 @@ from adaptive_batch.memory import DeviceMemory, device_memory
 
 from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
-from .model import FullModel, ModelBuilder
-from .preference_pairs import task_of
-from .reference import check_reference
+from .model import FullModel, ModelBuilder, num_token_embeddings
+from .reference import SecondModel
 from .settings import Settings
 from .task import Task
+from .tasks import check_keys_of_others, task_of
 
 log = logging.getLogger("adaptive_batch")
 T = TypeVar("T")
@@ -82,24 +82,23 @@ class Job:
             partitioner = private("torch._functorch.config", "activation_memory_budget")
             partitioner.activation_memory_budget = settings.activation_memory_budget
         self.loss_fn = instantiate("loss", cfg.loss)
-        self.task = (task or task_of(self.loss_fn))(cfg, self.loss_fn)
+        self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
 
     def check_model(self) -> None:
         """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is
         checked once it is built.
         """
         self.task.check(None)
-        check_reference(
-            self.cfg, is_compared=self.task.has_reference, is_second=self.has_second_model
-        )
+        check_keys_of_others(self.cfg, type(self.task))
+        second_outline = self._second_outline
         if self._outline is not None:
             self.builder.check(self._outline, self.cfg)
-            self.task.check(self._outline)
+            self.task.check(self._outline, second_outline)
 
-    @property
-    def has_second_model(self) -> bool:
-        """Whether the task compares with a frozen model that is held beside the one that trains."""
-        return self.task.has_reference and not self.builder.keeps_base
+    @cached_property
+    def second(self) -> SecondModel | None:
+        """The frozen model that is held beside the one that trains; None where there is none."""
+        return self.task.second_model(keeps_base=self.builder.keeps_base)
 
     @cached_property
     def memory(self) -> DeviceMemory:
@@ -112,22 +111,30 @@ class Job:
         return self.builder.skeleton(self.cfg, dtype=self.dtype)
 
     @cached_property
+    def second_skeleton(self) -> torch.nn.Module | None:
+        """The second model without memory; None where there is none."""
+        if self.second is None:
+            return None
+        return self.second.skeleton(dtype=self.dtype)
+
+    @cached_property
     def _outline(self) -> torch.nn.Module | None:
         """The model without memory; None where it cannot be built so."""
-        try:
-            return self.skeleton
-        except Exception as error:
-            # torch's own errors are RuntimeErrors.
-            is_torchs = isinstance(error.__cause__, RuntimeError)
-            if isinstance(error, AdaptiveBatchError) and not is_torchs:
-                raise
-            log.debug("the model cannot be built without memory: %s", error)
-            return None
+        return _if_it_can_be_built(lambda: self.skeleton)
+
+    @cached_property
+    def _second_outline(self) -> torch.nn.Module | None:
+        """The same of the second model; None also where there is none."""
+        return _if_it_can_be_built(lambda: self.second_skeleton)
 
     @cached_property
     def max_seq_len(self) -> int | None:
-        """The most tokens that the model takes; None where it does not say."""
-        return getattr(getattr(self._outline, "decoder", self._outline), "max_seq_len", None)
+        """The most tokens that all models take; None where they do not say."""
+        limits = [
+            getattr(getattr(outline, "decoder", outline), "max_seq_len", None)
+            for outline in (self._outline, self._second_outline)
+        ]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     @property
     def max_row_length(self) -> int | None:
@@ -139,17 +146,9 @@ class Job:
     @cached_property
     def vocab_size(self) -> int | None:
         """The number of token ids that the model has embeddings of; None where it does not say."""
-        embeddings = getattr(
-            getattr(self._outline, "decoder", self._outline), "tok_embeddings", torch.nn.Identity()
-        )
-        return (
-            sum(
-                part.num_embeddings
-                for part in embeddings.modules()
-                if isinstance(part, torch.nn.Embedding)
-            )
-            or None
-        )
+        if self._outline is None:
+            return None
+        return num_token_embeddings(self._outline)
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be built, and one of torch's that cannot step."""
@@ -169,6 +168,19 @@ class Job:
         """Build the configured optimizer of some parameters."""
         optimizer: torch.optim.Optimizer = instantiate("optimizer", self.cfg.optimizer, parameters)
         return optimizer
+
+
+def _if_it_can_be_built(build: Callable[[], T]) -> T | None:
+    """Return a model without memory; None where it cannot be built so."""
+    try:
+        return build()
+    except Exception as error:
+        # torch's own errors are RuntimeErrors.
+        is_torchs = isinstance(error.__cause__, RuntimeError)
+        if isinstance(error, AdaptiveBatchError) and not is_torchs:
+            raise
+        log.debug("the model cannot be built without memory: %s", error)
+        return None
 
 
 def _usable(key: str, value: Any, usable: str, read: Callable[[], T]) -> T:

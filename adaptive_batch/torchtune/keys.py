@@ -27,7 +27,8 @@ _THEIRS: Mapping[Resume, str] = {
     "epoch": "shuffle",
     "report": (
         "gradient_accumulation_steps dtype loss clip_grad_norm enable_activation_checkpointing "
-        "enable_activation_offloading compile ref_checkpointer"
+        "enable_activation_offloading compile ref_checkpointer teacher_model teacher_checkpointer "
+        "kd_loss kd_ratio"
     ),
     "free": (
         "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode"

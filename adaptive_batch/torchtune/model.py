@@ -232,6 +232,19 @@ def refusing_other_weights(
         raise SettingError("model", str(cfg.model._component_), f"{problem}; {remedy}") from error
 
 
+def num_token_embeddings(model: torch.nn.Module) -> int | None:
+    """Return how many token ids a model has embeddings of; None where it does not say."""
+    embeddings = getattr(getattr(model, "decoder", model), "tok_embeddings", torch.nn.Identity())
+    return (
+        sum(
+            part.num_embeddings
+            for part in embeddings.modules()
+            if isinstance(part, torch.nn.Embedding)
+        )
+        or None
+    )
+
+
 def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """Return the parameters by their names in checkpoints, whatever wraps their modules."""
     return {parameter_name(name): parameter for name, parameter in model.named_parameters()}

@@ -18,7 +18,6 @@ _OF_OTHER_RECIPES = {
         "weights are trained as they are here, with nothing quantized (QAT is torchtune's"
         " qat_distributed)"
     ),
-    "teacher_model": "nothing is distilled here (torchtune's knowledge_distillation recipes do)",
     "policy_model": (
         "there is no reinforcement learning here (torchtune's ppo_full_finetune_single_device"
         " does it)"

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig
+from torchtune import training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
 from adaptive_batch.errors import SettingError
 
 from .config_errors import as_dict, one_line
-from .task import Batch, Collate, Models, NextTokens, Row, Task
+from .reference import SecondModel
+from .task import Batch, Collate, Models, Row, Task
 
 # What torchtune's losses of preferences take.
 _ARGUMENTS = (
@@ -38,7 +40,8 @@ class PreferencePairs(Task):
         ("chosen_input_ids", "chosen_labels"),
         ("rejected_input_ids", "rejected_labels"),
     )
-    has_reference = True
+    keys = ("ref_checkpointer",)
+    without_it = "there are no preferences to train on here, which `tune run adaptive_dpo` does"
     counts_rows = True
     metrics = (
         "rewards/chosen",
@@ -76,10 +79,23 @@ class PreferencePairs(Task):
 
     # --- model and loss
 
-    def check(self, model: torch.nn.Module | None) -> None:
+    def second_model(self, *, keeps_base: bool) -> SecondModel | None:
+        """Return the reference where every weight trains; that of adapters is their base."""
+        (key,) = self.keys
+        given = self.cfg.get(key)
+        if not keeps_base and given is None:
+            problem = "every weight is trained here, and the reference is a model of its own"
+            remedy = "give the block of checkpointer, with the files of the reference"
+            raise SettingError(key, None, f"{problem}; {remedy}")
+        if keeps_base and given is not None:
+            remedy = "the reference of adapters is their base, with adapters disabled; remove it"
+            raise SettingError(key, given.get("_component_"), remedy)
+        return None if keeps_base else SecondModel(self.cfg, checkpointer_key=key)
+
+    def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
         """Refuse a loss that takes no log probabilities of pairs, and keys that pairs have not."""
         cfg = self.cfg
-        if not _takes_pairs(self.loss_fn):
+        if not takes_pairs(self.loss_fn):
             remedy = (
                 "not a loss of preference pairs; give torchtune.rlhf.loss.DPOLoss, or train next"
                 " tokens by `tune run adaptive_full_finetune`"
@@ -97,15 +113,12 @@ class PreferencePairs(Task):
             blocks = [blocks]
         if any(block.get("packed", False) for block in blocks):
             raise SettingError("dataset.packed", True, f"{self.why_unpacked}; set it to False")
-        if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
-            remedy = (
-                "the reference is not divided by tensor parallelism; give 1, and ranks divide both"
-                " models by FSDP"
-            )
-            raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
 
-    def prepare(self, model: torch.nn.Module) -> None:
-        """Change nothing: the loss takes whole logits."""
+    def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
+        """Disable dropout in two models, of which log probabilities are compared."""
+        if second is not None:
+            training.disable_dropout(model)
+            training.disable_dropout(second)
 
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss over pairs; leave the metrics in the batch."""
@@ -137,12 +150,7 @@ class PreferencePairs(Task):
         return loss
 
 
-def task_of(loss_fn: Any) -> type[Task]:
-    """Return the task that a loss is of."""
-    return PreferencePairs if _takes_pairs(loss_fn) else NextTokens
-
-
-def _takes_pairs(loss_fn: Any) -> bool:
+def takes_pairs(loss_fn: Any) -> bool:
     """Return whether a loss takes log probabilities of pairs, as torchtune's losses name them."""
     function = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
     try:

@@ -34,6 +34,8 @@ _MEMORY_KEYS = [
     "optimizer",
     "loss",
     "ref_checkpointer",
+    "teacher_model",
+    "kd_loss",
     "collate_fn",
     "dtype",
     "compile",

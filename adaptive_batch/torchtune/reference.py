@@ -1,9 +1,11 @@
-"""The reference that preferences are trained against: the base of adapters, or a second model."""
+"""The frozen model that a task compares with: the base of adapters, or a second model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -14,9 +16,9 @@ from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
 
 from .config_errors import building
+from .model import FullModel, ModelBuilder
 
-KEY = "ref_checkpointer"
-_REMEDY = "give the block of checkpointer, with the files of the reference"
+_REMEDY = "give a block like checkpointer, with the files of this model"
 
 
 class Reference:
@@ -36,17 +38,23 @@ class Reference:
         if second is not None:
             second.requires_grad_(False)
             second.eval()
-            # Log probabilities of the two are compared.
-            training.disable_dropout(policy)
-            training.disable_dropout(second)
 
     @torch.no_grad()
-    def logits(self, **batch: Any) -> torch.Tensor:
-        """Return the reference's logits of a batch."""
-        if self.second is not None:
-            return cast(torch.Tensor, self.second(**batch))
-        with disable_adapter(self._policy):
-            return cast(torch.Tensor, self._policy(**batch))
+    def logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
+        """Return the reference's logits of a batch; a list where it returns chunks."""
+        logits: torch.Tensor | list[torch.Tensor]
+        if self.second is None:
+            with disable_adapter(self._policy):
+                logits = self._policy(**batch)
+            return logits
+        # torchtune's teacher keeps its mark on one device: torch chooses the kernel of a chunk's
+        # product by it, and their bits differ.
+        self.second.requires_grad_(distributed.world_size() == 1)
+        try:
+            logits = self.second(**batch)
+        finally:
+            self.second.requires_grad_(False)
+        return logits
 
     @property
     def models(self) -> torch.nn.Module:
@@ -56,71 +64,109 @@ class Reference:
         return torch.nn.ModuleList([self._policy, self.second])
 
 
-def reference_config(cfg: DictConfig) -> DictConfig:
-    """Return the configuration that a second model is built by: nothing of it is recomputed."""
-    plain = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(plain, DictConfig)
-    plain.enable_activation_checkpointing = False
-    plain.ac_mode = None
-    return plain
-
-
-def check_reference(cfg: DictConfig, *, is_compared: bool, is_second: bool) -> None:
-    """Refuse a checkpoint of a reference where there is none, or none where one is needed.
+class SecondModel:
+    """A frozen model that is held beside the one that trains, as configured.
 
     Args:
         cfg: the recipe's configuration.
-        is_compared: whether the task compares with a reference.
-        is_second: whether that is a model of its own.
-    """
-    given = cfg.get(KEY)
-    if is_second and given is None:
-        problem = "every weight is trained here, and the reference is a model of its own"
-        raise SettingError(KEY, None, f"{problem}; {_REMEDY}")
-    if given is None or is_second:
-        return
-    remedy = "there are no preferences to train on here, which `tune run adaptive_dpo` does"
-    if is_compared:
-        remedy = "the reference of adapters is their base, with adapters disabled"
-    raise SettingError(KEY, given.get("_component_"), f"{remedy}; remove it")
+        key: key of the block that it is built by; `model` where it is of that kind, too.
+        checkpointer_key: key of the block that its weights are loaded by.
 
-
-class ReferenceWeights:
-    """Loads the weights of ``ref_checkpointer``, as torchtune's checkpointer reads them.
-
-    Args:
-        cfg: the recipe's configuration.
+    Attributes:
+        builder: builds it.
+        cfg: the configuration that the builder is given: nothing of it is recomputed.
 
     Raises:
-        SettingError: the checkpointer cannot be built, as where a file is missing.
+        SettingError: the models would be divided by tensor parallelism.
+    """
+
+    builder: ClassVar[ModelBuilder] = FullModel()
+
+    def __init__(self, cfg: DictConfig, *, key: str = "model", checkpointer_key: str) -> None:
+        if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
+            remedy = (
+                "a second model is not divided by tensor parallelism; give 1, and ranks divide both"
+                " models by FSDP"
+            )
+            raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
+        self._key = key
+        self._checkpointer_key = checkpointer_key
+        own = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        assert isinstance(own, DictConfig)
+        own.model = own[key]
+        own.checkpointer = own[checkpointer_key]
+        own.enable_activation_checkpointing = False
+        own.ac_mode = None
+        self.cfg = own
+
+    def skeleton(self, *, dtype: torch.dtype) -> torch.nn.Module:
+        """Return the model without memory, on the meta device."""
+        with self._naming_key():
+            return self.builder.skeleton(self.cfg, dtype=dtype)
+
+    def loading(self) -> Callable[..., torch.nn.Module]:
+        """Find the files of its weights; return what builds the model with them, of a dtype and a
+        device.
+
+        Raises:
+            SettingError: the checkpointer cannot be built, as where a file is missing.
+        """
+        weights = _WholeWeights(self.cfg.checkpointer, key=self._checkpointer_key)
+        return partial(self._build, weights)
+
+    def _build(
+        self, weights: _WholeWeights, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.nn.Module:
+        with self._naming_key():
+            return self.builder.build(self.cfg, weights, dtype=dtype, device=device)
+
+    @contextmanager
+    def _naming_key(self) -> Iterator[None]:
+        """Name the key of this model in what is refused inside."""
+        try:
+            yield
+        except SettingError as error:
+            name, dot, rest = error.key.partition(".")
+            if name != "model" or self._key == "model":
+                raise
+            named = f"{self._key}{dot}{rest}"
+            raise SettingError(named, error.value, error.remedy) from error.__cause__
+
+
+class _WholeWeights:
+    """Loads the weights of a second model, as torchtune's checkpointer reads them.
+
+    Args:
+        block: block of the checkpointer.
+        key: its key.
     """
 
     is_divided = False
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self._cfg = cfg
+    def __init__(self, block: DictConfig, *, key: str) -> None:
+        self._block = block
+        self._key = key
         # None on other ranks, where nothing asks it.
         self._checkpointer: Any = distributed.on_rank_zero(self._build)
 
     def _build(self) -> Any:
-        block = self._cfg[KEY]
-        with building(KEY, block.get("_component_"), _REMEDY):
-            return config.instantiate(block, should_load_recipe_state=False)
+        with building(self._key, self._block.get("_component_"), _REMEDY):
+            return config.instantiate(self._block, should_load_recipe_state=False)
 
     def load_weights(self) -> Mapping[str, Any]:
         """Return the state dict on rank zero; empty on others."""
 
         def load() -> Mapping[str, Any]:
-            with building(KEY, self._cfg[KEY].get("_component_"), _REMEDY):
+            with building(self._key, self._block.get("_component_"), _REMEDY):
                 weights: Mapping[str, Any] = self._checkpointer.load_checkpoint()
             return weights[training.MODEL_KEY]  # type: ignore[no-any-return]
 
         return distributed.on_rank_zero(load) or {}
 
     def load_adapters(self) -> Mapping[str, torch.Tensor]:
-        """Return none: a reference has no adapters."""
+        """Return none: a second model has no adapters."""
         return {}
 
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Never called: no rank has saved its part of a reference."""
-        raise AssertionError("a reference is loaded as a whole")
+        """Never called: no rank has saved its part of a second model."""
+        raise AssertionError("a second model is loaded as a whole")

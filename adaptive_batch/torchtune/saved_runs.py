@@ -191,13 +191,16 @@ class SavedRuns:
             content = "adapters"
             trained = "weights"
             recipe = "adaptive_lora_finetune"
+            model = "with adapters"
         else:
             content = "weights without adapters"
             trained = "adapters"
             recipe = "adaptive_full_finetune"
+            model = "without them"
         remedy = (
             f"{found.source} holds {content}, and {trained} are trained here; resume it with `tune"
-            f" run {recipe}`, or give another output_dir"
+            f" run {recipe}`, or, as adaptive_dpo and adaptive_distill train both, with a model"
+            f" {model}; or give another output_dir"
         )
         raise SettingError("resume_from_checkpoint", self._cfg.resume_from_checkpoint, remedy)
 

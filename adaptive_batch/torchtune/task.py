@@ -19,6 +19,7 @@ from adaptive_batch.training import count_shifted_labels
 from .checks import check_chunks, check_loss, takes_chunks
 from .config_errors import building
 from .keys import load_function
+from .reference import SecondModel
 
 Row = Any
 Batch = dict[str, Any]
@@ -32,8 +33,8 @@ class Models(Protocol):
     def logits(self, **batch: Any) -> Any:
         """Return the logits of the model that trains; a list where it returns chunks."""
 
-    def reference_logits(self, **batch: Any) -> torch.Tensor:
-        """Return the logits of the frozen reference, where the task has one."""
+    def reference_logits(self, **batch: Any) -> Any:
+        """Return the same of the frozen model that the task compares with, where it has one."""
 
 
 class Task(ABC):
@@ -48,13 +49,15 @@ class Task(ABC):
 
     Attributes:
         fields: keys of a row under which each sequence has its tokens and its labels.
-        has_reference: whether the loss compares with a frozen model.
+        keys: keys of the configuration that no other task has.
+        without_it: what a run of another task does not do, and which recipe does.
         counts_rows, metrics: see :class:`RowLoss`.
         why_unpacked: why rows cannot be packed; empty where they can.
     """
 
     fields: ClassVar[tuple[tuple[str, str], ...]]
-    has_reference: ClassVar[bool] = False
+    keys: ClassVar[tuple[str, ...]] = ()
+    without_it: ClassVar[str] = ""
     counts_rows: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
     why_unpacked: ClassVar[str] = ""
@@ -127,19 +130,40 @@ class Task(ABC):
 
     # --- model and loss
 
-    @abstractmethod
-    def check(self, model: torch.nn.Module | None) -> None:
-        """Refuse a loss, or a model without memory, that is not of this task."""
+    def second_model(self, *, keeps_base: bool) -> SecondModel | None:
+        """Return the frozen model that is held beside the one that trains; None where there is
+        none.
+
+        Args:
+            keeps_base: whether adapters train, and the base below them stays as it is.
+
+        Raises:
+            SettingError: a key of it is missing, or given where there is none.
+        """
+        return None
+
+    @property
+    def losses(self) -> tuple[Any, ...]:
+        """The losses that are compiled with the model."""
+        return (self.loss_fn,)
 
     @abstractmethod
-    def prepare(self, model: torch.nn.Module) -> None:
-        """Set up a model for what the loss takes."""
+    def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
+        """Refuse a loss, or models without memory, that are not of this task."""
+
+    @abstractmethod
+    def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
+        """Set up the models for what the loss takes."""
 
     @abstractmethod
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss of a batch on the device, which it may empty; leave each of
         `metrics` in it.
         """
+
+    def loss_of(self, **metrics: torch.Tensor) -> torch.Tensor | None:
+        """Return the loss of a step by the means of `metrics`; None where they do not tell it."""
+        return None
 
 
 class NextTokens(Task):
@@ -203,25 +227,39 @@ class NextTokens(Task):
         """Return the label tokens that are left after the shift by one."""
         return count_shifted_labels(batch, self.ignore_index)
 
-    def check(self, model: torch.nn.Module | None) -> None:
+    def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
         """Refuse another loss, and one of chunks for a model that returns none."""
         check_loss(self.loss_fn, self.cfg)
         if model is not None:
             check_chunks(model, self.loss_fn, self.cfg)
 
-    def prepare(self, model: torch.nn.Module) -> None:
-        """Let the model return chunks where the loss takes them."""
-        if takes_chunks(self.loss_fn):
-            cast(Any, model).set_num_output_chunks(self.loss_fn.num_output_chunks)
+    def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
+        """Let the models return chunks where the loss takes them."""
+        if not takes_chunks(self.loss_fn):
+            return
+        for each in (model, second):
+            if each is not None:
+                cast(Any, each).set_num_output_chunks(self.loss_fn.num_output_chunks)
 
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss over label tokens; position `i` predicts the label at `i + 1`."""
         labels = batch.pop("labels")
-        logits = models.logits(**batch)
-        nothing = labels.new_full((labels.shape[0], 1), self.ignore_index)
-        labels = torch.hstack((labels[..., 1:], nothing))
-        if not isinstance(logits, list):
-            labels = labels.reshape(-1)
-            logits = logits.reshape(-1, logits.size(-1))
+        logits = flat(models.logits(**batch))
+        labels = self.shifted(labels, logits)
         loss: torch.Tensor = self.loss_fn(logits, labels)
         return loss
+
+    def shifted(self, labels: torch.Tensor, logits: Any) -> torch.Tensor:
+        """Return the label that each position predicts, in the shape that goes with logits as
+        :func:`flat` returns them.
+        """
+        nothing = labels.new_full((labels.shape[0], 1), self.ignore_index)
+        labels = torch.hstack((labels[..., 1:], nothing))
+        return labels if isinstance(logits, list) else labels.reshape(-1)
+
+
+def flat(logits: Any) -> Any:
+    """Return logits as `[rows x length, vocabulary]`, and chunks of them as they are."""
+    if isinstance(logits, list):
+        return logits
+    return logits.reshape(-1, logits.size(-1))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torchtune import training, utils
@@ -26,7 +25,7 @@ from .config_errors import one_line
 from .data import Data
 from .job import Job
 from .model import Weights
-from .reference import Reference, ReferenceWeights, reference_config
+from .reference import Reference
 
 
 class Trainer:
@@ -61,11 +60,12 @@ class Trainer:
         cfg = job.cfg
         settings = job.settings
         if cfg.compile:
-            training.compile_loss(job.loss_fn, verbose=distributed.is_rank_zero())
+            for loss_fn in job.task.losses:
+                training.compile_loss(loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
-        job.task.prepare(model)
         self.model = model
         self._reference = Reference(model, second)
+        job.task.prepare(model, second)
         self.models = self._reference.models
         self._device = job.device
         self._job = job
@@ -87,6 +87,7 @@ class Trainer:
                 pack=None if job.task.why_unpacked else self._pack,
                 counts_rows=job.task.counts_rows,
                 metrics=job.task.metrics,
+                loss_of=job.task.loss_of,
             ),
             sizer,
             memory=job.memory,
@@ -130,13 +131,12 @@ class Trainer:
         if job.settings.preview:
             raise SettingError("preview", True, "it is for the recipes that train; remove it")
         second = None
-        build = partial(job.builder.build, dtype=job.dtype, device=job.device)
         try:
             # Its files are looked for before any weights load.
-            reference = ReferenceWeights(job.cfg) if job.has_second_model else None
-            model = build(job.cfg, weights)
-            if reference is not None:
-                second = build(reference_config(job.cfg), reference)
+            load_second = None if job.second is None else job.second.loading()
+            model = job.builder.build(job.cfg, weights, dtype=job.dtype, device=job.device)
+            if load_second is not None:
+                second = load_second(dtype=job.dtype, device=job.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -156,10 +156,10 @@ class Trainer:
         have, which each row was.
         """
         batch = pack_rows(rows, ignore_index=self._job.task.ignore_index)
-        if hasattr(self.model, "max_seq_len"):
-            self.model.max_seq_len = max(
-                cast(int, self.model.max_seq_len), batch["tokens"].shape[-1]
-            )
+        models: tuple[Any, ...] = (self.model, self._reference.second)
+        for model in models:
+            if hasattr(model, "max_seq_len"):
+                model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
         return batch
 
     def is_finite(self) -> bool:
@@ -175,7 +175,7 @@ class Trainer:
         """Return the mean loss of a batch, see :meth:`Task.mean_loss`."""
         return self._job.task.mean_loss(self, batch)
 
-    def reference_logits(self, **batch: Any) -> torch.Tensor:
+    def reference_logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
         """Return the reference's logits, without gradients."""
         return self._reference.logits(**batch)
 
@@ -250,6 +250,7 @@ class Trainer:
             runner.clip,
             row_length=runner.loss.row_length,
             keep_gradients=runner.keep_gradients if keeps_gradients else None,
+            held=() if self._reference.second is None else (self._reference.second,),
         )
 
     def try_step(self) -> None:

@@ -192,11 +192,16 @@ class BoundSearch:
             optimizers = [optimizer]
         else:
             optimizers = optimizer.optimizers.values()
-        resident = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
-        available = self._memory.available_bytes(resident)
+        changing = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
+        held = [
+            tensor
+            for module in self._tried.held
+            for tensor in (*module.parameters(), *module.buffers())
+        ]
+        available = self._memory.available_bytes([*changing, *held])
         if self._memory.device.type == "cpu":
             # The probe's own copies lie in the same memory.
-            available = max(1, available - storage_bytes(resident))
+            available = max(1, available - storage_bytes(changing))
         return budget_bytes(
             self._options.device_memory,
             headroom=self.headroom,
@@ -234,6 +239,7 @@ class BoundSearch:
             keep_gradients=keeps,
             remedies=tried.runner.retry.remedies,
             steps=self._varying_steps if self._fragments else None,
+            held=tried.held,
         )
 
     @property

@@ -42,7 +42,7 @@ class RowLoss:
         collate: ``collate(rows, length)`` makes one batch on the host, padded to `length` tokens.
         to_device: moves a batch to the device, in place.
         mean_loss: the loss of a batch on the device, averaged over its labels; may empty the batch,
-            and leaves in it each of `metrics`, averaged over its rows.
+            and leaves in it each of `metrics`, averaged alike.
         count_labels: labels of a batch that `mean_loss` averages over, on the host and on the
             device: a whole scalar tensor.
         row_length: tokens of a row.
@@ -53,7 +53,9 @@ class RowLoss:
             where they cannot.
         counts_rows: whether `mean_loss` is a mean over rows and `count_labels` counts these. The
             share of a micro-batch is then known before its backward, and weights its loss.
-        metrics: names of further means over rows, where rows are counted.
+        metrics: names of further means, over rows where these are counted, else over labels.
+        loss_of: the loss of a step by the means of `metrics`, as float32; None where `mean_loss` is
+            averaged itself, which differs by rounding.
     """
 
     collate: Callable[[Sequence[Row], int], Batch]
@@ -66,6 +68,7 @@ class RowLoss:
     pack: Callable[[Sequence[Row]], Batch] | None = None
     counts_rows: bool = False
     metrics: tuple[str, ...] = ()
+    loss_of: Callable[..., torch.Tensor | None] = lambda **metrics: None
 
 
 def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
@@ -329,6 +332,7 @@ class MicroBatchRunner(StepRunner):
         token_loss = mean * (0 if labels is None else count)
         if labels is not None:
             sums.add(token_loss.detach(), labels if together else count)
+            sums.add_metrics(batch, weight=count)
         # With the optimizer in backward each parameter is stepped as soon as its gradient is there.
         if not self._scale_gradients and not together:
             token_loss = mean
@@ -379,10 +383,9 @@ class MicroBatchRunner(StepRunner):
         noise = self._noise(sums)
         copies = _copies_of_each_row()
         loss = 0.0
-        if has_labels and self.loss.counts_rows:
-            loss = sums.loss.item() / ranks
-        elif has_labels:
-            loss = float(sums.loss.item() / sums.label_tokens)
+        metrics = dict.fromkeys(self.loss.metrics, 0.0)
+        if has_labels:
+            loss, metrics = self._means(sums)
         micro_batches = sums.micro_batches
         if together:
             micro_batches = count if has_labels else 0
@@ -395,8 +398,23 @@ class MicroBatchRunner(StepRunner):
             padding_fraction=max(0.0, 1 - sums.tokens / max(1, sums.padded)),
             grad_norm=self.clip(),
             noise=noise,
-            metrics={name: value.item() / ranks for name, value in sums.metrics.items()},
+            metrics=metrics,
         )
+
+    def _means(self, sums: _Sums) -> tuple[float, dict[str, float]]:
+        """Return the loss and the metrics of a step that has labels."""
+        of_all = {"loss": sums.loss, **sums.metrics}
+        if self.loss.counts_rows:
+            ranks = distributed.world_size()
+            means = {name: value.item() / ranks for name, value in of_all.items()}
+        else:
+            means = {
+                name: float(value.item() / sums.label_tokens) for name, value in of_all.items()
+            }
+        mean_loss = means.pop("loss")
+        metrics = {name: torch.tensor(value) for name, value in means.items()}
+        loss = self.loss.loss_of(**metrics)
+        return mean_loss if loss is None else float(loss), means
 
     def _noise(self, sums: _Sums) -> NoiseSample | None:
         """Return a sample of the noise, over all ranks; None without a small batch that has some of
@@ -527,7 +545,7 @@ class _Sums:
         self.loss = self.loss + token_loss
         self.label_tokens = self.label_tokens + label_tokens
 
-    def add_metrics(self, batch: Batch, *, weight: float) -> None:
+    def add_metrics(self, batch: Batch, *, weight: float | torch.Tensor) -> None:
         """Add the metrics that the loss has left in a batch."""
         for name, total in self.metrics.items():
             value = weight * batch[name]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch._util import count
@@ -72,6 +73,7 @@ class TriedStep:
         row_length: function that returns the tokens of a row.
         keep_gradients: function that leaves the unsharded gradients which are there between the
             micro-batches of a step; None where there are none.
+        held: frozen modules that the step runs beside the model.
     """
 
     runner: StepRunner
@@ -80,6 +82,7 @@ class TriedStep:
     clip: Callable[[], object] = lambda: None
     row_length: Callable[[Any], int] = lambda row: 1
     keep_gradients: Callable[[Any], object] | None = None
+    held: Sequence[nn.Module] = ()
 
     def step(self) -> None:
         """Clip the gradients, and step the optimizer."""

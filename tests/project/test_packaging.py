@@ -162,7 +162,7 @@ def test_the_wheel_holds_recipes_as_modules_and_configs_inside_the_package(wheel
     assert modules == {path.name for path in (ROOT / "recipes").glob("*.py")}
     assert modules == {
         f"adaptive_{name}.py"
-        for name in ("full_finetune", "lora_finetune", "dpo", "probe", "estimate")
+        for name in ("full_finetune", "lora_finetune", "dpo", "distill", "probe", "estimate")
     }
     configs = {f"adaptive_batch/configs/{path.name}" for path in (ROOT / "configs").glob("*.yaml")}
     package = {str(path.relative_to(ROOT)) for path in (ROOT / "adaptive_batch").rglob("*.py")}
@@ -303,6 +303,7 @@ def test_torchtunes_own_recipes_are_as_it_installed_them():
         "adaptive_full_finetune",
         "adaptive_lora_finetune",
         "adaptive_dpo",
+        "adaptive_distill",
         "adaptive_probe",
         "adaptive_estimate",
     ],

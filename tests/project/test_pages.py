@@ -43,7 +43,7 @@ BLOCKS = blocks()
 COMMANDS = [
     (block, command) for block in BLOCKS if block.language == "bash" for command in block.commands
 ]
-THEIRS = {*TORCHTUNE_KEYS, "model_dir", "demo_dir"}
+THEIRS = {*TORCHTUNE_KEYS, "model_dir", "teacher_dir", "demo_dir"}
 
 
 def unheld(block):
@@ -136,6 +136,7 @@ def test_a_command_for_a_larger_machine_is_read_as_it_is_meant(block):
             "adaptive_full_finetune",
             "adaptive_lora_finetune",
             "adaptive_dpo",
+            "adaptive_distill",
             "adaptive_probe",
             "adaptive_estimate",
         }

@@ -41,6 +41,12 @@ def more_than_two_pairs_in_the_reference_on_rank_one() -> None:
         _fail(Trainer, "reference_logits", from_call=5, where=lambda tokens: len(tokens) > 4)
 
 
+def more_than_two_rows_in_the_teacher_on_rank_one() -> None:
+    """Rank one runs out of memory before the teacher, with more than two rows."""
+    if os.environ["RANK"] == "1":
+        _fail(Trainer, "reference_logits", from_call=5, where=lambda tokens, **_: len(tokens) > 2)
+
+
 def second_validation_on_rank_one() -> None:
     """Rank one runs out of memory in the second validation, where more than two rows are evaluated
     at once.

@@ -142,7 +142,7 @@ def on_a_cpu() -> Iterator[None]:
     init_process_group = dist.init_process_group
     instead = {
         "get_memory_stats": lambda device: {},
-        "log_memory_stats": lambda stats: None,
+        "log_memory_stats": lambda stats, **options: None,
         "cleanup_before_training": gc.collect,
     }
     usual = {name: getattr(training, name) for name in instead}

@@ -20,6 +20,7 @@ NAMES = {
     "llama3_1_8B_qlora",
     "llama3_2_1B",
     "llama3_2_1B_lora",
+    "llama3_2_1B_lora_distill",
     "llama3_2_3B",
     "phi4_14B",
     "qwen2_5_0_5B",

@@ -21,6 +21,7 @@ from torchtune.modules.peft import LoRALinear
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import (
     Job,
+    NextTokens,
     Settings,
     check_scheduler,
     set_up_process,
@@ -36,7 +37,7 @@ from adaptive_batch.torchtune.checks import (
     complete,
 )
 from adaptive_batch.torchtune.config_errors import check_file, plainly
-from adaptive_batch.torchtune.reference import check_reference
+from adaptive_batch.torchtune.tasks import check_keys_of_others
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 FULL = sorted(
@@ -62,7 +63,7 @@ def check(cfg):
     """All that is checked of what a configuration trains."""
     Settings.from_config(cfg)
     complete(cfg, needs=TO_TRAIN)
-    check_reference(cfg, is_compared=False, is_second=False)
+    check_keys_of_others(cfg, NextTokens)
     check_loss(config.instantiate(cfg.loss), cfg)
     if "vision" not in cfg.model._component_:  # its builders need torchvision
         check_all_is_trained(skeleton(cfg), cfg)

@@ -15,14 +15,12 @@ import torchtune
 from omegaconf import DictConfig, OmegaConf
 from support.fault_injection import AttemptedMemory, RunsOutAt
 from support.model_families import Combination
-from support.runners import HeldSizer
+from support.wired_jobs import Wired, bounds, largest_difference
 from torch import nn
 from torchtune.data import padded_collate_dpo
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.memory import DeviceMemory
-from adaptive_batch.probe import DryRun, Predictive, run_search
 from adaptive_batch.torchtune import (
     AdapterModel,
     Data,
@@ -30,12 +28,10 @@ from adaptive_batch.torchtune import (
     Job,
     PreferencePairs,
     Settings,
-    Trainer,
     builder_of,
     without_effect,
 )
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.training import StepResult
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*dpo*.yaml"))
@@ -81,66 +77,15 @@ def pairs(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
     return [pair((chosen, rejected), generator) for chosen, rejected in lengths]
 
 
-class Wired:
-    """A job on pairs, its models filled with numbers that do not depend on the test."""
-
-    def __init__(
-        self,
-        kind: str,
-        rows: Sequence[Any],
-        *,
-        limit: MicroBatchLimit,
-        memory: DeviceMemory | None = None,
-    ) -> None:
-        cfg = small_config(kind, dtype="fp64")
-        builder = builder_of(cfg)
-        component = "support.preferences.ExactPolicy"
-        cfg.model = {"_component_": component, "adapters": kind == "LoRA"}
-        job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
-        if memory is not None:
-            job.memory = memory
-        self.data = Data(job, rows, packed=False)
-        model, second = (self._filled(job, seed) for seed in (1, 2))
-        sizer = HeldSizer(limit, layout=self.data.shapes, memory=job.memory)
-        self.trainer = Trainer(
-            job, self.data, model, sizer, second=None if kind == "LoRA" else second
-        )
-        self.model = model
-
-    @staticmethod
-    def _filled(job: Job, seed: int) -> nn.Module:
-        with torch.device("cpu"), torchtune.training.set_default_dtype(job.dtype):
-            model: nn.Module = torchtune.config.instantiate(job.cfg.model)
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.copy_(0.2 * drawn)
-        job.builder.freeze(model)
-        return model
-
-    def run(self, rows: Sequence[Any], limit: int | None = None) -> StepResult:
-        """Leave the gradients of a step of these rows, so many at once."""
-        self.model.zero_grad()
-        sizer = self.trainer.runner.sizer
-        assert isinstance(sizer, HeldSizer)
-        if limit is not None:
-            sizer.current = MicroBatchLimit(limit)
-        return self.trainer.runner.run(rows, len(rows))
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        return {
-            name: parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two gradients, over the largest number in them."""
-    assert one.keys() == other.keys() != set()
-    largest = max(float(gradient.abs().max()) for gradient in one.values())
-    return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
+def job_on_pairs(kind: str, rows: Sequence[Any], **how: Any) -> Wired:
+    """A job on pairs."""
+    cfg = small_config(kind, dtype="fp64")
+    builder = builder_of(cfg)
+    cfg.model = {
+        "_component_": "support.preferences.ExactPolicy",
+        "adapters": kind == "LoRA",
+    }
+    return Wired(cfg, rows, builder=builder, **how)
 
 
 def of_all_pairs_at_once(
@@ -167,7 +112,7 @@ def of_all_pairs_at_once(
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind):
     rows = pairs(11)
-    wired = Wired(kind, rows, limit=MicroBatchLimit(len(rows)))
+    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(len(rows)))
     loss, expected = of_all_pairs_at_once(wired, rows)
     whole = wired.run(rows)
     assert whole.micro_batches == 1
@@ -194,7 +139,7 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind):
 def test_parts_that_weigh_alike_would_be_another_step():
     """The fault of other trainers: each part weighs as much as any other, whatever it holds."""
     rows = pairs(7, seed=3)
-    wired = Wired("LoRA", rows, limit=MicroBatchLimit(len(rows)))
+    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(len(rows)))
     _, expected = of_all_pairs_at_once(wired, rows)
     wired.model.zero_grad()
     for part in (rows[:1], rows[1:]):
@@ -206,13 +151,13 @@ def test_parts_that_weigh_alike_would_be_another_step():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
     rows = pairs(8)
-    expected = Wired(kind, rows, limit=MicroBatchLimit(4))
+    expected = job_on_pairs(kind, rows, limit=MicroBatchLimit(4))
     result = expected.run(rows)
     failures = 0
     for operation in range(1, 2000, 47):
         mode = RunsOutAt(operation)
         memory = AttemptedMemory(mode.begin)
-        faulted = Wired(kind, rows, limit=MicroBatchLimit(8), memory=memory)
+        faulted = job_on_pairs(kind, rows, limit=MicroBatchLimit(8), memory=memory)
         with mode:
             after = faulted.run(rows)
         if not mode.failed_in:
@@ -230,7 +175,7 @@ def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
 def test_one_pair_that_does_not_fit_is_not_divided():
     rows = pairs(1)
     mode = RunsOutAt(*[40] * 20)
-    wired = Wired("LoRA", rows, limit=MicroBatchLimit(1), memory=AttemptedMemory(mode.begin))
+    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(1), memory=AttemptedMemory(mode.begin))
     with mode, pytest.raises(DoesNotFitError):
         wired.run(rows)
 
@@ -238,34 +183,10 @@ def test_one_pair_that_does_not_fit_is_not_divided():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bound_is_that_of_brute_force(kind):
     (row,) = [pair((24, 30), torch.Generator())]
-    wired = Wired(kind, [row], limit=MicroBatchLimit(1))
-    runner = wired.trainer.runner
-    optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
+    wired = job_on_pairs(kind, [row], limit=MicroBatchLimit(1))
     before = {name: tensor.clone() for name, tensor in wired.trainer.models.state_dict().items()}
-
-    def dry_run(budget_bytes: int) -> DryRun:
-        return DryRun(
-            model=wired.model,
-            optimizer=optimizer,
-            forward_backward=lambda rows: runner.try_rows([row] * rows),
-            step=optimizer.step,
-            accumulates=False,
-            memory=runner.memory,
-            budget_bytes=budget_bytes,
-            row="one pair",
-        )
-
-    with dry_run(2**40) as trial:
-        peaks = [trial(size).peak_bytes or 0 for size in range(1, 13)]
-    for largest in (1, 2, 11):
-        budget = (peaks[largest - 1] + peaks[largest]) // 2
-        brute_force = max(size for size, peak in enumerate(peaks, start=1) if peak <= budget)
-        assert brute_force == largest
-        with dry_run(budget) as trial:
-            resident = trial.resident_bytes
-            search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
-            found = run_search(trial, search=search, resident_bytes=resident)
-        assert found.max_batch_size == largest
+    for largest, found in bounds(wired, row, (1, 2, 11)).items():
+        assert found == largest
     # A trial leaves no trace, in the reference neither.
     after = wired.trainer.models.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -35,7 +35,10 @@ ADAPTERS = {  # numbers of parameters with those of the adapters
     "qwen2_5_7B_lora": (7_634_884_096, "qwen2_5/7B_lora_single_device"),
 }
 PREFERENCES = {"llama3_1_8B_lora_dpo": (8_049_922_048, "llama3_1/8B_lora_dpo_single_device")}
-MODELS |= ADAPTERS | PREFERENCES
+DISTILLATION = {
+    "llama3_2_1B_lora_distill": (1_278_281_728, "llama3_2/8B_to_1B_KD_lora_single_device")
+}
+MODELS |= ADAPTERS | PREFERENCES | DISTILLATION
 ON_8_GPUS = [name for name in MODELS if name.endswith("_8gpu")]
 # Bytes of a parameter with its gradient and optimizer states, all in bf16 but those of 8 bits.
 BYTES_OF_A_PARAMETER = {"torch.optim.AdamW": 8, "torchao.optim.AdamW8bit": 6}
@@ -74,7 +77,9 @@ def test_the_model_has_as_many_parameters_as_its_publisher_says(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_every_key_is_known(name):
     keys = set(shipped(name))
-    assert keys - set(TORCHTUNE_KEYS) - set(OURS) - {"model_dir", "demo_dir"} == set()
+    assert (
+        keys - set(TORCHTUNE_KEYS) - set(OURS) - {"model_dir", "teacher_dir", "demo_dir"} == set()
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,6 +140,8 @@ def test_the_top_of_the_file_says_how_to_launch_it(name):
         recipe = "adaptive_lora_finetune"
     if name in PREFERENCES:
         recipe = "adaptive_dpo"
+    if name in DISTILLATION:
+        recipe = "adaptive_distill"
     assert f"tune run {on_ranks}{recipe} --config {name}\n" in head
     assert "use_maximum_batch_size=True batch_increase_function=" in head
     if name in MODELS:

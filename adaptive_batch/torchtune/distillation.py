@@ -1,0 +1,202 @@
+"""Knowledge distillation: next tokens as the labels have them, and as a frozen teacher does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch.overrides import TorchFunctionMode
+from torchtune.modules.peft import get_adapter_params
+
+from adaptive_batch._torch import FakeTensor
+from adaptive_batch.errors import SettingError
+
+from .checks import takes_chunks
+from .config_errors import as_dict, check_block, instantiate, missing, one_line
+from .model import num_token_embeddings
+from .reference import SecondModel
+from .task import Batch, Models, NextTokens, flat
+
+_RATIO = 0.5
+
+
+class Distillation(NextTokens):
+    """A row is as of next tokens; the loss is ``(1 - kd_ratio) x class_loss + kd_ratio x kd_loss``.
+
+    Both are means over label tokens. The second is torchtune's forward, reverse or symmetric
+    Kullback-Leibler divergence of student and teacher (Hinton et al.,
+    https://arxiv.org/abs/1503.02531; Ko et al., https://arxiv.org/abs/2402.03898), without the
+    teacher's entropy where that is a constant.
+
+    Attributes:
+        kd_loss_fn: the second loss.
+        kd_ratio: its share, 0 to 1.
+
+    Raises:
+        SettingError: a key of distillation is missing, or cannot be used.
+    """
+
+    keys = ("teacher_model", "teacher_checkpointer", "kd_loss", "kd_ratio")
+    without_it = "nothing is distilled here, which `tune run adaptive_distill` does"
+    metrics = ("class_loss", "kd_loss")
+
+    def __init__(self, cfg: DictConfig, loss_fn: Any) -> None:
+        super().__init__(cfg, loss_fn)
+        given = as_dict(cfg)
+        for key in ("teacher_model", "teacher_checkpointer", "kd_loss"):
+            if given.get(key) is None:
+                raise missing(key)
+            check_block(key, given[key])
+        self.kd_ratio = _ratio(given.get("kd_ratio"))
+        self.kd_loss_fn = instantiate("kd_loss", cfg.kd_loss)
+
+    # --- model and loss
+
+    def second_model(self, *, keeps_base: bool) -> SecondModel:
+        """Return the teacher."""
+        return SecondModel(self.cfg, key="teacher_model", checkpointer_key="teacher_checkpointer")
+
+    @property
+    def losses(self) -> tuple[Any, ...]:
+        """The losses that are compiled with the model."""
+        return (self.loss_fn, self.kd_loss_fn)
+
+    def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
+        """Refuse losses that do not go together, and a teacher of other tokens than the student's
+        or with adapters.
+        """
+        super().check(model)
+        if model is None:
+            self._check_chunks()
+            self._check_kd_loss()
+        elif second is not None:
+            self._check_teacher(model, second)
+
+    def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return the mean loss over label tokens; leave both parts of it in the batch."""
+        labels = batch.pop("labels")
+        logits = flat(models.logits(**batch))
+        teacher_logits = flat(models.reference_logits(**batch))
+        labels = self.shifted(labels, logits)
+        with _HasLabels() if isinstance(labels, FakeTensor) else nullcontext():
+            kd_loss = self.kd_loss_fn(logits, teacher_logits, labels)
+        class_loss = self.loss_fn(logits, labels)
+        batch["class_loss"] = class_loss.detach()
+        batch["kd_loss"] = kd_loss.detach()
+        return self.loss_of(class_loss=class_loss, kd_loss=kd_loss)
+
+    def loss_of(self, **metrics: torch.Tensor) -> torch.Tensor:
+        """Return the loss by its parts, of a batch or of a step."""
+        class_loss = metrics["class_loss"]
+        return (1 - self.kd_ratio) * class_loss + self.kd_ratio * metrics["kd_loss"]
+
+    # --- what is refused
+
+    def _check_chunks(self) -> None:
+        """Refuse two losses of which one takes logits in other chunks than the other, or none."""
+        chunks = getattr(self.kd_loss_fn, "num_output_chunks", None)
+        expected = self.loss_fn.num_output_chunks if takes_chunks(self.loss_fn) else None
+        if chunks == expected:
+            return
+        block = self.cfg.kd_loss
+        if chunks is not None and expected is not None:
+            remedy = f"loss takes logits in {expected} chunks, and both take the same; give that"
+            raise SettingError("kd_loss.num_output_chunks", chunks, remedy)
+        remedy = "loss takes whole logits; give torchtune.modules.loss.ForwardKLLoss"
+        if expected is not None:
+            remedy = (
+                "loss takes logits in chunks; give"
+                " torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"
+            )
+        raise SettingError("kd_loss", block.get("_component_"), remedy)
+
+    def _check_kd_loss(self) -> None:
+        """Refuse a loss that fails, ignores other labels, or is no mean over label tokens: its
+        value would depend on how a step is split.
+        """
+        given = as_dict(self.cfg.kd_loss)
+        ignored = getattr(self.kd_loss_fn, "ignore_index", self.ignore_index)
+        if ignored != self.ignore_index:
+            remedy = f"loss ignores the label {self.ignore_index}, and both must; give that"
+            raise SettingError("kd_loss.ignore_index", ignored, remedy)
+        num_chunks = getattr(self.kd_loss_fn, "num_output_chunks", None)
+        num_tokens = 3 * (num_chunks or 1)
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(2, 1, num_tokens, 8, generator=generator)
+        label = 1 if self.ignore_index != 1 else 2
+
+        def loss_of(*labelled: int) -> torch.Tensor:
+            labels = torch.full((1, num_tokens), self.ignore_index)
+            labels[0, list(labelled)] = label
+            if num_chunks is None:
+                return torch.as_tensor(self.kd_loss_fn(*logits[:, 0], labels[0]))
+            chunks = [list(each.chunk(num_chunks, dim=1)) for each in logits]
+            return torch.as_tensor(self.kd_loss_fn(*chunks, labels))
+
+        last = num_tokens - 1
+        try:
+            whole = loss_of(0, last)
+            mean = (loss_of(0) + loss_of(last)) / 2
+        except Exception as error:
+            remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
+            raise SettingError("kd_loss", given, remedy) from error
+        if whole.dim() or not torch.allclose(whole, mean, rtol=1e-4):
+            remedy = (
+                f"of two tokens it is {whole.tolist()}, and the mean of each is {mean.tolist()}: it"
+                " is no mean over label tokens, so it would depend on how a step is split; give"
+                " torchtune.modules.loss.ForwardKLWithChunkedOutputLoss or one like it"
+            )
+            raise SettingError("kd_loss", given, remedy)
+
+    def _check_teacher(self, student: torch.nn.Module, teacher: torch.nn.Module) -> None:
+        """Refuse a teacher with adapters, of other tokens, or without the chunks of the loss."""
+        component = self.cfg.teacher_model.get("_component_")
+        if get_adapter_params(teacher):
+            remedy = (
+                "it has adapters, and a teacher is a whole model; give the full model, with a"
+                " checkpoint that adapters are merged into"
+            )
+            raise SettingError("teacher_model", component, remedy)
+        sizes = [num_token_embeddings(model) for model in (student, teacher)]
+        if None not in sizes and sizes[0] != sizes[1]:
+            remedy = (
+                f"it has {sizes[1]} tokens, and the student {sizes[0]}; give a teacher of the"
+                " student's family, whose tokenizer is the same"
+            )
+            raise SettingError("teacher_model", component, remedy)
+        if takes_chunks(self.loss_fn) and not hasattr(teacher, "set_num_output_chunks"):
+            remedy = (
+                "it has no set_num_output_chunks, by which it would return chunks; give"
+                " torch.nn.CrossEntropyLoss as loss, and torchtune.modules.loss.ForwardKLLoss as"
+                " kd_loss"
+            )
+            raise SettingError("teacher_model", component, remedy)
+
+
+class _HasLabels(TorchFunctionMode):
+    """Inside, an estimate's batch has labels: torchtune's losses ask whether it has none, and fake
+    tensors have no values.
+    """
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: Any = (),
+        named: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is torch.Tensor.__bool__:
+            return False
+        return function(*arguments, **(named or {}))
+
+
+def _ratio(value: object) -> float:
+    """Return the share of the second loss; torchtune's where none is given."""
+    if value is None:
+        return _RATIO
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise SettingError("kd_ratio", value, "give a number from 0 to 1, such as 0.5")
+    return value

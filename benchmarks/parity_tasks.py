@@ -1,0 +1,260 @@
+"""Preference pairs and distillation as our recipes train them beside torchtune's, with everything
+adaptive off: identical to the bit?
+
+    python benchmarks/parity_tasks.py [--quick] [--output DIR]
+
+Every run is a real one on a small model, of adapters and of every weight, on one device and on two
+ranks of gloo. Losses, metrics and gradient norms are compared as they stand in the logs, adapters
+and weights as they were saved. What is not compared, as torchtune is wrong there or rounds, is in
+the record with its reason (docs/preferences.md). Distillation is compared with torchtune's recipe
+as tests/support/corrected_distillation.py corrects it (docs/distillation.md).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import records
+import torch
+from parity import quiet
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import distillation, preferences
+from support.adapters import same_epoch
+from support.cli import FEATURES, LOG, Finished, SmallSetup, make_setup, same_weights
+from support.stock import Task, run_tasks
+
+EXTRAS = {
+    **{name: FEATURES[name] for name in ("bf16", "activation checkpointing", "accumulation")},
+    "clipping": FEATURES["clipping"],
+    "dropout": ("model.lora_dropout=0.1",),
+    "DoRA": ("model.use_dora=True",),
+    "RSO": ("loss=torchtune.rlhf.loss.RSOLoss",),
+    "label smoothing": ("loss.label_smoothing=0.1",),
+    "whole logits": distillation.PLAIN,
+}
+ALONE = ("save_adapter_weights_only=True", "epochs=2", "max_steps_per_epoch=2")
+QUICK = 6  # every so many-th
+RANKS = 2
+LAST_PART = "the stock recipe logs the metrics of the last micro-batch alone"
+ROUNDED = "the stock recipe adds up figures in bf16"
+UNLOGGED = "the stock recipe does not log it"
+MARGINS = "the stock recipe logs the difference of two rounded means"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One of our recipes beside one of torchtune's.
+
+    Attributes:
+        ours, stock: recipes.
+        metrics: names that both log.
+        every_weight: whether every weight is trained.
+        summed: ranks whose losses the stock recipe adds up in its log.
+    """
+
+    ours: str
+    stock: str
+    metrics: tuple[str, ...]
+    every_weight: bool = False
+    summed: int = 1
+
+
+KINDS = {
+    "DPO, LoRA": Kind(preferences.OURS, preferences.STOCK, preferences.METRICS),
+    "DPO, LoRA, 2 ranks": Kind(
+        preferences.OURS, preferences.STOCK_ON_RANKS, preferences.METRICS, summed=RANKS
+    ),
+    "DPO, full, 2 ranks": Kind(
+        preferences.OURS, preferences.STOCK_FULL, preferences.METRICS, every_weight=True
+    ),
+    "distillation, LoRA": Kind(distillation.OURS, distillation.CORRECTED, distillation.METRICS),
+    "distillation, LoRA, 2 ranks": Kind(
+        distillation.OURS, distillation.CORRECTED, distillation.METRICS
+    ),
+}
+Case = tuple[str, tuple[str, ...]]
+
+
+def cases() -> list[Case]:
+    """Each kind with its features."""
+    switches = [*product(("", "bf16"), ("", "activation checkpointing"))]
+    of_each = {
+        "DPO, LoRA": ("", "accumulation", "dropout", "RSO", "label smoothing"),
+        "distillation, LoRA": ("", "accumulation", "clipping", "whole logits", "DoRA", "dropout"),
+    }
+    few = {
+        "DPO, LoRA, 2 ranks": [(), ("bf16",), ("accumulation",), ("DoRA",)],
+        "DPO, full, 2 ranks": [(), ("bf16",), ("clipping",), ("accumulation",)],
+        "distillation, LoRA, 2 ranks": [(), ("bf16",), ("accumulation",), ("whole logits",)],
+    }
+    alone = [
+        (kind, tuple(filter(None, (*each, extra))))
+        for kind, extras in of_each.items()
+        for each in switches
+        for extra in extras
+    ]
+    return [*alone, *((kind, features) for kind, each in few.items() for features in each)]
+
+
+def not_compared(kind: str, features: Sequence[str]) -> dict[str, str]:
+    """Return the figures in which a stock recipe is wrong, or rounds, by the reason."""
+    names: dict[str, str] = {}
+    if not kind.startswith("DPO"):
+        return names
+    metrics = KINDS[kind].metrics
+    if "accumulation" in features and kind == "DPO, LoRA":
+        names.update(dict.fromkeys(metrics, LAST_PART))
+    if "ranks" in kind:
+        names["rewards/margins"] = MARGINS
+        names["grad_norm"] = UNLOGGED
+    if "bf16" in features and ("accumulation" in features or "ranks" in kind):
+        names.update({name: ROUNDED for name in ("loss", *metrics) if name not in names})
+    return names
+
+
+def overrides(setup: SmallSetup, kind: str, features: Sequence[str]) -> tuple[str, ...]:
+    extras = [override for name in features for override in EXTRAS[name]]
+    if kind.startswith("distillation"):
+        own = (*distillation.LORA, *distillation.write_teacher(setup))
+    elif KINDS[kind].every_weight:
+        own = (*preferences.PAIRS, *preferences.reference_of(setup), "optimizer.lr=1e-3")
+    else:
+        own = preferences.LORA
+    if kind.startswith("DPO"):
+        own = (*own, *preferences.write_pairs(setup))
+    return (*own, "epochs=1", "batch_size=2", *extras)
+
+
+def outcome(
+    kind: str, features: Sequence[str], ours: Finished, stock: Finished, epoch: int = 0
+) -> dict[str, Any]:
+    """What two runs have in common."""
+    excused = not_compared(kind, features)
+    stock_losses = [float(loss) / KINDS[kind].summed for loss in stock.losses]
+    expected = stock_losses[-len(ours.losses) :]
+    names = [*KINDS[kind].metrics, "grad_norm"]
+    own_figures = {name: [float(figure) for figure in ours.figures(name)] for name in names}
+    differing = [
+        name
+        for name in names
+        if name not in excused
+        and own_figures[name]
+        != [float(figure) for figure in stock.figures(name)][-len(ours.losses) :]
+    ]
+    if KINDS[kind].every_weight:
+        same = same_weights(ours.weights(epoch), stock.weights(epoch))
+    else:
+        same = same_epoch(ours, stock, epoch)
+    return {
+        "kind": kind,
+        "features": list(features),
+        "steps": len(ours.losses),
+        "losses": "loss" in excused or [float(loss) for loss in ours.losses] == expected != [],
+        "differing": differing,
+        "not_compared": excused,
+        "weights": same,
+    }
+
+
+def compare(setup: SmallSetup, kind: str, features: Sequence[str]) -> dict[str, Any]:
+    own = overrides(setup, kind, features)
+    ours, stock = (
+        setup.run_in_process(recipe, *own) for recipe in (KINDS[kind].ours, KINDS[kind].stock)
+    )
+    return outcome(kind, features, ours, stock)
+
+
+def compare_on_ranks(setup: SmallSetup, chosen: Sequence[Case]) -> list[dict[str, Any]]:
+    """All on the same ranks, one after another."""
+    tasks = [
+        Task(recipe, setup.fresh_folder(), overrides(setup, kind, features))
+        for kind, features in chosen
+        for recipe in (KINDS[kind].ours, KINDS[kind].stock)
+    ]
+    finished = run_tasks(setup, tasks, ranks=RANKS, timeout=1800)
+    return [
+        outcome(*case, ours, stock)
+        for case, ours, stock in zip(chosen, finished[::2], finished[1::2], strict=True)
+    ]
+
+
+def compare_resumed(setup: SmallSetup, kind: str, features: Sequence[str]) -> list[dict[str, Any]]:
+    """The second epoch after a stop, from the first of either recipe, beside the stock recipe's
+    run in one go.
+    """
+    own = (*overrides(setup, kind, features), *ALONE)
+    recipe = KINDS[kind].ours
+    begun = {name: setup.run_in_process(name, *own) for name in (recipe, KINDS[kind].stock)}
+    rows = []
+    for name, run in begun.items():
+        folder = setup.fresh_folder()
+        shutil.copytree(run.output_dir, folder, dirs_exist_ok=True)
+        shutil.rmtree(folder / "epoch_1")
+        (folder / "logs" / LOG).unlink()
+        resumed = setup.run_in_process(
+            recipe, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
+        )
+        row = outcome(kind, features, resumed, begun[KINDS[kind].stock], epoch=1)
+        rows.append({**row, "resumed_from": "ours" if name == recipe else "stock"})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th comparison")
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    chosen = cases()[:: QUICK if arguments.quick else 1]
+    resumed = [*product(("DPO, LoRA", "distillation, LoRA"), ((), ("bf16",)))]
+    if arguments.quick:
+        resumed = resumed[::QUICK]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
+        setup = make_setup(Path(folder))
+        for kind, features in tqdm(chosen, file=terminal, desc="runs"):
+            if "ranks" not in kind:
+                with quiet():
+                    rows.append(compare(setup, kind, features))
+        with quiet():
+            rows += compare_on_ranks(setup, [case for case in chosen if "ranks" in case[0]])
+            for kind, features in resumed:
+                rows += compare_resumed(setup, kind, features)
+    identical = [row["losses"] and row["weights"] and not row["differing"] for row in rows]
+    for kind in KINDS:
+        same = [
+            is_same for row, is_same in zip(rows, identical, strict=True) if row["kind"] == kind
+        ]
+        print(f"{kind:<28} {len(same):>4} comparisons, {sum(same):>4} identical")
+    for row, is_same in zip(rows, identical, strict=True):
+        if not is_same:
+            print(f"differs: {row}")
+    print(f"{sum(identical)} of {len(rows)} comparisons identical")
+    seconds = round(time.perf_counter() - start, 1)
+    records.write(
+        "parity_tasks",
+        arguments.output,
+        seconds=seconds,
+        identical=sum(identical),
+        comparisons=rows,
+    )
+    sys.exit(0 if all(identical) else 1)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main()

@@ -1,0 +1,38 @@
+"""Knowledge distillation from a frozen teacher, on one device or many, with a batch size that is
+known.
+
+    tune run adaptive_distill --config NAME use_maximum_batch_size=True
+    tune run --nproc_per_node 8 adaptive_distill --config NAME use_maximum_batch_size=True
+
+Everything of torchtune's `knowledge_distillation_single_device` and
+`knowledge_distillation_distributed` works as it does there, with the same keys; any config of those
+recipes runs unchanged. The student trains adapters or every weight. All else is as in
+`adaptive_full_finetune`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from adaptive_full_finetune import main
+from omegaconf import DictConfig
+from torchtune import config
+
+from adaptive_batch.torchtune import (
+    Distillation,
+    builder_of,
+    set_up_process,
+    use_shipped_config,
+)
+
+
+@config.parse
+def recipe_main(cfg: DictConfig) -> None:
+    """Run the recipe: YAML first, then key=value from the command line over it."""
+    main(cfg, builder_of(cfg), task=Distillation)
+
+
+if __name__ == "__main__":
+    set_up_process()
+    use_shipped_config(sys.argv)
+    sys.exit(recipe_main())

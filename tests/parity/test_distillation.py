@@ -1,0 +1,123 @@
+"""With everything adaptive off, a student is distilled as torchtune's recipes do, to the bit, but
+for what is wrong in these: tests/support/corrected_distillation.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from support.adapters import adapters, same_epoch
+from support.cli import LOG, SmallSetup
+from support.distillation import (
+    CORRECTED,
+    LORA,
+    METRICS,
+    OURS,
+    PLAIN,
+    STOCK,
+    STOCK_ON_RANKS,
+    write_teacher,
+)
+from support.stock import Task, run_tasks
+
+ALONE = "save_adapter_weights_only=True"
+ACCUMULATED = ("batch_size=3", "gradient_accumulation_steps=3")
+
+
+@pytest.fixture(scope="module")
+def lora(small) -> tuple[str, ...]:
+    return (*LORA, *write_teacher(small))
+
+
+def same_figures(ours, stock) -> bool:
+    return all(
+        ours.figures(name) == stock.figures(name) != [] for name in ("loss", *METRICS)
+    ) and ours.figures("grad_norm") == stock.figures("grad_norm")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # The chunks of two rows do not lie in one piece.
+        (
+            "epochs=1",
+            "enable_activation_checkpointing=True",
+            "model.use_dora=True",
+            "batch_size=2",
+        ),
+        ("epochs=2", "dtype=bf16", ALONE),
+        ("epochs=1", *ACCUMULATED, "clip_grad_norm=0.5", "model.use_dora=True"),
+        ("epochs=1", *PLAIN, "model.lora_dropout=0.1"),
+        pytest.param(("epochs=1", *ACCUMULATED, "dtype=bf16"), marks=pytest.mark.nightly),
+        pytest.param(
+            ("dataset.packed=True", "max_steps_per_epoch=2", "epochs=1"),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_losses_metrics_and_adapters_are_those_of_the_corrected_stock_recipe(
+    small, lora, overrides
+):
+    ours, stock = (small.run_in_process(name, *lora, *overrides) for name in (OURS, CORRECTED))
+    assert same_figures(ours, stock)
+    assert len(set(ours.figures("kd_loss"))) > 1
+    assert same_epoch(ours, stock, 1 if "epochs=2" in overrides else 0)
+
+
+def test_the_stock_recipe_divides_a_mean_over_tokens_by_the_tokens_again(small, lora):
+    own = (
+        *(*lora, "epochs=1", "max_steps_per_epoch=1", "clip_grad_norm=inf"),
+        *("optimizer=torch.optim.SGD", "optimizer.lr=0.5", "lr_scheduler.num_warmup_steps=0"),
+    )
+    still = small.run_in_process(OURS, *own, "optimizer.lr=0")
+    ours, stock = (small.run_in_process(name, *own) for name in (OURS, STOCK))
+    norm, norm_of_stock = (float(run.figures("grad_norm")[0]) for run in (ours, stock))
+    label_tokens = norm / norm_of_stock
+    assert label_tokens == pytest.approx(round(label_tokens), rel=1e-4)
+    assert label_tokens > 40
+    begun, trained, trained_by_stock = (adapters(run, 0) for run in (still, ours, stock))
+    names = [name for name in begun if "lora_b" in name]
+    for name in names:
+        step, step_of_stock = (end[name] - begun[name] for end in (trained, trained_by_stock))
+        torch.testing.assert_close(step, label_tokens * step_of_stock, rtol=1e-3, atol=1e-7)
+    assert any(trained[name].any() for name in names)
+    # What it logs is right.
+    assert ours.losses == stock.losses != []
+
+
+def test_a_run_resumes_from_its_own_epoch_and_from_the_stock_recipes(small, lora):
+    own = (*lora, "epochs=2", "max_steps_per_epoch=3", ALONE)
+    ours, stock = (small.run_in_process(name, *own) for name in (OURS, CORRECTED))
+    for begun in (ours, stock):
+        folder = small.fresh_folder()
+        shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
+        shutil.rmtree(folder / "epoch_1")
+        (folder / "logs" / LOG).unlink()
+        resumed = small.run_in_process(
+            OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
+        )
+        assert resumed.losses == stock.losses[3:] != []
+        assert same_epoch(resumed, stock, 1)
+
+
+@pytest.mark.slow
+def test_two_ranks_do_what_the_corrected_stock_recipe_does_on_them(small: SmallSetup, lora):
+    cases = [
+        ("epochs=1", "enable_activation_checkpointing=True"),
+        ("epochs=1", "batch_size=2", "gradient_accumulation_steps=2", "dtype=bf16"),
+        ("epochs=1", *PLAIN),
+    ]
+    tasks = [
+        Task(name, small.fresh_folder(), (*lora, *own))
+        for own in cases
+        for name in (OURS, CORRECTED)
+    ]
+    as_it_is = Task(STOCK_ON_RANKS, small.fresh_folder(), (*lora, *cases[0]))
+    *finished, stock_as_it_is = run_tasks(small, [*tasks, as_it_is], ranks=2)
+    for ours, stock in zip(finished[::2], finished[1::2], strict=True):
+        assert same_figures(ours, stock)
+        assert same_epoch(ours, stock, 0)
+    # It logs the loss of rank zero alone.
+    assert stock_as_it_is.losses[0] != finished[0].losses[0]

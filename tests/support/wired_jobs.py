@@ -1,0 +1,123 @@
+"""A job of torchtune's parts on rows that are given, its models filled with numbers that do not
+depend on the test: for gradients to the last bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torchtune
+from omegaconf import DictConfig
+from support.runners import HeldSizer
+from torch import nn
+
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.memory import DeviceMemory
+from adaptive_batch.probe import DryRun, Predictive, run_search
+from adaptive_batch.torchtune import Data, Job, ModelBuilder, Settings, Trainer
+from adaptive_batch.torchtune.checks import TO_PLAN
+from adaptive_batch.training import StepResult
+
+
+class Wired:
+    """Model, task and runner of a configuration.
+
+    Args:
+        cfg: the configuration.
+        rows: its rows.
+        builder: of the model that trains.
+        limit: what a micro-batch holds.
+        memory: in place of the device's.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        rows: Sequence[Any],
+        *,
+        builder: ModelBuilder | None,
+        limit: MicroBatchLimit,
+        memory: DeviceMemory | None = None,
+    ) -> None:
+        job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
+        if memory is not None:
+            job.memory = memory
+        self.data = Data(job, rows, packed=False)
+        model = self._filled(cfg.model, job.dtype, seed=1)
+        job.builder.freeze(model)
+        second = None
+        if job.second is not None:
+            second = self._filled(job.second.cfg.model, job.dtype, seed=2)
+        sizer = HeldSizer(limit, layout=self.data.shapes, memory=job.memory)
+        self.trainer = Trainer(job, self.data, model, sizer, second=second)
+        self.model = model
+
+    @staticmethod
+    def _filled(block: DictConfig, dtype: torch.dtype, *, seed: int) -> nn.Module:
+        with torch.device("cpu"), torchtune.training.set_default_dtype(dtype):
+            model: nn.Module = torchtune.config.instantiate(block)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.copy_(0.2 * drawn)
+        return model
+
+    def run(self, rows: Sequence[Any], limit: int | None = None) -> StepResult:
+        """Leave the gradients of a step of these rows, so many at once."""
+        self.model.zero_grad()
+        sizer = self.trainer.runner.sizer
+        assert isinstance(sizer, HeldSizer)
+        if limit is not None:
+            sizer.current = MicroBatchLimit(limit)
+        return self.trainer.runner.run(rows, len(rows))
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        return {
+            name: parameter.grad.clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
+
+
+def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The largest difference of two gradients, over the largest number in them."""
+    assert one.keys() == other.keys() != set()
+    largest = max(float(gradient.abs().max()) for gradient in one.values())
+    return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
+
+
+def bounds(wired: Wired, row: Any, largest: Sequence[int]) -> dict[int, int]:
+    """The bound that a search finds under each budget that holds so many rows and not one more, as
+    trials of each size show.
+    """
+    runner = wired.trainer.runner
+    optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
+
+    def dry_run(budget_bytes: int) -> DryRun:
+        return DryRun(
+            model=wired.model,
+            optimizer=optimizer,
+            forward_backward=lambda rows: runner.try_rows([row] * rows),
+            step=optimizer.step,
+            accumulates=False,
+            memory=runner.memory,
+            budget_bytes=budget_bytes,
+            row="one row",
+            held=wired.trainer.tried().held,
+        )
+
+    with dry_run(2**40) as trial:
+        peaks = [trial(size).peak_bytes or 0 for size in range(1, max(largest) + 2)]
+    assert peaks == sorted(set(peaks))
+    found = {}
+    for size in largest:
+        budget = (peaks[size - 1] + peaks[size]) // 2
+        with dry_run(budget) as trial:
+            resident = trial.resident_bytes
+            search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
+            result = run_search(trial, search=search, resident_bytes=resident)
+        found[size] = result.max_batch_size
+    return found

@@ -1,0 +1,318 @@
+"""However the rows of a step are split, what a student learns from its teacher is that of all of
+them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchtune
+from omegaconf import DictConfig, OmegaConf
+from support.fault_injection import AttemptedMemory, RunsOutAt
+from support.model_families import Combination
+from support.wired_jobs import Wired, bounds, largest_difference
+from torch import nn
+
+from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.errors import SettingError
+from adaptive_batch.torchtune import (
+    AdapterModel,
+    Distillation,
+    Job,
+    NextTokens,
+    Settings,
+    builder_of,
+    without_effect,
+    without_effect_on,
+)
+from adaptive_batch.torchtune.checks import TO_PLAN
+from adaptive_batch.torchtune.tasks import task_of
+
+STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*KD*.yaml"))
+CHUNKED = {
+    "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+    "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
+}
+LORA = {
+    "_component_": "torchtune.models.qwen2.lora_qwen2",
+    "lora_attn_modules": ["q_proj", "v_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+}
+KINDS = ("LoRA", "full")
+RATIO = 0.3
+# Sums in another order differ by no more, in float64.
+EXACT = 1e-12
+
+
+def small_config(kind: str, **keys: Any) -> DictConfig:
+    """The configuration of a small student and a teacher of another width."""
+    cfg = Combination("qwen2", 64).config()
+    cfg.teacher_model = {**cfg.model, "embed_dim": 32}
+    cfg.teacher_checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+    cfg.kd_loss = {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
+    cfg.kd_ratio = RATIO
+    if kind == "LoRA":
+        cfg.model.update(LORA)
+    cfg.update(keys)
+    return cfg
+
+
+def check(cfg: DictConfig) -> Job:
+    """All that is checked of what a configuration trains."""
+    settings = Settings.from_config(cfg)
+    job = Job(cfg, settings, builder_of(cfg), task=Distillation, needs=TO_PLAN)
+    job.check_model()
+    return job
+
+
+def rows_of(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Rows of skewed lengths, the first tokens of each without a label, and one without any."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in torch.randint(5, 40, (number,), generator=generator).tolist():
+        tokens = torch.randint(1, 60, (length,), generator=generator).tolist()
+        prompt = int(torch.randint(1, 4, (1,), generator=generator))
+        rows.append({"tokens": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+    rows[1]["labels"] = [-100] * len(rows[1]["labels"])
+    return rows
+
+
+def distilling(kind: str, rows: Sequence[Any], **how: Any) -> Wired:
+    """A job of a student and a wider teacher, exact in float64."""
+    kd_loss = {"_component_": "support.distillation.ExactForwardKL"}
+    cfg = small_config(kind, dtype="fp64", kd_loss=kd_loss)
+    builder = builder_of(cfg)
+    exact = {"_component_": "support.preferences.ExactPolicy"}
+    cfg.model = {**exact, "adapters": kind == "LoRA"}
+    cfg.teacher_model = {**exact, "adapters": False, "width": 32}
+    return Wired(cfg, rows, builder=builder, **how)
+
+
+def of_all_tokens_at_once(
+    wired: Wired, rows: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Cross-entropy, divergence and gradients, row by row without padding."""
+    wired.model.zero_grad()
+    sums = torch.zeros(2, dtype=torch.float64)
+    count = 0
+    for row in rows:
+        tokens = torch.tensor([row["tokens"]])
+        labels = torch.tensor(row["labels"][1:])
+        student = wired.model(tokens)[0, :-1].log_softmax(-1)
+        with torch.no_grad():
+            teacher = wired.trainer.reference_logits(tokens=tokens)[0, :-1].softmax(-1)
+        of_labels = student.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+        losses = torch.stack([-of_labels, -(teacher * student).sum(-1)])
+        sums = sums + (losses * (labels != -100)).sum(1)
+        count += int((labels != -100).sum())
+    class_loss, kd_loss = sums / count
+    # The runner divides by the tokens in float32, as torchtune does.
+    scale = 1 / torch.tensor(count)
+    (((1 - RATIO) * sums[0] + RATIO * sums[1]) * scale).backward()
+    return class_loss.detach(), kd_loss.detach(), wired.gradients()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind):
+    rows = rows_of(11)
+    wired = distilling(kind, rows, limit=MicroBatchLimit(len(rows)))
+    class_loss, kd_loss, expected = of_all_tokens_at_once(wired, rows)
+    drawn = random.Random(0)
+    limits = [MicroBatchLimit(len(rows))]
+    limits += [MicroBatchLimit(drawn.randrange(1, len(rows))) for _ in range(5)]
+    limits += [MicroBatchLimit(drawn.randrange(40, 200), "tokens") for _ in range(5)]
+    for limit in limits:
+        wired.trainer.runner.sizer.current = limit
+        result = wired.run(drawn.sample(rows, len(rows)))
+        assert (result.micro_batches > 1) == (limit != limits[0])
+        assert largest_difference(expected, wired.gradients()) < EXACT
+        # Means are divided in float32, as torchtune's are.
+        means = {"class_loss": float(class_loss), "kd_loss": float(kd_loss)}
+        assert result.metrics == pytest.approx(means, rel=1e-6)
+        loss = (1 - RATIO) * means["class_loss"] + RATIO * means["kd_loss"]
+        assert result.loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_parts_that_weigh_alike_would_be_another_step():
+    """The formula of torchtune's recipes: each part's mean weighs as much as any other's."""
+    rows = [row for row in rows_of(8, seed=3) if max(row["labels"]) > 0]
+    wired = distilling("LoRA", rows, limit=MicroBatchLimit(len(rows)))
+    *_, expected = of_all_tokens_at_once(wired, rows)
+    wired.model.zero_grad()
+    for part in (rows[:1], rows[1:]):
+        (wired.trainer.mean_loss(wired.data.collate(part)) / 2).backward()
+    assert largest_difference(expected, wired.gradients()) > 1e-2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(kind):
+    rows = rows_of(8)
+    expected = distilling(kind, rows, limit=MicroBatchLimit(4))
+    result = expected.run(rows)
+    failures = 0
+    # In the student, in the teacher, in either loss and in backward.
+    for operation in range(1, 2000, 47):
+        mode = RunsOutAt(operation)
+        memory = AttemptedMemory(mode.begin)
+        faulted = distilling(kind, rows, limit=MicroBatchLimit(8), memory=memory)
+        with mode:
+            after = faulted.run(rows)
+        if not mode.failed_in:
+            break
+        failures += 1
+        assert (after.loss, after.metrics) == (result.loss, result.metrics)
+        ours, theirs = faulted.gradients(), expected.gradients()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert failures > 4
+
+
+def test_the_teacher_gets_no_gradient_and_drops_nothing():
+    rows = rows_of(4)
+    wired = distilling("full", rows, limit=MicroBatchLimit(2))
+    student, teacher = wired.trainer.models
+    wired.run(rows)
+    assert all(parameter.grad is not None for parameter in student.parameters())
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert not any(parameter.requires_grad for parameter in teacher.parameters())
+    assert student.training
+    assert not teacher.training
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_is_that_of_brute_force(kind):
+    row = max(rows_of(9), key=lambda row: len(row["tokens"]))
+    wired = distilling(kind, [row], limit=MicroBatchLimit(1))
+    before = {name: tensor.clone() for name, tensor in wired.trainer.models.state_dict().items()}
+    for largest, found in bounds(wired, row, (1, 5)).items():
+        assert found == largest
+    # A trial leaves no trace, in the teacher neither.
+    after = wired.trainer.models.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+# --- what is taken and what is refused
+
+
+def test_there_are_configs_of_torchtune():
+    assert len(CONFIGS) == 4
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_of_torchtune_is_taken(name):
+    cfg = OmegaConf.load(STOCK / name)
+    cfg.update({"device": "cpu", "dtype": "fp32"})
+    settings = Settings.from_config(cfg)
+    assert without_effect(settings, cfg, ranks=8) == []
+    for recipe in ("adaptive_probe", "adaptive_estimate"):
+        assert without_effect_on(recipe, settings, cfg) == []
+    job = Job(cfg, settings, builder_of(cfg))
+    assert type(job.task) is Distillation
+    assert type(job.builder) is AdapterModel
+    assert job.task.kd_ratio == 0.5
+    job.check_model()
+    sizes = [
+        sum(parameter.numel() for parameter in model.parameters())
+        for model in (job.skeleton, job.second_skeleton)
+    ]
+    assert sizes[1] > 2.5 * sizes[0]
+
+
+def test_the_task_is_that_of_the_teacher_and_of_the_loss():
+    cfg = small_config("LoRA")
+    cross_entropy = nn.CrossEntropyLoss()
+    assert task_of(cfg, cross_entropy) is Distillation
+    del cfg.teacher_model
+    assert task_of(cfg, cross_entropy) is NextTokens
+
+
+def test_the_ratio_is_torchtunes_where_none_is_given():
+    cfg = small_config("LoRA", kd_ratio=None)
+    assert Distillation(cfg, nn.CrossEntropyLoss()).kd_ratio == 0.5
+    del cfg.kd_ratio
+    assert Distillation(cfg, nn.CrossEntropyLoss()).kd_ratio == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "key", "says"),
+    [
+        ("LoRA", {"teacher_model": None}, "teacher_model", "it is missing; give a block"),
+        ("full", {"teacher_checkpointer": None}, "teacher_checkpointer", "it is missing; give"),
+        ("LoRA", {"kd_loss": None}, "kd_loss", "it is missing; give a block with _component_"),
+        ("LoRA", {"kd_loss": "mine.loss"}, "kd_loss", "give kd_loss._component_=mine.loss"),
+        ("LoRA", {"kd_ratio": 1.5}, "kd_ratio", "give a number from 0 to 1"),
+        ("LoRA", {"kd_ratio": "half"}, "kd_ratio", "give a number from 0 to 1"),
+        ("LoRA", {"kd_ratio": True}, "kd_ratio", "give a number from 0 to 1"),
+        ("LoRA", {"kd_rate": 0.5}, "kd_rate", "kd_ratio is probably meant"),
+        ("LoRA", {"loss": CHUNKED["loss"]}, "kd_loss", "ForwardKLWithChunkedOutputLoss"),
+        ("LoRA", {"kd_loss": CHUNKED["kd_loss"]}, "kd_loss", "loss takes whole logits"),
+        (
+            "LoRA",
+            {**CHUNKED, "kd_loss": {**CHUNKED["kd_loss"], "num_output_chunks": 4}},
+            "kd_loss.num_output_chunks",
+            "in 8 chunks",
+        ),
+        (
+            "LoRA",
+            {"kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLLoss", "ignore_index": 0}},
+            "kd_loss.ignore_index",
+            "loss ignores the label -100",
+        ),
+        ("LoRA", {"kd_loss": {"_component_": "torch.nn.MSELoss"}}, "kd_loss", "cannot be computed"),
+        (
+            "LoRA",
+            {"kd_loss": {"_component_": "support.distillation.SumOfTokens"}},
+            "kd_loss",
+            "no mean over label tokens",
+        ),
+        ("full", {"tensor_parallel_dim": 2}, "tensor_parallel_dim", "give 1, and ranks divide"),
+        ("full", {"ref_checkpointer": {"_component_": "x"}}, "ref_checkpointer", "adaptive_dpo"),
+    ],
+)
+def test_what_distillation_does_not_take_is_refused_with_its_reason(kind, keys, key, says):
+    cfg = small_config(kind)
+    cfg.update(keys)
+    with pytest.raises(SettingError, match=says) as refused:
+        check(cfg)
+    assert refused.value.key == key
+
+
+@pytest.mark.parametrize(
+    ("changed", "key", "says"),
+    [
+        ({"vocab_size": 999}, "teacher_model", "it has 999 tokens, and the student 1000"),
+        (LORA, "teacher_model", "it has adapters, and a teacher is a whole model"),
+        ({"num_head": 3}, "teacher_model", "num_head"),
+        ({"num_layers": "two"}, "teacher_model.num_layers", "give a whole number"),
+        ({"_component_": "mine.teacher"}, "teacher_model", "it cannot be built"),
+    ],
+)
+def test_a_teacher_that_cannot_be_one_is_refused_by_its_key(changed, key, says):
+    cfg = small_config("LoRA")
+    cfg.teacher_model.update(changed)
+    with pytest.raises(SettingError, match=says) as refused:
+        check(cfg)
+    assert refused.value.key == key
+
+
+def test_rows_are_as_long_as_both_models_take():
+    cfg = small_config("LoRA")
+    cfg.teacher_model.max_seq_len = 48
+    job = check(cfg)
+    assert job.max_seq_len == job.max_row_length == 48
+
+
+@pytest.mark.parametrize("keys", [{}, CHUNKED])
+@pytest.mark.parametrize("kl", ["ForwardKL", "ReverseKL", "SymmetricKL"])
+def test_the_losses_of_torchtune_are_taken(keys, kl):
+    cfg = small_config("LoRA", **keys)
+    suffix = "WithChunkedOutputLoss" if keys else "Loss"
+    cfg.kd_loss = {"_component_": f"torchtune.modules.loss.{kl}{suffix}"}
+    check(cfg)
