@@ -12,7 +12,7 @@ STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 TRITON_OF_TORCH := "from importlib.metadata import requires; print(*(one.partition(';')[0] for one in requires('torch') if one.startswith('triton')))"
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo demo-lora test test-all nightly check docs notebooks measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
+.PHONY: demo demo-lora test test-all nightly check docs notebooks gallery measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -83,6 +83,10 @@ test-browser: $(INSTALLED)  ## the report in headless Chromium, which must be on
 
 notebooks: $(INSTALLED)  ## run the notebooks of examples/, and write what they print into them
 	$(BIN)/python docs/tools/notebooks.py
+
+gallery: $(INSTALLED)  ## run the commands of docs/gallery.md, and write what they print and draw into it
+	test -d adaptive_batch_demo/tuned/epoch_2 || $(BIN)/python examples/demo
+	$(BIN)/python docs/tools/gallery.py
 
 docs: $(INSTALLED)  ## the site, into site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
