@@ -9,10 +9,11 @@ import shlex
 import subprocess
 from itertools import pairwise
 
-import adaptive_batch
 import pytest
 from support.commands import run_command
 from support.pages import ROOT, blocks, is_read_only
+
+import adaptive_batch
 
 BLOCKS = [block for block in blocks() if block.page == "docs/gallery.md"]
 TOOL = runpy.run_path(str(ROOT / "docs" / "tools" / "gallery.py"))
