@@ -26,7 +26,7 @@ PICTURES = {
     "estimated/adaptive_batch/estimate.png": "gallery_estimate.png",
 }
 SHOWN = re.compile(r"```bash\n([^\n]+)\n```\n\n```text\n(.*?)```", re.DOTALL)
-# It has the seconds of a run.
+# The seconds of a run, which differ each time.
 LEFT_OUT = re.compile(r"written to ")
 
 
@@ -49,7 +49,7 @@ def with_outputs(page: str, folder: Path) -> str:
 
     Args:
         page: Markdown, in which a block of one command is followed by one of its output.
-        folder: in which the commands are run, as on a machine that has searched nothing yet.
+        folder: working directory of the commands; searches are cached there alone.
 
     Raises:
         subprocess.CalledProcessError: a command fails.
@@ -79,7 +79,7 @@ def with_outputs(page: str, folder: Path) -> str:
 
 
 def smaller(path: Path) -> bytes:
-    """Return a PNG of 64 colours, as the same picture takes a third of the bytes so."""
+    """Return a picture as a PNG of 64 colours, which takes a third of the bytes."""
     drawn = io.BytesIO()
     picture = Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE)
     picture.save(drawn, format="png", optimize=True)

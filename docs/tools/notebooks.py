@@ -28,7 +28,7 @@ def executed(path: Path) -> NotebookNode:
     """Return a notebook as a new run of it leaves it, in an empty folder and without the hub.
 
     Args:
-        path: of the notebook.
+        path: notebook to run.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell fails.
@@ -49,7 +49,7 @@ def executed(path: Path) -> NotebookNode:
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
-    # It has the version of Python.
+    # The version of Python in it would change with each machine.
     notebook.metadata.pop("language_info", None)
     return notebook
 

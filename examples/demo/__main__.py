@@ -41,7 +41,7 @@ PROMPT = "def string.join_lines(lines, separator='\\n')"
 PROMPT_BACK = "Return the lines, joined by the separator."
 # Characters that are shown of what a model writes.
 SHOWN_CHARACTERS = 100
-# Of DPOLoss, by default.
+# DPOLoss's default.
 BETA = 0.1
 # What a table or a later line says again, and what is not of this project's. A line of progress is
 # shown at the end of its epoch.

@@ -138,8 +138,8 @@ def write_pairs(data: Path, folder: Path) -> None:
     Of each row that has more than one sentence, the first is preferred to the whole docstring.
 
     Args:
-        data: has train.jsonl and held_out.jsonl, of rows of a signature and its docstring.
-        folder: empty.
+        data: folder with train.jsonl and held_out.jsonl, rows of a signature and its docstring.
+        folder: empty folder for the pairs.
     """
     for name in DATA_FILES:
         with (folder / name).open("w", encoding="utf-8") as file:
@@ -148,7 +148,7 @@ def write_pairs(data: Path, folder: Path) -> None:
                     "chosen": first_sentence(row["docstring"]),
                     "rejected": row["docstring"],
                 }
-                # A docstring that is little longer would be preferred as much as its beginning.
+                # Two answers that are nearly the same show no preference.
                 if 2 * len(answers["chosen"]) > len(answers["rejected"]):
                     continue
                 pair = {

@@ -287,8 +287,8 @@ def answer_log_probs(
     answers first.
 
     Args:
-        model: gives logits of shape [batch, sequence, vocabulary].
-        pairs: tokenized, as torchtune's datasets of preferences give them.
+        model: model with logits of shape [batch, sequence, vocabulary].
+        pairs: tokenized pairs, as torchtune's datasets of preferences give them.
         pad_id: the token that fills the shorter answers of a batch.
     """
     import torch

@@ -15,17 +15,20 @@ NAMES = {
     "llama3_1_70B_8gpu",
     "llama3_1_8B",
     "llama3_1_8B_8gpu",
+    "llama3_1_8B_dpo_8gpu",
     "llama3_1_8B_lora",
     "llama3_1_8B_lora_dpo",
     "llama3_1_8B_qlora",
     "llama3_2_1B",
     "llama3_2_1B_lora",
     "llama3_2_3B",
+    "llama3_2_3B_lora_dpo",
     "phi4_14B",
     "qwen2_5_0_5B",
     "qwen2_5_1_5B",
     "qwen2_5_7B",
     "qwen2_5_7B_lora",
+    "qwen2_5_7B_lora_dpo",
 }
 
 
