@@ -79,9 +79,14 @@ def with_outputs(page: str, folder: Path) -> str:
 
 
 def smaller(path: Path) -> bytes:
-    """Return a picture as a PNG of 64 colours, which takes a third of the bytes."""
+    """Return a picture as a PNG of 128 colours, which takes a third of the bytes."""
     drawn = io.BytesIO()
-    picture = Image.open(path).convert("RGB").quantize(64, dither=Image.Dither.NONE)
+    # Other methods drop a colour that few pixels have, such as that of a point.
+    picture = (
+        Image.open(path)
+        .convert("RGB")
+        .quantize(128, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    )
     picture.save(drawn, format="png", optimize=True)
     return drawn.getvalue()
 
