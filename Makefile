@@ -12,7 +12,7 @@ STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 TRITON_OF_TORCH := "from importlib.metadata import requires; print(*(one.partition(';')[0] for one in requires('torch') if one.startswith('triton')))"
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo demo-lora test test-all nightly check docs measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
+.PHONY: demo demo-lora demo-dpo test test-all nightly check docs notebooks gallery measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -33,6 +33,10 @@ demo: $(DEMO)  ## find the largest batch, train, grow, compare the tuned model w
 demo-lora: $(DEMO)  ## adapters on the model that the demo has tuned, which comes first
 	test -d adaptive_batch_demo/tuned/epoch_2 || $(BIN)/python examples/demo
 	$(BIN)/python examples/demo --lora
+
+demo-dpo: $(DEMO)  ## preference pairs on the model that the demo has tuned, which comes first
+	test -d adaptive_batch_demo/tuned/epoch_2 || $(BIN)/python examples/demo
+	$(BIN)/python examples/demo --dpo
 
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 ELSEWHERE := gpu or cuda_stack or readme or browser or install
@@ -80,6 +84,13 @@ test-readme: $(INSTALLED)  ## each command and Python block of the pages
 
 test-browser: $(INSTALLED)  ## the report in headless Chromium, which must be on PATH
 	$(BIN)/python -m pytest -m browser
+
+notebooks: $(INSTALLED)  ## run the notebooks of examples/, and write what they print into them
+	$(BIN)/python docs/tools/notebooks.py
+
+gallery: $(INSTALLED)  ## run the commands of docs/gallery.md, and write what they print and draw into it
+	test -d adaptive_batch_demo/tuned/epoch_2 || $(BIN)/python examples/demo
+	$(BIN)/python docs/tools/gallery.py
 
 docs: $(INSTALLED)  ## the site, into site/, with every link checked
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -217,7 +217,12 @@ def _short(number: float) -> str:
 
 def from_zero(axes: Axes) -> None:
     """Begin the y axis at 0."""
-    axes.set_ylim(bottom=0, top=None if axes.dataLim.y1 > 0 else 1)
+    highest = axes.dataLim.y1
+    top = 1.0
+    if highest > 0:
+        # matplotlib's own margin is a share of the data's range, which may lie far above 0.
+        top = max(axes.get_ylim()[1], 1.05 * highest)
+    axes.set_ylim(bottom=0, top=top)
 
 
 def mark_events(axes: Axes, timeline: Timeline, *, seconds: float | None = None) -> None:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
+# Characters of a line of text beside two columns of figures; matplotlib breaks none.
+_COLUMNS_OF_PICTURE = 120
 # Rows of one kind in the table of events: a long run may save a thousand times.
 _MOST_ROWS = 100
 
@@ -104,8 +106,7 @@ def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
 
     figures = estimate_figures(estimate)
     columns = min(2, len(figures))
-    # matplotlib breaks no line: what is wider than the figures would be cut.
-    wrapper = textwrap.TextWrapper(60 * columns, subsequent_indent="    ")
+    wrapper = textwrap.TextWrapper(_COLUMNS_OF_PICTURE * columns // 2, subsequent_indent="    ")
     lines: list[str] = []
     for line in summary_lines(estimate):
         lines += wrapper.wrap(line)
@@ -159,12 +160,20 @@ def render(
         dark=DARK,
         grounds=GROUNDS,
     )
-    # Seven facts fill the width of the picture.
-    lines = []
-    for place in range(0, len(facts), 7):
-        pairs = facts[place : place + 7]
-        lines.append("     ".join(f"{fact}: {value}" for fact, value in pairs))
+    lines = _lines_of_picture(facts)
     return text, to_png(figures, heading=f"{kind}: {name}", lines=[*lines, *notes], events=events)
+
+
+def _lines_of_picture(facts: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the facts as lines that the picture does not cut."""
+    lines: list[str] = []
+    for fact, value in facts:
+        text = f"{fact}: {value}"
+        if lines and len(lines[-1]) + 5 + len(text) <= _COLUMNS_OF_PICTURE:
+            lines[-1] += f"     {text}"
+        else:
+            lines.append(text)
+    return lines
 
 
 def _kind_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> str:

@@ -1,15 +1,25 @@
 """The demo of `make demo`: its data, its base model, and a growth function. See ``__main__.py``."""
 
-from .data import NUM_TRAIN_ROWS, SEED, docstring_rows, instruction_rows, read_rows
+from .data import (
+    NUM_TRAIN_ROWS,
+    SEED,
+    docstring_rows,
+    first_sentence,
+    instruction_rows,
+    read_rows,
+    write_pairs,
+)
 from .model import (
     INITIALIZER_RANGE,
     MODEL,
+    answer_log_probs,
     build_model,
     held_out_loss,
     load,
     make_once,
     prepare,
     sample,
+    write_pairs_once,
     write_tokenizer,
 )
 
@@ -19,8 +29,10 @@ __all__ = [
     "MODEL",
     "NUM_TRAIN_ROWS",
     "SEED",
+    "answer_log_probs",
     "build_model",
     "docstring_rows",
+    "first_sentence",
     "grow",
     "held_out_loss",
     "instruction_rows",
@@ -29,6 +41,8 @@ __all__ = [
     "prepare",
     "read_rows",
     "sample",
+    "write_pairs",
+    "write_pairs_once",
     "write_tokenizer",
 ]
 

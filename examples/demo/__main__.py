@@ -1,6 +1,6 @@
 """The demo: makes a small task from the Python that is installed, and runs the real recipe on it.
 
-    python examples/demo [--directory DIR] [--files-only | --lora] [key=value ...]
+    python examples/demo [--directory DIR] [--files-only | --lora | --dpo] [key=value ...]
 
 No file is downloaded. In DIR it makes, once:
 
@@ -11,7 +11,8 @@ No file is downloaded. In DIR it makes, once:
 Then it trains with ``configs/demo_cpu.yaml``: the largest batch that fits, growth by a function of
 its own, micro-batches packed or grouped as is fastest, and a learning rate that follows the batch.
 It draws the run and compares the tuned model with the base. With ``--lora`` that model is the base,
-and adapters learn the way back: docstring -> signature.
+and adapters learn the way back: docstring -> signature. With ``--dpo`` adapters on it learn from
+preference pairs to prefer a docstring's first sentence to all of it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ PROMPT = "def string.join_lines(lines, separator='\\n')"
 PROMPT_BACK = "Return the lines, joined by the separator."
 # Characters that are shown of what a model writes.
 SHOWN_CHARACTERS = 100
+# DPOLoss's default.
+BETA = 0.1
 # What a table or a later line says again, and what is not of this project's. A line of progress is
 # shown at the end of its epoch.
 PASSED_OVER = re.compile(
@@ -70,6 +73,9 @@ def main() -> None:
         metavar="key=value",
         help="passed on to tune run, after the demo's own",
     )
+    either.add_argument(
+        "--dpo", action="store_true", help="train preferences on the model that the demo has tuned"
+    )
     arguments = parser.parse_args()
     if "=" in arguments.directory:
         parser.error("--directory must not contain '=': tune run could not pass it on")
@@ -90,6 +96,9 @@ def main() -> None:
         recipe = "adaptive_lora_finetune"
         prompt = PROMPT_BACK
         own = _of_adapters(Path(arguments.directory))
+    if arguments.dpo:
+        recipe = "adaptive_dpo"
+        own = _of_preferences(Path(arguments.directory))
     settings = [
         f"demo_dir={arguments.directory}",
         "use_maximum_batch_size=True",
@@ -101,6 +110,8 @@ def main() -> None:
     demo.prepare(cfg.demo_dir)
     if arguments.files_only:
         return
+    if arguments.dpo:
+        demo.write_pairs_once(cfg.demo_dir)
 
     command = ["tune", "run", recipe, "--config", "demo_cpu", *settings]
     path = os.pathsep.join(
@@ -110,7 +121,8 @@ def main() -> None:
         f"$ PYTHONPATH={shlex.quote(os.path.relpath(EXAMPLES))} {shlex.join(command)}", flush=True
     )
     printed = Path(cfg.demo_dir) / f"{Path(cfg.output_dir).name}.log"
-    print(f"This takes about two minutes on two cores. All that it prints is in {printed}.\n")
+    minutes = "a minute" if arguments.dpo else "two minutes"
+    print(f"This takes about {minutes} on two cores. All that it prints is in {printed}.\n")
     status = run_and_show([_installed("tune"), *command[1:]], {"PYTHONPATH": path}, printed)
     if status:
         sys.exit(status)
@@ -119,7 +131,11 @@ def main() -> None:
 
     page, *_ = write_report(cfg.output_dir)
     print(f"the run as a page: {page}\n")
-    compare(cfg, Path(cfg.output_dir) / f"epoch_{cfg.epochs - 1}", prompt)
+    tuned = Path(cfg.output_dir) / f"epoch_{cfg.epochs - 1}"
+    if arguments.dpo:
+        compare_preferences(cfg, tuned)
+    else:
+        compare(cfg, tuned, prompt)
     print(f"\n{time.perf_counter() - started:.0f} s in all. Everything is in {cfg.demo_dir}. Next:")
     print(next_steps(arguments.directory, Path(cfg.output_dir)))
 
@@ -128,12 +144,43 @@ def _of_adapters(directory: Path) -> list[str]:
     """Return the settings of adapters on the tuned model, which learn from the same rows the other
     way round.
     """
+    return [
+        *_adapters_on_tuned(directory),
+        "dataset.column_map.input=docstring",
+        "dataset.column_map.output=signature",
+        "epochs=1",
+        f"output_dir={directory / 'adapters'}",
+        "overwrite_output_dir=True",
+    ]
+
+
+def _of_preferences(directory: Path) -> list[str]:
+    """Return the settings of adapters on the tuned model, which learn from preference pairs."""
+    return [
+        *_adapters_on_tuned(directory),
+        "loss=torchtune.rlhf.loss.DPOLoss",
+        "dataset._component_=torchtune.datasets.preference_dataset",
+        f"dataset.data_files={directory / 'pairs' / 'train.jsonl'}",
+        # preference_dataset has neither key.
+        "~dataset.packed",
+        "~dataset.column_map",
+        "micro_batch_tokens=auto",
+        "optimizer.lr=3e-4",
+        "epochs=1",
+        "max_steps_per_epoch=64",
+        f"output_dir={directory / 'preferences'}",
+        "overwrite_output_dir=True",
+    ]
+
+
+def _adapters_on_tuned(directory: Path) -> list[str]:
+    """Return the settings of adapters on the model that the demo has tuned."""
     base = directory / "tuned" / "epoch_2"
     weights = sorted(path.name for path in base.glob("model*.safetensors"))
     if not weights:
         sys.exit(
             f"there is no tuned model in {base}: `make demo` makes it, or this command without"
-            " --lora"
+            " --lora and --dpo"
         )
     return [
         "model._component_=torchtune.models.qwen2.lora_qwen2",
@@ -143,11 +190,6 @@ def _of_adapters(directory: Path) -> list[str]:
         "model.lora_alpha=32",
         f"checkpointer.checkpoint_dir={base}",
         f"checkpointer.checkpoint_files=[{','.join(weights)}]",
-        "dataset.column_map.input=docstring",
-        "dataset.column_map.output=signature",
-        "epochs=1",
-        f"output_dir={directory / 'adapters'}",
-        "overwrite_output_dir=True",
     ]
 
 
@@ -207,7 +249,12 @@ def _resolved(settings: list[str]) -> DictConfig:
     path = config_path("demo_cpu")
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
     values = [setting for setting in settings if "=" in setting and not setting.startswith("~")]
-    return OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(values))
+    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(values))
+    for setting in settings:
+        if setting.startswith("~"):
+            block, _, key = setting.removeprefix("~").rpartition(".")
+            OmegaConf.select(cfg, block).pop(key)
+    return cfg
 
 
 def _installed(command: str) -> str:
@@ -244,6 +291,36 @@ def compare(cfg: DictConfig, tuned: Path, prompt: str) -> None:
         f"mean loss per token on {len(rows)} held-out rows: "
         + ", ".join(f"{n} {v:.3f}" for n, v in losses.items())
     )
+
+
+def compare_preferences(cfg: DictConfig, tuned: Path) -> None:
+    """Print the rewards of base and tuned model on held-out pairs.
+
+    The base is the reference, so its rewards are zero.
+    """
+    import torch
+    from torchtune import config
+
+    tokenizer = config.instantiate(cfg.tokenizer)
+    held_out = Path(cfg.demo_dir) / "pairs" / "held_out.jsonl"
+    dataset = config.instantiate(cfg.dataset, tokenizer, data_files=str(held_out))
+    pairs = [dataset[index] for index in range(len(dataset))]
+    folders = {"base": Path(cfg.checkpointer.checkpoint_dir), "tuned": tuned}
+    with torch.inference_mode():
+        log_probs = {
+            name: demo.answer_log_probs(demo.load(folder), pairs, pad_id=tokenizer.pad_id)
+            for name, folder in folders.items()
+        }
+    print(f"{len(pairs)} held-out pairs: a first sentence, preferred to the whole docstring")
+    print("model  rewards/accuracies  rewards/margins  log_probs/chosen  log_probs/rejected")
+    for name, of_model in log_probs.items():
+        chosen, rejected = BETA * (of_model - log_probs["base"])
+        accuracy = (chosen > rejected).float().mean()
+        margin = (chosen - rejected).mean()
+        print(
+            f"{name:<6} {accuracy:>18.3f} {margin:>16.3f}"
+            f" {of_model[0].mean():>17.1f} {of_model[1].mean():>19.1f}"
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import ast
 import json
 import pkgutil
 import random
+import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -123,3 +124,38 @@ def write_data(folder: Path, *, num_rows: int | None = None) -> None:
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a JSONL file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def first_sentence(docstring: str) -> str:
+    """Return the first sentence of a docstring, or its first paragraph where that ends sooner."""
+    paragraph = docstring.split("\n\n")[0]
+    return re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
+
+
+def write_pairs(data: Path, folder: Path) -> None:
+    """Write preference pairs into an empty folder, in files named as those of their rows.
+
+    Of each row that has more than one sentence, the first is preferred to the whole docstring.
+
+    Args:
+        data: folder with train.jsonl and held_out.jsonl, rows of a signature and its docstring.
+        folder: empty folder for the pairs.
+    """
+    for name in DATA_FILES:
+        with (folder / name).open("w", encoding="utf-8") as file:
+            for row in read_rows(data / name):
+                answers = {
+                    "chosen": first_sentence(row["docstring"]),
+                    "rejected": row["docstring"],
+                }
+                # Two answers that are nearly the same show no preference.
+                if 2 * len(answers["chosen"]) > len(answers["rejected"]):
+                    continue
+                pair = {
+                    column: [
+                        {"role": "user", "content": row["signature"]},
+                        {"role": "assistant", "content": answer},
+                    ]
+                    for column, answer in answers.items()
+                }
+                file.write(json.dumps(pair) + "\n")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .data import DATA_FILES, SEED, read_rows, write_data
+from .data import DATA_FILES, SEED, read_rows, write_data, write_pairs
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +88,14 @@ def prepare(directory: str | Path, *, num_rows: int | None = None) -> None:
             f"{directory / 'base'} was made for another version of the demo: remove it, and run"
             " again"
         )
+
+
+def write_pairs_once(directory: str | Path) -> None:
+    """Make the demo's preference pairs in ``directory``, of the data there; keep what exists."""
+    directory = Path(directory)
+    make_once(
+        directory / "pairs", DATA_FILES, lambda folder: write_pairs(directory / "data", folder)
+    )
 
 
 def make_once(folder: Path, names: tuple[str, ...], write: Callable[[Path], None]) -> None:
@@ -270,6 +278,28 @@ def held_out_loss(model: TransformerDecoder, rows: list[dict[str, Any]], *, pad_
         ).item()
         num_labels += int((labels != -100).sum())
     return total / num_labels
+
+
+def answer_log_probs(
+    model: TransformerDecoder, pairs: list[dict[str, Any]], *, pad_id: int
+) -> torch.Tensor:
+    """Return the log probability of each answer, summed over its tokens: [2, pairs], the chosen
+    answers first.
+
+    Args:
+        model: model with logits of shape [batch, sequence, vocabulary].
+        pairs: tokenized pairs, as torchtune's datasets of preferences give them.
+        pad_id: the token that fills the shorter answers of a batch.
+    """
+    import torch
+    from torchtune.data import padded_collate_dpo
+    from torchtune.rlhf import get_batch_log_probs
+
+    log_probs = []
+    for pair in pairs:
+        tokens, labels = padded_collate_dpo([pair], padding_idx=pad_id)
+        log_probs.append(get_batch_log_probs(model(tokens), labels))
+    return torch.stack(log_probs, dim=1)
 
 
 def sample(

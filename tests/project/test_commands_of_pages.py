@@ -144,6 +144,17 @@ def test_the_demo_shows_all_that_it_promises_in_few_lines(folder):
         assert promise in text, promise
 
 
+def test_the_demo_of_preferences_has_held_out_pairs_preferred(folder):
+    """In a few steps, as CI has it train all of them."""
+    command = f"python {ROOT / 'examples' / 'demo'} --dpo micro_batch_tokens=null"
+    printed = run(folder, f"{command} max_steps_per_epoch=16")
+    figures = dict(re.findall(r"^(base|tuned) +(\d\.\d+ +-?[\d.]+)", printed, re.MULTILINE))
+    assert figures["base"].split() == ["0.000", "0.000"]
+    accuracy, margin = map(float, figures["tuned"].split())
+    assert accuracy > 0.8
+    assert margin > 0
+
+
 def without_times(line):
     """A line of output without the two columns of a trial that tell how long it took."""
     return re.sub(r" +\d+\.\d\d +[\d,]+\.\d$", "", line).strip()

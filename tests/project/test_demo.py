@@ -278,6 +278,54 @@ def test_a_sample_is_the_same_each_time(made):
     assert len(texts) == 1
 
 
+# preference pairs
+
+
+@pytest.mark.parametrize(
+    ("docstring", "first"),
+    [
+        ("Return it.  Then more.\nAnd more.", "Return it."),
+        ("Return it\n\nThen more.", "Return it"),
+        ("Version 3.11 of it. More.", "Version 3.11 of it."),
+    ],
+)
+def test_a_sentence_ends_at_its_period_or_with_its_paragraph(docstring, first):
+    assert demo.first_sentence(docstring) == first
+
+
+def test_a_pair_is_a_first_sentence_and_the_whole_docstring(made):
+    demo.write_pairs_once(made)
+    for name in ("train.jsonl", "held_out.jsonl"):
+        rows = {row["signature"]: row["docstring"] for row in demo.read_rows(made / "data" / name)}
+        pairs = demo.read_rows(made / "pairs" / name)
+        assert len(rows) / 4 < len(pairs) < len(rows)
+        for pair in pairs:
+            prompts, answers = zip(pair["chosen"], pair["rejected"], strict=True)
+            assert prompts[0] == prompts[1]
+            chosen, rejected = (message["content"] for message in answers)
+            assert rows[prompts[0]["content"]] == rejected
+            assert rejected.startswith(chosen)
+            assert 2 * len(chosen) <= len(rejected)
+
+
+@torch.inference_mode()
+def test_the_log_probability_of_an_answer_is_that_of_its_tokens(made):
+    model = demo.load(made / "base")
+    short, long = [3, 5, 7, 9], [3, 5, 8, 2, 4, 6]
+    pair = {
+        "chosen_input_ids": short,
+        "chosen_labels": [-100, -100, *short[2:]],
+        "rejected_input_ids": long,
+        "rejected_labels": [-100, -100, *long[2:]],
+    }
+    found = demo.answer_log_probs(model, [pair, pair], pad_id=0)
+    assert found.shape == (2, 2)
+    for answer, log_probs in zip((short, long), found, strict=True):
+        each = model(torch.tensor([answer])).float().log_softmax(-1)[0]
+        expected = sum(each[place - 1, answer[place]] for place in range(2, len(answer)))
+        torch.testing.assert_close(log_probs, expected.expand(2))
+
+
 # growth and the command
 
 
@@ -312,6 +360,11 @@ def test_what_a_run_decides_is_shown_and_all_is_written_down(tmp_path, capfd):
     ("arguments", "status", "says"),
     [
         (["--directory", "a=b"], 2, "must not contain '='"),
+        (
+            ["--dpo"],
+            1,
+            "there is no tuned model in adaptive_batch_demo/tuned/epoch_2: `make demo` makes it",
+        ),
         (
             ["--lora"],
             1,

@@ -15,6 +15,7 @@ NAMES = {
     "llama3_1_70B_8gpu",
     "llama3_1_8B",
     "llama3_1_8B_8gpu",
+    "llama3_1_8B_dpo_8gpu",
     "llama3_1_8B_lora",
     "llama3_1_8B_lora_dpo",
     "llama3_1_8B_qlora",
@@ -22,11 +23,13 @@ NAMES = {
     "llama3_2_1B_lora",
     "llama3_2_1B_lora_distill",
     "llama3_2_3B",
+    "llama3_2_3B_lora_dpo",
     "phi4_14B",
     "qwen2_5_0_5B",
     "qwen2_5_1_5B",
     "qwen2_5_7B",
     "qwen2_5_7B_lora",
+    "qwen2_5_7B_lora_dpo",
 }
 
 

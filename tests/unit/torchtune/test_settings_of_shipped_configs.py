@@ -34,11 +34,20 @@ ADAPTERS = {  # numbers of parameters with those of the adapters
     "llama3_2_1B_lora": (1_278_281_728, "llama3_2/1B_lora_single_device"),
     "qwen2_5_7B_lora": (7_634_884_096, "qwen2_5/7B_lora_single_device"),
 }
-PREFERENCES = {"llama3_1_8B_lora_dpo": (8_049_922_048, "llama3_1/8B_lora_dpo_single_device")}
+PREFERENCES = {
+    "llama3_1_8B_dpo_8gpu": (8_030_261_248, "llama3_1/8B_full_dpo"),
+    "llama3_1_8B_lora_dpo": (8_049_922_048, "llama3_1/8B_lora_dpo_single_device"),
+    "llama3_2_3B_lora_dpo": (3_302_665_216, "llama3_2/3B_lora_single_device"),
+    "qwen2_5_7B_lora_dpo": (7_634_884_096, "qwen2_5/7B_lora_single_device"),
+}
 DISTILLATION = {
     "llama3_2_1B_lora_distill": (1_278_281_728, "llama3_2/8B_to_1B_KD_lora_single_device")
 }
 MODELS |= ADAPTERS | PREFERENCES | DISTILLATION
+# torchtune's config of the task, where its config of the model is of another.
+TASKS = dict.fromkeys(
+    ("llama3_2_3B_lora_dpo", "qwen2_5_7B_lora_dpo"), "llama3_1/8B_lora_dpo_single_device"
+)
 ON_8_GPUS = [name for name in MODELS if name.endswith("_8gpu")]
 # Bytes of a parameter with its gradient and optimizer states, all in bf16 but those of 8 bits.
 BYTES_OF_A_PARAMETER = {"torch.optim.AdamW": 8, "torchao.optim.AdamW8bit": 6}
@@ -103,8 +112,13 @@ def test_our_keys_are_shown_with_their_defaults(name):
 def test_model_tokenizer_checkpoint_and_rate_are_those_of_torchtunes_own_config(name):
     ours = shipped(name)
     stock = OmegaConf.load(STOCK / f"{MODELS[name][1]}.yaml")
+    assert ours.model == stock.model
+    if name in TASKS:
+        task = OmegaConf.load(STOCK / f"{TASKS[name]}.yaml")
+        for key in ("loss", "dataset", "batch_size", "optimizer"):
+            stock[key] = task[key]
+        stock.tokenizer.max_seq_len = task.tokenizer.max_seq_len
     for key in (
-        "model",
         "loss",
         "dataset",
         "batch_size",
