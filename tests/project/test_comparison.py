@@ -105,3 +105,12 @@ def test_where_deepspeed_pads_as_little_as_ours_the_page_says_so(results):
     assert abs(tuned["padding"] - found["ours: seqlen"]["padding"]) < 0.005
     assert {result["rows_lost"] for way, result in found.items() if "DeepSpeed" in way} == {1}
     assert "**its padding is as low as ours**" in PAGE
+
+
+def test_where_grouping_by_length_pads_less_than_ours_the_page_says_so(results):
+    found = {result["way"]: result for result in results("batching")}
+    theirs = next(result for way, result in found.items() if way.startswith("Hugging Face"))
+    assert theirs["batches_over_budget"] == 0
+    assert theirs["padding"] < found["ours: seqlen, window 1024"]["padding"]
+    assert theirs["batches"] // found["ours: seqlen"]["batches"] in (4, 5)
+    assert "**It pads less than ours in the data's order, and than ours sorted" in PAGE
