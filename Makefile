@@ -12,7 +12,7 @@ STACK := .venv-cuda-stack$(patsubst %,-%,$(filter-out $(PINNED),$(TORCH)))
 TRITON_OF_TORCH := "from importlib.metadata import requires; print(*(one.partition(';')[0] for one in requires('torch') if one.startswith('triton')))"
 STACK_SOURCES := $(wildcard tests/support/cuda_stack/*.[ch]) tests/support/cuda_stack/build.py
 
-.PHONY: demo demo-lora demo-dpo test test-all nightly check docs notebooks gallery measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
+.PHONY: compare demo demo-lora demo-dpo test test-all nightly check docs notebooks gallery measure format test-install test-readme test-browser cuda-stack cuda-stack-all test-versions
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -98,6 +98,18 @@ docs: $(INSTALLED)  ## the site, into site/, with every link checked
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# DeepSpeed, whose functions are run from their source: without its dependencies, and kept apart.
+PEERS := .venv-peers
+DEEPSPEED := 0.19.8
+
+$(PEERS)/.deepspeed-$(DEEPSPEED):
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --no-deps deepspeed==$(DEEPSPEED)
+	touch $@
+
+compare: $(INSTALLED) $(PEERS)/.deepspeed-$(DEEPSPEED)  ## peers and this project on the same tasks; draws docs/comparison.md; ten minutes of processor time, on two cores
+	$(BIN)/python benchmarks/compare.py
 
 measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
 	$(BIN)/python examples/demo

@@ -63,8 +63,10 @@ def lognormal(num_rows: int) -> torch.Tensor:
     return lengths
 
 
-def demo_lengths() -> torch.Tensor:
-    """Tokens of the rows that the demo trains on."""
+def demo_lengths(*, longest: int | None = None) -> torch.Tensor:
+    """Tokens of the rows that the demo trains on; with ``longest``, of all docstrings of the
+    standard library, cut to so many.
+    """
     # Imported here, as in the other functions: a process of part (b) holds no memory that importing
     # them took and freed.
     sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -77,6 +79,12 @@ def demo_lengths() -> torch.Tensor:
     with tempfile.TemporaryDirectory() as folder:
         demo.prepare(folder)
         cfg = OmegaConf.merge(OmegaConf.load(path), {"demo_dir": folder, "output_dir": folder})
+        if longest is not None:
+            rows = "".join(json.dumps(row) + "\n" for row in demo.instruction_rows())
+            file = Path(folder, "all.jsonl")
+            file.write_text(rows, encoding="utf-8")
+            cfg.dataset.data_files = str(file)
+            cfg.model.max_seq_len = cfg.tokenizer.max_seq_len = longest
         dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
         return row_lengths(dataset, num_workers=0, show_progress=False)
 
@@ -201,6 +209,7 @@ def measure_ways(
                 "padding": 1 - sum(listed[row] for row in kept) / sum(padded),
                 "batches": len(batches),
                 "most_padded_tokens": max(padded),
+                "largest_over_mean": max(padded) * len(padded) / sum(padded),
                 "batches_over_budget": sum(tokens > max_tokens for tokens in padded),
                 "rows_lost": len(lengths) - len(kept),
                 "seconds": min(seconds),

@@ -122,6 +122,13 @@ class Published:
         return self.gib == "OOM"
 
     @property
+    def keeps_logits(self) -> bool:
+        """Whether logits are held in bfloat16 too; one version is enough for what is far too
+        large.
+        """
+        return "transformers 4.48" in self.framework and not self.ran_out
+
+    @property
     def peak_bytes(self) -> float:
         return float(self.bytes or float(self.gib) * GIB)
 
@@ -337,43 +344,87 @@ def shifted_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     )
 
 
+@dataclass(frozen=True)
+class TrainerStep:
+    """What a step of Hugging Face's Trainer is made of.
+
+    Attributes:
+        model: each layer of it is checkpointed.
+        optimizer: foreach AdamW.
+        batch: two rows.
+        mean_loss: the loss of a batch.
+    """
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    batch: dict[str, torch.Tensor]
+    mean_loss: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        model_name: str,
+        *,
+        is_lora: bool,
+        keeps_logits: bool,
+        length: int,
+        place: Callable[[nn.Module], None] = lambda model: None,
+    ) -> TrainerStep:
+        """Make the step of a model in bfloat16, without autocast, on the meta device or where
+        ``place`` moves it.
+        """
+        kind, config = MODELS[model_name]()
+        config._attn_implementation = "causal"
+        with torch.device("meta"):
+            model = kind(config).to(torch.bfloat16)
+        model.activation_checkpointing_enable({"use_reentrant": True})
+        if is_lora:
+            with_adapters(model)
+        place(model)
+        norms = {
+            parameter
+            for module in model.modules()
+            if isinstance(module, WITHOUT_DECAY)
+            for parameter in module.parameters()
+        }
+        trained = [
+            (name, parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
+        plain = [parameter for name, parameter in trained if parameter in norms or "bias" in name]
+        decayed = [
+            parameter for _, parameter in trained if not any(parameter is one for one in plain)
+        ]
+        groups = [
+            {"params": decayed, "weight_decay": 0.01},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        optimizer = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=1e-5, foreach=True
+        )
+        batch = {
+            name: torch.ones(2, length, dtype=torch.int64)
+            for name in ("input_ids", "labels", "attention_mask")
+        }
+        return cls(model, optimizer, batch, partial(mean_loss, model, keeps_logits=keeps_logits))
+
+
 @cache
 def trainer_step(
     model_name: str, *, is_lora: bool, keeps_logits: bool, length: int, rows: int | None = None
 ) -> MemoryEstimate:
-    """Estimate a step of Hugging Face's Trainer on an A100: each layer checkpointed, foreach AdamW,
-    no autocast.
-    """
-    kind, config = MODELS[model_name]()
-    config._attn_implementation = "causal"
-    with torch.device("meta"):
-        model = kind(config).to(torch.bfloat16)
-    model.activation_checkpointing_enable({"use_reentrant": True})
-    if is_lora:
-        with_adapters(model)
-    norms = {
-        parameter
-        for module in model.modules()
-        if isinstance(module, WITHOUT_DECAY)
-        for parameter in module.parameters()
-    }
-    trained = [
-        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
-    ]
-    plain = [parameter for name, parameter in trained if parameter in norms or "bias" in name]
-    decayed = [parameter for _, parameter in trained if not any(parameter is one for one in plain)]
-    groups = [{"params": decayed, "weight_decay": 0.01}, {"params": plain, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(
-        [group for group in groups if group["params"]], lr=1e-5, foreach=True
-    )
-    batch = {
-        name: torch.ones(2, length, dtype=torch.int64)
-        for name in ("input_ids", "labels", "attention_mask")
-    }
-    of_batch = partial(mean_loss, model, keeps_logits=keeps_logits)
+    """Estimate a step of Hugging Face's Trainer on an A100."""
+    step = TrainerStep.of(model_name, is_lora=is_lora, keeps_logits=keeps_logits, length=length)
     devices, maximum = (DEVICES, rows) if rows else (DEVICES[:1], 32)
     return estimate_memory(
-        model, batch, optimizer, devices, mean_loss=of_batch, max_grad_norm=1.0, maximum=maximum
+        step.model,
+        step.batch,
+        step.optimizer,
+        devices,
+        mean_loss=step.mean_loss,
+        max_grad_norm=1.0,
+        maximum=maximum,
     )
 
 
@@ -546,11 +597,12 @@ def compare(row: Published) -> Compared | NotEstimated:
     )  # kernels that are not PyTorch's hold less
     if not is_whole and (row.is_lora or row.ran_out):
         return NotEstimated(row.id, other_code)
-    is_new = (
-        "transformers 4.48" in row.framework and not row.ran_out
-    )  # one version is enough for what is far too large
     estimate_of = partial(
-        trainer_step, row.model, is_lora=row.is_lora, keeps_logits=is_new, length=int(row.length)
+        trainer_step,
+        row.model,
+        is_lora=row.is_lora,
+        keeps_logits=row.keeps_logits,
+        length=int(row.length),
     )
     if is_whole:
         return (

@@ -19,6 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 PACKAGES = (
     "torch",
     "torchao",
+    "torchdata",
     "torchtune",
     "numpy",
     "adaptive-batch",

@@ -1,6 +1,6 @@
 """Searches for the largest batch, each where its users call it: accelerate's decorator and
 `find_max_batch_size` in a script, `auto_find_batch_size` and `AdaptiveTrainer` in Trainer, both of
-Lightning's searches and `AdaptiveCallback` in Lightning.
+Lightning's searches and `AdaptiveCallback` in Lightning; and the rule of Composer's micro-batches.
 
     python benchmarks/search_in_trainers.py [--quick] [--output DIR]
 
@@ -22,7 +22,7 @@ import logging
 import random
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -56,6 +56,7 @@ FEW_BYTES = 4096
 # What accelerate's decorator starts from by default, and what Trainer's search is given to start
 # from: it shrinks what is configured.
 FIRST_TRIED = 128
+COMPOSER = "Composer's rule"
 
 Row = dict[str, list[int]]
 
@@ -99,38 +100,64 @@ class Search:
         found: rows of a batch.
         trials: rows of each trial, and whether it fitted.
         steps: of runs that ran out of memory and began again.
-        beginning: checksums of weights, random numbers and the first batch.
+        beginning: checksums of what training begins with, by name.
     """
 
     found: int = 0
     trials: list[tuple[int, bool]] = field(default_factory=list)
     steps: int = 0
-    beginning: list[str] = field(default_factory=list)
+    beginning: dict[str, str] = field(default_factory=dict)
     stops_there: bool = False
 
     def begin_trial(self, rows: int) -> None:
         self.trials.append((rows, True))
-        self.beginning = []
+        self.beginning = {}
 
     def run_out(self) -> None:
         if self.trials:
             self.trials[-1] = (self.trials[-1][0], False)
 
-    def watch(self, model: nn.Module, is_trial: Callable[[], bool] = lambda: False) -> None:
+    def watch(
+        self,
+        model: nn.Module,
+        optimizer: Callable[[], Any],
+        is_trial: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Take the checksums as the first step of training runs the model."""
 
         def look(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
             if self.beginning or is_trial():
                 return
-            weights = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
-            self.beginning = [
-                hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:12]
-                for tensor in (weights, torch.get_rng_state(), inputs["input_ids"])
+            weights = [parameter.detach() for parameter in module.parameters()]
+            gradients = [
+                parameter.grad for parameter in module.parameters() if parameter.grad is not None
             ]
+            states = [
+                value.detach()
+                for state in optimizer().state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor)
+            ]
+            self.beginning = {
+                "weights": checksum(weights),
+                "gradients": checksum(gradients),
+                "optimizer": checksum(states),
+                "random numbers": checksum([torch.get_rng_state()]),
+                "first rows": checksum([inputs["input_ids"]]),
+            }
             if self.stops_there:
                 raise Began
 
         model.register_forward_pre_hook(look, with_kwargs=True)
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        # A gradient of zeros is that of a model without one.
+        if tensor.any():
+            digest.update(tensor.numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 class Budget(MemoryTracker):
@@ -163,7 +190,7 @@ class TrialsInLog(logging.Handler):
             self._search.trials.append((int(outcome.split()[0]), "did not fit" not in outcome))
 
 
-def new_model() -> LlamaForCausalLM:
+def new_model(dropout: float) -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -173,6 +200,7 @@ def new_model() -> LlamaForCausalLM:
             num_hidden_layers=2,
             num_attention_heads=4,
             num_key_value_heads=4,
+            attention_dropout=dropout,
         )
     )
 
@@ -190,8 +218,10 @@ class Job:
         rows: of the dataset.
         batch_size: of a run without a search, and of ours, which leave it as it is.
         shuffles: whether rows come in a random order.
-        accumulation: batches of a step; in trainers alone.
+        accumulation: batches of a step.
         device_memory: what our searches are told that there is; None for what the machine has.
+        dropout: of attention.
+        first_tried: rows that a search which shrinks what is configured starts from.
     """
 
     search: Search
@@ -200,6 +230,8 @@ class Job:
     shuffles: bool = True
     accumulation: int = 1
     device_memory: int | None = None
+    dropout: float = 0.0
+    first_tried: int = FIRST_TRIED
 
     def loader(self, batch_size: int) -> DataLoader[Any]:
         rows: Any = self.rows
@@ -219,13 +251,15 @@ def script(job: Job, method: str) -> None:
     def train(batch_size: int) -> None:
         # As in accelerate's examples, each run makes all that it needs.
         gc.collect()
-        model = new_model()
-        job.search.watch(model)
+        model = new_model(job.dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        job.search.watch(model, lambda: optimizer)
         num_steps = 0
         try:
-            for batch in job.loader(batch_size):
+            for number, batch in enumerate(job.loader(batch_size), 1):
                 model(**batch).loss.backward()
+                if number % job.accumulation:
+                    continue
                 optimizer.step()
                 optimizer.zero_grad()
                 num_steps += 1
@@ -241,9 +275,12 @@ def script(job: Job, method: str) -> None:
     if method == "plain":
         train(job.batch_size)
     elif method == "accelerate":
-        job.search.found = find_executable_batch_size(attempt, starting_batch_size=FIRST_TRIED)()
+        search = find_executable_batch_size(attempt, starting_batch_size=job.first_tried)
+        job.search.found = search()
+    elif method == COMPOSER:
+        job.search.found = train_by_composers_rule(job)
     else:
-        model = new_model()
+        model = new_model(job.dropout)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         worst = longest_first(job.rows)
         job.search.found = find_max_batch_size(
@@ -255,8 +292,55 @@ def script(job: Job, method: str) -> None:
             headroom=0.0,
             maximum=len(job.rows),
         ).max_batch_size
-        job.search.watch(model)
+        job.search.watch(model, lambda: optimizer)
         model(**next(iter(job.loader(job.batch_size))))
+
+
+def train_by_composers_rule(job: Job) -> int:
+    """Train by the rule of Composer's automatic micro-batches, which themselves need a GPU, and a
+    PyTorch below 2.7.1; written after ``Trainer._train_batch`` and
+    ``_adjust_device_train_microbatch_size`` of
+    https://github.com/mosaicml/composer/blob/v0.32.1/composer/trainer/trainer.py
+
+    The rows of a micro-batch are those of the batch at first. A batch that runs out of memory is
+    tried again with half as many, without its gradients; with one row it is an error.
+
+    Returns:
+        The rows of a micro-batch at the end of the epoch.
+    """
+    model = new_model(job.dropout)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    job.search.watch(model, lambda: optimizer)
+
+    def accumulates(batch: dict[str, torch.Tensor], at_once: int) -> bool:
+        """Whether the micro-batches of a batch fit, whose gradients then are there."""
+        num_rows = len(batch["input_ids"])
+        try:
+            for start in range(0, num_rows, at_once):
+                part = {name: values[start : start + at_once] for name, values in batch.items()}
+                (model(**part).loss * len(part["input_ids"]) / num_rows).backward()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    at_once = job.first_tried
+    job.search.begin_trial(at_once)
+    is_first_batch = True
+    for batch in job.loader(FIRST_TRIED):
+        while not accumulates(batch, at_once):
+            if at_once == 1:
+                raise torch.OutOfMemoryError("one row at a time does not fit")
+            at_once //= 2
+            optimizer.zero_grad()
+            gc.collect()
+            if is_first_batch:
+                job.search.begin_trial(at_once)
+            else:
+                job.search.trials.append((at_once, True))
+        optimizer.step()
+        optimizer.zero_grad()
+        is_first_batch = False
+    return at_once
 
 
 # --- Trainer
@@ -276,11 +360,13 @@ class CountedTrainer(Trainer):
 
 
 def trainer(job: Job, method: str) -> None:
-    model = new_model()
+    model = new_model(job.dropout)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
-            per_device_train_batch_size=FIRST_TRIED if method == "auto_find" else job.batch_size,
+            per_device_train_batch_size=(
+                job.first_tried if method == "auto_find" else job.batch_size
+            ),
             auto_find_batch_size=method == "auto_find",
             num_train_epochs=1,
             max_steps=1 if method == "ours" else -1,
@@ -304,14 +390,16 @@ def trainer(job: Job, method: str) -> None:
             ours.remove_callback(PrinterCallback)
             # Before its first step there is a search, and no training.
             job.search.watch(
-                model, lambda: ours.adaptive_step is None or ours.adaptive_step.is_trial
+                model,
+                lambda: ours.optimizer,
+                lambda: ours.adaptive_step is None or ours.adaptive_step.is_trial,
             )
             ours.train()
             assert ours.adaptive_step is not None
             job.search.found = ours.adaptive_step.max_batch_size or 0
             return
-        job.search.watch(model)
         theirs = CountedTrainer(**given)
+        job.search.watch(model, lambda: theirs.optimizer)
         theirs.remove_callback(PrinterCallback)
         theirs.search = job.search
         theirs.train()
@@ -323,7 +411,7 @@ def trainer(job: Job, method: str) -> None:
 class Module(pl.LightningModule):
     def __init__(self, job: Job) -> None:
         super().__init__()
-        self.model = new_model()
+        self.model = new_model(job.dropout)
         self.batch_size = job.batch_size
         self.searches = False
         self._job = job
@@ -361,9 +449,10 @@ def lightning(job: Job, method: str) -> None:
             module.searches = True
             job.search.found = Tuner(fitter).scale_batch_size(module, mode=method) or 0
             module.searches = False
-        job.search.beginning = []
+        job.search.beginning = {}
         job.search.watch(
             module.model,
+            lambda: fitter.optimizers[0],
             lambda: method == "ours" and (callback.step is None or callback.step.is_trial),
         )
         fitter.fit(module)
@@ -374,9 +463,14 @@ def lightning(job: Job, method: str) -> None:
 
 # --- the table
 
-PROGRAMS = {"script": script, "Trainer": trainer, "Lightning": lightning}
+PROGRAMS: dict[str, Callable[[Job, str], None]] = {
+    "script": script,
+    "Trainer": trainer,
+    "Lightning": lightning,
+}
 SEARCHES = (
     ("script", "accelerate"),
+    ("script", COMPOSER),
     ("script", "ours"),
     ("script", "ours, blind"),
     ("Trainer", "auto_find"),
@@ -390,7 +484,9 @@ SEARCHES = (
 
 
 @cache
-def true_maximum(program: str, lengths: str, budget_mib: int, accumulation: int) -> int:
+def true_maximum(
+    program: str, lengths: str, budget_mib: int, accumulation: int, dropout: float
+) -> int:
     """Return the most rows that two steps of the longest fit with, by bisection."""
     worst = longest_first(rows_of(lengths))
 
@@ -401,6 +497,7 @@ def true_maximum(program: str, lengths: str, budget_mib: int, accumulation: int)
             batch_size=rows,
             shuffles=False,
             accumulation=accumulation,
+            dropout=dropout,
         )
         try:
             with Budget(budget_mib * MIB, lambda: None):
@@ -421,7 +518,10 @@ def true_maximum(program: str, lengths: str, budget_mib: int, accumulation: int)
     return low
 
 
-def measured(program: str, method: str, lengths: str, budget_mib: int) -> dict[str, Any]:
+def measured(
+    program: str, method: str, lengths: str, budget_mib: int, *, dropout: float = 0.0
+) -> dict[str, Any]:
+    """Return what one search did under one budget, and what training then begins with."""
     rows = rows_of(lengths)
     is_ours = method.startswith("ours")
     search = Search()
@@ -433,31 +533,51 @@ def measured(program: str, method: str, lengths: str, budget_mib: int) -> dict[s
     run_out = (lambda: None) if is_ours else search.run_out
     try:
         with Budget(budget_mib * MIB, run_out):
-            PROGRAMS[program](Job(search, rows, device_memory=told), method.split(",")[0])
+            job = Job(search, rows, device_memory=told, dropout=dropout)
+            PROGRAMS[program](job, method.split(",")[0])
     except torch.OutOfMemoryError:
         # A first step that does not fit after its search.
         pass
     finally:
         log.removeHandler(handler)
         gc.collect()
-    # A part in a trainer runs beside the gradients of the parts before it.
-    accumulation = 2 if is_ours and program != "script" else 1
+    # A part runs beside the gradients of the parts before it; a script's whole batch does not.
+    runs_parts = method == COMPOSER or (is_ours and program != "script")
     plain = Search(stops_there=True)
     with contextlib.suppress(Began):
-        batch_size = 1 if is_ours else search.found
-        PROGRAMS[program](Job(plain, rows, batch_size=batch_size), "plain")
+        plain_job = Job(
+            plain,
+            rows,
+            batch_size=1 if is_ours else search.found,
+            dropout=dropout,
+            first_tried=search.found,
+        )
+        PROGRAMS[program](plain_job, COMPOSER if method == COMPOSER else "plain")
+    differs = [
+        name for name, value in plain.beginning.items() if search.beginning.get(name) != value
+    ]
     return {
         "program": program,
         "search": method,
         "lengths": lengths,
         "budget_mib": budget_mib,
         "found": search.found,
-        "true": true_maximum(program, lengths, budget_mib, accumulation),
+        "true": true_maximum(program, lengths, budget_mib, 2 if runs_parts else 1, dropout),
         "trials": search.trials,
         "out_of_memory": sum(not fits for _, fits in search.trials),
         "steps_thrown_away": search.steps,
-        "begins_alike": search.beginning == plain.beginning,
+        "begins_alike": not differs,
+        "differs": differs,
     }
+
+
+def be_quiet() -> None:
+    """Keep what the libraries log out of the table, and our trials in the log that is read."""
+    logging.getLogger("adaptive_batch").setLevel(logging.INFO)
+    logging.getLogger("adaptive_batch").propagate = False
+    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
 
 
 def main() -> None:
@@ -467,11 +587,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one budget")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
-    logging.getLogger("adaptive_batch").setLevel(logging.INFO)
-    logging.getLogger("adaptive_batch").propagate = False
-    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    be_quiet()
     print("lengths    MiB program    search       found  true trials OOMs steps lost begins alike")
     results = []
     for lengths in ("equal", "varying"):

@@ -23,9 +23,8 @@ PAGES = {
 }
 # A role of Sphinx before a name, in docstrings that editors show as they are.
 ROLE = re.compile(r":(?:func|class|meth|attr|data|mod):(<code>)~?(?:adaptive_batch\.[a-z_.]+\.)?")
-LINK = re.compile(
-    r"(\]\()([^)#\s:]+)((?:#[^)\s]*)?\))"
-)  # of Markdown, to a file: no scheme, not only an anchor
+# Of Markdown, to a file, inline or by a name: no scheme, not only an anchor.
+LINK = re.compile(r"(\]\(|^\[\w+\]: )([^)#\s:]+)((?:#[^)\s]*)?(?:\)|$))", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,0 +1,52 @@
+"""Table 1 of docs/comparison.md: searches for the largest batch, by peers and by this project.
+
+    python benchmarks/compare_searches.py [--output DIR]
+
+The searches, model, counted memory and true maximum are those of search_in_trainers.py, under one
+of its budgets. The model has dropout, so that a search which draws random numbers is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import records
+import search_in_trainers
+
+BUDGET_MIB = 96
+DROPOUT = 0.1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
+    arguments = parser.parse_args()
+    start = time.perf_counter()
+    search_in_trainers.be_quiet()
+    results = []
+    for lengths in ("equal", "varying"):
+        for program, method in search_in_trainers.SEARCHES:
+            row = search_in_trainers.measured(program, method, lengths, BUDGET_MIB, dropout=DROPOUT)
+            results.append(row)
+            print(
+                f"{lengths:<8} {program:<10} {method:<16} found {row['found']:>3} of"
+                f" {row['true']:>3}, {len(row['trials'])} trials, {row['out_of_memory']} out of"
+                f" memory; differs: {', '.join(row['differs']) or 'nothing'}",
+                flush=True,
+            )
+    records.write(
+        "compare_searches",
+        arguments.output,
+        budget_mib=BUDGET_MIB,
+        dropout=DROPOUT,
+        results=results,
+        seconds=round(time.perf_counter() - start, 1),
+    )
+
+
+if __name__ == "__main__":
+    main()
