@@ -53,7 +53,8 @@ def keys_against_padding(settings: Settings) -> str:
     if can_split and settings.micro_batch_tokens is None:
         instead = ", without micro_batch_size," if settings.micro_batch_size is not None else ""
         return (
-            f"micro_batch_tokens=auto{instead} packs the rows of a step, or groups them by length"
+            f"micro_batch_tokens=auto{instead} groups the rows of a step by length, or packs them"
+            " where they can be"
         )
     if settings.sample_order != "seqlen":
         return "sample_order=seqlen with a sample_window brings rows of like length into a step"

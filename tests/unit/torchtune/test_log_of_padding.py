@@ -15,7 +15,7 @@ OF_LENGTHS = ("dataset._component_=support.components.OfLengths", "batch_size=4"
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({}, "micro_batch_tokens=auto packs the rows of a step"),
+        ({}, "micro_batch_tokens=auto groups the rows of a step by length"),
         ({"micro_batch_size": 2}, "micro_batch_tokens=auto, without micro_batch_size,"),
         ({"micro_batch_size": 2, "uniform_micro_batches": "rows"}, "sample_order=seqlen"),
         ({"micro_batch_tokens": 100}, "sample_order=seqlen with a sample_window"),
