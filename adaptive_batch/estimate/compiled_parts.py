@@ -396,15 +396,15 @@ class GraphMemory:
             joined = self._joined[kernel]
             made = _results(joined)
             later: list[fx.Node] = []
-            for other in self._kernels:
-                if other not in joined and self._reads[other] & made:
-                    later.append(other)
-                    made |= _results([other])
+            for reader in self._kernels:
+                if reader not in joined and self._reads[reader] & made:
+                    later.append(reader)
+                    made |= _results([reader])
             if reads & _results(later):
                 continue
             moved = {*joined, *later}
-            stay = [other for other in self._kernels if other not in moved]
-            self._kernels = [*stay, *joined, *later]
+            earlier = [reader for reader in self._kernels if reader not in moved]
+            self._kernels = [*earlier, *joined, *later]
             return joined
         return []
 
