@@ -133,7 +133,7 @@ class Distillation(NextTokens):
             labels[0, list(labelled)] = label
             if num_chunks is None:
                 return torch.as_tensor(self.kd_loss_fn(*logits[:, 0], labels[0]))
-            chunks = [list(each.chunk(num_chunks, dim=1)) for each in logits]
+            chunks = [list(tensor.chunk(num_chunks, dim=1)) for tensor in logits]
             return torch.as_tensor(self.kd_loss_fn(*chunks, labels))
 
         last = num_tokens - 1

@@ -237,9 +237,9 @@ class NextTokens(Task):
         """Let the models return chunks where the loss takes them."""
         if not takes_chunks(self.loss_fn):
             return
-        for each in (model, second):
-            if each is not None:
-                cast(Any, each).set_num_output_chunks(self.loss_fn.num_output_chunks)
+        for chunked in (model, second):
+            if chunked is not None:
+                cast(Any, chunked).set_num_output_chunks(self.loss_fn.num_output_chunks)
 
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss over label tokens; position `i` predicts the label at `i + 1`."""

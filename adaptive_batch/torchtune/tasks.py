@@ -31,10 +31,11 @@ def check_keys_of_others(cfg: DictConfig, task: type[Task]) -> None:
     Raises:
         SettingError: names the first such key, and the recipe that it is of.
     """
-    for other in _TASKS:
-        for key in other.keys:
-            given = cfg.get(key)
-            if given is None or key in task.keys:
+    for owner in _TASKS:
+        for key in owner.keys:
+            value = cfg.get(key)
+            if value is None or key in task.keys:
                 continue
-            value = given.get("_component_") if isinstance(given, Mapping | DictConfig) else given
-            raise SettingError(key, value, f"{other.without_it}; remove it")
+            if isinstance(value, Mapping | DictConfig):
+                value = value.get("_component_")
+            raise SettingError(key, value, f"{owner.without_it}; remove it")
