@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -145,12 +146,16 @@ class CompiledParts:
             SettingError: a module records CUDA graphs.
         """
         with ExitStack() as restored:
-            for module in _compiled_modules(model):
-                is_wrapper = hasattr(module, "_orig_mod")
+            # One may have a place in several.
+            for module in list(dict.fromkeys(_compiled_modules(model))):
+                is_wrapper = _is_wrapper(module)
                 original = module._orig_mod if is_wrapper else module
                 assert isinstance(original, nn.Module)
                 name = type(original).__name__
                 compiled = module if is_wrapper else module._compiled_call_impl
+                if getattr(compiled, "get_compiler_config", None) is None:
+                    # The compiler is switched off.
+                    continue
                 reason = _not_estimated_of(compiled, name)
                 if reason is not None:
                     self._say(
@@ -165,14 +170,27 @@ class CompiledParts:
                     # Hooks of the module itself stay outside.
                     module.forward = self.compiled(module.forward, name)
                     module._compiled_call_impl = module._call_impl
+            for module in model.modules():
+                forward = vars(module).get("forward")
+                if hasattr(forward, "_torchdynamo_orig_callable") and not _is_wrapper(module):
+                    self._say(
+                        f"compile: {type(module).__name__} is counted as the eager program, which"
+                        " holds more as a rule: its forward is compiled, and not the module; give"
+                        " module.compile()"
+                    )
             if self._made:
+                # Of the hooks that name modules for the estimate.
+                restored.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="Using `torch.compile\\(module\\)`")
                 # Each size that was tried is a variant of the same code, of which training may have
                 # a few before it goes on without the compiler.
                 restored.callback(torch.compiler.reset)
             yield
 
-    def take_over_attributes(self, loss: nn.Module) -> None:
+    def take_over_attributes(self, loss: Any) -> None:
         """Replace what ``torch.compile`` has returned for functions and modules of a loss."""
+        if not isinstance(loss, nn.Module):
+            return
         for name, function in vars(loss).items():
             original = getattr(function, "_torchdynamo_orig_callable", None)
             if original in self._made:
@@ -273,11 +291,18 @@ class CompiledParts:
 
 def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the compiled modules in a module, but those within others, which these compile."""
-    if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+    if _is_wrapper(module) or module._compiled_call_impl is not None:
         yield module
         return
     for child in module.children():
         yield from _compiled_modules(child)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is what ``torch.compile`` returned for another; what only forwards
+    attributes to such a one is not.
+    """
+    return "_orig_mod" in module._modules
 
 
 def _restorer(module: nn.Module) -> Callable[[], None]:
@@ -386,27 +411,53 @@ class GraphMemory:
         """Delay the last kernel that reads the same memory in a loop of the same size until what a
         node reads is there, with all that needs its results; return it, to be fused with the node.
 
-        Returns none where each such kernel has made a part of what the node reads.
+        Returns none where each such kernel is needed for a part of what the node reads.
         """
         reads = self._reads[node]
+        needed = self._needed_for(reads)
         for kernel in reversed(self._kernels):
-            is_alike = _is_fused(kernel) and _loop_size(kernel) == _loop_size(node)
-            if not is_alike or not reads & self._reads[kernel]:
-                continue
             joined = self._joined[kernel]
-            made = _results(joined)
-            later: list[fx.Node] = []
-            for reader in self._kernels:
-                if reader not in joined and self._reads[reader] & made:
-                    later.append(reader)
-                    made |= _results([reader])
-            if reads & _results(later):
-                continue
-            moved = {*joined, *later}
-            earlier = [reader for reader in self._kernels if reader not in moved]
-            self._kernels = [*earlier, *joined, *later]
-            return joined
+            is_alike = _is_fused(kernel) and _loop_size(kernel) == _loop_size(node)
+            if is_alike and joined[0] not in needed and reads & self._reads[kernel]:
+                self._delay(joined)
+                return joined
         return []
+
+    def _needed_for(self, reads: Collection[fx.Node]) -> set[fx.Node]:
+        """Return the first node of each kernel without which the makers of memory cannot run."""
+        needed: set[fx.Node] = set()
+        makers = self._makers(reads)
+        while makers:
+            joined = self._joined[makers.pop()]
+            for node in joined:
+                for maker in self._makers(self._reads[node]):
+                    first = self._joined[maker][0]
+                    if first is not joined[0] and first not in needed:
+                        needed.add(first)
+                        makers.append(first)
+        return needed
+
+    def _makers(self, reads: Iterable[fx.Node]) -> list[fx.Node]:
+        """Return the nodes of kernels that have written memory; arguments have none."""
+        makers = []
+        for memory in reads:
+            # One of several results is an item of theirs.
+            maker = memory if memory in self._joined else next(iter(memory.all_input_nodes), None)
+            if maker in self._joined:
+                makers.append(maker)
+        return makers
+
+    def _delay(self, joined: Sequence[fx.Node]) -> None:
+        """Move a kernel to the end, and after it whatever needs its results."""
+        made = _results(joined)
+        moved = dict.fromkeys(joined)
+        for kernel in self._kernels:
+            together = self._joined[kernel]
+            if kernel not in moved and any(self._reads[node] & made for node in together):
+                moved.update(dict.fromkeys(together))
+                made |= _results(together)
+        stay = [kernel for kernel in self._kernels if kernel not in moved]
+        self._kernels = [*stay, *moved]
 
     def _is_written(self, node: fx.Node) -> bool:
         if node.op != "call_function" or _has_several_results(node):

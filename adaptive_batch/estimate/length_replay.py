@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import chain, combinations
+from numbers import Integral, Real
 from typing import Any, NamedTuple
 
 import torch
@@ -192,12 +193,13 @@ def lengths_of_quantiles(quantiles: Mapping[Any, Any], num_rows: int) -> list[in
         " longest), such as {0: 12, 0.5: 180, 0.9: 700, 1: 2048}"
     )
     for key, value in quantiles.items():
-        if isinstance(key, bool) or not isinstance(key, int | float):
+        # NumPy's numbers too; nan is in no range.
+        if isinstance(key, bool) or not isinstance(key, Real) or not 0 <= float(key) <= 1:
             raise SettingError("lengths", quantiles, f"{key!r} is no share; {remedy}")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
             raise SettingError("lengths", quantiles, f"{value!r} is no count of tokens; {remedy}")
     shares = sorted(quantiles)
-    tokens = [quantiles[share] for share in shares]
+    tokens = [int(quantiles[share]) for share in shares]
     if not shares or (shares[0], shares[-1]) != (0, 1) or tokens != sorted(tokens):
         raise SettingError("lengths", quantiles, remedy)
     places = torch.randperm(num_rows, generator=torch.Generator().manual_seed(0))

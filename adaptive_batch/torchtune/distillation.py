@@ -140,6 +140,9 @@ class Distillation(NextTokens):
         try:
             whole = loss_of(0, last)
             mean = (loss_of(0) + loss_of(last)) / 2
+            # The row between, which has no label.
+            logits[:, :, 1] += torch.randn(2, 1, 8, generator=generator)
+            again = loss_of(0, last)
         except Exception as error:
             remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
             raise SettingError("kd_loss", given, remedy) from error
@@ -148,6 +151,14 @@ class Distillation(NextTokens):
                 f"of two tokens it is {whole.tolist()}, and the mean of each is {mean.tolist()}: it"
                 " is no mean over label tokens, so it would depend on how a step is split; give"
                 " torchtune.modules.loss.ForwardKLWithChunkedOutputLoss or one like it"
+            )
+            raise SettingError("kd_loss", given, remedy)
+        if not torch.allclose(whole, again, rtol=1e-4):
+            remedy = (
+                f"it is {whole.tolist()}, and {again.tolist()} where the logits of a token without"
+                " a label change: it counts prompts and padding, so it would depend on how a step"
+                " is split; give torchtune.modules.loss.ForwardKLWithChunkedOutputLoss or one like"
+                " it"
             )
             raise SettingError("kd_loss", given, remedy)
 
@@ -163,8 +174,8 @@ class Distillation(NextTokens):
         sizes = [num_token_embeddings(model) for model in (student, teacher)]
         if None not in sizes and sizes[0] != sizes[1]:
             remedy = (
-                f"it has {sizes[1]} tokens, and the student {sizes[0]}; give a teacher of the"
-                " student's family, whose tokenizer is the same"
+                f"it has {sizes[1]} token embeddings, and the student {sizes[0]}; give a teacher of"
+                " the student's family with as many"
             )
             raise SettingError("teacher_model", component, remedy)
         if takes_chunks(self.loss_fn) and not hasattr(teacher, "set_num_output_chunks"):

@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune import modules
 
-from adaptive_batch.estimate import AllocatorSettings
+from adaptive_batch.estimate import AllocatorSettings, not_estimated
 
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 # Optimizers that have a fused step.
@@ -40,7 +40,7 @@ def candidates(
     Args:
         model: model of the configuration; it may be without memory.
     """
-    yield from _of_activations(cfg, model)
+    yield from _of_activations(cfg, model, world_size)
     yield from _of_optimizer(cfg, world_size)
     yield from _of_operations(cfg, model)
     if tokens >= 256:
@@ -55,7 +55,9 @@ def candidates(
     yield from _of_ranks(cfg, world_size)
 
 
-def _of_activations(cfg: DictConfig, model: torch.nn.Module) -> Iterator[Candidate]:
+def _of_activations(
+    cfg: DictConfig, model: torch.nn.Module, world_size: int
+) -> Iterator[Candidate]:
     """Yield changes of the allocator, and of what is kept for backward."""
     if str(cfg.device) != "cpu" and not AllocatorSettings.from_environment().expandable_segments:
         cost = (
@@ -70,7 +72,9 @@ def _of_activations(cfg: DictConfig, model: torch.nn.Module) -> Iterator[Candida
         yield Candidate(("enable_activation_checkpointing=True",), cost)
         cost = f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute"
         yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
-    if cfg.compile and cfg.get("activation_memory_budget", None) in (None, 1.0):
+    estimates_compiled = world_size == 1 and str(cfg.device) != "cpu" and not_estimated() is None
+    has_budget = cfg.get("activation_memory_budget", None) not in (None, 1.0)
+    if cfg.compile and estimates_compiled and not has_budget:
         cost = "each compiled part computes in backward what is cheapest to compute again"
         yield Candidate(("activation_memory_budget=0.5",), cost)
 
@@ -113,16 +117,16 @@ def _of_operations(cfg: DictConfig, model: torch.nn.Module) -> Iterator[Candidat
         yield Candidate(
             ("fused_rms_norm=True",), "norms are one operation each: results differ by rounding"
         )
-    if loss in ("torch.nn.CrossEntropyLoss", "torchtune.modules.loss.CrossEntropyLoss"):
+    is_whole = loss in ("torch.nn.CrossEntropyLoss", "torchtune.modules.loss.CrossEntropyLoss")
+    # A second loss takes logits in the same chunks.
+    if is_whole and cfg.get("kd_loss", None) is None:
         yield Candidate(
             ("loss=torchtune.modules.loss.CEWithChunkedOutputLoss",),
             "the same loss, summed in 8 parts",
         )
     elif loss.endswith("CEWithChunkedOutputLoss"):
         chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
-        yield Candidate(
-            (f"loss.num_output_chunks={chunks}",), f"the same loss, summed in {chunks} parts"
-        )
+        yield Candidate(_in_chunks(cfg, chunks), f"the same loss, summed in {chunks} parts")
     if str(cfg.dtype) in ("fp32", "float32"):
         yield Candidate(
             ("dtype=bf16",),
@@ -187,12 +191,20 @@ def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
     is_chunked = str(cfg.loss._component_).endswith("CEWithChunkedOutputLoss")
     ways = [[off] if mode == "selective" and not every else recomputing]
     if is_chunked and cfg.loss.get("num_output_chunks", 8) > 1:
-        ways.append([("loss.num_output_chunks=1",)])
+        ways.append([_in_chunks(cfg, 1)])
     if world_size > 1 and cfg.get("fsdp_reshard_after_forward", True):
         ways.append([("fsdp_reshard_after_forward=False",)])
     return [
         Candidate(tuple(chain(*some)), "memory") for some in product(*((*way, ()) for way in ways))
     ][:-1][:8]
+
+
+def _in_chunks(cfg: DictConfig, num_chunks: int) -> tuple[str, ...]:
+    """Return what is typed for logits in so many chunks, which all losses take alike."""
+    losses = ["loss"]
+    if cfg.get("kd_loss", None) is not None:
+        losses.append("kd_loss")
+    return tuple(f"{loss}.num_output_chunks={num_chunks}" for loss in losses)
 
 
 def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

@@ -16,7 +16,7 @@ from torchtune.rlhf import get_batch_log_probs
 
 from adaptive_batch.errors import SettingError
 
-from .config_errors import as_dict, one_line
+from .config_errors import as_dict, check_block, one_line
 from .reference import SecondModel
 from .task import Batch, Collate, Models, Row, Task
 
@@ -89,8 +89,12 @@ class PreferencePairs(Task):
             raise SettingError(key, None, f"{problem}; {remedy}")
         if keeps_base and given is not None:
             remedy = "the reference of adapters is their base, with adapters disabled; remove it"
-            raise SettingError(key, given.get("_component_"), remedy)
-        return None if keeps_base else SecondModel(self.cfg, checkpointer_key=key)
+            value = given.get("_component_") if isinstance(given, DictConfig) else given
+            raise SettingError(key, value, remedy)
+        if keeps_base:
+            return None
+        check_block(key, as_dict(self.cfg)[key])
+        return SecondModel(self.cfg, checkpointer_key=key)
 
     def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
         """Refuse a loss that takes no log probabilities of pairs, and keys that pairs have not."""

@@ -240,14 +240,16 @@ class AdaptiveStep:
         """
         rows = self._split_batch(batch)
         rows_at_once = distributed.maximum(rows.num_rows)
-        results = self.parts.run(rows, rows_at_once=rows_at_once, question=Question())
-        if self._tried_one_part and self.num_pieces > 1:
-            self._tried_one_part = False
-            log.warning(
-                "a batch is split, and what fits was tried without the gradients of other parts:"
-                " give find_bound batch_size="
-            )
-        return results
+        try:
+            return self.parts.run(rows, rows_at_once=rows_at_once, question=Question())
+        finally:
+            # Also where the step has run out of memory for good.
+            if self._tried_one_part and self.num_pieces > 1:
+                self._tried_one_part = False
+                log.warning(
+                    "a batch is split, and what fits was tried without the gradients of other"
+                    " parts: give find_bound batch_size="
+                )
 
     # --- what fits
 

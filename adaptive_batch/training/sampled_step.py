@@ -98,11 +98,12 @@ class SampledStep:
             raise SettingError("lengths", "of a sample", remedy)
         remedy = "give the rows of the script's batches, which lengths are drawn into"
         rows = check_whole("batch_size", batch_size, remedy=remedy)
+        owner = "the longest row of sample(1)"
         if isinstance(lengths, Mapping):
-            lengths = lengths_of_quantiles(lengths, rows * REPLAYED_STEPS)
-        tokens = checked_lengths(
-            lengths, longest=self.longest, owner="the longest row of sample(1)"
-        )
+            quantiles = lengths
+            lengths = lengths_of_quantiles(quantiles, rows * REPLAYED_STEPS)
+            checked_lengths([int(quantiles[1])], longest=self.longest, owner=owner)
+        tokens = checked_lengths(lengths, longest=self.longest, owner=owner)
 
         def steps(fit: Fit) -> PlannedSteps:
             limit = self._sizer.limit_where_fits(

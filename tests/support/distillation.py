@@ -90,6 +90,15 @@ class ExactForwardKL(nn.Module):
         return losses[labels != self.ignore_index].mean()
 
 
+class MeanOfAllTokens(ExactForwardKL):
+    """A mean that counts tokens without a label too."""
+
+    def forward(
+        self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        return super().forward(student_logits, teacher_logits, torch.zeros_like(labels))
+
+
 class SumOfTokens(ExactForwardKL):
     """The same as a sum, which a split would change."""
 

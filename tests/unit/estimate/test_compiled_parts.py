@@ -9,6 +9,7 @@ import torch
 from support.model_families import Combination
 from torch import nn
 from torch._functorch import config as partitioner
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
 
 from adaptive_batch.errors import SettingError
@@ -19,6 +20,7 @@ from adaptive_batch.estimate import (
     estimate_memory,
     not_estimated,
 )
+from adaptive_batch.estimate.compiled_parts import GraphMemory
 from adaptive_batch.torchtune import estimate_devices
 
 pytestmark = pytest.mark.skipif(
@@ -97,6 +99,35 @@ def test_a_fused_kernel_waits_for_the_one_that_reads_the_same(device):
     sizes, _ = allocated(device, computes)
     # The product that the second kernel needs comes first, then both kernels in one.
     assert sizes == [SIZE, 32 * 2**20, SIZE, SIZE]
+
+
+def test_what_needs_a_delayed_kernel_follows_it_with_all_that_runs_beside_it(device, monkeypatch):
+    graphs = []
+    init = GraphMemory.__init__
+
+    def recorded(memory, *arguments, **keywords):
+        init(memory, *arguments, **keywords)
+        graphs.append(memory)
+
+    monkeypatch.setattr(GraphMemory, "__init__", recorded)
+
+    def computes(x, y, z):
+        first = x.sin() * y
+        product = first @ z
+        after = product.cos() * z
+        beside = z.exp() * y
+        delaying = (z @ z) * x
+        return first, after, beside, delaying, after.sin() * z
+
+    allocated(device, computes)
+    (graph,) = graphs
+    places = {kernel: place for place, kernel in enumerate(graph._kernels)}
+    for kernel in graph._kernels:
+        joined = [places[node] for node in graph._joined[kernel]]
+        assert joined == list(range(joined[0], joined[0] + len(joined)))
+        for maker in graph._makers(graph._reads[kernel]):
+            is_one_kernel = graph._joined[maker] is graph._joined[kernel]
+            assert is_one_kernel or places[maker] < places[kernel]
 
 
 def test_backward_computes_again_what_is_cheap(device):
@@ -231,6 +262,42 @@ def test_a_scripts_compiled_model_is_estimated_as_such_and_left_as_it_was(how):
     assert not about_compile(compiled)
     assert peak_of(compiled) < 0.9 * peak_of(estimate_of(scripts_model()))
     assert what_runs(model) == before
+
+
+def test_a_wrapper_of_a_compiled_layer_runs_as_it_does():
+    model = scripts_model(wraps={})
+    for number in (1, 2):
+        model[number] = checkpoint_wrapper(model[number])
+    checkpointed = scripts_model(compiles={})
+    for number in (1, 2):
+        checkpointed[number] = checkpoint_wrapper(checkpointed[number])
+    assert peak_of(estimate_of(model)) == peak_of(estimate_of(checkpointed))
+
+
+def test_what_is_not_compiled_after_all_is_the_eager_program():
+    model = scripts_model(compiles={"disable": True})
+    model[2] = torch.compiler.disable(scripts_model()[2])
+    estimate = estimate_of(model)
+    assert not about_compile(estimate)
+    assert peak_of(estimate) == peak_of(estimate_of(scripts_model()))
+
+
+def test_a_compiled_module_in_two_places_is_taken_over_once():
+    model = scripts_model()
+    activation = nn.GELU()
+    activation.compile()
+    model.insert(2, activation)
+    model.append(activation)
+    before = what_runs(model)
+    assert not about_compile(estimate_of(model))
+    assert what_runs(model) == before
+
+
+def test_a_compiled_forward_is_counted_as_the_eager_program_and_said_to_be():
+    model = scripts_model()
+    model[1].forward = torch.compile(model[1].forward)
+    (sentence,) = about_compile(estimate_of(model))
+    assert sentence.endswith("its forward is compiled, and not the module; give module.compile()")
 
 
 def test_a_scripts_other_backend_is_counted_as_the_eager_program():

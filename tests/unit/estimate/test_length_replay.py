@@ -8,6 +8,7 @@ import random
 from array import array
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from support.fake_steps import Decoder, fake_step, run
@@ -86,6 +87,9 @@ def test_lengths_of_quantiles_have_these_quantiles():
     assert [drawn[round(1000 * share)] for share in quantiles] == [10, 20, 100, 200]
     assert drawn[250] == 15
     assert lengths_of_quantiles({0: 7, 1: 7}, 3) == [7, 7, 7]
+    shares = np.array([0.0, 0.5, 1.0])
+    tokens = np.array([1, 5, 9])
+    assert sorted(lengths_of_quantiles(dict(zip(shares, tokens, strict=True)), 3)) == [1, 5, 9]
 
 
 QUANTILES = (
@@ -100,7 +104,8 @@ QUANTILES = (
         ({}, QUANTILES),
         ({0.5: 10, 1: 20}, QUANTILES),
         ({0: 10, 0.9: 20}, QUANTILES),
-        ({0: 10, 100: 20}, QUANTILES),
+        ({0: 10, 100: 20}, f"100 is no share; {QUANTILES}"),
+        ({0: 10, float("nan"): 15, 1: 20}, f"nan is no share; {QUANTILES}"),
         ({0: 30, 1: 20}, QUANTILES),
         ({"50%": 20, 1: 30}, f"'50%' is no share; {QUANTILES}"),
         ({0: 1.5, 1: 3}, f"1.5 is no count of tokens; {QUANTILES}"),

@@ -272,6 +272,12 @@ def test_the_ratio_is_torchtunes_where_none_is_given():
             "kd_loss",
             "no mean over label tokens",
         ),
+        (
+            "LoRA",
+            {"kd_loss": {"_component_": "support.distillation.MeanOfAllTokens"}},
+            "kd_loss",
+            "where the logits of a token without a label change",
+        ),
         ("full", {"tensor_parallel_dim": 2}, "tensor_parallel_dim", "give 1, and ranks divide"),
         ("full", {"ref_checkpointer": {"_component_": "x"}}, "ref_checkpointer", "adaptive_dpo"),
     ],
@@ -287,7 +293,7 @@ def test_what_distillation_does_not_take_is_refused_with_its_reason(kind, keys, 
 @pytest.mark.parametrize(
     ("changed", "key", "says"),
     [
-        ({"vocab_size": 999}, "teacher_model", "it has 999 tokens, and the student 1000"),
+        ({"vocab_size": 999}, "teacher_model", "it has 999 token embeddings, and the student 1000"),
         (LORA, "teacher_model", "it has adapters, and a teacher is a whole model"),
         ({"num_head": 3}, "teacher_model", "num_head"),
         ({"num_layers": "two"}, "teacher_model.num_layers", "give a whole number"),
