@@ -74,7 +74,7 @@ def _of_activations(
         yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
     estimates_compiled = world_size == 1 and str(cfg.device) != "cpu" and not_estimated() is None
     has_budget = cfg.get("activation_memory_budget", None) not in (None, 1.0)
-    if cfg.compile and estimates_compiled and not has_budget:
+    if cfg.get("compile", False) and estimates_compiled and not has_budget:
         cost = "each compiled part computes in backward what is cheapest to compute again"
         yield Candidate(("activation_memory_budget=0.5",), cost)
 

@@ -166,7 +166,7 @@ def test_the_batch_grows_with_its_rate_and_is_validated(small, lora):
         ("adaptive_lora_finetune", (), "teacher_model", "`tune run adaptive_distill`"),
         (OURS, ("~teacher_model",), "teacher_model", "it is missing"),
         (OURS, ("kd_ratio=2",), "kd_ratio", "give a number from 0 to 1"),
-        (OURS, ("teacher_model.vocab_size=77",), "teacher_model", "it has 77 tokens"),
+        (OURS, ("teacher_model.vocab_size=77",), "teacher_model", "it has 77 token embeddings"),
         (
             OURS,
             ("teacher_checkpointer.checkpoint_dir=nowhere",),

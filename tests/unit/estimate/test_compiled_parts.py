@@ -253,7 +253,12 @@ def what_runs(model):
 
 
 @pytest.mark.parametrize(
-    "how", [{"compiles": {}}, {"wraps": {}}, {"whole": True}], ids=["by layer", "wrapped", "whole"]
+    "how",
+    [
+        pytest.param({"compiles": {}}, id="by layer"),
+        pytest.param({"wraps": {}}, id="wrapped"),
+        pytest.param({"whole": True}, id="whole", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_scripts_compiled_model_is_estimated_as_such_and_left_as_it_was(how):
     model = scripts_model(**how)
