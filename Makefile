@@ -108,7 +108,7 @@ $(PEERS)/.deepspeed-$(DEEPSPEED):
 	$(PEERS)/bin/python -m pip install --quiet --no-deps deepspeed==$(DEEPSPEED)
 	touch $@
 
-compare: $(INSTALLED) $(PEERS)/.deepspeed-$(DEEPSPEED)  ## peers and this project on the same tasks; draws docs/comparison.md; ten minutes of processor time, on two cores
+compare: $(INSTALLED) $(PEERS)/.deepspeed-$(DEEPSPEED)  ## peers and this project on the same tasks; draws docs/comparison.md; five minutes on two cores
 	$(BIN)/python benchmarks/compare.py
 
 measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with what they compare with; writes benchmarks/results/
