@@ -4,9 +4,9 @@ known.
     tune run adaptive_distill --config NAME use_maximum_batch_size=True
     tune run --nproc_per_node 8 adaptive_distill --config NAME use_maximum_batch_size=True
 
-Everything of torchtune's `knowledge_distillation_single_device` and
-`knowledge_distillation_distributed` works as it does there, with the same keys; any config of those
-recipes runs unchanged. The student trains adapters or every weight. All else is as in
+Any config of torchtune's `knowledge_distillation_single_device` and
+`knowledge_distillation_distributed` runs unchanged, with the same keys; their gradient is corrected
+(docs/distillation.md). The student trains adapters or every weight. All else is as in
 `adaptive_full_finetune`.
 """
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import operator
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -133,9 +133,17 @@ class CompiledParts:
         """Replace what ``Module.compile`` has compiled in a model."""
         for module in model.modules():
             if module._compiled_call_impl is not None:
-                # Hooks of the module itself stay outside.
-                module.forward = self.compiled(module.forward, type(module).__name__)
-                module._compiled_call_impl = module._call_impl
+                self._take_over(module)
+
+    def _take_over(self, module: nn.Module) -> None:
+        """Replace what a compiled module runs, or the wrapper that ``torch.compile`` returned."""
+        if _is_wrapper(module):
+            original: Any = module._orig_mod
+            module.forward = self.compiled(original, type(original).__name__)
+            return
+        # Hooks of the module itself stay outside.
+        module.forward = self.compiled(module.forward, type(module).__name__)
+        module._compiled_call_impl = module._call_impl
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
@@ -148,11 +156,11 @@ class CompiledParts:
         with ExitStack() as restored:
             # One may have a place in several.
             for module in list(dict.fromkeys(_compiled_modules(model))):
-                is_wrapper = _is_wrapper(module)
-                original = module._orig_mod if is_wrapper else module
-                assert isinstance(original, nn.Module)
-                name = type(original).__name__
-                compiled = module if is_wrapper else module._compiled_call_impl
+                name = type(module).__name__
+                compiled: Any = module._compiled_call_impl
+                if _is_wrapper(module):
+                    name = type(module._orig_mod).__name__
+                    compiled = module
                 if getattr(compiled, "get_compiler_config", None) is None:
                     # The compiler is switched off.
                     continue
@@ -164,12 +172,7 @@ class CompiledParts:
                     )
                     continue
                 restored.callback(_restorer(module))
-                if is_wrapper:
-                    module.forward = self.compiled(original, name)
-                else:
-                    # Hooks of the module itself stay outside.
-                    module.forward = self.compiled(module.forward, name)
-                    module._compiled_call_impl = module._call_impl
+                self._take_over(module)
             for module in model.modules():
                 forward = vars(module).get("forward")
                 if hasattr(forward, "_torchdynamo_orig_callable") and not _is_wrapper(module):
@@ -198,9 +201,9 @@ class CompiledParts:
             elif original is not None:
                 setattr(loss, name, self.compiled(original, f"{type(loss).__name__}.{name}"))
         for name, module in list(loss.named_children()):
-            part = getattr(module, "_orig_mod", None)
-            if part is None:
+            if not _is_wrapper(module):
                 continue
+            part: Any = module._orig_mod
             if part.forward not in self._made:
                 part.forward = self.compiled(part.forward, f"{type(loss).__name__}.{name}")
             setattr(loss, name, part)
@@ -307,8 +310,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 def _restorer(module: nn.Module) -> Callable[[], None]:
     """Return a function that leaves what a call of a module runs as it is now."""
-    own = vars(module)
-    forward = own.get("forward")
+    forward = vars(module).get("forward")
     compiled_call = module._compiled_call_impl
 
     def restore() -> None:
@@ -423,7 +425,7 @@ class GraphMemory:
                 return joined
         return []
 
-    def _needed_for(self, reads: Collection[fx.Node]) -> set[fx.Node]:
+    def _needed_for(self, reads: Iterable[fx.Node]) -> set[fx.Node]:
         """Return the first node of each kernel without which the makers of memory cannot run."""
         needed: set[fx.Node] = set()
         makers = self._makers(reads)

@@ -172,7 +172,7 @@ def _lines_of_picture(facts: Sequence[tuple[str, str]]) -> list[str]:
         if lines and len(lines[-1]) + 5 + len(text) <= _COLUMNS_OF_PICTURE:
             lines[-1] += f"     {text}"
         else:
-            lines.append(text)
+            lines += textwrap.wrap(text, _COLUMNS_OF_PICTURE, subsequent_indent="    ")
     return lines
 
 

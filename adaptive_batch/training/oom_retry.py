@@ -45,6 +45,7 @@ class OOMRetry:
 
     Attributes:
         current: micro-batch that is being run; after a run the fullest of them.
+        retries: as given.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class OOMRetry:
         self.memory = memory
         self.remedies = remedies
         self.current = MicroBatch([], 0)
-        self._sharding = sharding
         self.retries = retries
+        self._sharding = sharding
         self._is_of_training = is_of_training
         # Of the step that is run now: what its limit depends on, and its failures.
         self._rows_at_once = 0

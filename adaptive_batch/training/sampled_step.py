@@ -102,6 +102,7 @@ class SampledStep:
         if isinstance(lengths, Mapping):
             quantiles = lengths
             lengths = lengths_of_quantiles(quantiles, rows * REPLAYED_STEPS)
+            # As given, since the longest that is drawn may be below it.
             checked_lengths([int(quantiles[1])], longest=self.longest, owner=owner)
         tokens = checked_lengths(lengths, longest=self.longest, owner=owner)
 

@@ -31,6 +31,7 @@ from adaptive_batch.torchtune import (
     without_effect_on,
 )
 from adaptive_batch.torchtune.checks import TO_PLAN
+from adaptive_batch.torchtune.estimate_changes import candidates
 from adaptive_batch.torchtune.tasks import task_of
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
@@ -322,3 +323,15 @@ def test_the_losses_of_torchtune_are_taken(keys, kl):
     suffix = "WithChunkedOutputLoss" if keys else "Loss"
     cfg.kd_loss = {"_component_": f"torchtune.modules.loss.{kl}{suffix}"}
     check(cfg)
+
+
+def test_both_losses_are_tried_in_as_many_chunks():
+    cfg = small_config("LoRA", **CHUNKED, device="cpu")
+    with torch.device("meta"):
+        model = torch.nn.Linear(1, 1)
+    typed = [change.overrides for change in candidates(cfg, model, tokens=64, world_size=1)]
+    in_chunks = ("loss.num_output_chunks=32", "kd_loss.num_output_chunks=32")
+    assert [overrides for overrides in typed if "chunks" in str(overrides)] == [in_chunks]
+    cfg = small_config("LoRA", device="cpu")
+    typed = [change.overrides for change in candidates(cfg, model, tokens=64, world_size=1)]
+    assert not [overrides for overrides in typed if "loss" in str(overrides)]
