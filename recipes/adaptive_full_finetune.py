@@ -152,7 +152,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         batching = data.batching(
             seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch
         )
-        by_tokens = settings.lr_clock.counts_tokens
+        by_tokens = settings.rate.lr_clock.counts_tokens
         self.sizer = data.new_sizer(self.log.limit)
         planner = StepPlanner(
             data.dataset,
@@ -177,9 +177,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 trials_name=settings_name(job, data),
             )
         self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
-        if settings.needs_bound or (
-            settings.validation is not None and settings.validation.fits_itself
-        ):
+        if settings.needs_bound or settings.validation.fits_itself:
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
@@ -225,7 +223,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         )
         self.limit_finder.find(keeps_batch=keeps_batch, saved=self.resumed.state_of("limits"))
         self.validation = None
-        if self.settings.validation:
+        if self.settings.validation.is_on:
             self.validation = Validation(job, data, trainer, self.bounds, self.log)
 
     def _setup_steps(self) -> None:
@@ -274,13 +272,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             message = f"a step of {step_rows} rows is cut to {count(rows, 'row')}"
             self.log.event("no_effect", f"{message}: the dataset has no more")
         has_steps = f"the run has {count(num_steps, 'step')}"
-        validation = settings.validation
-        if validation is not None and not settings.grows:
-            every = validation.every_n_steps
-            if every > num_steps:
-                message = f"run_val_every_n_steps={every} has no effect: {has_steps}"
-                self.log.event("no_effect", f"{message}, so nothing is validated")
-        saves_every = settings.save_every_n_steps
+        validates_every = settings.validation.run_val_every_n_steps
+        if validates_every is not None and validates_every > num_steps and not settings.grows:
+            message = f"run_val_every_n_steps={validates_every} has no effect: {has_steps}"
+            self.log.event("no_effect", f"{message}, so nothing is validated")
+        saves_every = settings.saving.save_every_n_steps
         if saves_every is not None and saves_every > num_steps and not settings.grows:
             message = f"save_every_n_steps={saves_every} has no effect: {has_steps}"
             self.log.event("no_effect", f"{message}, and is saved as each epoch ends")
@@ -446,9 +442,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _validate(self) -> None:
         """Every so many steps, the loss on the rows that are not trained on."""
-        settings = self.settings.validation
+        every = self.settings.validation.run_val_every_n_steps
         num_steps = self.queue.progress.steps
-        if self.validation and settings and num_steps % settings.every_n_steps == 0:
+        if self.validation and every and num_steps % every == 0:
             loss = self.validation.run()
             self.log.validation(loss, rows=self.validation.num_rows, step=num_steps)
 

@@ -76,7 +76,7 @@ class BoundFinder:
         settings = self.settings
         self._check_configured_batch()
         self.rows.check()
-        if settings.validation and settings.validation.fits_itself:
+        if settings.validation.fits_itself:
             # Lengths are read now, so that a row that the model does not take is refused now.
             _ = self._data.dataset_val.lengths
         self._check_weights_fit()

@@ -69,14 +69,14 @@ class Checkpoints:
     ) -> None:
         self._cfg = cfg
         self._keeps_base = keeps_base
-        self._overwrites = settings.overwrite_output_dir
-        self._asynchronous = settings.enable_async_checkpointing
+        self._overwrites = settings.saving.overwrite_output_dir
+        self._asynchronous = settings.saving.enable_async_checkpointing
         self._saved_runs = SavedRuns(cfg, keeps_base=keeps_base)
         self._group = distributed.host_group()
         epochs_folder = Path(cfg.checkpointer.output_dir)
         self._manager = CheckpointManager(
             Path(cfg.output_dir),
-            keep_last=settings.keep_last_n_checkpoints,
+            keep_last=settings.saving.keep_last_n_checkpoints,
             asynchronous=self._asynchronous,
             process_group=self._group,
             others=lambda: (
@@ -85,7 +85,7 @@ class Checkpoints:
             resumable_beside=lambda: resumable_order(cfg.checkpointer),
         )
         self._on_failure = on_failure or _warn_of_failure
-        self._may_change_model = "model" in settings.resume_allow_changes
+        self._may_change_model = "model" in settings.saving.resume_allow_changes
         self.found = distributed.from_rank_zero(self._saved_runs.find)
         self._run = self.found.run
         self._base: dict[str, dict[str, int]] = {}

@@ -114,7 +114,7 @@ class Data:
         dataset, packed = _dataset(job, "dataset", tokenizer)
         dataset_val = None
         packed_val = False
-        if job.settings.validation:
+        if job.settings.validation.is_on:
             dataset_val, packed_val = _dataset(job, "dataset_val", tokenizer)
         rows = len(dataset)
         ranks = distributed.data_parallel_size()
@@ -250,8 +250,9 @@ class Data:
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured."""
         settings = self._settings
+        sampling = settings.sampling
         # The seed of torchtune's sampler.
-        if settings.sample_order == "dataloader":
+        if sampling.sample_order == "dataloader":
             seed = 0
         return Batching(
             batch_size=settings.batch_size,
@@ -262,11 +263,11 @@ class Data:
             grow_beyond_maximum=settings.grow_beyond_maximum,
             shuffle=bool(self._job.cfg.shuffle),
             seed=seed,
-            sample_order=settings.sample_order,
-            sample_window=settings.sample_window,
-            min_rows_per_batch=settings.min_rows_per_batch,
-            max_rows_per_batch=settings.max_rows_per_batch,
-            long_rows=settings.long_rows,
+            sample_order=sampling.sample_order,
+            sample_window=sampling.sample_window,
+            min_rows_per_batch=sampling.min_rows_per_batch,
+            max_rows_per_batch=sampling.max_rows_per_batch,
+            long_rows=sampling.long_rows,
             drop_last=settings.drop_last,
             max_steps_per_epoch=max_steps_per_epoch,
             epochs=settings.epochs,
@@ -293,7 +294,7 @@ class Data:
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", "packed", remedy)
         # A row that the model does not take is refused now, not when training needs its length.
-        if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
+        if settings.uniform_micro_batches or settings.rate.lr_clock.counts_tokens:
             _ = self.dataset.lengths
         if isinstance(settings.micro_batch_tokens, int):
             needed = self.shapes.padded(int(self.dataset.lengths.max()))
@@ -313,7 +314,7 @@ class Data:
                     f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or"
                     " give alone"
                 )
-                raise SettingError("long_rows", settings.long_rows, remedy)
+                raise SettingError("long_rows", settings.sampling.long_rows, remedy)
             if settings.drop_last and len(steps) == 1:
                 remedy = (
                     "a step holds all rows of an epoch, and drop_last would drop it; lower"
@@ -322,11 +323,11 @@ class Data:
                 raise SettingError(
                     "batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False"
                 )
-        if settings.validation:
-            validated = (
-                self.dataset_val[row]
-                for row in range(settings.validation.rows_of(len(self.dataset_val), ranks=ranks))
+        if settings.validation.is_on:
+            num_validated = settings.validation.rows_of(
+                len(self.dataset_val), batch_size=settings.batch_size, ranks=ranks
             )
+            validated = (self.dataset_val[row] for row in range(num_validated))
             random_state = RandomState(self._job.device)
             has_labels = any(
                 int(label) != self._task.ignore_index

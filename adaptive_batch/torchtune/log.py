@@ -56,7 +56,7 @@ def keys_against_padding(settings: Settings) -> str:
             f"micro_batch_tokens=auto{instead} groups the rows of a step by length, or packs them"
             " where they can be"
         )
-    if settings.sample_order != "seqlen":
+    if settings.sampling.sample_order != "seqlen":
         return "sample_order=seqlen with a sample_window brings rows of like length into a step"
     if settings.pad_to_multiple_of > 1:
         return "a lower pad_to_multiple_of leaves less"
@@ -254,7 +254,7 @@ class TrainingLog:
             event("epoch_restarted", message, epoch=progress.epoch)
         if not resumed and checkpoints.found.holds_earlier_run:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces"
-            if self._settings.overwrite_output_dir:
+            if self._settings.saving.overwrite_output_dir:
                 message += " once its first save is complete"
             else:
                 message += " save by save"
@@ -332,14 +332,14 @@ class TrainingLog:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
         settings = self._settings
         event = self.event
-        now = settings.lr_scaling
+        now = settings.rate.lr_scaling
         saved_rule = saved.get("learning_rate", {}).get("rule", now)
         if saved_rule != now:
             changed = f"lr_scaling {saved_rule} -> {now}: not what the checkpoint was trained with"
             event("lr_scaling", changed, before=saved_rule, after=now)
         message = rate.describe()
         if message:
-            event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
+            event("lr", message, reference=str(rate.reference), rule=settings.rate.lr_scaling)
         scheduler = self._cfg.get("lr_scheduler") or {}
         warmup_steps = scheduler.get("num_warmup_steps") or 0
         if warmup_steps >= plan.schedule_steps > 0:

@@ -142,7 +142,7 @@ class TrainingPreview:
                 largest = min(largest, batches.batch.maximum() or largest)
             self.full_batch_rows = min(largest * self._job.ranks, batches.epochs.num_rows)
         self.schedule_steps = settings.epochs * reference.steps
-        if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
+        if settings.rate.lr_clock.decay == "steps" and epoch < settings.epochs:
             # The estimate of a run that has not changed stays.
             saved_steps = None
             if saved.get("epochs") == settings.epochs and not changed:
@@ -166,7 +166,7 @@ class TrainingPreview:
         )
         stages = stages_of(self._planned(progress, rate))
         notes = [*filter(None, [self._unknown]), *self._stage_notes]
-        if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
+        if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if isinstance(settings.batch_size_schedule, Seesaw):
             notes.append(
@@ -219,7 +219,7 @@ class TrainingPreview:
             batches.begin(progress, batch_size=first, first_batch_size=known_first or first)
             self.look_ahead(progress, saved=saved)
         configured = self._job.cfg.optimizer.get("lr")
-        if "optimizer.lr" not in settings.resume_allow_changes:
+        if "optimizer.lr" not in settings.saving.resume_allow_changes:
             configured = saved.get("base_rate", configured)
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")

@@ -27,7 +27,7 @@ from .config_errors import as_dict
 from .data import Data
 from .epoch_checkpoints import STATE_KEY
 from .job import Job
-from .keys import load_function
+from .keys import load_function, values_of
 from .settings import FILLS_STEPS, RESUME
 
 # Settings that the optimizer's state in the checkpoint brings with it.
@@ -117,13 +117,13 @@ class ResumedRun:
             if self._may_change(_LR) and lr is not None and lr != saved["base_rate"]:
                 self._changed[_LR] = saved["base_rate"], lr
             self._keep_optimizer_settings(saved["conditions"], self._now["conditions"])
-            if settings.reference_batch_size is None:
+            if settings.rate.reference_batch_size is None:
                 reference = saved["conditions"]["reference_batch_size"]
                 self._now["conditions"]["reference_batch_size"] = reference
         self.differs, self.begins_epoch_again = compare(
             saved.get("conditions", {}),
             self._now["conditions"],
-            allowed=settings.resume_allow_changes,
+            allowed=settings.saving.resume_allow_changes,
             in_mid_epoch=self.progress.epoch_steps > 0,
         )
         if self.begins_epoch_again:
@@ -138,7 +138,7 @@ class ResumedRun:
             self.keeps_batch = found_before and knows_bound
 
     def _may_change(self, name: str) -> bool:
-        return name in self._settings.resume_allow_changes
+        return name in self._settings.saving.resume_allow_changes
 
     def _check_max_steps(self) -> None:
         """Refuse an end of the epoch that lies before the checkpoint."""
@@ -285,16 +285,17 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
     """Return what a run's results depend on besides its progress, as plain values."""
     plain = as_dict(job.cfg)
     settings = job.settings
+    values = values_of(settings)
     conditions: dict[str, Any] = {}
     for name, policy in RESUME.items():
-        if policy == "refuse" or (policy != "free" and not hasattr(settings, name)):
+        if policy == "refuse" or (policy != "free" and name not in values):
             conditions[name] = plain.get(name)
         elif policy != "free":
-            conditions[name] = getattr(settings, name)
+            conditions[name] = values[name]
     return conditions | {
-        "lr_clock": str(settings.lr_clock),
+        "lr_clock": str(settings.rate.lr_clock),
         "reference_batch_size": str(
-            settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
+            settings.rate.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
         ),
         "shuffle": bool(job.cfg.shuffle),
         "dataset": _name_of_rows(job, data),
