@@ -806,6 +806,42 @@ def without_effect(
     return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in unused)]
 
 
+def never_due(settings: Settings, num_steps: int, *, rows: int, ranks: int) -> Iterator[str]:
+    """Yield what has no effect in a run of so many steps, each with the reason: a resume point,
+    validation or metrics that are due later, and a batch that is cut to the rows that there are.
+
+    Args:
+        settings: settings of the run.
+        num_steps: optimizer steps of the run.
+        rows: rows of the dataset.
+        ranks: ranks that a batch is counted on.
+    """
+    step_rows = settings.step_rows * ranks
+    is_fixed = not (settings.batch_tokens or settings.batch_changes or settings.grows)
+    if is_fixed and step_rows > rows:
+        cut = f"a step of {step_rows} rows is cut to {count(rows, 'row')}"
+        yield f"{cut}: the dataset has no more"
+    # A batch that grows changes how many steps there are.
+    if settings.grows:
+        return
+    for key, every, effect in (
+        (
+            "run_val_every_n_steps",
+            settings.validation.run_val_every_n_steps,
+            "so nothing is validated",
+        ),
+        (
+            "save_every_n_steps",
+            settings.saving.save_every_n_steps,
+            "and is saved as each epoch ends",
+        ),
+        ("log_every_n_steps", settings.log_every_n_steps, "so no metrics are logged"),
+    ):
+        if every is not None and every > num_steps:
+            reason = f"the run has {count(num_steps, 'step')}, {effect}"
+            yield str(NoEffect(f"{key}={every}", reason))
+
+
 def _of_another_kind(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield torchtune's keys that are for another kind of training than this."""
     if config.get("ac_option") is not None and config.get("ac_mode") != "selective":

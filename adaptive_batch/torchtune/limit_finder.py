@@ -21,6 +21,7 @@ from .data import Data
 from .job import Job
 from .log import TrainingLog
 from .lost_run import TRIALS, LostRun
+from .resumed_run import ResumedRun
 from .trainer import Trainer
 
 
@@ -57,22 +58,22 @@ class LimitFinder:
         self._log = log
         self._lost = lost
 
-    def find(self, *, keeps_batch: bool, saved: Mapping[str, Any] | None) -> None:
+    def find(self, resumed: ResumedRun) -> None:
         """Find how many rows fit at once, where any setting needs it; the planner takes the batch
-        size to train with.
-
-        Args:
-            keeps_batch: whether the batch size is the checkpoint's, and is kept whatever fits.
-            saved: state of the sizer in the checkpoint; None without one.
+        size to train with, unless the checkpoint's is kept whatever fits.
 
         Raises:
-            SettingError: what is configured does not fit; with the suggested fix.
+            SettingError: what is configured, or what the checkpoint's schedule may ask for, does
+                not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
         data = self._data
         settings = self._settings
         sizer = self._sizer
         planner = self._planner
+        saved = resumed.state_of("limits")
+        is_scheduled = settings.batch_size_schedule is not None
+        keeps_batch = resumed.keeps_batch or (bool(resumed.saved) and is_scheduled)
         if has_batch_norm(self._trainer.model) and (
             settings.adaptive or settings.on_out_of_memory == "shrink"
         ):
@@ -118,6 +119,21 @@ class LimitFinder:
             advice = advise(self._job, data, results[-1], batch_size=planner.batch_size)
             if advice:
                 self._log.event("advice", advice)
+        self._check_saved_maximum_fits()
+
+    def _check_saved_maximum_fits(self) -> None:
+        """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
+        settings = self._settings
+        saved_maximum = self._planner.saved_maximum
+        bound = self._sizer.max_batch_size
+        cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
+        if cannot_split and bound and saved_maximum > bound:
+            problem = (
+                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which {bound} fit"
+                " here, and they cannot be split"
+            )
+            remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
+            raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
 
     def _search(self, *, keeps_batch: bool) -> list[ProbeResult]:
         """Search for the bound, and log each search."""

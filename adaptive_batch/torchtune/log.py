@@ -34,62 +34,8 @@ from .data import Data
 from .job import Job
 from .preview import TrainingPreview
 from .resumed_run import ResumedRun
-from .settings import Settings
 
 log = logging.getLogger("adaptive_batch")
-
-_MUCH_PADDING = 0.3
-
-
-def keys_against_padding(settings: Settings) -> str:
-    """Return which key would remove padding; empty where none would."""
-    if settings.uniform_micro_batches in ("lengths", "both"):
-        return (
-            f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one"
-            " length"
-        )
-    # A step that must run whole cannot be divided by length.
-    can_split = settings.uniform_micro_batches is None and not settings.optimizer_in_bwd
-    if can_split and settings.micro_batch_tokens is None:
-        instead = ", without micro_batch_size," if settings.micro_batch_size is not None else ""
-        return (
-            f"micro_batch_tokens=auto{instead} groups the rows of a step by length, or packs them"
-            " where they can be"
-        )
-    if settings.sampling.sample_order != "seqlen":
-        return "sample_order=seqlen with a sample_window brings rows of like length into a step"
-    if settings.pad_to_multiple_of > 1:
-        return "a lower pad_to_multiple_of leaves less"
-    return ""
-
-
-class _EpochPadding:
-    """The padding of what an epoch has run, and the key that would remove it."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._begin()
-
-    def _begin(self) -> None:
-        self._tokens = 0
-        self._padded_tokens = 0.0
-
-    def add(self, result: StepResult) -> None:
-        """Add a step."""
-        self._tokens += result.tokens
-        if result.padding_fraction < 1:
-            self._padded_tokens += result.tokens / (1 - result.padding_fraction)
-
-    def end_epoch(self) -> tuple[float, str]:
-        """Return the share of the tokens that was padding, and the key that would remove it, empty
-        where none would; begin the next epoch.
-        """
-        share = 0.0
-        if self._padded_tokens:
-            share = 1 - self._tokens / self._padded_tokens
-        key = keys_against_padding(self._settings)
-        self._begin()
-        return share, key
 
 
 class _Trained:
@@ -144,7 +90,6 @@ class TrainingLog:
         self._config_path = self._folder / "adaptive_batch" / "config.yaml"
         self._record = RunLog(self._folder, enabled=False)
         self._metrics: Any = None
-        self._padding = _EpochPadding(job.settings)
         self._trained = _Trained()
         # What an epoch has logged, which the next one need not repeat.
         self._repeated: set[str] = set()
@@ -404,51 +349,6 @@ class TrainingLog:
         if settings.batch_size_schedule is None:
             self._log_unscaled(rate, plan.step_rows)
 
-    def epoch_ends(
-        self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int
-    ) -> None:
-        """Log the rows of an epoch that were trained and left out, and how many steps had no label
-        or no finite loss.
-        """
-        if unlabelled:
-            message = (
-                f"{unlabelled} of {count(progress.epoch_steps, 'step')} had no label at all, and"
-                " changed nothing"
-            )
-            self.event("no_labels", message, steps=unlabelled)
-        if nonfinite:
-            end = ""
-            if self._settings.on_nonfinite_loss == "skip":
-                end = ", and were skipped"
-            message = (
-                f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that"
-                f" are not finite{end}"
-            )
-            self.event("nonfinite_steps", message, steps=nonfinite)
-        reasons = planner.epochs.left_out(progress)
-        left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
-        self.event(
-            "epoch",
-            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')}"
-            f" trained{left_out}{self._padding_of_epoch()}",
-            epoch=progress.epoch,
-            used=progress.epoch_rows,
-            left_out=sum(reasons.values()),
-            reasons=reasons,
-        )
-
-    def _padding_of_epoch(self) -> str:
-        """Return what part of the tokens that ran were padding, with the key that would remove it,
-        where that is much.
-        """
-        share, key = self._padding.end_epoch()
-        if share <= _MUCH_PADDING or not key:
-            return ""
-        padding = f"; {share:.0%} of the tokens that ran were padding"
-        if not self._is_new(key):
-            return padding
-        return f"{padding}: {key}"
-
     def step(
         self,
         result: StepResult,
@@ -464,7 +364,6 @@ class TrainingLog:
         and log its metrics.
         """
         self._trained.add(result, step=progress.steps, seconds=seconds)
-        self._padding.add(result)
         label_tokens = float(result.label_tokens)
         trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
         metrics = {

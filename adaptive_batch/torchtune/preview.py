@@ -29,6 +29,7 @@ from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .rate import build_rate, stand_in
+from .resumed_run import ResumedRun
 
 
 class TrainingPreview:
@@ -181,21 +182,20 @@ class TrainingPreview:
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
-    def alone(
-        self, progress: Progress, *, bounds: BoundFinder, saved: Mapping[str, Any], resumes: bool
-    ) -> str:
-        """Return the preview of a run that tries and trains nothing, with the bound that is known.
+    def alone(self, resumed: ResumedRun, bounds: BoundFinder) -> str:
+        """Return the preview of a run that tries and trains nothing, with the bound that is known,
+        below what is not the checkpoint's.
 
         Args:
-            progress: progress of training.
+            resumed: state that the run begins with.
             bounds: source of the bound, where one is needed.
-            saved: recipe's state in the checkpoint; empty without one.
-            resumes: batch size is the checkpoint's.
         """
         settings = self._settings
+        progress = resumed.progress
+        saved = resumed.saved
         batches = self._batches
         batch_size = batches.batch_size
-        lines = []
+        lines = [message for _, message, _ in resumed.changes()]
         if settings.needs_bound:
             rows, tokens, source = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
@@ -204,7 +204,7 @@ class TrainingPreview:
                 self._sizer.assume(ProbeResult(rows, rows, (), (), sequence_length=tokens))
                 if (
                     settings.use_maximum_batch_size
-                    and not resumes
+                    and not resumed.keeps_batch
                     and settings.batch_size_schedule is None
                 ):
                     batch_size = rows

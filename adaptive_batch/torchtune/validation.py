@@ -87,6 +87,12 @@ class Validation:
         self._runner.sizer.count_out_of_memory(change.out_of_memory)
         self._log.limit(change, kind="validation_limit")
 
+    def run_where_due(self, step: int) -> None:
+        """Every so many steps, log the loss on the rows that are not trained on."""
+        every = self._job.settings.validation.run_val_every_n_steps
+        if every and step % every == 0:
+            self._log.validation(self.run(), rows=self.num_rows, step=step)
+
     def run(self) -> float:
         """Return the mean loss over the label tokens of the rows; training's state is unchanged."""
         random_state = RandomState(self._job.device)

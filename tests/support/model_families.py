@@ -275,7 +275,8 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
         trainer.tried(),
         finder.rows.of_length("longest"),
         options,
-        accumulates=finder.has_several or run.job.settings.gradient_accumulation_steps > 1,
+        accumulates=run.job.has_several_micro_batches
+        or run.job.settings.gradient_accumulation_steps > 1,
         build_search=lambda **facts: search,
     ).run()
 
