@@ -123,13 +123,13 @@ class Checkpoints:
                 self._manager.wait()
         newest = None
         if self._run is not None:
-            newest = self._saved_runs.newest_of(self._run)
+            newest = self._saved_runs.folder.newest_of(self._run)
         if newest is None:
             return (
                 "nothing of this run is saved yet, so there is nothing to resume from; start it"
                 " again"
             )
-        value = newest if self._saved_runs.holds_several() else True
+        value = newest if self._saved_runs.folder.holds_several() else True
         return f"resume_from_checkpoint={value} resumes from {newest}"
 
     # --- loading
@@ -314,7 +314,7 @@ class Checkpoints:
             return
         run = self._run
         assert run is not None, "no run has begun"
-        is_removed = distributed.from_rank_zero(lambda: self._saved_runs.remove_others(run))
+        is_removed = distributed.from_rank_zero(lambda: self._saved_runs.folder.remove_others(run))
         self._overwrites = not is_removed
 
     def _settle(self) -> None:
