@@ -48,6 +48,7 @@ from adaptive_batch.torchtune import (
     TrainingPreview,
     Validation,
     all_ranks,
+    batching_of,
     build_rate,
     check_output_dir,
     check_scheduler,
@@ -57,6 +58,7 @@ from adaptive_batch.torchtune import (
     set_up_process,
     settings_name,
     show_details,
+    sizer_of,
     use_shipped_config,
     without_effect,
 )
@@ -136,17 +138,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
-        batching = data.batching(
-            seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch
+        batching = batching_of(
+            settings,
+            shuffle=bool(self.cfg.shuffle),
+            seed=self.resumed.seed,
+            max_steps_per_epoch=self.resumed.max_steps_per_epoch,
         )
-        by_tokens = settings.rate.lr_clock.counts_tokens
-        self.sizer = data.new_sizer(self.log.limit)
+        self.sizer = sizer_of(settings, data.shapes, job.memory, self.log.limit)
         planner = StepPlanner(
             data.dataset,
             batching,
             self.sizer,
             ranks=job.ranks,
-            counts_tokens=by_tokens,
+            counts_tokens=settings.rate.lr_clock.counts_tokens,
             event=self.log.event,
         )
         self.queue = StepQueue(planner)

@@ -32,7 +32,7 @@ from .rate import build_rate, check_scheduler, couple_batch
 from .resumed_run import ResumedRun
 from .run_profiler import RunProfiler
 from .run_saver import RunSaver
-from .settings import Settings, reference_tables, write_reference
+from .settings import Settings, batching_of, reference_tables, sizer_of, write_reference
 from .step_tally import StepTally
 from .task import NextTokens, Task
 from .trainer import Trainer
@@ -64,6 +64,7 @@ __all__ = [
     "Validation",
     "advise",
     "all_ranks",
+    "batching_of",
     "build_rate",
     "builder_of",
     "check_output_dir",
@@ -81,6 +82,7 @@ __all__ = [
     "set_up_process",
     "settings_name",
     "show_details",
+    "sizer_of",
     "tokens_per_second",
     "use_shipped_config",
     "with_overrides",

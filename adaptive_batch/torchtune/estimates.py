@@ -57,7 +57,7 @@ from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .keys import load_function
 from .model import ModelBuilder
-from .settings import Settings
+from .settings import Settings, sizer_of
 from .tasks import task_of
 from .trial_rows import TrialRows
 
@@ -461,9 +461,10 @@ class _Step:
     def _first_steps(self, fit: Fit) -> PlannedSteps:
         """Return training's first steps where so many of the longest rows fit."""
         data = self.run.data
-        sizer = data.new_sizer()
-        batch_size = self.run.job.settings.batch_size
-        if self.run.job.settings.use_maximum_batch_size:
+        job = self.run.job
+        sizer = sizer_of(job.settings, data.shapes, job.memory)
+        batch_size = job.settings.batch_size
+        if job.settings.use_maximum_batch_size:
             batch_size = fit.max_batch_size
         limit = sizer.limit_where_fits(
             fit.max_batch_size, length=fit.sequence_length, rows_at_once=batch_size
