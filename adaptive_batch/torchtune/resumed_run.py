@@ -232,6 +232,48 @@ class ResumedRun:
             # No rank's state is another's.
             training.set_seed(seed=self.seed + progress.steps)
 
+    def changes_of_steps(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield a kind, a message and facts where the run has other epochs, other ranks or another
+        batch than the checkpoint's.
+        """
+        settings = self._settings
+        if self.epochs not in (None, settings.epochs):
+            message = (
+                f"epochs {self.epochs} -> {settings.epochs}: the learning rate's schedule spans the"
+                " new number"
+            )
+            yield "epochs", message, {"before": self.epochs, "after": settings.epochs}
+        configured = settings.batch_size
+        ranks = distributed.data_parallel_size()
+        began_on = self._job.ranks
+        current = configured
+        if self.saved:
+            current = self.saved["steps"]["batch_size"]
+        per_row = settings.gradient_accumulation_steps * began_on
+        if ranks != began_on:
+            rows = per_row * (current if self.keeps_batch else configured)
+            share = (
+                f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
+            )
+            if settings.batch_tokens:
+                share = "the rows of each step are dealt to them by their tokens"
+            message = (
+                f"{ranks} ranks, and {began_on} began the run: batch_size is still counted on"
+                f" {began_on}, and rows keep their order; {share}"
+            )
+            yield "ranks", message, {"before": began_on, "after": ranks}
+        # A schedule decides what a step holds.
+        scheduled = settings.batch_size_schedule is not None
+        if configured != current and self.keeps_batch:
+            message = f"batch_size {current}: configured is {configured}, the checkpoint's is kept"
+            yield "batch_size", message, {"before": current, "after": current}
+        elif configured != current and not (scheduled or settings.use_maximum_batch_size):
+            message = (
+                f"batch_size {current} -> {configured}: the global batch"
+                f" {current * per_row} -> {count(configured * per_row, 'row')}"
+            )
+            yield "batch_size", message, {"before": current, "after": configured}
+
     def changes(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield a kind, a message and facts for each setting that is not the checkpoint's, or has
         no effect as the checkpoint's is kept.
