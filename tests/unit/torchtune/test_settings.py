@@ -331,9 +331,8 @@ def test_validation_takes_the_configured_batch_where_it_has_none_of_its_own():
 
 def test_a_reference_is_rows_or_tokens():
     def reference(value):
-        return Settings.from_config(
-            PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}
-        ).reference_batch_size
+        config = PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}
+        return Settings.from_config(config).rate.reference_batch_size
 
     assert reference(64) == Reference(64, "rows")
     assert reference("8192tok") == Reference(8192, "tokens")
