@@ -15,7 +15,7 @@ from .task import COLLATE_REMEDY
 
 
 class Collator:
-    """Makes rows a batch on the host: padded, or side by side where the dataset has packed them.
+    """Makes rows a batch on the host: padded, or stacked where the dataset has packed them.
 
     Args:
         job: job of the run.
@@ -29,7 +29,9 @@ class Collator:
     def __init__(self, job: Job, *, pad_id: int, packed: bool) -> None:
         self._job = job
         self._pad_id = pad_id
-        self.collate = padded_collate_packed if packed else job.task.collate_function(pad_id)
+        # A function that cannot be used is refused even where it is not.
+        padded = job.task.collate_function(pad_id)
+        self.collate = padded_collate_packed if packed else padded
 
     def to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
         """Collate rows to at least that many tokens each."""
@@ -50,6 +52,7 @@ class Collator:
         return batch
 
     def check(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Refuse rows that cannot be collated."""
         try:
             batch = self.collate([dict(row) for row in rows])
             _ = batch["labels"]
