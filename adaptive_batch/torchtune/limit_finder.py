@@ -74,23 +74,7 @@ class LimitFinder:
         saved = resumed.state_of("limits")
         is_scheduled = settings.batch_size_schedule is not None
         keeps_batch = resumed.keeps_batch or (bool(resumed.saved) and is_scheduled)
-        if has_batch_norm(self._trainer.model) and (
-            settings.adaptive or settings.on_out_of_memory == "shrink"
-        ):
-            message = (
-                "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones"
-                " change results"
-            )
-            self._log.event("batch_norm", message)
-        for key, kind in TRIALS.items():
-            rows = self._lost.trial_rows(key)
-            if rows:
-                trial = f"a trial {kind}of {count(rows, 'row')}"
-                message = (
-                    f"{trial} ended all ranks, so whether they fit is not known; up to half are"
-                    " tried"
-                )
-                self._log.event("indeterminate", message, rows=rows)
+        self._log_notes()
         if saved is not None and saved["throughput"]:
             choices = self._bounds.choices(self._trainer)
             if choices is not None:
@@ -101,7 +85,16 @@ class LimitFinder:
                 raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
         results = []
         if settings.needs_bound:
-            results = self._search(keeps_batch=keeps_batch)
+            results = self._bounds.of_training(
+                self._trainer,
+                length=settings.probe.sequence_length,
+                batch_size=planner.batch_size,
+                keeps_batch=keeps_batch,
+            )
+            self._log_searches(results)
+            sizer.found(results[-1])
+            if sizer.throughput is not None:
+                self._log_throughput(sizer.throughput)
             planner.take_batch_size(
                 self._batch_size_within(results[-1], planner.batch_size, keeps_batch=keeps_batch)
             )
@@ -121,6 +114,27 @@ class LimitFinder:
                 self._log.event("advice", advice)
         self._check_saved_maximum_fits()
 
+    def _log_notes(self) -> None:
+        """Log a model whose results depend on micro-batches, and trials that ended all ranks."""
+        settings = self._settings
+        if has_batch_norm(self._trainer.model) and (
+            settings.adaptive or settings.on_out_of_memory == "shrink"
+        ):
+            message = (
+                "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones"
+                " change results"
+            )
+            self._log.event("batch_norm", message)
+        for key, kind in TRIALS.items():
+            rows = self._lost.trial_rows(key)
+            if rows:
+                trial = f"a trial {kind}of {count(rows, 'row')}"
+                message = (
+                    f"{trial} ended all ranks, so whether they fit is not known; up to half are"
+                    " tried"
+                )
+                self._log.event("indeterminate", message, rows=rows)
+
     def _check_saved_maximum_fits(self) -> None:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
@@ -135,14 +149,8 @@ class LimitFinder:
             remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
             raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
 
-    def _search(self, *, keeps_batch: bool) -> list[ProbeResult]:
-        """Search for the bound, and log each search."""
-        results = self._bounds.of_training(
-            self._trainer,
-            length=self._settings.probe.sequence_length,
-            batch_size=self._planner.batch_size,
-            keeps_batch=keeps_batch,
-        )
+    def _log_searches(self, results: Sequence[ProbeResult]) -> None:
+        """Log each search for the bound."""
         for result in results:
             self._log.event(
                 "bound",
@@ -155,10 +163,6 @@ class LimitFinder:
                 seconds=round(sum(result.seconds), 2),
                 search=result.record(),
             )
-        self._sizer.found(results[-1])
-        if self._sizer.throughput is not None:
-            self._log_throughput(self._sizer.throughput)
-        return results
 
     def _log_throughput(self, fastest: Throughput) -> None:
         limit = fastest.limit
