@@ -5,7 +5,7 @@ rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import NoneType
@@ -13,27 +13,21 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig
 from torchtune import config
+from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
-from adaptive_batch.data import (
-    MicroBatchLayout,
-    count_rows,
-    longest_rows,
-    plan_token_batches,
-)
+from adaptive_batch.data import MicroBatchLayout, count_rows, longest_rows, plan_token_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.training import (
-    RowLoss,
-)
+from adaptive_batch.training import RowLoss
 
 from .checks import TOKEN_KEYS, why_unpacked
-from .collator import Collator
 from .config_errors import building, one_line
 from .job import Job
 from .rows import Rows
 from .settings import batching_of
+from .task import COLLATE_REMEDY
 
 # What a row may have beside its sequences for its tokens to tell what it takes: images, for
 # example, take memory of their own.
@@ -41,6 +35,58 @@ _MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
 
 # Rows that are collated before weights load, to see that they can be.
 _COLLATED_FIRST = 4
+
+
+class Collator:
+    """Makes rows a batch on the host: padded, or stacked where the dataset has packed them.
+
+    Args:
+        job: job of the run.
+        pad_id: token that rows are padded with.
+        packed: whether the rows are packed.
+
+    Attributes:
+        packed: as given.
+        collate: function that makes rows a batch as they are.
+    """
+
+    def __init__(self, job: Job, *, pad_id: int, packed: bool) -> None:
+        self.packed = packed
+        self._job = job
+        self._pad_id = pad_id
+        # A function that cannot be used is refused even where it is not.
+        padded = job.task.collate_function(pad_id)
+        self.collate = padded_collate_packed if packed else padded
+
+    def to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
+        """Collate rows to at least that many tokens each."""
+        lengthened = self._job.task.lengthened(rows, length, pad_id=self._pad_id)
+        return self._of_all(rows, self.collate(lengthened))
+
+    def _of_all(self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a batch that has left out rows, which a step would count as trained; a function
+        may lay all of them in one.
+        """
+        num_sequences = len(rows) * len(self._job.task.fields)
+        if "tokens" in batch and len(batch["tokens"]) not in (1, num_sequences):
+            remedy = (
+                f"it made {len(batch['tokens'])} rows of {num_sequences}; return all of them, and"
+                " filter rows in the dataset"
+            )
+            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
+        return batch
+
+    def check(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Refuse rows that cannot be collated."""
+        try:
+            batch = self.collate([dict(row) for row in rows])
+            _ = batch["labels"]
+        except Exception as error:
+            # Of collate functions of the user's, it may be any.
+            problem = f"it fails on the dataset's rows ({type(error).__name__}: {one_line(error)})"
+            remedy = f"{problem}; {COLLATE_REMEDY}"
+            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy) from error
+        self._of_all(rows, batch)
 
 
 class Data:
@@ -77,7 +123,6 @@ class Data:
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", pad_id)
         self.collator = Collator(job, pad_id=pad_id, packed=packed)
-        self._packed_val = packed_val
         self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
         self.dataset = Rows(
             job,
@@ -130,7 +175,7 @@ class Data:
 
     def loss_val(self, loss: RowLoss) -> RowLoss:
         """Return the loss of rows of validation, of training's loss."""
-        pack = None if self._packed_val else loss.pack
+        pack = None if self._collator_val.packed else loss.pack
         return replace(loss, collate=self._collator_val.to_length, pack=pack)
 
     # --- rows

@@ -287,9 +287,9 @@ class TrainingLog:
         configured = self._settings.step_rows * self._job.ranks
         message = rate.describe_unscaled(batch, configured=configured)
         if message:
-            self.event("lr", message, prints=self._is_new(message), global_batch=batch)
+            self.event("lr", message, prints=self.is_new(message), global_batch=batch)
 
-    def _is_new(self, line: str) -> bool:
+    def is_new(self, line: str) -> bool:
         """Return whether a line is logged for the first time."""
         is_new = line not in self._repeated
         self._repeated.add(line)
@@ -319,7 +319,7 @@ class TrainingLog:
         self.event(
             "plan",
             f"epoch {epoch}: {content}",
-            prints=self._is_new(content),
+            prints=self.is_new(content),
             epoch=epoch,
             global_batch=plan.step_rows,
             batch_size=batches.batch_size,

@@ -79,16 +79,17 @@ class RunFolder:
     """What the folder of a run holds of it and of earlier runs; each question looks again.
 
     Args:
-        cfg: configuration of the run.
+        path: the folder.
+        checkpointer: block of the configuration, with the folder of epochs.
 
     Attributes:
-        path: the folder.
+        path: as given.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self.path = Path(cfg.output_dir)
-        self._checkpointer = cfg.checkpointer
-        self._epochs_path = Path(cfg.checkpointer.output_dir)
+    def __init__(self, path: Path, checkpointer: DictConfig) -> None:
+        self.path = path
+        self._checkpointer = checkpointer
+        self._epochs_path = Path(checkpointer.output_dir)
 
     def last_run(self) -> str | None:
         """Return which run was started last in the folder; None where that is not known."""
@@ -145,7 +146,14 @@ class RunFolder:
 
     def saved(self) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
         """Return the checkpoints to resume from, as far as sizes tell, and those to skip."""
-        return _saved_in(self.path, self._checkpointer)
+        points, skipped = checkpoints_in(self.path)
+        saved: list[Checkpoint | SavedEpoch] = [*points]
+        epoch = inspect_epoch(self._checkpointer)
+        if isinstance(epoch, SavedEpoch):
+            saved.append(epoch)
+        elif epoch is not None:
+            skipped.append(epoch)
+        return saved, skipped
 
     def saves_by_run(self) -> dict[str, list[_Save]]:
         """Return the saves of each run, oldest first; those whose run is not known are left out."""
@@ -197,7 +205,7 @@ class SavedRuns:
     def __init__(self, cfg: DictConfig, *, keeps_base: bool) -> None:
         self._cfg = cfg
         self._keeps_base = keeps_base
-        self.folder = folder = RunFolder(cfg)
+        self.folder = folder = RunFolder(Path(cfg.output_dir), cfg.checkpointer)
         self._job = folder.path / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
 
@@ -243,7 +251,7 @@ class SavedRuns:
         path = path.absolute()
         block = OmegaConf.merge(self._cfg.checkpointer, {"output_dir": str(path.parent)})
         assert isinstance(block, DictConfig)
-        saved, skipped = _saved_in(path.parent, block)
+        saved, skipped = RunFolder(path.parent, block).saved()
         named = [checkpoint for checkpoint in saved if checkpoint.path.absolute() == path]
         damaged = [checkpoint for checkpoint in skipped if checkpoint.path.absolute() == path]
         if not named and not damaged:
@@ -417,19 +425,6 @@ class SavedRuns:
             f"{self.folder.path} holds saves of {len(saves)} runs: {_described(saves)}; name the"
             f" checkpoint to resume from, as in resume_from_checkpoint={example}"
         )
-
-
-def _saved_in(
-    folder: Path, checkpointer: DictConfig
-) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
-    points, skipped = checkpoints_in(folder)
-    saved: list[Checkpoint | SavedEpoch] = [*points]
-    epoch = inspect_epoch(checkpointer)
-    if isinstance(epoch, SavedEpoch):
-        saved.append(epoch)
-    elif epoch is not None:
-        skipped.append(epoch)
-    return saved, skipped
 
 
 def _recipe_state(saved: Checkpoint | SavedEpoch) -> dict[str, Any]:

@@ -86,8 +86,6 @@ class StepTally:
         self._num_unlabelled = 0
         self._tokens = 0
         self._padded_tokens = 0.0
-        # Keys that were named before, which another epoch need not repeat.
-        self._named: set[str] = set()
 
     def small_rows(self, step: PlannedRows) -> tuple[int, ...] | None:
         """Return which of this rank's rows the noise of the gradients is sampled with in a step;
@@ -182,9 +180,8 @@ class StepTally:
         if share <= _MUCH_PADDING or not key:
             return ""
         padding = f"; {share:.0%} of the tokens that ran were padding"
-        if key in self._named:
+        if not self._log.is_new(key):
             return padding
-        self._named.add(key)
         return f"{padding}: {key}"
 
     def state_dict(self) -> dict[str, Any]:
