@@ -217,10 +217,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         rows = len(self.data.dataset)
         for message in (
             *never_due(self.settings, num_steps, rows=rows, ranks=self.job.ranks),
-            self.profiler.without_effect(num_steps),
+            *self.profiler.never_due(num_steps),
         ):
-            if message:
-                self.log.event("no_effect", message)
+            self.log.event("no_effect", message)
         is_changed = bool(self.resumed.differs)
         is_changed |= saved.get("configured_batch_size") != self.settings.batch_size
         self.preview.look_ahead(self.queue.progress, saved=saved, changed=is_changed)

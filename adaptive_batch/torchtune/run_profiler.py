@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.training import PROFILER_KEY
@@ -46,16 +48,15 @@ class RunProfiler:
             profiles_memory and device.type == "cuda" and distributed.is_rank_zero()
         )
 
-    def without_effect(self, num_steps: int) -> str:
-        """Return why it does nothing in a run of so many steps; empty where it does something."""
-        if not self._cfg.get("enabled"):
-            return ""
+    def never_due(self, num_steps: int) -> Iterator[str]:
+        """Yield why it has no effect, where it waits for more steps than a run has."""
+        if not self._cfg["enabled"]:
+            return
         waits = self._cfg.wait_steps + self._cfg.warmup_steps
-        if waits < num_steps:
-            return ""
-        has_steps = f"the run has {count(num_steps, 'step')}"
-        message = f"profiler has no effect: {has_steps}, and it waits and warms up {waits}"
-        return f"{message}; lower wait_steps and warmup_steps"
+        if waits >= num_steps:
+            has_steps = f"the run has {count(num_steps, 'step')}"
+            message = f"profiler has no effect: {has_steps}, and it waits and warms up {waits}"
+            yield f"{message}; lower wait_steps and warmup_steps"
 
     def start(self) -> None:
         """Start as training begins."""
