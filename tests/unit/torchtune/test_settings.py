@@ -10,7 +10,14 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import budget_bytes
 from adaptive_batch.schedules import Reference
 from adaptive_batch.torchtune import Settings, without_effect, without_effect_on
-from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, fields_of, keys_of, load_function
+from adaptive_batch.torchtune.keys import (
+    TORCHTUNE_KEYS,
+    block,
+    fields_of,
+    keys_of,
+    load_function,
+    values_of,
+)
 from adaptive_batch.torchtune.settings import (
     OURS,
     EstimateSettings,
@@ -34,6 +41,15 @@ def test_absent_means_torchtunes_behaviour():
     assert settings.drop_last
     assert settings.batch_increase_function is None
     assert settings.probe == ProbeSettings()
+
+
+def test_a_key_that_is_in_a_group_is_read_and_listed_as_any_other():
+    given = {"save_every_n_steps": 5, "sample_order": "random"}
+    values = values_of(Settings.from_config(PLAIN | given))
+    assert values.keys() == keys_of(Settings).keys()
+    assert given.items() <= values.items()
+    with pytest.raises(SettingError, match=r"^save_every_n_steps=0: "):
+        Settings.from_config(PLAIN | {"save_every_n_steps": 0})
 
 
 def test_null_is_absent():
