@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from torchtune.training import PROFILER_KEY
 
 from adaptive_batch import distributed
 from adaptive_batch.data import PlannedRows, RowReader, StepPlanner, StepQueue
-from adaptive_batch.distributed import End, Preemption, Watchdog, raising_on_request
+from adaptive_batch.distributed import Preemption, Watchdog, raising_on_request
 from adaptive_batch.torchtune import (
     BoundFinder,
     Checkpoints,
@@ -56,7 +57,6 @@ from adaptive_batch.torchtune import (
     interruptible,
     never_due,
     set_up_process,
-    settings_name,
     show_details,
     sizer_of,
     use_shipped_config,
@@ -161,12 +161,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.reader = RowReader(data.dataset)
         self.lost = None
         if not settings.preview:
-            self.lost = LostRun(
-                job,
-                name=self.resumed.name,
-                resumes=bool(self.resumed.saved),
-                trials_name=settings_name(job, data),
-            )
+            self.lost = LostRun.of(job, data, self.resumed)
         self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
         if settings.needs_bound or settings.validation.fits_itself:
             self.bounds.check()
@@ -185,11 +180,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Load weights and optimizer, and find what fits."""
         job = self.job
         data = self.data
+        assert self.lost is not None
         if self.watch:
-            self.watch.call_at_end(self._write_down_end)
+            self.watch.call_at_end(
+                partial(self.lost.write_down, event=self.log.event, sizer=self.sizer)
+            )
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizer)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
-        assert self.lost is not None
         self.limit_finder = LimitFinder(
             job, data, trainer, self.planner, self.bounds, self.log, self.lost
         )
@@ -344,15 +341,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         was asked for.
         """
         self.saver.save_epoch(self.trainer, epoch=epoch)
-
-    def _write_down_end(self, end: End) -> None:
-        """On rank zero, log why all ranks end, and keep what a restart should know."""
-        self.log.event(
-            "ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts
-        )
-        if self.lost is not None:
-            shrinks = self.settings.on_out_of_memory == "shrink"
-            self.lost.keep(end.facts, self.sizer.conditions() if shrinks else None)
 
     def after_end(self) -> str:
         """Return what is resumed from if this is ended now, as the end of a sentence."""

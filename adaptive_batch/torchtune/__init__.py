@@ -27,7 +27,6 @@ from .lost_run import LostRun
 from .model import FullModel, ModelBuilder
 from .preference_pairs import PreferencePairs
 from .preview import TrainingPreview
-from .probe_cache import settings_name
 from .rate import build_rate, check_scheduler, couple_batch
 from .resumed_run import ResumedRun
 from .run_profiler import RunProfiler
@@ -80,7 +79,6 @@ __all__ = [
     "no_component_exits",
     "reference_tables",
     "set_up_process",
-    "settings_name",
     "show_details",
     "sizer_of",
     "tokens_per_second",

@@ -32,10 +32,9 @@ from .trial_rows import TrialRows
 log = logging.getLogger("adaptive_batch")
 
 
-class BoundFinder:
-    """Runs trials of what training will run, on the data and the model of a run.
-
-    Use :meth:`check` before the weights are loaded and the others after.
+class TrialSearch:
+    """Searches for what fits by trials of a run's step, each with the run's options, cache and
+    time.
 
     Args:
         job: job of the run.
@@ -45,9 +44,116 @@ class BoundFinder:
         watch: watchdog of this rank, of several; it keeps the time of trials.
 
     Attributes:
+        rows: rows of trials.
+    """
+
+    def __init__(
+        self, job: Job, data: Data, *, lost: LostRun | None, watch: Watchdog | None
+    ) -> None:
+        self.rows = TrialRows(job, data)
+        self._job = job
+        self._data = data
+        self._settings = job.settings
+        self._watch = watch
+        self._half_of_lost: dict[str, int | None] = {}
+        if lost:
+            self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS}
+
+    def maximum(self, usable_rows: int, key: str = "trial_rows") -> int:
+        """Return the most rows that are tried, of those that are of use at once.
+
+        Args:
+            usable_rows: these.
+            key: kind of the trials, of :data:`TRIALS`.
+        """
+        # A trial that ended all ranks would end them again, so fewer rows are tried.
+        safe_rows = self._half_of_lost.get(key) or usable_rows
+        return max(1, min(self._settings.probe.maximum, usable_rows, safe_rows))
+
+    def find(
+        self,
+        trainer: Trainer,
+        rows: WorstRows,
+        *,
+        maximum: int,
+        accumulates: bool,
+        rounds: bool = False,
+        evaluation: Evaluation | None = None,
+        path: Path | None = None,
+        choices: Choices | None = None,
+    ) -> ProbeResult:
+        """Find how many rows fit at once.
+
+        Args:
+            trainer: trainer of the run.
+            rows: longest rows of their kind.
+            maximum: most rows that are tried, see :meth:`maximum`.
+            accumulates: whether gradients are there when a forward begins.
+            rounds: whether the power of two at or below the bound is tried, too.
+            evaluation: what runs in place of training's forward and backward; None for these.
+            path: file that keeps the result; None for none.
+            choices: choices of the fastest micro-batches; None for as much at once as fits.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+        """
+        probe = self._settings.probe
+        options = ProbeOptions(
+            probe.device_memory,
+            probe.headroom,
+            distributed.minimum(maximum),
+            probe.search,
+            round_to_power_of_two=rounds,
+            trial_seconds=probe.trial_seconds,
+            memory_key="probe.device_memory",
+        )
+        cache = ProbeCache(
+            self._job,
+            self._data,
+            rows,
+            shapes=self.rows.shapes(rows),
+            maximum=options.maximum,
+            accumulates=accumulates,
+            rounds=rounds,
+            evaluates=evaluation is not None,
+            choices=choices,
+            path=path,
+        )
+        search = BoundSearch(
+            trainer.tried(),
+            rows,
+            options,
+            accumulates=accumulates,
+            evaluation=evaluation,
+            cache=cache,
+            choices=choices,
+            time_limit=self._time_limit,
+        )
+        result = search.run()
+        cache.learn(result)
+        return result
+
+    def _time_limit(self, doing: str) -> AbstractContextManager[object]:
+        """Return a context that ends all ranks where one does not end its trial in time."""
+        seconds = self._settings.probe.trial_timeout
+        if self._watch is None:
+            return nullcontext()
+        return self._watch.limit(seconds, doing)
+
+
+class BoundFinder:
+    """Runs trials of what training will run, on the data and the model of a run.
+
+    Use :meth:`check` before the weights are loaded and the others after.
+
+    Args:
+        job, data, lost, watch: see :class:`TrialSearch`.
+
+    Attributes:
+        trials: searches.
+        rows: rows of trials.
         path: file ``probe.json``, whose results are taken after one trial where they depend on the
             same things.
-        rows: rows of trials.
     """
 
     def __init__(
@@ -56,12 +162,9 @@ class BoundFinder:
         self._job = job
         self._data = data
         self.settings = job.settings
-        self.rows = TrialRows(job, data)
+        self.trials = TrialSearch(job, data, lost=lost, watch=watch)
+        self.rows = self.trials.rows
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
-        self._watch = watch
-        self._half_of_lost: dict[str, int | None] = {}
-        if lost:
-            self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS}
 
     def check(self) -> None:
         """Read the rows of trials; refuse settings that the model or the data do not allow.
@@ -108,9 +211,7 @@ class BoundFinder:
             usable_rows = epoch_rows
         else:
             usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
-        # A trial that ended all ranks would end them again, so fewer rows are tried.
-        safe_rows = self._half_of_lost.get("trial_rows") or usable_rows
-        return max(1, min(settings.probe.maximum, usable_rows, safe_rows))
+        return self.trials.maximum(usable_rows)
 
     @property
     def _fits_whole_step(self) -> bool:
@@ -161,13 +262,13 @@ class BoundFinder:
 
         def find(accumulates: bool) -> ProbeResult:
             is_first = accumulates == several
-            return self._find(
+            return self.trials.find(
                 trainer,
                 rows,
                 maximum=self.most_rows,
                 accumulates=accumulates,
                 rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
-                keeps_result=True,
+                path=self.path,
                 choices=choices if is_first else None,
             )
 
@@ -246,87 +347,7 @@ class BoundFinder:
         """
         length = self._job.task.length(row)
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {count(length, 'token')}")
-        return self._find(trainer, rows, maximum=maximum, accumulates=accumulates)
-
-    def of_validation(self, trainer: Trainer) -> ProbeResult:
-        """Find the largest number of the longest rows of validation that fit, without gradients.
-
-        Raises:
-            DoesNotFitError: one row does not fit.
-        """
-        usable_rows = min(len(self._data.dataset_val), self.settings.probe.maximum)
-        safe_rows = self._half_of_lost.get("trial_rows_val") or usable_rows
-        return self._find(
-            trainer,
-            self.rows.of_validation(),
-            maximum=min(usable_rows, safe_rows),
-            accumulates=False,
-            evaluates=True,
-        )
-
-    def _find(
-        self,
-        trainer: Trainer,
-        rows: WorstRows,
-        *,
-        maximum: int,
-        accumulates: bool,
-        rounds: bool = False,
-        evaluates: bool = False,
-        keeps_result: bool = False,
-        choices: Choices | None = None,
-    ) -> ProbeResult:
-        probe = self.settings.probe
-        options = ProbeOptions(
-            probe.device_memory,
-            probe.headroom,
-            distributed.minimum(maximum),
-            probe.search,
-            round_to_power_of_two=rounds,
-            trial_seconds=probe.trial_seconds,
-            memory_key="probe.device_memory",
-        )
-        cache = ProbeCache(
-            self._job,
-            self._data,
-            rows,
-            shapes=self.rows.shapes(rows),
-            maximum=options.maximum,
-            accumulates=accumulates,
-            rounds=rounds,
-            evaluates=evaluates,
-            choices=choices,
-            path=self.path if keeps_result else None,
-        )
-        evaluation = None
-        if evaluates:
-            evaluation = Evaluation(partial(self._evaluate, trainer, rows), self.rows.probed())
-        search = BoundSearch(
-            trainer.tried(),
-            rows,
-            options,
-            accumulates=accumulates,
-            evaluation=evaluation,
-            cache=cache,
-            choices=choices,
-            time_limit=self.limit,
-        )
-        result = search.run()
-        cache.learn(result)
-        return result
-
-    def _evaluate(self, trainer: Trainer, rows: WorstRows, tried: list[Any]) -> object:
-        data = self._data
-        runner = trainer.runner
-        length = data.shapes_val.padded(rows.length)
-        return runner.evaluate(tried, loss=data.loss_val(runner.loss), length=length, is_trial=True)
-
-    def limit(self, doing: str) -> AbstractContextManager[object]:
-        """Return a context that ends all ranks where one does not end its trial in time."""
-        seconds = self.settings.probe.trial_timeout
-        if self._watch is None:
-            return nullcontext()
-        return self._watch.limit(seconds, doing)
+        return self.trials.find(trainer, rows, maximum=maximum, accumulates=accumulates)
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:

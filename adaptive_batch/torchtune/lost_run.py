@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import atomic_write
 from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.distributed import End
+from adaptive_batch.training import MicroBatchSizer
 
+from .data import Data
 from .job import Job
+from .probe_cache import settings_name
+from .resumed_run import ResumedRun
 
 # Kinds of trials that ended all ranks, in words.
 TRIALS = {
@@ -36,12 +41,19 @@ class LostRun:
     """
 
     def __init__(self, job: Job, *, name: str, resumes: bool, trials_name: str) -> None:
+        self._settings = job.settings
         self._path = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._name = name
         self._trials_name = trials_name
         self._facts: dict[str, Any] = distributed.from_rank_zero(
             lambda: self._read(resumes=resumes)
         )
+
+    @classmethod
+    def of(cls, job: Job, data: Data, resumed: ResumedRun) -> LostRun:
+        """Read what an attempt of this run has left."""
+        trials_name = settings_name(job, data)
+        return cls(job, name=resumed.name, resumes=bool(resumed.saved), trials_name=trials_name)
 
     def trial_rows(self, key: str) -> int | None:
         """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None where
@@ -58,6 +70,18 @@ class LostRun:
         if not amount or any(self._facts[key] != value for key, value in conditions.items()):
             return None
         return MicroBatchLimit(amount, self._facts["unit"])
+
+    def write_down(self, end: End, *, event: Callable[..., object], sizer: MicroBatchSizer) -> None:
+        """Log why all ranks end, and keep what a restart should know.
+
+        Args:
+            end: why they end.
+            event: function that takes a kind, a message and facts.
+            sizer: sizer of training, whose limit may have been too large.
+        """
+        event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
+        shrinks = self._settings.on_out_of_memory == "shrink"
+        self.keep(end.facts, sizer.conditions() if shrinks else None)
 
     def keep(self, facts: Mapping[str, Any], conditions: Mapping[str, Any] | None) -> None:
         """Write down why the ranks end, beside what an earlier attempt has kept.

@@ -6,14 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.memory import RandomState
-from adaptive_batch.training import Evaluator, LimitChange, MicroBatchSizer
+from adaptive_batch.probe import ProbeResult
+from adaptive_batch.training import Evaluation, Evaluator, LimitChange, MicroBatchSizer
 
-from .bound_finder import BoundFinder
+from .bound_finder import BoundFinder, TrialSearch
 from .data import Data
 from .job import Job
 from .log import TrainingLog
@@ -59,7 +61,7 @@ class Validation:
         rows: int | None = validation.batch_size(settings.batch_size)
         tokens = None
         if validation.fits_itself:
-            bound = bounds.of_validation(trainer)
+            bound = self._find(trainer, bounds.trials)
             self._runner.sizer.count_out_of_memory(bound.num_out_of_memory)
             rows = None
             tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
@@ -82,6 +84,21 @@ class Validation:
         )
         loss = replace(data.loss_val(self._runner.loss), dummy_row=lambda: data.dataset_val[0])
         self._evaluator = Evaluator(self._runner, loss, sizer)
+
+    def _find(self, trainer: Trainer, trials: TrialSearch) -> ProbeResult:
+        """Find the largest number of the longest rows that fit, without gradients."""
+        data = self._data
+        rows = trials.rows.of_validation()
+        length = data.shapes_val.padded(rows.length)
+        loss = data.loss_val(self._runner.loss)
+        evaluate = partial(self._runner.evaluate, loss=loss, length=length, is_trial=True)
+        return trials.find(
+            trainer,
+            rows,
+            maximum=trials.maximum(len(data.dataset_val), "trial_rows_val"),
+            accumulates=False,
+            evaluation=Evaluation(evaluate, trials.rows.probed()),
+        )
 
     def _log_limit(self, change: LimitChange) -> None:
         self._runner.sizer.count_out_of_memory(change.out_of_memory)

@@ -12,7 +12,7 @@ CONDITIONS = {"layout": "padded", "ranks": 2}
 
 
 def lost_run(folder, *, name="a", resumes=True, trials_name="search"):
-    job = SimpleNamespace(cfg=SimpleNamespace(output_dir=str(folder)))
+    job = SimpleNamespace(cfg=SimpleNamespace(output_dir=str(folder)), settings=None)
     return LostRun(job, name=name, resumes=resumes, trials_name=trials_name)
 
 
