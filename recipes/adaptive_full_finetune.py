@@ -231,11 +231,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.tally = self.saver.add("epoch", tally)
 
     def _setup_rate(self) -> None:
-        trainer = self.trainer
-        saved = self.resumed.saved
         rate = build_rate(
             self.job,
-            trainer.optimizers,
+            self.trainer.optimizers,
             total_steps=self.preview.schedule_steps,
             saved=self.resumed.state_of("learning_rate"),
         )
@@ -243,8 +241,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.checkpoints.found.recipe_state is not None:
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
-        self.log.rate_and_stages(self.rate, self.preview, self.queue.progress, saved)
-        trainer.learn_collectives()
+        self.log.rate_and_stages(self.rate, self.preview, self.queue.progress, self.resumed.saved)
+        self.trainer.learn_collectives()
 
     # --- training
 

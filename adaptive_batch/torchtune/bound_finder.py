@@ -135,10 +135,9 @@ class TrialSearch:
 
     def _time_limit(self, doing: str) -> AbstractContextManager[object]:
         """Return a context that ends all ranks where one does not end its trial in time."""
-        seconds = self._settings.probe.trial_timeout
         if self._watch is None:
             return nullcontext()
-        return self._watch.limit(seconds, doing)
+        return self._watch.limit(self._settings.probe.trial_timeout, doing)
 
 
 class BoundFinder:
@@ -174,10 +173,9 @@ class BoundFinder:
                 its weights need, a configured batch is above what can be tried, or the device does
                 not measure what it uses.
         """
-        settings = self.settings
         self._check_configured_batch()
         self.rows.check()
-        if settings.validation.fits_itself:
+        if self.settings.validation.fits_itself:
             # Lengths are read now, so that a row that the model does not take is refused now.
             _ = self._data.dataset_val.lengths
         self._job.check_weights_fit()
