@@ -16,7 +16,7 @@ from torchtune import training, utils
 from adaptive_batch import distributed
 from adaptive_batch._torch import private
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import DeviceMemory, device_memory
+from adaptive_batch.memory import DeviceMemory, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
@@ -70,6 +70,7 @@ class Job:
         if (cfg.device is not None and self.device.type != asked) or self.device.type == "meta":
             remedy = f"torch {torch.__version__} trains on no such device here; give cuda or cpu"
             raise SettingError("device", cfg.device, remedy)
+        check_segments(self.device)
         self.dtype = _usable(
             "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
         )
