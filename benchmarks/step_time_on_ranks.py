@@ -99,7 +99,7 @@ def build(name: str, cfg: DictConfig, watch: Watchdog | None, steps: Any) -> Any
         recipe._profiler = steps
     else:
         recipe = our_recipe(cfg, watch)
-        recipe.profiler = steps
+        recipe.profiler._profiler = steps
     return recipe
 
 

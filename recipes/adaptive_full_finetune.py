@@ -20,50 +20,49 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune import config, training
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count
 from adaptive_batch.data import PlannedRows, RowReader, StepPlanner, StepQueue
 from adaptive_batch.distributed import End, Preemption, Watchdog, raising_on_request
-from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.torchtune import (
     BoundFinder,
     Checkpoints,
     Data,
-    EpochCounts,
     Job,
     LimitFinder,
     LostRun,
     ModelBuilder,
     NextTokens,
     ResumedRun,
+    RunProfiler,
     RunSaver,
     Settings,
+    StepTally,
     Task,
     Trainer,
     TrainingLog,
     TrainingPreview,
     Validation,
     all_ranks,
+    batching_of,
     build_rate,
     check_output_dir,
     check_scheduler,
     couple_batch,
-    instantiate,
     interruptible,
+    never_due,
     set_up_process,
     settings_name,
     show_details,
+    sizer_of,
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, Question, StepResult
+from adaptive_batch.training import Question, StepResult
 
 log = logging.getLogger("adaptive_batch")
 
@@ -112,22 +111,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         bound.
         """
         check_output_dir(self.cfg.output_dir)
-        self._setup_profiler(self.cfg.get(PROFILER_KEY, None))
+        self.profiler = RunProfiler(self.cfg.get(PROFILER_KEY, None), self.device)
         self._setup_data()
         if self.settings.preview:
-            text = self.preview.alone(
-                self.resumed.progress,
-                bounds=self.bounds,
-                saved=self.resumed.saved,
-                resumes=self.resumed.keeps_batch,
-            )
+            text = self.preview.alone(self.resumed, self.bounds)
             if distributed.is_rank_zero():
-                print(
-                    *self.without_effect,
-                    *(message for _, message, _ in self.resumed.changes()),
-                    text,
-                    sep="\n",
-                )
+                print(*self.without_effect, text, sep="\n")
             return
         self._setup_log()
         self._setup_model()
@@ -149,17 +138,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
-        batching = data.batching(
-            seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch
+        batching = batching_of(
+            settings,
+            shuffle=bool(self.cfg.shuffle),
+            seed=self.resumed.seed,
+            max_steps_per_epoch=self.resumed.max_steps_per_epoch,
         )
-        by_tokens = settings.lr_clock.counts_tokens
-        self.sizer = data.new_sizer(self.log.limit)
+        self.sizer = sizer_of(settings, data.shapes, job.memory, self.log.limit)
         planner = StepPlanner(
             data.dataset,
             batching,
             self.sizer,
             ranks=job.ranks,
-            counts_tokens=by_tokens,
+            counts_tokens=settings.rate.lr_clock.counts_tokens,
             event=self.log.event,
         )
         self.queue = StepQueue(planner)
@@ -177,9 +168,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 trials_name=settings_name(job, data),
             )
         self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
-        if settings.needs_bound or (
-            settings.validation is not None and settings.validation.fits_itself
-        ):
+        if settings.needs_bound or settings.validation.fits_itself:
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
@@ -196,20 +185,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Load weights and optimizer, and find what fits."""
         job = self.job
         data = self.data
-        saved = self.resumed.saved
         if self.watch:
             self.watch.call_at_end(self._write_down_end)
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizer)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
-        nonfinite = NonfiniteSteps(
-            self.settings.on_nonfinite_loss,
-            drop_gradients=trainer.runner.drop_gradients,
-            event=self.log.event,
-            is_taken=self.settings.optimizer_in_bwd,
-            remedy=self.checkpoints.after_end,
-        )
-        self.nonfinite = self.saver.add("nonfinite", nonfinite)
-        self.counts = self.saver.add("epoch", EpochCounts(job, self.log, nonfinite))
         assert self.lost is not None
         self.limit_finder = LimitFinder(
             job, data, trainer, self.planner, self.bounds, self.log, self.lost
@@ -220,80 +199,40 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.checkpoints.found.recipe_state is not None:
             self.checkpoints.load_optimizer(trainer)
             self.resumed.change_optimizer(trainer.optimizers)
-        keeps_batch = self.resumed.keeps_batch or (
-            bool(saved) and self.settings.batch_size_schedule is not None
-        )
-        self.limit_finder.find(keeps_batch=keeps_batch, saved=self.resumed.state_of("limits"))
+        self.limit_finder.find(self.resumed)
         self.validation = None
-        if self.settings.validation:
+        if self.settings.validation.is_on:
             self.validation = Validation(job, data, trainer, self.bounds, self.log)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
         saved = self.resumed.saved
-        self._check_saved_maximum_fits()
         progress = self.planner.begin(self.resumed.progress)
         epoch_steps = self.planner.reference.steps
         if not saved:
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        self._log_what_has_no_effect(self.settings.epochs * epoch_steps)
+        num_steps = self.settings.epochs * epoch_steps
+        rows = len(self.data.dataset)
+        for message in (
+            *never_due(self.settings, num_steps, rows=rows, ranks=self.job.ranks),
+            self.profiler.without_effect(num_steps),
+        ):
+            if message:
+                self.log.event("no_effect", message)
         is_changed = bool(self.resumed.differs)
         is_changed |= saved.get("configured_batch_size") != self.settings.batch_size
         self.preview.look_ahead(self.queue.progress, saved=saved, changed=is_changed)
-        self.full_batch_loss = self.saver.add(
-            "full_batch_loss", FullBatchLoss(self.preview.full_batch_rows)
+        tally = StepTally(
+            self.job,
+            self.trainer,
+            self.log,
+            self.saver,
+            remedy=self.checkpoints.after_end,
+            full_batch_rows=self.preview.full_batch_rows,
         )
-        self.noise_scale = self.saver.add("noise_scale", NoiseScale())
-
-    def _check_saved_maximum_fits(self) -> None:
-        """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
-        settings = self.settings
-        saved_maximum = self.planner.saved_maximum
-        bound = self.sizer.max_batch_size
-        cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
-        if cannot_split and bound and saved_maximum > bound:
-            problem = (
-                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which {bound} fit"
-                " here, and they cannot be split"
-            )
-            remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
-            raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
-
-    def _log_what_has_no_effect(self, num_steps: int) -> None:
-        """Log that a resume point, validation, metrics or the profiler have no effect where they
-        are due after more steps than the run has, and that a batch of more rows than there are is
-        cut to these.
-        """
-        settings = self.settings
-        step_rows = settings.step_rows * self.job.ranks
-        rows = len(self.data.dataset)
-        is_fixed = not (settings.batch_tokens or settings.batch_changes or settings.grows)
-        if is_fixed and step_rows > rows:
-            message = f"a step of {step_rows} rows is cut to {count(rows, 'row')}"
-            self.log.event("no_effect", f"{message}: the dataset has no more")
-        has_steps = f"the run has {count(num_steps, 'step')}"
-        validation = settings.validation
-        if validation is not None and not settings.grows:
-            every = validation.every_n_steps
-            if every > num_steps:
-                message = f"run_val_every_n_steps={every} has no effect: {has_steps}"
-                self.log.event("no_effect", f"{message}, so nothing is validated")
-        saves_every = settings.save_every_n_steps
-        if saves_every is not None and saves_every > num_steps and not settings.grows:
-            message = f"save_every_n_steps={saves_every} has no effect: {has_steps}"
-            self.log.event("no_effect", f"{message}, and is saved as each epoch ends")
-        logs_every = settings.log_every_n_steps
-        if logs_every is not None and logs_every > num_steps and not settings.grows:
-            message = f"log_every_n_steps={logs_every} has no effect: {has_steps}"
-            self.log.event("no_effect", f"{message}, so no metrics are logged")
-        profiler = self.profiler_cfg
-        if profiler.get("enabled"):
-            waits = profiler.wait_steps + profiler.warmup_steps
-            if waits >= num_steps:
-                message = f"profiler has no effect: {has_steps}, and it waits and warms up {waits}"
-                self.log.event("no_effect", f"{message}; lower wait_steps and warmup_steps")
+        self.tally = self.saver.add("epoch", tally)
 
     def _setup_rate(self) -> None:
         trainer = self.trainer
@@ -310,21 +249,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._log_epoch()
         self.log.rate_and_stages(self.rate, self.preview, self.queue.progress, saved)
         trainer.learn_collectives()
-
-    def _setup_profiler(self, cfg_profiler: DictConfig | None) -> None:
-        # Null is as good as absent.
-        given = {key: value for key, value in (cfg_profiler or {}).items() if value is not None}
-        block = OmegaConf.create(given or {"enabled": False})
-        component = "torchtune.training.setup_torch_profiler"
-        if block.get("_component_", component) != component:
-            raise SettingError("profiler._component_", block._component_, f"only {component} works")
-        block["_component_"] = component
-        self.profiler, self.profiler_cfg = instantiate(PROFILER_KEY, block)
-        if self.profiler_cfg["enabled"]:
-            available = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
-            if not available.intersection(self.profiler.activities):
-                remedy = "nothing else can be profiled here; set it to True, or enabled to False"
-                raise SettingError("profiler.cpu", block.get("cpu"), remedy)
 
     # --- training
 
@@ -349,7 +273,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self._log_epoch()
                     self.reader.begin()
                 self._train_epoch()
-                self.counts.end_epoch(self.queue.progress, self.planner)
+                self.tally.end_epoch(self.queue.progress, self.planner)
                 self.queue.end_epoch()
                 self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
@@ -367,104 +291,52 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 if self.queue.plan_again():
                     continue
                 self._prepare(step, rows)
-                rates = self._set_rate(step, rows)
+                batch = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
+                rates = self.rate.apply(step.progress, batch=batch)
                 result = self._forward_backward(step, rows)
-                if not self._drops(step, result, rates):
+                if not self.tally.drops(step, result, lr=rates["lr"]):
                     self.trainer.step()
                 self.rate.restore()
-                self._count(step, result)
-                self._log_step(step, result, rates, seconds=time.perf_counter() - began)
+                measured = self.tally.add(step, result)
+                self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
+                self.log.step(
+                    result,
+                    self.queue.progress,
+                    rates=rates,
+                    seconds=time.perf_counter() - began,
+                    numbers=step.numbers,
+                    num_out_of_memory=self.sizer.num_out_of_memory,
+                    full_batch_loss=self.tally.full_batch_loss,
+                )
                 place = f"{step.progress.epoch + 1}|{self.queue.progress.steps}"
                 bar.advance(f"{place}|Loss: {result.loss:.4f}")
-                self._validate()
-                self.profiler.step()
+                if self.validation:
+                    self.validation.run_where_due(self.queue.progress.steps)
+                self.profiler.end_step()
                 self.saver.save_where_due(self.trainer)
                 began = time.perf_counter()
 
     def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:
         """Do what comes before a step: try rows longer than any before, notify the watchdog."""
-        self._record_memory_history(step.progress.epoch_steps)
+        self.profiler.begin_step(step.progress)
         # Several ranks try the longest row of all when they begin.
         if distributed.world_size() == 1:
             self.limit_finder.try_longer(rows)
         if self.watch:
             self.watch.beat(f"step {step.progress.steps + 1}")
 
-    def _set_rate(self, step: PlannedRows, rows: list[Any]) -> dict[str, float]:
-        """Scale the learning rate for a step; return the rates by name."""
-        batch = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
-        return self.rate.apply(step.progress, batch=batch)
-
     def _forward_backward(self, step: PlannedRows, rows: list[Any]) -> StepResult:
         """Leave the gradients of a step, once all ranks agree on it."""
         runner = self.trainer.runner
-        small_rows = None
-        if self.settings.measures_noise and self.noise_scale.is_due(step.progress.steps):
-            small_rows = step.small_rows()
+        small_rows = self.tally.small_rows(step)
         question = Question(step.progress.batch, len(step.numbers), self.preemption.requested)
         division, ends = runner.agree(rows, step.rows_at_once, question, small_rows=small_rows)
         self.saver.note_end(ends)
         return runner.run(rows, step.rows_at_once, small_rows=small_rows, division=division)
 
-    def _drops(self, step: PlannedRows, result: StepResult, rates: dict[str, float]) -> bool:
-        """Return whether the gradients of a step are dropped, as they are not finite."""
-        return self.nonfinite.drops(
-            result,
-            step=step.progress.steps + 1,
-            lr=rates["lr"],
-            epoch=step.progress.epoch,
-            batch_size=step.progress.batch,
-            micro_batch=self.sizer.limit(step.rows_at_once),
-        )
-
-    def _count(self, step: PlannedRows, result: StepResult) -> None:
-        """Count a step as done, with what it has measured."""
-        num_rows = len(step.numbers)
-        assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
-        self.counts.add(result)
-        if result.noise is not None:
-            self.noise_scale.update(result.noise)
-        measured = {"noise_scale": self.noise_scale.value} if self.settings.measures_noise else {}
-        self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
-
-    def _log_step(
-        self, step: PlannedRows, result: StepResult, rates: dict[str, float], *, seconds: float
-    ) -> None:
-        self.log.step(
-            result,
-            self.queue.progress,
-            rates=rates,
-            seconds=seconds,
-            numbers=step.numbers,
-            num_out_of_memory=self.sizer.num_out_of_memory,
-            full_batch_loss=self.full_batch_loss,
-        )
-
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)
         self.limit_finder.log_if_one_by_one()
-
-    def _validate(self) -> None:
-        """Every so many steps, the loss on the rows that are not trained on."""
-        settings = self.settings.validation
-        num_steps = self.queue.progress.steps
-        if self.validation and settings and num_steps % settings.every_n_steps == 0:
-            loss = self.validation.run()
-            self.log.validation(loss, rows=self.validation.num_rows, step=num_steps)
-
-    def _record_memory_history(self, step: int) -> None:
-        """Record the CUDA allocator's history while the profiler is active in the first epoch, as
-        torchtune does.
-        """
-        cfg = self.profiler_cfg
-        records = cfg["enabled"] and cfg.get("profile_memory", False) and self.device.type == "cuda"
-        if not records or self.queue.progress.epoch or not distributed.is_rank_zero():
-            return
-        begin = cfg["wait_steps"] + cfg["warmup_steps"]
-        if step == begin:
-            torch.cuda.memory._record_memory_history()
-        elif step == begin + cfg["active_steps"] + 1:
-            torch.cuda.memory._record_memory_history(enabled=None)
 
     # --- checkpoints
 

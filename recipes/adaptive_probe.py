@@ -40,6 +40,7 @@ from adaptive_batch.torchtune import (
     measure_critical_batch,
     set_up_process,
     show_details,
+    sizer_of,
     tokens_per_second,
     use_shipped_config,
     with_overrides,
@@ -66,7 +67,7 @@ def build(
     bounds = BoundFinder(job, data, watch=watch)
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
     bounds.check()
-    trainer = Trainer.load(job, data, checkpoints, data.new_sizer())
+    trainer = Trainer.load(job, data, checkpoints, sizer_of(settings, data.shapes, job.memory))
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer
 

@@ -60,6 +60,201 @@ class _Attempt:
     message: str = ""
 
 
+class _Meter:
+    """Runs a part of a trial and measures it, with the gradients that training has when it begins;
+    what does not fit is cleared away on all ranks.
+
+    Args:
+        model: model of the trial.
+        optimizer: optimizer of its parameters, or the optimizers in backward.
+        memory: memory of the device.
+        budget_bytes: bytes that a trial may use, all that is resident included.
+        sharding: sharding of the model.
+        accumulates: whether gradients are there when a forward begins.
+        keep_gradients: function that leaves the unsharded gradients that are there in mid-step, if
+            `accumulates`; None where gradients are only the parameters' own.
+        remedies: end of the error that one row does not fit.
+        held: frozen modules that lie on the device beside the model.
+
+    Attributes:
+        retried: whether the allocator had to ask twice in what was measured last.
+        held_bytes: most bytes held before that ran out of memory; None where it did not, or that is
+            not known.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | OptimizerInBackward,
+        *,
+        memory: DeviceMemory,
+        budget_bytes: int,
+        sharding: Sharding,
+        accumulates: bool,
+        keep_gradients: Callable[[], object] | None,
+        remedies: str,
+        held: Sequence[nn.Module],
+    ) -> None:
+        self.retried = False
+        self.held_bytes: int | None = None
+        self._model = model
+        self._optimizer = optimizer
+        self._memory = memory
+        self._budget_bytes = budget_bytes
+        self._sharding = sharding
+        self._accumulates = accumulates
+        self._keep_gradients = keep_gradients if accumulates else None
+        self._remedies = remedies
+        self._held = held
+
+    def measure(
+        self,
+        run: Callable[[], object],
+        what: str,
+        *,
+        within: int | None = None,
+        prepare: bool = True,
+        is_timed: bool = False,
+        is_first: bool = False,
+    ) -> Usage | None:
+        """Run, and return what it used; None where it does not fit on some rank.
+
+        What makes the allocator free its cache and ask again does not fit.
+
+        Args:
+            run: function that runs what is measured.
+            what: its name in errors.
+            within: bytes that it may use; None for the budget.
+            prepare: whether gradients are made that are there when it begins.
+            is_timed: whether `run` times itself, so that nothing is counted in Python meanwhile.
+            is_first: whether ranks learn their collectives from it.
+
+        Raises:
+            DoesNotFitError: the first row of several ranks ran out of memory.
+            RankLostError: out of memory where the other ranks cannot be told.
+            RuntimeError: it failed for another reason than memory.
+        """
+        budget_bytes = self._budget_bytes if within is None else within
+        attempt = self._attempt(run, what, budget_bytes, prepare=prepare, is_timed=is_timed)
+        usage = attempt.usage
+        self.retried = usage is not None and usage.retried
+        self.held_bytes = attempt.held_bytes
+        fits = usage is not None and not usage.retried
+        # Where a rank failed in mid-run, the others wait in collectives that it has to go through.
+        can_rejoin = attempt.has_run or distributed.world_size() == 1
+        if not can_rejoin:
+            can_rejoin = attempt.is_prepared and self._sharding.can_finish
+        if not can_rejoin:
+            if is_first:
+                raise self.does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
+            raise self._lost(what, attempt.message, budget_bytes)
+        try:
+            if not fits:
+                self.drop_gradients()
+                recover(self._memory)
+                self._sharding.finish()
+            fits_everywhere = not distributed.any_of_ranks(not fits)
+        except Exception as error:
+            if distributed.world_size() == 1 or not is_out_of_memory(error):
+                raise
+            raise self._lost(f"what came after {what}", str(error), budget_bytes) from error
+        if fits and not fits_everywhere:
+            self.drop_gradients()
+            self._memory.release()
+        if not fits_everywhere:
+            return None
+        return usage
+
+    def _attempt(
+        self,
+        run: Callable[[], object],
+        what: str,
+        budget_bytes: int,
+        *,
+        prepare: bool,
+        is_timed: bool,
+    ) -> _Attempt:
+        """Run until it ends or runs out of memory.
+
+        Nothing is released here: the traceback of an error keeps tensors alive until the except
+        block has been left.
+        """
+        attempt = _Attempt()
+        usage: Usage | None = None
+        try:
+            if prepare:
+                self.prepare_gradients()
+            attempt.is_prepared = True
+            measuring = self._memory.measure(self.resident(), budget_bytes=budget_bytes)
+            counts_in_python = self._memory.granularity_bytes == 1
+            # Counting in Python would be timed along with the run.
+            if is_timed and counts_in_python:
+                measuring = nullcontext(Usage(0))
+            with measuring as usage:
+                run()
+                attempt.has_run = True
+            attempt.usage = usage
+        except AdaptiveBatchError:
+            raise
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
+            attempt.message = str(error) or type(error).__name__
+            if usage is not None:
+                attempt.held_bytes = usage.peak_bytes
+        return attempt
+
+    def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
+        return RankLostError(
+            f"{what} ran out of memory on {self._memory.device} within"
+            f" {format_bytes(budget_bytes)}, where the other ranks wait and cannot be told:"
+            f" {message.partition(chr(10))[0]}",
+            {"doing": what, "error": message},
+        )
+
+    def does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
+        """Return the error of what needs more than the budget."""
+        place = str(self._memory.device)
+        if distributed.world_size() > 1:
+            place = f"rank {distributed.rank()}"
+        allowed = format_bytes(self._budget_bytes)
+        return DoesNotFitError(f"{what} needs {needs}, {place} allows {allowed}; {self._remedies}")
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that training holds between two of its steps."""
+        for tensor in (*self._model.parameters(), *self._model.buffers()):
+            yield tensor
+            if tensor.grad is not None:
+                yield tensor.grad
+        for module in self._held:
+            yield from (*module.parameters(), *module.buffers())
+        yield from self._sharding.kept_gradients()
+        optimizers: Iterable[Optimizer]
+        if isinstance(self._optimizer, OptimizerInBackward):
+            optimizers = self._optimizer.optimizers.values()
+        else:
+            optimizers = [self._optimizer]
+        yield from optimizer_state_tensors(optimizers)
+
+    def prepare_gradients(self) -> None:
+        """Make the gradients that are there when a forward begins."""
+        if self._keep_gradients:
+            self.drop_gradients()
+            self._keep_gradients()
+            return
+        for parameter in self._model.parameters():
+            if not self._accumulates:
+                parameter.grad = None
+            elif parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient."""
+        self._sharding.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+
 class DryRun:
     """Runs trials of a training step.
 
@@ -133,19 +328,21 @@ class DryRun:
             self._optimizers = [optimizer]
         self._forward_backward = forward_backward
         self._step = step
-        self._accumulates = accumulates
         self._memory = memory
         self._fewest = fewest
         self._row = row
-        self._sharding = sharding or sharding_of(model)
-        self._keep_gradients = None
-        if accumulates:
-            self._keep_gradients = keep_gradients
-        self._remedies = remedies
-        self._held = held
         self._steps = steps
-        self._retried = False
-        self._held_bytes: int | None = None
+        self._meter = _Meter(
+            model,
+            optimizer,
+            memory=memory,
+            budget_bytes=budget_bytes,
+            sharding=sharding or sharding_of(model),
+            accumulates=accumulates,
+            keep_gradients=keep_gradients,
+            remedies=remedies,
+            held=held,
+        )
         self._exit = ExitStack()
 
     def __enter__(self) -> DryRun:
@@ -161,7 +358,7 @@ class DryRun:
             stack.callback(snapshot.restore)
             if self._steps is not None:
                 stack.callback(self._keep_place_of_state)
-            stack.callback(self._drop_gradients)
+            stack.callback(self._meter.drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.dry_run())
             if not self._model.training:
@@ -190,13 +387,11 @@ class DryRun:
         phase = f"a trial of {count(batch_size, 'row')}"
         try:
             if self._steps is None:
-                usage = self._measure(
-                    lambda: self._forward_backward(batch_size), phase, self.budget_bytes
-                )
+                usage = self._meter.measure(lambda: self._forward_backward(batch_size), phase)
             else:
-                self._drop_gradients()
+                self._meter.drop_gradients()
                 run = partial(self._run_steps, self._steps(batch_size))
-                usage = self._measure(run, phase, self.budget_bytes, prepare=False)
+                usage = self._meter.measure(run, phase, prepare=False)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
@@ -207,8 +402,8 @@ class DryRun:
                 False,
                 None,
                 optimizer_peak_bytes,
-                retried=self._retried,
-                held_bytes=self._held_bytes,
+                retried=self._meter.retried,
+                held_bytes=self._meter.held_bytes,
             )
         return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
@@ -228,10 +423,8 @@ class DryRun:
                     torch.accelerator.synchronize()
                 seconds.append(time.perf_counter() - start)
 
-        usage = self._measure(
-            run, "timing micro-batches", self.budget_bytes, prepare=False, is_timed=True
-        )
-        self._drop_gradients()
+        usage = self._meter.measure(run, "timing micro-batches", prepare=False, is_timed=True)
+        self._meter.drop_gradients()
         if usage is None:
             return None
         # Ranks exchange whole numbers.
@@ -244,7 +437,7 @@ class DryRun:
                 forward_backward()
             if not self._in_backward:
                 self._step()
-            self._drop_gradients()
+            self._meter.drop_gradients()
 
     def _keep_place_of_state(self) -> None:
         """Reserve the memory that the state of a new optimizer had in trials.
@@ -260,14 +453,12 @@ class DryRun:
 
         What training has between two of its steps is resident.
         """
-        self._drop_gradients()
+        self._meter.drop_gradients()
         modes = [(module, module.training) for module in self._model.modules()]
         self._model.eval()
         try:
             phase = f"a trial of evaluating {count(batch_size, 'row')}"
-            usage = self._measure(
-                lambda: evaluate(batch_size), phase, self.budget_bytes, prepare=False
-            )
+            usage = self._meter.measure(lambda: evaluate(batch_size), phase, prepare=False)
         finally:
             # A module may do more in train() than note its mode.
             self._model.train()
@@ -285,28 +476,23 @@ class DryRun:
         """
         failed, _ = self._whole_step(self.budget_bytes)
         if failed is None:
-            self._prepare_gradients()
-            with self._memory.measure(self._resident(), budget_bytes=self.budget_bytes) as usage:
+            self._meter.prepare_gradients()
+            with self._memory.measure(
+                self._meter.resident(), budget_bytes=self.budget_bytes
+            ) as usage:
                 pass
             self.resident_bytes = usage.resident_bytes
             return
         needs = f"more than {format_bytes(self.budget_bytes)}"
         # A step that ran out of memory leaves states half made.
         snapshot.restore_optimizers()
-        available = self._memory.available_bytes(self._resident())
+        available = self._memory.available_bytes(self._meter.resident())
         # With more than the budget the step may fit, and its peak says how much it needs.
         if not distributed.any_of_ranks(available <= self.budget_bytes):
             failed_again, peaks = self._whole_step(available)
             if failed_again is None and peaks:
                 needs = format_bytes(max(peaks))
-        raise self._does_not_fit(failed, needs)
-
-    def _does_not_fit(self, what: str, needs: str) -> DoesNotFitError:
-        place = str(self._memory.device)
-        if distributed.world_size() > 1:
-            place = f"rank {distributed.rank()}"
-        allowed = format_bytes(self.budget_bytes)
-        return DoesNotFitError(f"{what} needs {needs}, {place} allows {allowed}; {self._remedies}")
+        raise self._meter.does_not_fit(failed, needs)
 
     def _whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
         """Run forward and backward of the fewest rows, the optimizer's step, and the former again.
@@ -320,8 +506,12 @@ class DryRun:
         peaks: list[int] = []
         for phase, run in phases:
             start = time.perf_counter()
-            usage = self._measure(run, phase, budget_bytes, prepare=run != self._step)
-            if run == self._run_fewest:
+            is_fewest = run == self._run_fewest
+            # Ranks learn their collectives from the first rows that run.
+            usage = self._meter.measure(
+                run, phase, within=budget_bytes, prepare=is_fewest, is_first=is_fewest
+            )
+            if is_fewest:
                 seconds = time.perf_counter() - start
                 self.seconds_of_fewest = min(seconds, self.seconds_of_fewest)
             if usage is None:
@@ -334,128 +524,3 @@ class DryRun:
 
     def _run_fewest(self) -> None:
         self._forward_backward(self._fewest)
-
-    def _measure(
-        self,
-        run: Callable[[], object],
-        what: str,
-        budget_bytes: int,
-        *,
-        prepare: bool = True,
-        is_timed: bool = False,
-    ) -> Usage | None:
-        """Run, and return what it used; None where it does not fit on some rank.
-
-        What makes the allocator free its cache and ask again does not fit.
-
-        Raises:
-            DoesNotFitError: the first row of several ranks ran out of memory.
-            RankLostError: out of memory where the other ranks cannot be told.
-            RuntimeError: it failed for another reason than memory.
-        """
-        attempt = self._attempt(run, what, budget_bytes, prepare=prepare, is_timed=is_timed)
-        usage = attempt.usage
-        self._retried = usage is not None and usage.retried
-        self._held_bytes = attempt.held_bytes
-        fits = usage is not None and not usage.retried
-        # Where a rank failed in mid-run, the others wait in collectives that it has to go through.
-        can_rejoin = attempt.has_run or distributed.world_size() == 1
-        if not can_rejoin:
-            can_rejoin = attempt.is_prepared and self._sharding.can_finish
-        if not can_rejoin:
-            # Collectives are learned from the first rows that run, which are these.
-            if run == self._run_fewest:
-                raise self._does_not_fit(what, f"more than {format_bytes(budget_bytes)}")
-            raise self._lost(what, attempt.message, budget_bytes)
-        try:
-            if not fits:
-                self._drop_gradients()
-                recover(self._memory)
-                self._sharding.finish()
-            fits_everywhere = not distributed.any_of_ranks(not fits)
-        except Exception as error:
-            if distributed.world_size() == 1 or not is_out_of_memory(error):
-                raise
-            raise self._lost(f"what came after {what}", str(error), budget_bytes) from error
-        if fits and not fits_everywhere:
-            self._drop_gradients()
-            self._memory.release()
-        if not fits_everywhere:
-            return None
-        return usage
-
-    def _attempt(
-        self,
-        run: Callable[[], object],
-        what: str,
-        budget_bytes: int,
-        *,
-        prepare: bool,
-        is_timed: bool,
-    ) -> _Attempt:
-        """Run until it ends or runs out of memory.
-
-        Nothing is released here: the traceback of an error keeps tensors alive until the except
-        block has been left.
-        """
-        attempt = _Attempt()
-        usage: Usage | None = None
-        try:
-            if prepare:
-                self._prepare_gradients()
-            attempt.is_prepared = True
-            measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
-            counts_in_python = self._memory.granularity_bytes == 1
-            # Counting in Python would be timed along with the run.
-            if is_timed and counts_in_python:
-                measuring = nullcontext(Usage(0))
-            with measuring as usage:
-                run()
-                attempt.has_run = True
-            attempt.usage = usage
-        except AdaptiveBatchError:
-            raise
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise RuntimeError(f"{what} failed, and not for lack of memory: {error}") from error
-            attempt.message = str(error) or type(error).__name__
-            if usage is not None:
-                attempt.held_bytes = usage.peak_bytes
-        return attempt
-
-    def _lost(self, what: str, message: str, budget_bytes: int) -> RankLostError:
-        return RankLostError(
-            f"{what} ran out of memory on {self._memory.device} within"
-            f" {format_bytes(budget_bytes)}, where the other ranks wait and cannot be told:"
-            f" {message.partition(chr(10))[0]}",
-            {"doing": what, "error": message},
-        )
-
-    def _resident(self) -> Iterator[torch.Tensor]:
-        for tensor in (*self._model.parameters(), *self._model.buffers()):
-            yield tensor
-            if tensor.grad is not None:
-                yield tensor.grad
-        for module in self._held:
-            yield from (*module.parameters(), *module.buffers())
-        yield from self._sharding.kept_gradients()
-        optimizers: Iterable[Optimizer] = self._optimizers
-        if self._in_backward:
-            optimizers = self._in_backward.optimizers.values()
-        yield from optimizer_state_tensors(optimizers)
-
-    def _prepare_gradients(self) -> None:
-        if self._keep_gradients:
-            self._drop_gradients()
-            self._keep_gradients()
-            return
-        for parameter in self._model.parameters():
-            if not self._accumulates:
-                parameter.grad = None
-            elif parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-
-    def _drop_gradients(self) -> None:
-        self._sharding.reset()
-        for parameter in self._model.parameters():
-            parameter.grad = None

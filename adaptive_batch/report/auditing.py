@@ -83,7 +83,7 @@ def audit_records(records: Iterable[Record | None], again: Iterable[Record | Non
     if history.num_other_runs:
         scope = f"the last run is audited; other runs in the file: {history.num_other_runs}"
         pairs.insert(1, ("", scope))
-    return Audit(_aligned(pairs), tuple(auditor.problems))
+    return Audit(_aligned(pairs), tuple(auditor.problems.kept))
 
 
 def _aligned(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -103,34 +103,22 @@ class _Auditor:
     """Checks each step of a run that counts against all that counted before it."""
 
     def __init__(self, *, has_beginning: bool) -> None:
-        self.problems: list[str] = []
-        self.num_problems = 0
+        self.problems = _Problems()
         self.num_torn = 0
-        self._has_beginning = has_beginning
         self._steps = 0
         self._samples = 0
         self._tokens = 0
-        self._num_rows = 0
-        # Rows of the newest epoch so far.
-        self._position = 0
         self._is_over = False
         # After a gap that was named, the next counts are believed: one gap is one problem.
         self._trusts = not has_beginning
-        self._epochs: list[_Epoch] = []
-        # Dropped rows by epoch, which may be listed before the first step of the epoch.
-        self._dropped: dict[int, list[list[Any]]] = {}
+        self._epochs = _Epochs(self.problems, has_beginning=has_beginning)
         self._repeats = _Repeats()
         self._changes = _Changes()
         self._losses = LossesNotFinite()
         # Steps that changed no weight.
         self._skipped: list[int] = []
         if not has_beginning:
-            self._wrong("the beginning of the run is not in the log")
-
-    @property
-    def _epoch(self) -> _Epoch | None:
-        """The newest epoch; None before the first."""
-        return self._epochs[-1] if self._epochs else None
+            self.problems.add("the beginning of the run is not in the log")
 
     def add(self, record: Record | None, steps: int, counts: bool) -> None:
         """Check the next record."""
@@ -145,9 +133,7 @@ class _Auditor:
             self._repeats.roll_back(steps, record)
         self._changes.event(record, steps, counts=counts)
         if kind == "start":
-            num_rows = whole(record, "rows")
-            if num_rows is not None:
-                self._num_rows = max(0, num_rows)
+            self._epochs.take_rows(whole(record, "rows"))
         if counts:
             self._add_counting(kind, record, steps)
 
@@ -161,16 +147,16 @@ class _Auditor:
         elif kind == "epoch":
             self._end_epoch(record, epoch)
         elif kind == "dropped":
-            self._drop(record.get("rows"), epoch)
+            self._epochs.drop(record.get("rows"), epoch, at=self._steps)
         elif kind == "nonfinite_loss" and record.get("skipped") is True:
             self._skipped.append(whole(record, "step") or steps + 1)
         elif kind == "replanned":
-            self._forget_dropped(epoch)
+            self._epochs.plan_again(epoch)
         elif kind == "epoch_restarted":
             self._repeats.forget(
                 f"epoch {epoch} began again after step {self._steps}, as its data was changed"
             )
-            self._dropped.clear()
+            self._epochs.forget_listed()
         elif kind == "plan":
             self._changes.unit = "row" if whole(record, "batch_tokens") is None else "token"
         elif kind == "resume_point":
@@ -181,7 +167,7 @@ class _Auditor:
             self._expect_steps(f"checkpoint at step {saved_step}", saved_step)
         elif kind == "end":
             self._is_over = True
-            self._check_all_epochs(whole(record, "epochs"))
+            self._epochs.check_asked(whole(record, "epochs"))
 
     def _start(self, record: Record) -> None:
         """Check that training resumes where the steps before end."""
@@ -189,9 +175,9 @@ class _Auditor:
         steps = steps_at(record)
         self._is_over = False
         # Rows of an epoch that has no step yet are listed again when it begins.
-        self._dropped.clear()
+        self._epochs.forget_listed()
         if not isinstance(progress, Mapping):
-            self._wrong("a start does not record where training resumes")
+            self.problems.add("a start does not record where training resumes")
             return
         self._expect_steps(f"resumed at step {steps}", steps)
         if self._trusts:
@@ -199,59 +185,34 @@ class _Auditor:
         for name, counted in (("samples", self._samples), ("tokens", self._tokens)):
             recorded = whole(progress, name)
             if recorded is not None and recorded != counted:
-                self._wrong(
+                self.problems.add(
                     f"resumed at step {steps} with {recorded:,} {name}, the steps up to it have"
                     f" {counted:,}"
                 )
-        self._check_place(steps, (progress.get("epoch"), progress.get("epoch_rows")))
-
-    def _check_place(self, steps: int, place: tuple[Any, Any]) -> None:
-        """Check that training resumes at the row where the steps end.
-
-        Args:
-            steps: steps at which it resumes.
-            place: number of the epoch at which it resumes, and rows of it that were used.
-        """
-        epoch = self._epoch
-        end = (0, 0)
-        allowed_places = [end]
-        if epoch:
-            end = (epoch.number, self._position)
-            # At the end of an epoch, training may also resume at the beginning of the next.
-            allowed_places = [end, (epoch.number + 1, 0)]
-            if place[0] == epoch.number:
-                # The epoch continues, or ends again.
-                epoch.ending = None
-        if place not in allowed_places:
-            self._wrong(
-                f"resumed at step {steps}, {count(place[1], 'row')} into epoch {place[0]}; "
-                f"the steps up to it end {count(end[1], 'row')} into epoch {end[0]}"
-            )
-        elif epoch and place == end and self._position and self._num_rows != epoch.num_rows:
-            self._wrong(
-                f"resumed at step {steps} within epoch {epoch.number} with"
-                f" {count(self._num_rows, 'row', ',')} in the dataset, {epoch.num_rows:,} before"
-            )
+        self._epochs.check_place(steps, (progress.get("epoch"), progress.get("epoch_rows")))
 
     def _step(self, record: Record, number: int | None) -> None:
         """Check an optimizer step, of the epoch with this number."""
         step = whole(record, "step")
         if step is None or number is None:
-            self._wrong(f"after step {self._steps}: a step without its number or its epoch")
+            self.problems.add(f"after step {self._steps}: a step without its number or its epoch")
             return
         self._expect_steps(f"step {step}", step - 1)
         if step <= self._steps:
-            self._wrong(f"step {step} follows step {self._steps}, without a start between them")
+            self.problems.add(
+                f"step {step} follows step {self._steps}, without a start between them"
+            )
             self._trusts = True
         self._repeats.count(step, record)
         self._losses.add(step, record)
         self._steps = step
-        epoch = self._epoch_of(number, subject=f"step {step}")
+        epoch = self._epochs.of(number, subject=f"step {step}")
         if epoch is None:
+            self._trusts = True
             return
         size = whole(record, "batch_size") or 0
         self._mark_used(epoch, step, record.get("rows"), size)
-        self._add_totals(step, record, size)
+        self._add_totals(epoch, step, record, size)
         epoch.first_step = epoch.first_step or step
         epoch.last_step = step
         self._changes.step(step, record, size)
@@ -259,118 +220,48 @@ class _Auditor:
     def _mark_used(self, epoch: _Epoch, step: int, rows: object, size: int) -> None:
         """Mark the rows of a step as used, and check that they are as many as its batch size."""
         if not isinstance(rows, list):
-            self._wrong(f"step {step}: which rows it used is not recorded")
+            self.problems.add(f"step {step}: which rows it used is not recorded")
             return
-        self._wrong(*epoch.mark(1, rows), of=f"epoch {epoch.number}, step {step}: ")
+        self.problems.add(*epoch.mark(1, rows), of=f"epoch {epoch.number}, step {step}: ")
         if size != len(rows):
             verb = "is" if len(rows) == 1 else "are"
-            self._wrong(
+            self.problems.add(
                 f"step {step}: batch_size {size}, and {count(len(rows), 'row')} {verb} listed"
             )
 
-    def _add_totals(self, step: int, record: Record, size: int) -> None:
+    def _add_totals(self, epoch: _Epoch, step: int, record: Record, size: int) -> None:
         """Check that the totals of a step continue those of the step before it, and keep them."""
         position = whole(record, "position")
         samples = whole(record, "samples_seen")
         tokens = whole(record, "tokens_seen") or 0
         if not self._trusts:
             for name, total, previous in (
-                ("position", position, self._position),
+                ("position", position, epoch.position),
                 ("samples_seen", samples, self._samples),
             ):
                 expected = previous + size
                 if total != expected:
-                    self._wrong(
+                    self.problems.add(
                         f"step {step}: {name} {total}, not {expected} = {previous} + {size}"
                     )
             if tokens < self._tokens:
-                self._wrong(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
-        self._position = position or 0
+                self.problems.add(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
+        epoch.position = position or 0
         self._samples = samples or 0
         self._tokens = tokens
         self._trusts = False
 
-    def _epoch_of(self, number: int, *, subject: str) -> _Epoch | None:
-        """Return the epoch with this number; where it is a new one, close the one before.
-
-        Return None, with a problem that names the `subject`, where the epoch was done before.
-        """
-        current = self._epoch
-        if current and number == current.number and current.ending is None:
-            return current
-        newest = current.number if current else -1
-        if number <= newest:
-            self._wrong(
-                f"{subject} belongs to epoch {number}, after epoch {newest} was begun or done"
-            )
-            self._trusts = True
-            return None
-        self._close(is_done=True)
-        # A log without its beginning may begin in any epoch.
-        if number > newest + 1 and (current or self._has_beginning):
-            self._wrong(
-                f"{subject} belongs to epoch {number}; epoch {newest + 1} is not in the log"
-            )
-        epoch = _Epoch(number, self._num_rows)
-        self._epochs.append(epoch)
-        self._position = 0
-        for rows in self._dropped.pop(number, []):
-            self._drop(rows, number)
-        return epoch
-
-    def _drop(self, rows: object, number: int | None) -> None:
-        """Mark rows as dropped, or keep them until their epoch begins."""
-        epoch = self._epoch
-        if number is None or not isinstance(rows, list):
-            self._wrong(
-                f"after step {self._steps}: dropped rows without their numbers or their epoch"
-            )
-        elif epoch and epoch.number == number:
-            self._wrong(*epoch.mark(2, rows), of=f"epoch {number}: ")
-        else:
-            self._dropped.setdefault(number, []).append(rows)
-
-    def _forget_dropped(self, number: int | None) -> None:
-        """Remove what an epoch has listed as dropped.
-
-        It is planned again, and lists what it drops now.
-        """
-        epoch = self._epoch
-        if epoch and epoch.number == number:
-            epoch.forget_dropped()
-        self._dropped.clear()
-
     def _end_epoch(self, record: Record, number: int | None) -> None:
-        """Keep the recorded end of an epoch, to judge it when the epoch is closed."""
+        """Keep the recorded end of an epoch."""
         if number is None:
-            self._wrong(f"after step {self._steps}: the end of an epoch without its number")
-            return
-        epoch = self._epoch
-        # The newest epoch ends again where it was resumed at its end; a new one has no step.
-        if epoch is None or number != epoch.number:
-            epoch = self._epoch_of(number, subject=f"an end after step {self._steps}")
-        if epoch:
-            epoch.ending = record
-
-    def _check_all_epochs(self, num_asked: int | None) -> None:
-        """Check that training has ended with the last epoch that was asked for, where that is
-        recorded.
-        """
-        num_begun = self._epoch.number + 1 if self._epoch else 0
-        if num_asked is not None and num_begun < num_asked:
-            missing = _span("epoch", num_begun, num_asked - 1)
-            self._wrong(f"training has ended, and {missing} of {num_asked} not in the log")
-
-    def _close(self, *, is_done: bool) -> None:
-        """Judge the newest epoch."""
-        epoch = self._epoch
-        if epoch:
-            self._wrong(*epoch.close(is_done=is_done), of=f"epoch {epoch.number}: ")
+            self.problems.add(f"after step {self._steps}: the end of an epoch without its number")
+        elif not self._epochs.end(number, record, subject=f"an end after step {self._steps}"):
+            self._trusts = True
 
     def finish(self) -> None:
         """Judge what only the end of the log shows."""
-        self._close(is_done=self._is_over)
-        self._wrong(*self._repeats.different)
+        self._epochs.close(is_done=self._is_over)
+        self.problems.add(*self._repeats.different)
 
     def _expect_steps(self, seen: str, up_to: int) -> None:
         """Name the steps that something recorded needs and that are not in the log."""
@@ -379,14 +270,9 @@ class _Auditor:
         missing = _span("step", self._steps + 1, up_to)
         # A torn line is a likely reason for a gap.
         torn = f" (torn lines before it: {self.num_torn})" if self.num_torn else ""
-        self._wrong(f"{seen}: not in the log: {missing}{torn}")
+        self.problems.add(f"{seen}: not in the log: {missing}{torn}")
         self._steps = up_to
         self._trusts = True
-
-    def _wrong(self, *problems: str, of: str = "") -> None:
-        """Count problems, and keep the first twenty of all, each behind the prefix `of`."""
-        self.num_problems += len(problems)
-        self.problems += [of + problem for problem in problems[: _MOST - len(self.problems)]]
 
     def report(self) -> Iterator[tuple[str, str]]:
         """Yield everything as pairs of a heading and one line, the verdict last."""
@@ -395,7 +281,7 @@ class _Auditor:
         if starts[1:]:
             summary += f", resumed at step {_first_ten(starts[1:])}"
         yield "starts", summary
-        for epoch in self._epochs:
+        for epoch in self._epochs.all:
             yield f"epoch {epoch.number}", epoch.describe()
         yield from self._changes.lines()
         yield from (("loss", line) for line in self._losses.lines())
@@ -409,7 +295,7 @@ class _Auditor:
         notes = self._repeats.explained
         for heading, lines, num in (
             ("note", notes, len(notes)),
-            ("problem", self.problems, self.num_problems),
+            ("problem", self.problems.kept, self.problems.num),
         ):
             yield from ((heading, line) for line in lines[:_MOST])
             if num > _MOST:
@@ -418,11 +304,11 @@ class _Auditor:
 
     def _verdict(self) -> str:
         """Return what is proved, or that the proof does not hold."""
-        if self.num_problems:
-            return f"DOES NOT HOLD: problems: {self.num_problems:,}"
+        if self.problems.num:
+            return f"DOES NOT HOLD: problems: {self.problems.num:,}"
         # Epochs of which the same is proved are named together: a run may have hundreds.
         parts = []
-        for (rows, left_out), alike in groupby(self._epochs, key=_Epoch.proved):
+        for (rows, left_out), alike in groupby(self._epochs.all, key=_Epoch.proved):
             numbers = [epoch.number for epoch in alike]
             parts.append(
                 f"{rows} exactly once in {_span('epoch', numbers[0], numbers[-1])}{left_out}"
@@ -430,6 +316,19 @@ class _Auditor:
         if not parts:
             return "holds: no step counts yet"
         return "holds: " + "; ".join(parts)
+
+
+class _Problems:
+    """Why the proof does not hold: all reasons are counted, and the first twenty kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+        self.num = 0
+
+    def add(self, *problems: str, of: str = "") -> None:
+        """Add problems, each behind the prefix `of`."""
+        self.num += len(problems)
+        self.kept += [of + problem for problem in problems[: _MOST - len(self.kept)]]
 
 
 class _Epoch:
@@ -440,6 +339,8 @@ class _Epoch:
         self.num_rows = num_rows
         self.first_step = 0
         self.last_step = 0
+        # Rows so far, as steps record them.
+        self.position = 0
         # Rows that were used, and rows that were listed as dropped.
         self.used = 0
         self.num_dropped = 0
@@ -539,6 +440,145 @@ class _Epoch:
         if not self.left_out:
             return f"each of {all_rows}", ""
         return f"{self.used:,} of {all_rows}", f", {self.left_out:,} left out as recorded"
+
+
+class _Epochs:
+    """The epochs of a run, in their order; only the newest is open.
+
+    Args:
+        problems: takes what does not add up.
+        has_beginning: whether the log begins with the run.
+
+    Attributes:
+        all: epochs so far.
+    """
+
+    def __init__(self, problems: _Problems, *, has_beginning: bool) -> None:
+        self.all: list[_Epoch] = []
+        self._problems = problems
+        self._has_beginning = has_beginning
+        # Rows of the dataset now.
+        self._num_rows = 0
+        # Dropped rows by epoch, which may be listed before the first step of the epoch.
+        self._dropped: dict[int, list[list[Any]]] = {}
+
+    @property
+    def newest(self) -> _Epoch | None:
+        """The newest epoch; None before the first."""
+        return self.all[-1] if self.all else None
+
+    def take_rows(self, num_rows: int | None) -> None:
+        """Take the rows of the dataset from now on, where they are recorded."""
+        if num_rows is not None:
+            self._num_rows = max(0, num_rows)
+
+    def forget_listed(self) -> None:
+        """Forget rows that were listed as dropped by an epoch that has no step yet."""
+        self._dropped.clear()
+
+    def check_place(self, steps: int, place: tuple[Any, Any]) -> None:
+        """Check that training resumes at the row where the steps end.
+
+        Args:
+            steps: steps at which it resumes.
+            place: number of the epoch at which it resumes, and rows of it that were used.
+        """
+        epoch = self.newest
+        end = (0, 0)
+        allowed_places = [end]
+        if epoch:
+            end = (epoch.number, epoch.position)
+            # At the end of an epoch, training may also resume at the beginning of the next.
+            allowed_places = [end, (epoch.number + 1, 0)]
+            if place[0] == epoch.number:
+                # The epoch continues, or ends again.
+                epoch.ending = None
+        if place not in allowed_places:
+            self._problems.add(
+                f"resumed at step {steps}, {count(place[1], 'row')} into epoch {place[0]}; "
+                f"the steps up to it end {count(end[1], 'row')} into epoch {end[0]}"
+            )
+        elif epoch and place == end and epoch.position and self._num_rows != epoch.num_rows:
+            self._problems.add(
+                f"resumed at step {steps} within epoch {epoch.number} with"
+                f" {count(self._num_rows, 'row', ',')} in the dataset, {epoch.num_rows:,} before"
+            )
+
+    def of(self, number: int, *, subject: str) -> _Epoch | None:
+        """Return the epoch with this number; where it is a new one, close the one before.
+
+        Return None, with a problem that names the `subject`, where the epoch was done before.
+        """
+        current = self.newest
+        if current and number == current.number and current.ending is None:
+            return current
+        newest = current.number if current else -1
+        if number <= newest:
+            self._problems.add(
+                f"{subject} belongs to epoch {number}, after epoch {newest} was begun or done"
+            )
+            return None
+        self.close(is_done=True)
+        # A log without its beginning may begin in any epoch.
+        if number > newest + 1 and (current or self._has_beginning):
+            self._problems.add(
+                f"{subject} belongs to epoch {number}; epoch {newest + 1} is not in the log"
+            )
+        epoch = _Epoch(number, self._num_rows)
+        self.all.append(epoch)
+        for rows in self._dropped.pop(number, []):
+            self._problems.add(*epoch.mark(2, rows), of=f"epoch {number}: ")
+        return epoch
+
+    def drop(self, rows: object, number: int | None, *, at: int) -> None:
+        """Mark rows as dropped, or keep them until their epoch begins."""
+        epoch = self.newest
+        if number is None or not isinstance(rows, list):
+            self._problems.add(
+                f"after step {at}: dropped rows without their numbers or their epoch"
+            )
+        elif epoch and epoch.number == number:
+            self._problems.add(*epoch.mark(2, rows), of=f"epoch {number}: ")
+        else:
+            self._dropped.setdefault(number, []).append(rows)
+
+    def plan_again(self, number: int | None) -> None:
+        """Remove what an epoch has listed as dropped.
+
+        It is planned again, and lists what it drops now.
+        """
+        epoch = self.newest
+        if epoch and epoch.number == number:
+            epoch.forget_dropped()
+        self.forget_listed()
+
+    def end(self, number: int, ending: Record, *, subject: str) -> bool:
+        """Keep the recorded end of an epoch, to judge it when the epoch is closed; return whether
+        it may end here.
+        """
+        epoch = self.newest
+        # The newest epoch ends again where it was resumed at its end; a new one has no step.
+        if epoch is None or number != epoch.number:
+            epoch = self.of(number, subject=subject)
+        if epoch is None:
+            return False
+        epoch.ending = ending
+        return True
+
+    def check_asked(self, num_asked: int | None) -> None:
+        """Check that training has ended with the last epoch that was asked for, where that is
+        recorded.
+        """
+        num_begun = self.newest.number + 1 if self.newest else 0
+        if num_asked is not None and num_begun < num_asked:
+            missing = _span("epoch", num_begun, num_asked - 1)
+            self._problems.add(f"training has ended, and {missing} of {num_asked} not in the log")
+
+    def close(self, *, is_done: bool) -> None:
+        """Judge the newest epoch."""
+        epoch = self.newest
+        if epoch:
+            self._problems.add(*epoch.close(is_done=is_done), of=f"epoch {epoch.number}: ")
 
 
 @dataclass

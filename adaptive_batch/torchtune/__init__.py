@@ -4,13 +4,12 @@ from .adapter_model import AdapterModel, builder_of
 from .advice import advise, estimate_spending, tokens_per_second
 from .bound_finder import BoundFinder, left_by_rounding
 from .checkpoints import Checkpoints
-from .checks import check_output_dir, without_effect, without_effect_on
+from .checks import check_output_dir, never_due, without_effect, without_effect_on
 from .config_errors import instantiate
 from .critical_batch import measure_critical_batch
 from .data import Data
 from .distillation import Distillation
 from .epoch_checkpoints import STATE_KEY
-from .epoch_counts import EpochCounts
 from .estimate_changes import with_overrides
 from .estimates import estimate_devices
 from .job import Job
@@ -31,8 +30,10 @@ from .preview import TrainingPreview
 from .probe_cache import settings_name
 from .rate import build_rate, check_scheduler, couple_batch
 from .resumed_run import ResumedRun
+from .run_profiler import RunProfiler
 from .run_saver import RunSaver
-from .settings import Settings, reference_tables, write_reference
+from .settings import Settings, batching_of, reference_tables, sizer_of, write_reference
+from .step_tally import StepTally
 from .task import NextTokens, Task
 from .trainer import Trainer
 from .validation import Validation
@@ -44,7 +45,6 @@ __all__ = [
     "Checkpoints",
     "Data",
     "Distillation",
-    "EpochCounts",
     "FullModel",
     "Job",
     "LimitFinder",
@@ -53,8 +53,10 @@ __all__ = [
     "NextTokens",
     "PreferencePairs",
     "ResumedRun",
+    "RunProfiler",
     "RunSaver",
     "Settings",
+    "StepTally",
     "Task",
     "Trainer",
     "TrainingLog",
@@ -62,6 +64,7 @@ __all__ = [
     "Validation",
     "advise",
     "all_ranks",
+    "batching_of",
     "build_rate",
     "builder_of",
     "check_output_dir",
@@ -73,11 +76,13 @@ __all__ = [
     "interruptible",
     "left_by_rounding",
     "measure_critical_batch",
+    "never_due",
     "no_component_exits",
     "reference_tables",
     "set_up_process",
     "settings_name",
     "show_details",
+    "sizer_of",
     "tokens_per_second",
     "use_shipped_config",
     "with_overrides",

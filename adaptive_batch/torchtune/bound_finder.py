@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count, format_bytes
+from adaptive_batch._util import count
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import budget_bytes
 from adaptive_batch.probe import ProbeResult, load_latest
 from adaptive_batch.training import (
     BoundSearch,
@@ -76,10 +74,10 @@ class BoundFinder:
         settings = self.settings
         self._check_configured_batch()
         self.rows.check()
-        if settings.validation and settings.validation.fits_itself:
+        if settings.validation.fits_itself:
             # Lengths are read now, so that a row that the model does not take is refused now.
             _ = self._data.dataset_val.lengths
-        self._check_weights_fit()
+        self._job.check_weights_fit()
 
     def _check_configured_batch(self) -> None:
         """Refuse a batch to grow from that is above what can be tried."""
@@ -95,34 +93,6 @@ class BoundFinder:
                 f" allow; give {largest_batch} or less"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
-
-    def _check_weights_fit(self) -> None:
-        """Refuse an allowance of memory that does not hold the model's weights."""
-        job = self._job
-        probe = self.settings.probe
-        ranks = distributed.world_size()
-        memory = job.memory
-        memory.check_it_can_be_measured()
-        # How much auto leaves free is known where rows are.
-        headroom = 0.0 if isinstance(probe.headroom, str) else probe.headroom
-        budget = budget_bytes(
-            probe.device_memory,
-            headroom=headroom,
-            total_bytes=memory.total_bytes(),
-            available_bytes=memory.available_bytes(()),
-        )
-        skeletons = [skeleton for skeleton in (job.skeleton, job.second_skeleton) if skeleton]
-        parameters = chain.from_iterable(skeleton.parameters() for skeleton in skeletons)
-        weights = sum(p.numel() * p.element_size() for p in parameters) // ranks
-        # Offloaded weights lie on the host, and only several ranks offload them.
-        on_host = ranks > 1 and bool(job.cfg.get("fsdp_cpu_offload", False))
-        if weights > budget and not on_host:
-            of_each = " of each rank" if ranks > 1 else ""
-            remedy = (
-                f"the model's weights alone need {format_bytes(weights)}{of_each}, and"
-                f" {format_bytes(budget)} may be used; allow more memory or take a smaller model"
-            )
-            raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
     @property
     def most_rows(self) -> int:
@@ -181,7 +151,7 @@ class BoundFinder:
         """
         settings = self.settings
         step_rows = batch_size * settings.gradient_accumulation_steps
-        several = self.has_several or (
+        several = self._job.has_several_micro_batches or (
             settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
         )
         rows = self.rows.of_length(length)
@@ -251,22 +221,6 @@ class BoundFinder:
             rows = 0
         unit = "rows" if settings.micro_batch_size else "tokens"
         return Choices(tuple(layouts), unit, rows, settings.probe.objective)
-
-    @property
-    def has_several(self) -> bool:
-        """Whether some step has several micro-batches whatever fits.
-
-        Accumulation as configured is not counted.
-        """
-        settings = self.settings
-        has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
-        # Ranks that share one copy of the model each run more rows than batch_size.
-        holds_more = self._job.ranks > distributed.data_parallel_size()
-        grows_beyond = settings.grows and settings.grow_beyond_maximum
-        cuts = settings.chooses_fastest or settings.micro_batch_layout == "grouped"
-        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
-        cuts |= settings.measures_noise and settings.micro_batch_tokens is not None
-        return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""

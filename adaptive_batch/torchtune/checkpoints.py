@@ -69,14 +69,14 @@ class Checkpoints:
     ) -> None:
         self._cfg = cfg
         self._keeps_base = keeps_base
-        self._overwrites = settings.overwrite_output_dir
-        self._asynchronous = settings.enable_async_checkpointing
+        self._overwrites = settings.saving.overwrite_output_dir
+        self._asynchronous = settings.saving.enable_async_checkpointing
         self._saved_runs = SavedRuns(cfg, keeps_base=keeps_base)
         self._group = distributed.host_group()
         epochs_folder = Path(cfg.checkpointer.output_dir)
         self._manager = CheckpointManager(
             Path(cfg.output_dir),
-            keep_last=settings.keep_last_n_checkpoints,
+            keep_last=settings.saving.keep_last_n_checkpoints,
             asynchronous=self._asynchronous,
             process_group=self._group,
             others=lambda: (
@@ -85,7 +85,7 @@ class Checkpoints:
             resumable_beside=lambda: resumable_order(cfg.checkpointer),
         )
         self._on_failure = on_failure or _warn_of_failure
-        self._may_change_model = "model" in settings.resume_allow_changes
+        self._may_change_model = "model" in settings.saving.resume_allow_changes
         self.found = distributed.from_rank_zero(self._saved_runs.find)
         self._run = self.found.run
         self._base: dict[str, dict[str, int]] = {}
@@ -123,13 +123,13 @@ class Checkpoints:
                 self._manager.wait()
         newest = None
         if self._run is not None:
-            newest = self._saved_runs.newest_of(self._run)
+            newest = self._saved_runs.folder.newest_of(self._run)
         if newest is None:
             return (
                 "nothing of this run is saved yet, so there is nothing to resume from; start it"
                 " again"
             )
-        value = newest if self._saved_runs.holds_several() else True
+        value = newest if self._saved_runs.folder.holds_several() else True
         return f"resume_from_checkpoint={value} resumes from {newest}"
 
     # --- loading
@@ -314,7 +314,7 @@ class Checkpoints:
             return
         run = self._run
         assert run is not None, "no run has begun"
-        is_removed = distributed.from_rank_zero(lambda: self._saved_runs.remove_others(run))
+        is_removed = distributed.from_rank_zero(lambda: self._saved_runs.folder.remove_others(run))
         self._overwrites = not is_removed
 
     def _settle(self) -> None:

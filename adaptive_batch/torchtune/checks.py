@@ -26,7 +26,7 @@ from adaptive_batch.schedules import needs_noise_scale
 
 from .argument_types import check_arguments
 from .config_errors import as_dict, check_block, missing, one_line, plainly
-from .keys import keys_of, load_function
+from .keys import fields_of, load_function, values_of
 from .names import unread
 
 if TYPE_CHECKING:
@@ -400,8 +400,8 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     _check_rows(settings, config)
     _check_layout(settings, config)
     _check_schedules(settings, config)
-    if settings.run_val_every_n_steps is not None:
-        check_block("dataset_val", settings.dataset_val, several=True)
+    if settings.validation.is_on:
+        check_block("dataset_val", settings.validation.dataset_val, several=True)
     if settings.optimizer_in_bwd:
         _check_optimizer_in_backward(settings, config)
     if rule is not None and needs_noise_scale(rule):
@@ -498,7 +498,7 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
             "left padding is for inference; give torchtune.data.padded_collate_sft",
         ),
         (
-            settings.run_val_every_n_steps is not None and settings.dataset_val is None,
+            settings.validation.is_on and settings.validation.dataset_val is None,
             "run_val_every_n_steps",
             "there is nothing to validate on; set dataset_val to a dataset block",
         ),
@@ -509,6 +509,7 @@ def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse two keys that both set the rows of a step or of a micro-batch."""
     s = settings
     size = settings.micro_batch_size
+    most_rows = settings.sampling.max_rows_per_batch
     finding_key = "batch_increase_function"
     if settings.use_maximum_batch_size:
         finding_key = "use_maximum_batch_size"
@@ -528,9 +529,9 @@ def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
         (
-            s.max_rows_per_batch is not None and s.min_rows_per_batch > s.max_rows_per_batch,
+            most_rows is not None and settings.sampling.min_rows_per_batch > most_rows,
             "min_rows_per_batch",
-            f"max_rows_per_batch is {s.max_rows_per_batch}; give that or less",
+            f"max_rows_per_batch is {most_rows}; give that or less",
         ),
     )
 
@@ -585,7 +586,7 @@ def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
 def _check_schedules(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse keys that a schedule of the batch or of the rate cannot be used with."""
     rule = settings.batch_size_schedule
-    clock = settings.lr_clock
+    clock = settings.rate.lr_clock
     scheduler = config.get("lr_scheduler")
     warmup = None
     if isinstance(scheduler, Mapping):
@@ -791,10 +792,9 @@ def without_effect(
             unused.append(("sync_gradients_every_micro_batch", _ONE_RANK))
     probe = settings.probe
     if probe != type(probe)():
-        fits_itself = settings.validation is not None and settings.validation.fits_itself
         # Where nothing searches, the whole block does nothing, and its keys are not named too. A
         # file that also has the key which would search, such as a shipped config, means it so.
-        if not settings.needs_bound and not fits_itself:
+        if not settings.needs_bound and not settings.validation.fits_itself:
             if "use_maximum_batch_size" not in config:
                 unused.append(("probe", "nothing that needs to know what fits is on"))
         else:
@@ -804,6 +804,42 @@ def without_effect(
     if settings.estimate != type(settings.estimate)():
         unused.append(("estimate", "it is for adaptive_estimate"))
     return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in unused)]
+
+
+def never_due(settings: Settings, num_steps: int, *, rows: int, ranks: int) -> Iterator[str]:
+    """Yield what has no effect in a run of so many steps, each with the reason: a resume point,
+    validation or metrics that are due later, and a batch that is cut to the rows that there are.
+
+    Args:
+        settings: settings of the run.
+        num_steps: optimizer steps of the run.
+        rows: rows of the dataset.
+        ranks: ranks that a batch is counted on.
+    """
+    step_rows = settings.step_rows * ranks
+    is_fixed = not (settings.batch_tokens or settings.batch_changes or settings.grows)
+    if is_fixed and step_rows > rows:
+        cut = f"a step of {step_rows} rows is cut to {count(rows, 'row')}"
+        yield f"{cut}: the dataset has no more"
+    # A batch that grows changes how many steps there are.
+    if settings.grows:
+        return
+    for key, every, effect in (
+        (
+            "run_val_every_n_steps",
+            settings.validation.run_val_every_n_steps,
+            "so nothing is validated",
+        ),
+        (
+            "save_every_n_steps",
+            settings.saving.save_every_n_steps,
+            "and is saved as each epoch ends",
+        ),
+        ("log_every_n_steps", settings.log_every_n_steps, "so no metrics are logged"),
+    ):
+        if every is not None and every > num_steps:
+            reason = f"the run has {count(num_steps, 'step')}, {effect}"
+            yield str(NoEffect(f"{key}={every}", reason))
 
 
 def _of_another_kind(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -895,15 +931,16 @@ def _without_what_they_need(
         name, _, value = need.partition("=")
         # A need of the form key=value asks for that value.
         if value:
-            return bool(getattr(settings, name) == value)
+            return bool(values_of(settings)[name] == value)
         return bool(config.get(name))
 
     for prefix, block, values in (
         ("", settings, config),
         ("probe.", settings.probe, config.get("probe") or {}),
     ):
-        for name, key in keys_of(type(block)).items():
-            does_nothing = values.get(name) in (None, False, getattr(type(block), name, None))
+        for name, key_field in fields_of(type(block)).items():
+            key = key_field.metadata["key"]
+            does_nothing = values.get(name) in (None, False, key_field.default)
             met = any(is_set(need) or values.get(need.removeprefix(prefix)) for need in key.needs)
             if key.needs and not does_nothing and not met:
                 reason = f"it is for {' or '.join(key.needs)}"
@@ -916,14 +953,15 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
     """Yield the keys whose place another key takes."""
     accumulates = settings.gradient_accumulation_steps > 1
     # Without a reference of its own, the rate's rule still reads how often is accumulated.
-    is_read_by_rate = settings.lr_scaling != "none" and not settings.reference_batch_size
+    is_read_by_rate = settings.rate.lr_scaling != "none" and not settings.rate.reference_batch_size
     if settings.batch_tokens and accumulates and not is_read_by_rate:
         yield "gradient_accumulation_steps", "batch_tokens sets what a step holds"
     begins_with_adapters = (config.get("checkpointer") or {}).get("adapter_checkpoint")
     if begins_with_adapters and config.get("resume_from_checkpoint"):
         yield "checkpointer.adapter_checkpoint", "the run resumes with the adapters that it saved"
-    if settings.sample_order != "dataloader" and config.get("shuffle") is False:
-        yield "shuffle", f"sample_order={settings.sample_order} sets the order of rows"
+    order = settings.sampling.sample_order
+    if order != "dataloader" and config.get("shuffle") is False:
+        yield "shuffle", f"sample_order={order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
     size = settings.micro_batch_size
@@ -960,7 +998,7 @@ def _hides_noise(settings: Settings) -> str:
             "uniform_micro_batches leaves no random part of a step a micro-batch of its own; remove"
             " it, or use micro_batch_size"
         )
-    if settings.sample_order == "seqlen":
+    if settings.sampling.sample_order == "seqlen":
         return "rows come sorted by length, so a micro-batch is no random part of a step"
     holds_step = stays and isinstance(size, int) and isinstance(rows, int) and size >= rows
     if (whole_steps or holds_step) and not by_length:

@@ -38,7 +38,7 @@ from .data import Data
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
-from .settings import Settings
+from .settings import Settings, batching_of, sizer_of
 from .trainer import Trainer
 
 # Steps of the configured batch that a branch has rows for; they make four of 16 times as many rows.
@@ -79,20 +79,20 @@ def measure_critical_batch(job: Job) -> str:
     data.check_rows()
     checkpoints = _checkpoints(job)
     # What a branch does not use may have changed since the checkpoint.
-    job.settings = replace(
-        settings, resume_allow_changes=(*settings.resume_allow_changes, *_NOT_USED)
-    )
+    saving = settings.saving
+    allowed = (*saving.resume_allow_changes, *_NOT_USED)
+    job.settings = replace(settings, saving=replace(saving, resume_allow_changes=allowed))
     resumed = ResumedRun(job, data, checkpoints, seed=seed)
     trained, held_out = _rows(job, data, resumed)
     # It refuses an optimizer without what scale_with_batch names, before any weights are loaded.
     stand_in(job, 1.0)
     trainer = _load_trainer(job, data, checkpoints)
-    rule = "sqrt" if settings.lr_scaling == "none" else settings.lr_scaling
+    rule = "sqrt" if settings.rate.lr_scaling == "none" else settings.rate.lr_scaling
     rate = LearningRate(
         trainer.optimizers,
         rule=rule,
         reference=_reference(job, data, trained),
-        scale_with_batch=settings.scale_with_batch,
+        scale_with_batch=settings.rate.scale_with_batch,
     )
     start_branch, branches, facts = _branches(job, data, trainer, rate, trained, held_out)
     cost = len(trained) * len(branches)
@@ -143,7 +143,12 @@ def _check_settings(settings: Settings) -> None:
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
     settings = job.settings
-    trainer = Trainer.load(job, data, checkpoints, data.new_sizer(searches=False))
+    sizes = settings
+    # Nothing is searched for, so what fits itself is the configured batch.
+    if settings.fits_itself:
+        sizes = replace(settings, micro_batch_size=None, micro_batch_tokens=None)
+    sizer = sizer_of(sizes, data.shapes, job.memory)
+    trainer = Trainer.load(job, data, checkpoints, sizer)
     if settings.micro_batch_layout == "packed":
         reason = trainer.runner.why_not_packed(data.longest(2))
         if reason:
@@ -162,7 +167,8 @@ def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
 def _reference(job: Job, data: Data, trained: Sequence[Any]) -> Reference:
     """Return the batch that the rate belongs to, in rows, as branches count them."""
     settings = job.settings
-    reference = settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
+    configured = Reference(settings.step_rows * job.ranks, "rows")
+    reference = settings.rate.reference_batch_size or configured
     if reference.unit != "tokens":
         return reference
     tokens = sum(map(data.dataset.num_real_tokens, trained))
@@ -206,22 +212,30 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     """
     validation = job.settings.validation
     rows = _num_rows_to_train(job, len(data.dataset))
-    batching = data.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
+    batching = batching_of(
+        job.settings,
+        shuffle=bool(job.cfg.shuffle),
+        seed=resumed.seed,
+        max_steps_per_epoch=resumed.max_steps_per_epoch,
+    )
     epochs = EpochPlanner(data.dataset, batching, ranks=job.ranks, divisible=False)
     state = resumed.state_of("steps")
     if state is not None:
         epochs.load_state_dict(state)
     order = epochs.order(resumed.progress)
     num_read = rows
-    if validation is None:
+    if not validation.is_on:
         num_read += _MOST_HELD_OUT
     num_read = min(len(order), num_read)
     places = (torch.arange(num_read) + resumed.progress.epoch_rows) % len(order)
     read = [data.read_row(row) for row in order[places].tolist()]
-    if validation is None:
+    if not validation.is_on:
         return read[:rows], read[rows:]
-    validated = validation.rows_of(len(data.dataset_val), ranks=distributed.data_parallel_size())
-    if validated < distributed.data_parallel_size():
+    ranks = distributed.data_parallel_size()
+    validated = validation.rows_of(
+        len(data.dataset_val), batch_size=job.settings.batch_size, ranks=ranks
+    )
+    if validated < ranks:
         raise SettingError(
             "dataset_val", f"{validated} rows of it", "each rank takes some; give more of them"
         )
@@ -235,7 +249,7 @@ def _num_rows_to_train(job: Job, num_rows: int) -> int:
     usable_rows = num_rows
     default_rows = num_rows
     hint = ""
-    if not job.settings.validation:
+    if not job.settings.validation.is_on:
         # The rows that are held out come from the same dataset.
         usable_rows -= _FEWEST_HELD_OUT
         default_rows = num_rows * 3 // 4
@@ -267,7 +281,7 @@ def _branches(
     runner = trainer.runner
     ranks = distributed.data_parallel_size()
     rank = distributed.data_parallel_rank()
-    loss = data.loss_val(runner.loss) if job.settings.validation else runner.loss
+    loss = data.loss_val(runner.loss) if job.settings.validation.is_on else runner.loss
     # Each rank takes as many, as evaluation is a collective; rows that are left over are not used.
     rank_rows = held_out[: len(held_out) // ranks * ranks][rank::ranks]
 

@@ -5,7 +5,7 @@ rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import NoneType
@@ -17,25 +17,16 @@ from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from adaptive_batch import distributed
-from adaptive_batch.data import (
-    Batching,
-    MicroBatchLayout,
-    count_rows,
-    longest_rows,
-    plan_token_batches,
-)
+from adaptive_batch.data import MicroBatchLayout, count_rows, longest_rows, plan_token_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.training import (
-    LimitChange,
-    MicroBatchSizer,
-    RowLoss,
-)
+from adaptive_batch.training import RowLoss
 
 from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
 from .job import Job
 from .rows import Rows
+from .settings import batching_of
 from .task import COLLATE_REMEDY
 
 # What a row may have beside its sequences for its tokens to tell what it takes: images, for
@@ -46,6 +37,58 @@ _MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
 _COLLATED_FIRST = 4
 
 
+class Collator:
+    """Makes rows a batch on the host: padded, or stacked where the dataset has packed them.
+
+    Args:
+        job: job of the run.
+        pad_id: token that rows are padded with.
+        packed: whether the rows are packed.
+
+    Attributes:
+        packed: as given.
+        collate: function that makes rows a batch as they are.
+    """
+
+    def __init__(self, job: Job, *, pad_id: int, packed: bool) -> None:
+        self.packed = packed
+        self._job = job
+        self._pad_id = pad_id
+        # A function that cannot be used is refused even where it is not.
+        padded = job.task.collate_function(pad_id)
+        self.collate = padded_collate_packed if packed else padded
+
+    def to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
+        """Collate rows to at least that many tokens each."""
+        lengthened = self._job.task.lengthened(rows, length, pad_id=self._pad_id)
+        return self._of_all(rows, self.collate(lengthened))
+
+    def _of_all(self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
+        """Refuse a batch that has left out rows, which a step would count as trained; a function
+        may lay all of them in one.
+        """
+        num_sequences = len(rows) * len(self._job.task.fields)
+        if "tokens" in batch and len(batch["tokens"]) not in (1, num_sequences):
+            remedy = (
+                f"it made {len(batch['tokens'])} rows of {num_sequences}; return all of them, and"
+                " filter rows in the dataset"
+            )
+            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
+        return batch
+
+    def check(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Refuse rows that cannot be collated."""
+        try:
+            batch = self.collate([dict(row) for row in rows])
+            _ = batch["labels"]
+        except Exception as error:
+            # Of collate functions of the user's, it may be any.
+            problem = f"it fails on the dataset's rows ({type(error).__name__}: {one_line(error)})"
+            remedy = f"{problem}; {COLLATE_REMEDY}"
+            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy) from error
+        self._of_all(rows, batch)
+
+
 class Data:
     """The rows that a run trains and validates on, and how they become batches.
 
@@ -53,6 +96,7 @@ class Data:
     they are made up.
 
     Attributes:
+        collator: makes rows of training a batch.
         shapes: what micro-batches are padded to; packed rows are as long as they may be.
         shapes_val: the same of validation.
     """
@@ -72,18 +116,14 @@ class Data:
         self._task = job.task
         self.packed = packed
         self.tokenizer = tokenizer
-        self.pad_id: int = 0
-        if tokenizer is not None:
-            self.pad_id = tokenizer.pad_id
+        pad_id: int = 0 if tokenizer is None else tokenizer.pad_id
         first = dataset
         if isinstance(dataset, ConcatDataset):
             first = dataset._datasets[0]
         # torchtune's builders leave it at 0.
-        self._pack_padding: int = getattr(first, "padding_idx", self.pad_id)
-        self._padded = job.task.collate_function(self.pad_id)
-        self.collate = padded_collate_packed if packed else self._padded
-        self._packed_val = packed_val
-        self._collate_val = padded_collate_packed if packed_val else self._padded
+        self._pack_padding: int = getattr(first, "padding_idx", pad_id)
+        self.collator = Collator(job, pad_id=pad_id, packed=packed)
+        self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
         self.dataset = Rows(
             job,
             "dataset",
@@ -94,8 +134,8 @@ class Data:
         self._rows_val = None
         if dataset_val is not None:
             self._rows_val = Rows(job, "dataset_val", dataset_val, name=_names(job.cfg.dataset_val))
-        self.shapes = self._layout(job.settings.uniform_micro_batches, packed=packed)
-        self.shapes_val = self._layout(None, packed=packed_val)
+        self.shapes = _layout_of(job, job.settings.uniform_micro_batches, packed=packed)
+        self.shapes_val = _layout_of(job, None, packed=packed_val)
 
     @classmethod
     def read(cls, job: Job) -> Data:
@@ -114,7 +154,7 @@ class Data:
         dataset, packed = _dataset(job, "dataset", tokenizer)
         dataset_val = None
         packed_val = False
-        if job.settings.validation:
+        if job.settings.validation.is_on:
             dataset_val, packed_val = _dataset(job, "dataset_val", tokenizer)
         rows = len(dataset)
         ranks = distributed.data_parallel_size()
@@ -133,56 +173,10 @@ class Data:
             packed_val=packed_val,
         )
 
-    def _layout(self, uniform: str | None, *, packed: bool) -> MicroBatchLayout:
-        """Return what micro-batches are padded to.
-
-        Where ranks gather the output layer by itself, they do so for each chunk of the sequence
-        that the loss asks for, and all must have as many: n chunks where there are n (n - 1) + 1
-        tokens or more, fewer below that.
-        """
-        kind = self._settings.micro_batch_layout or "padded"
-        if packed:
-            return MicroBatchLayout(uniform, kind=kind)
-        job = self._job
-        multiple = self._settings.pad_to_multiple_of
-        if multiple > 1:
-            # Each sequence of a row is padded.
-            multiple *= len(job.task.fields)
-        shortest = 1
-        if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
-            chunks = getattr(job.loss_fn, "num_output_chunks", 1)
-            shortest = min(chunks * (chunks - 1) + 1, job.max_row_length or sys.maxsize)
-        return MicroBatchLayout(
-            uniform, multiple, job.max_row_length if multiple > 1 else None, shortest, kind
-        )
-
     def loss_val(self, loss: RowLoss) -> RowLoss:
         """Return the loss of rows of validation, of training's loss."""
-
-        def collate(rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
-            return self._of_all(rows, self._collate_val(self._lengthened(rows, length)))
-
-        return replace(loss, collate=collate, pack=None if self._packed_val else loss.pack)
-
-    def collate_to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
-        """Collate rows to at least that many tokens each."""
-        return self._of_all(rows, self.collate(self._lengthened(rows, length)))
-
-    def _of_all(self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]) -> dict[str, Any]:
-        """Refuse a batch that has left out rows, which a step would count as trained; a function
-        may lay all of them in one.
-        """
-        num_sequences = len(rows) * len(self._task.fields)
-        if "tokens" in batch and len(batch["tokens"]) not in (1, num_sequences):
-            remedy = (
-                f"it made {len(batch['tokens'])} rows of {num_sequences}; return all of them, and"
-                " filter rows in the dataset"
-            )
-            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
-        return batch
-
-    def _lengthened(self, rows: Sequence[dict[str, Any]], length: int) -> Sequence[dict[str, Any]]:
-        return self._task.lengthened(rows, length, pad_id=self.pad_id)
+        pack = None if self._collator_val.packed else loss.pack
+        return replace(loss, collate=self._collator_val.to_length, pack=pack)
 
     # --- rows
 
@@ -216,61 +210,7 @@ class Data:
             return 0
         return int(real[-1]) + 1
 
-    # --- batches
-
-    def new_sizer(
-        self,
-        on_change: Callable[[LimitChange], object] = lambda change: None,
-        *,
-        searches: bool = True,
-    ) -> MicroBatchSizer:
-        """Return what decides what a micro-batch may hold, as configured, before anything was
-        found.
-
-        Args:
-            on_change: function that is called with each change of the limit.
-            searches: whether a search is to find what fits; without one ``auto`` is the configured
-                batch.
-        """
-        rows = self._settings.micro_batch_size
-        tokens = self._settings.micro_batch_tokens
-        if not searches:
-            if rows == "auto":
-                rows = None
-            if tokens == "auto":
-                tokens = None
-        return MicroBatchSizer(
-            micro_batch_size=rows,
-            micro_batch_tokens=tokens,
-            layout=self.shapes,
-            memory=self._job.memory,
-            on_change=on_change,
-        )
-
-    def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
-        """Return what a step holds and in which order rows come, as configured."""
-        settings = self._settings
-        # The seed of torchtune's sampler.
-        if settings.sample_order == "dataloader":
-            seed = 0
-        return Batching(
-            batch_size=settings.batch_size,
-            gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            batch_tokens=settings.batch_tokens,
-            batch_increase_function=settings.batch_increase_function,
-            batch_size_schedule=settings.batch_size_schedule,
-            grow_beyond_maximum=settings.grow_beyond_maximum,
-            shuffle=bool(self._job.cfg.shuffle),
-            seed=seed,
-            sample_order=settings.sample_order,
-            sample_window=settings.sample_window,
-            min_rows_per_batch=settings.min_rows_per_batch,
-            max_rows_per_batch=settings.max_rows_per_batch,
-            long_rows=settings.long_rows,
-            drop_last=settings.drop_last,
-            max_steps_per_epoch=max_steps_per_epoch,
-            epochs=settings.epochs,
-        )
+    # --- checks
 
     def check_rows(self) -> None:
         """Refuse fewer rows than a step takes, rows that tokens do not measure or allow, and
@@ -293,7 +233,7 @@ class Data:
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", "packed", remedy)
         # A row that the model does not take is refused now, not when training needs its length.
-        if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
+        if settings.uniform_micro_batches or settings.rate.lr_clock.counts_tokens:
             _ = self.dataset.lengths
         if isinstance(settings.micro_batch_tokens, int):
             needed = self.shapes.padded(int(self.dataset.lengths.max()))
@@ -305,15 +245,16 @@ class Data:
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
             divisible = settings.uniform_micro_batches in ("rows", "both")
+            batching = batching_of(settings, shuffle=bool(self._job.cfg.shuffle))
             steps = plan_token_batches(
-                self.dataset.lengths, self.batching(), ranks=ranks, order=None, divisible=divisible
+                self.dataset.lengths, batching, ranks=ranks, order=None, divisible=divisible
             )
             if len(steps) == 0:
                 remedy = (
                     f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or"
                     " give alone"
                 )
-                raise SettingError("long_rows", settings.long_rows, remedy)
+                raise SettingError("long_rows", settings.sampling.long_rows, remedy)
             if settings.drop_last and len(steps) == 1:
                 remedy = (
                     "a step holds all rows of an epoch, and drop_last would drop it; lower"
@@ -322,11 +263,11 @@ class Data:
                 raise SettingError(
                     "batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False"
                 )
-        if settings.validation:
-            validated = (
-                self.dataset_val[row]
-                for row in range(settings.validation.rows_of(len(self.dataset_val), ranks=ranks))
+        if settings.validation.is_on:
+            num_validated = settings.validation.rows_of(
+                len(self.dataset_val), batch_size=settings.batch_size, ranks=ranks
             )
+            validated = (self.dataset_val[row] for row in range(num_validated))
             random_state = RandomState(self._job.device)
             has_labels = any(
                 int(label) != self._task.ignore_index
@@ -346,7 +287,7 @@ class Data:
         num_first = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
         random_state = RandomState(self._job.device)
         try:
-            self._collate_first([self.dataset[number] for number in range(num_first)])
+            self.collator.check([self.dataset[number] for number in range(num_first)])
             has_labels = any(
                 self._num_labels(self.dataset[number]) for number in range(len(self.dataset))
             )
@@ -360,23 +301,12 @@ class Data:
             reason += f", and tokenizer.max_seq_len={max_seq_len}, to which rows are cut"
         raise SettingError("dataset", _names(self._job.cfg.dataset), reason)
 
-    def _collate_first(self, rows: Sequence[dict[str, Any]]) -> None:
-        try:
-            batch = self.collate([dict(row) for row in rows])
-            _ = batch["labels"]
-        except Exception as error:
-            # Of collate functions of the user's, it may be any.
-            problem = f"it fails on the dataset's rows ({type(error).__name__}: {one_line(error)})"
-            remedy = f"{problem}; {COLLATE_REMEDY}"
-            raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy) from error
-        self._of_all(rows, batch)
-
     def _num_labels(self, row: dict[str, Any]) -> int:
         ignored = self._task.ignore_index
         num_labels = 0
         for _, labels in self._task.sequences(row):
             if labels is None:
-                return int(self._task.count_labels(self.collate([dict(row)])))
+                return int(self._task.count_labels(self.collator.collate([dict(row)])))
             num_labels += sum(int(label) != ignored for label in labels[1:])
         return num_labels
 
@@ -420,6 +350,29 @@ class Data:
             " micro_batch_size"
         )
         raise SettingError(key, self._job.cfg.get(key), remedy)
+
+
+def _layout_of(job: Job, uniform: str | None, *, packed: bool) -> MicroBatchLayout:
+    """Return what micro-batches are padded to.
+
+    Where ranks gather the output layer by itself, they do so for each chunk of the sequence
+    that the loss asks for, and all must have as many: n chunks where there are n (n - 1) + 1
+    tokens or more, fewer below that.
+    """
+    kind = job.settings.micro_batch_layout or "padded"
+    if packed:
+        return MicroBatchLayout(uniform, kind=kind)
+    multiple = job.settings.pad_to_multiple_of
+    if multiple > 1:
+        # Each sequence of a row is padded.
+        multiple *= len(job.task.fields)
+    shortest = 1
+    if distributed.data_parallel_size() > 1 and "output" in job.settings.custom_sharded_layers:
+        chunks = getattr(job.loss_fn, "num_output_chunks", 1)
+        shortest = min(chunks * (chunks - 1) + 1, job.max_row_length or sys.maxsize)
+    return MicroBatchLayout(
+        uniform, multiple, job.max_row_length if multiple > 1 else None, shortest, kind
+    )
 
 
 def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:

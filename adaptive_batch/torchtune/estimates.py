@@ -51,15 +51,15 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.schedules import Progress
 
-from .bound_finder import BoundFinder
 from .checks import TO_PLAN, check_parallel, complete, without_effect_on
 from .config_errors import instantiate
 from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .keys import load_function
 from .model import ModelBuilder
-from .settings import Settings
+from .settings import Settings, sizer_of
 from .tasks import task_of
+from .trial_rows import TrialRows
 
 # Tokens that half of the rows are shorter than the longest by, at least, where lengths vary.
 _LEAST_SHORTER = 8
@@ -358,22 +358,22 @@ class _Step:
 
     def __init__(self, run: FakeRun, lengths: Sequence[int | str]) -> None:
         self.run = run
-        self._bounds = bounds = BoundFinder(run.job, run.data)
-        self._rows = {length: self._rows_of(bounds, length) for length in lengths}
+        self._trial_rows = TrialRows(run.job, run.data)
+        self._rows = {length: self._rows_of(length) for length in lengths}
         settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
         self._step = run.step(
             rows,
-            accumulates=bounds.has_several
+            accumulates=run.job.has_several_micro_batches
             or settings.fits_itself
             or settings.gradient_accumulation_steps > 1,
             keeps_gradients=keeps,
         )
 
-    def _rows_of(self, bounds: BoundFinder, length: int | str) -> tuple[Rows, int]:
+    def _rows_of(self, length: int | str) -> tuple[Rows, int]:
         if self.run.reads_data:
-            worst = bounds.rows.of_length(length)
+            worst = self._trial_rows.of_length(length)
             tokens = worst.length
 
             # Also more rows than the dataset has.
@@ -453,7 +453,7 @@ class _Step:
 
         @cache
         def rows_of(length: int) -> Rows:
-            return self._rows_of(self._bounds, length)[0]
+            return self._rows_of(length)[0]
 
         def run(device: FakeDevice, num_rows: int, length: int) -> None:
             with disable_current_modes():
@@ -466,14 +466,15 @@ class _Step:
     def _first_steps(self, fit: Fit) -> PlannedSteps:
         """Return training's first steps where so many of the longest rows fit."""
         data = self.run.data
-        sizer = data.new_sizer()
-        batch_size = self.run.job.settings.batch_size
-        if self.run.job.settings.use_maximum_batch_size:
+        job = self.run.job
+        sizer = sizer_of(job.settings, data.shapes, job.memory)
+        batch_size = job.settings.batch_size
+        if job.settings.use_maximum_batch_size:
             batch_size = fit.max_batch_size
         limit = sizer.limit_where_fits(
             fit.max_batch_size, length=fit.sequence_length, rows_at_once=batch_size
         )
-        steps = self._bounds.rows.epochs.rows_ahead(
+        steps = self._trial_rows.epochs.rows_ahead(
             Progress(), batch_size=batch_size, num_steps=REPLAYED_STEPS
         )
         batches = [data.dataset.lengths[numbers].tolist() for numbers in steps]
@@ -492,15 +493,15 @@ class _Step:
         shorter = sorted(map(int, lengths))[len(lengths) // 2]
         if tokens - shorter < _LEAST_SHORTER:
             return None
-        drawn = [int(lengths[row]) for row in self._bounds.rows.order(tokens)]
-        short = self.run.forward_backward(self._rows_of(self._bounds, shorter)[0])
+        drawn = [int(lengths[row]) for row in self._trial_rows.order(tokens)]
+        short = self.run.forward_backward(self._rows_of(shorter)[0])
         traces_alike(self._step, short)
 
         @cache
         def run_of(length: int) -> Run:
             if length == tokens:
                 return longest
-            return self.run.forward_backward(self._rows_of(self._bounds, length)[0])
+            return self.run.forward_backward(self._rows_of(length)[0])
 
         def of_steps(rows: int) -> list[Run | Between]:
             steps: list[Run | Between] = [longest]

@@ -33,7 +33,7 @@ from .checks import TO_PLAN
 from .data import Data
 from .job import Job
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
-from .settings import Settings
+from .settings import Settings, sizer_of
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
@@ -89,13 +89,13 @@ class FakeRun:
                 "flex attention: packed rows are counted with a mask of tokens x tokens, and it"
                 " needs less"
             )
-        real = self.data.collate
+        real = self.data.collator.collate
 
         def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             with disable_current_modes():
                 return self._collate_packed(rows) if self.data.packed else real(rows)
 
-        self.data.collate = collate
+        self.data.collator.collate = collate
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
         """Return the configuration with what fake tensors on a CPU can run; note what that leaves
@@ -205,7 +205,7 @@ class FakeRun:
             self.job,
             self.data,
             model,
-            self.data.new_sizer(),
+            sizer_of(self.job.settings, self.data.shapes, self.job.memory),
             second=second,
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -15,8 +16,9 @@ from torchtune import training, utils
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import private
+from adaptive_batch._util import format_bytes
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import DeviceMemory, check_segments, device_memory
+from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
@@ -150,6 +152,53 @@ class Job:
         if self._outline is None:
             return None
         return num_token_embeddings(self._outline)
+
+    def check_weights_fit(self) -> None:
+        """Refuse an allowance of memory that does not hold the model's weights.
+
+        Raises:
+            SettingError: it is below what they need, or the device does not measure what it uses.
+        """
+        probe = self.settings.probe
+        ranks = distributed.world_size()
+        memory = self.memory
+        memory.check_it_can_be_measured()
+        # How much auto leaves free is known where rows are.
+        headroom = 0.0 if isinstance(probe.headroom, str) else probe.headroom
+        budget = budget_bytes(
+            probe.device_memory,
+            headroom=headroom,
+            total_bytes=memory.total_bytes(),
+            available_bytes=memory.available_bytes(()),
+        )
+        skeletons = [skeleton for skeleton in (self.skeleton, self.second_skeleton) if skeleton]
+        parameters = chain.from_iterable(skeleton.parameters() for skeleton in skeletons)
+        weights = sum(p.numel() * p.element_size() for p in parameters) // ranks
+        # Offloaded weights lie on the host, and only several ranks offload them.
+        on_host = ranks > 1 and bool(self.cfg.get("fsdp_cpu_offload", False))
+        if weights > budget and not on_host:
+            of_each = " of each rank" if ranks > 1 else ""
+            remedy = (
+                f"the model's weights alone need {format_bytes(weights)}{of_each}, and"
+                f" {format_bytes(budget)} may be used; allow more memory or take a smaller model"
+            )
+            raise SettingError("probe.device_memory", probe.device_memory, remedy)
+
+    @property
+    def has_several_micro_batches(self) -> bool:
+        """Whether some step has several micro-batches whatever fits.
+
+        Accumulation as configured is not counted.
+        """
+        settings = self.settings
+        has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
+        # Ranks that share one copy of the model each run more rows than batch_size.
+        holds_more = self.ranks > distributed.data_parallel_size()
+        grows_beyond = settings.grows and settings.grow_beyond_maximum
+        cuts = settings.chooses_fastest or settings.micro_batch_layout == "grouped"
+        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
+        cuts |= settings.measures_noise and settings.micro_batch_tokens is not None
+        return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be built, and one of torch's that cannot step."""

@@ -87,22 +87,50 @@ def key(
     return field(default=default, metadata={"key": Key(read, doc, **more)})
 
 
+def group(keys: type) -> Any:
+    """Return the dataclass field of keys that are one object of the settings, though the
+    configuration has each of them at its top.
+    """
+    return field(default=keys(), metadata={"group": keys})
+
+
+def fields_of(block: type) -> dict[str, Field[Any]]:
+    """Return the fields of the keys of a dataclass of settings, groups included, by name."""
+    named: dict[str, Field[Any]] = {}
+    for own_field in fields(block):
+        if "group" in own_field.metadata:
+            named |= fields_of(own_field.metadata["group"])
+        else:
+            named[own_field.name] = own_field
+    return named
+
+
 def keys_of(block: type) -> dict[str, Key]:
-    """Return the keys of a dataclass of settings, by name."""
-    return {field.name: field.metadata["key"] for field in fields(block)}
+    """Return the keys of a dataclass of settings, groups included, by name."""
+    return {name: key_field.metadata["key"] for name, key_field in fields_of(block).items()}
 
 
-def _fields_by_name(block: type) -> dict[str, Field[Any]]:
-    return {key_field.name: key_field for key_field in fields(block)}
+def values_of(settings: Any) -> dict[str, Any]:
+    """Return the values of all keys of settings, groups included, by name."""
+    values: dict[str, Any] = {}
+    for own_field in fields(settings):
+        value = getattr(settings, own_field.name)
+        values |= values_of(value) if "group" in own_field.metadata else {own_field.name: value}
+    return values
 
 
 def read_keys(block: type, config: Mapping[str, Any], *, prefix: str = "") -> dict[str, Any]:
     """Read and check what is given of the keys of a dataclass; null is as good as absent."""
-    values = {}
-    for name, key_field in _fields_by_name(block).items():
+    values: dict[str, Any] = {}
+    for own_field in fields(block):
+        name = own_field.name
+        keys = own_field.metadata.get("group")
+        if keys is not None:
+            values[name] = keys(**read_keys(keys, config))
+            continue
         value = config.get(name)
-        if key_field.default is MISSING or value is not None:
-            values[name] = key_field.metadata["key"].read(prefix + name, value)
+        if own_field.default is MISSING or value is not None:
+            values[name] = own_field.metadata["key"].read(prefix + name, value)
     return values
 
 
@@ -129,7 +157,7 @@ def table(block: type, *, prefix: str = "") -> str:
     """Return the keys of a dataclass as a table in Markdown."""
     rows = [
         f"| `{prefix}{field.name}` | {_default(field)} | {field.metadata['key'].doc} |"
-        for field in fields(block)
+        for field in fields_of(block).values()
         if field.metadata["key"].doc
     ]
     return "\n".join(["| key | default | meaning |", "|---|---|---|", *rows])

@@ -21,6 +21,7 @@ from .data import Data
 from .job import Job
 from .log import TrainingLog
 from .lost_run import TRIALS, LostRun
+from .resumed_run import ResumedRun
 from .trainer import Trainer
 
 
@@ -57,39 +58,23 @@ class LimitFinder:
         self._log = log
         self._lost = lost
 
-    def find(self, *, keeps_batch: bool, saved: Mapping[str, Any] | None) -> None:
+    def find(self, resumed: ResumedRun) -> None:
         """Find how many rows fit at once, where any setting needs it; the planner takes the batch
-        size to train with.
-
-        Args:
-            keeps_batch: whether the batch size is the checkpoint's, and is kept whatever fits.
-            saved: state of the sizer in the checkpoint; None without one.
+        size to train with, unless the checkpoint's is kept whatever fits.
 
         Raises:
-            SettingError: what is configured does not fit; with the suggested fix.
+            SettingError: what is configured, or what the checkpoint's schedule may ask for, does
+                not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
         data = self._data
         settings = self._settings
         sizer = self._sizer
         planner = self._planner
-        if has_batch_norm(self._trainer.model) and (
-            settings.adaptive or settings.on_out_of_memory == "shrink"
-        ):
-            message = (
-                "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones"
-                " change results"
-            )
-            self._log.event("batch_norm", message)
-        for key, kind in TRIALS.items():
-            rows = self._lost.trial_rows(key)
-            if rows:
-                trial = f"a trial {kind}of {count(rows, 'row')}"
-                message = (
-                    f"{trial} ended all ranks, so whether they fit is not known; up to half are"
-                    " tried"
-                )
-                self._log.event("indeterminate", message, rows=rows)
+        saved = resumed.state_of("limits")
+        is_scheduled = settings.batch_size_schedule is not None
+        keeps_batch = resumed.keeps_batch or (bool(resumed.saved) and is_scheduled)
+        self._log_notes()
         if saved is not None and saved["throughput"]:
             choices = self._bounds.choices(self._trainer)
             if choices is not None:
@@ -100,7 +85,16 @@ class LimitFinder:
                 raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
         results = []
         if settings.needs_bound:
-            results = self._search(keeps_batch=keeps_batch)
+            results = self._bounds.of_training(
+                self._trainer,
+                length=settings.probe.sequence_length,
+                batch_size=planner.batch_size,
+                keeps_batch=keeps_batch,
+            )
+            self._log_searches(results)
+            sizer.found(results[-1])
+            if sizer.throughput is not None:
+                self._log_throughput(sizer.throughput)
             planner.take_batch_size(
                 self._batch_size_within(results[-1], planner.batch_size, keeps_batch=keeps_batch)
             )
@@ -118,15 +112,45 @@ class LimitFinder:
             advice = advise(self._job, data, results[-1], batch_size=planner.batch_size)
             if advice:
                 self._log.event("advice", advice)
+        self._check_saved_maximum_fits()
 
-    def _search(self, *, keeps_batch: bool) -> list[ProbeResult]:
-        """Search for the bound, and log each search."""
-        results = self._bounds.of_training(
-            self._trainer,
-            length=self._settings.probe.sequence_length,
-            batch_size=self._planner.batch_size,
-            keeps_batch=keeps_batch,
-        )
+    def _log_notes(self) -> None:
+        """Log a model whose results depend on micro-batches, and trials that ended all ranks."""
+        settings = self._settings
+        if has_batch_norm(self._trainer.model) and (
+            settings.adaptive or settings.on_out_of_memory == "shrink"
+        ):
+            message = (
+                "the model has BatchNorm, whose statistics are those of a micro-batch: smaller ones"
+                " change results"
+            )
+            self._log.event("batch_norm", message)
+        for key, kind in TRIALS.items():
+            rows = self._lost.trial_rows(key)
+            if rows:
+                trial = f"a trial {kind}of {count(rows, 'row')}"
+                message = (
+                    f"{trial} ended all ranks, so whether they fit is not known; up to half are"
+                    " tried"
+                )
+                self._log.event("indeterminate", message, rows=rows)
+
+    def _check_saved_maximum_fits(self) -> None:
+        """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
+        settings = self._settings
+        saved_maximum = self._planner.saved_maximum
+        bound = self._sizer.max_batch_size
+        cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
+        if cannot_split and bound and saved_maximum > bound:
+            problem = (
+                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which {bound} fit"
+                " here, and they cannot be split"
+            )
+            remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
+            raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
+
+    def _log_searches(self, results: Sequence[ProbeResult]) -> None:
+        """Log each search for the bound."""
         for result in results:
             self._log.event(
                 "bound",
@@ -139,10 +163,6 @@ class LimitFinder:
                 seconds=round(sum(result.seconds), 2),
                 search=result.record(),
             )
-        self._sizer.found(results[-1])
-        if self._sizer.throughput is not None:
-            self._log_throughput(self._sizer.throughput)
-        return results
 
     def _log_throughput(self, fastest: Throughput) -> None:
         limit = fastest.limit

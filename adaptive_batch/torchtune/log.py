@@ -34,62 +34,8 @@ from .data import Data
 from .job import Job
 from .preview import TrainingPreview
 from .resumed_run import ResumedRun
-from .settings import Settings
 
 log = logging.getLogger("adaptive_batch")
-
-_MUCH_PADDING = 0.3
-
-
-def keys_against_padding(settings: Settings) -> str:
-    """Return which key would remove padding; empty where none would."""
-    if settings.uniform_micro_batches in ("lengths", "both"):
-        return (
-            f"uniform_micro_batches={settings.uniform_micro_batches} pads all of a step to one"
-            " length"
-        )
-    # A step that must run whole cannot be divided by length.
-    can_split = settings.uniform_micro_batches is None and not settings.optimizer_in_bwd
-    if can_split and settings.micro_batch_tokens is None:
-        instead = ", without micro_batch_size," if settings.micro_batch_size is not None else ""
-        return (
-            f"micro_batch_tokens=auto{instead} groups the rows of a step by length, or packs them"
-            " where they can be"
-        )
-    if settings.sample_order != "seqlen":
-        return "sample_order=seqlen with a sample_window brings rows of like length into a step"
-    if settings.pad_to_multiple_of > 1:
-        return "a lower pad_to_multiple_of leaves less"
-    return ""
-
-
-class _EpochPadding:
-    """The padding of what an epoch has run, and the key that would remove it."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._begin()
-
-    def _begin(self) -> None:
-        self._tokens = 0
-        self._padded_tokens = 0.0
-
-    def add(self, result: StepResult) -> None:
-        """Add a step."""
-        self._tokens += result.tokens
-        if result.padding_fraction < 1:
-            self._padded_tokens += result.tokens / (1 - result.padding_fraction)
-
-    def end_epoch(self) -> tuple[float, str]:
-        """Return the share of the tokens that was padding, and the key that would remove it, empty
-        where none would; begin the next epoch.
-        """
-        share = 0.0
-        if self._padded_tokens:
-            share = 1 - self._tokens / self._padded_tokens
-        key = keys_against_padding(self._settings)
-        self._begin()
-        return share, key
 
 
 class _Trained:
@@ -128,6 +74,55 @@ class _Trained:
         return self._tokens / self._step_seconds
 
 
+class _MetricLogger:
+    """torchtune's metric logger, where one is configured; rank zero opens it.
+
+    Attributes:
+        every_n_steps: steps from one record of their metrics to the next.
+    """
+
+    def __init__(self, job: Job) -> None:
+        cfg = job.cfg
+        self._cfg = cfg
+        self._device = job.device
+        self._logger: Any = None
+        self.every_n_steps: int = cfg.get("log_every_n_steps") or 1
+        self._logs_memory = bool(cfg.get("log_peak_memory_stats", False))
+        if self._logs_memory and job.device.type == "cpu":
+            self._logs_memory = False
+            log.info("log_peak_memory_stats has no effect on a CPU")
+
+    def open(self) -> None:
+        """Open it, where one is configured."""
+        cfg = self._cfg
+        if cfg.metric_logger is None:
+            return
+        component = str(cfg.metric_logger.get("_component_", ""))
+        # torchtune's logger leaves an error behind where it cannot be made.
+        if component.endswith(".TensorBoardLogger") and find_spec("tensorboard") is None:
+            remedy = "tensorboard is not installed: pip install tensorboard"
+            raise SettingError("metric_logger", component, remedy)
+        self._logger = instantiate("metric_logger", cfg.metric_logger)
+        self._logger.log_config(cfg)
+
+    def memory(self) -> Mapping[str, float]:
+        """Return the peaks of the device's memory, where they are logged."""
+        if self._logger is None or not self._logs_memory:
+            return {}
+        peaks: Mapping[str, float] = training.get_memory_stats(device=self._device)
+        return peaks
+
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
+        """Log metrics of a step."""
+        if self._logger is not None:
+            self._logger.log_dict(metrics, step=step)
+
+    def close(self) -> None:
+        """Close it, if it was opened."""
+        if self._logger is not None:
+            self._logger.close()
+
+
 class TrainingLog:
     """The run log and the metric logger of a run; of several ranks, rank zero writes them.
 
@@ -143,15 +138,10 @@ class TrainingLog:
         self._folder = Path(cfg.output_dir)
         self._config_path = self._folder / "adaptive_batch" / "config.yaml"
         self._record = RunLog(self._folder, enabled=False)
-        self._metrics: Any = None
-        self._padding = _EpochPadding(job.settings)
+        self._metrics = _MetricLogger(job)
         self._trained = _Trained()
         # What an epoch has logged, which the next one need not repeat.
         self._repeated: set[str] = set()
-        self._every_n_steps: int = cfg.get("log_every_n_steps") or 1
-        self._memory = bool(cfg.get("log_peak_memory_stats", False)) and job.device.type != "cpu"
-        if cfg.get("log_peak_memory_stats", False) and not self._memory:
-            log.info("log_peak_memory_stats has no effect on a CPU")
 
     def open(self) -> None:
         """Open both; all ranks call it."""
@@ -160,35 +150,11 @@ class TrainingLog:
             return
         self._record = record
         atomic_write(self._config_path, OmegaConf.to_yaml(self._cfg, resolve=True, sort_keys=True))
-        if self._cfg.metric_logger is not None:
-            component = str(self._cfg.metric_logger.get("_component_", ""))
-            # torchtune's logger leaves an error behind where it cannot be made.
-            if component.endswith(".TensorBoardLogger") and find_spec("tensorboard") is None:
-                remedy = "tensorboard is not installed: pip install tensorboard"
-                raise SettingError("metric_logger", component, remedy)
-            self._metrics = instantiate("metric_logger", self._cfg.metric_logger)
-            self._metrics.log_config(self._cfg)
-
-    def _what_is_run(self) -> dict[str, str]:
-        """Return what tells this run from others, for the head of its report."""
-        cfg = self._cfg
-        dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
-        optimizer = cfg.optimizer
-        return {
-            "command": shlex.join(["tune", "run", Path(sys.argv[0]).stem, *sys.argv[1:]]),
-            "model": str(cfg.model._component_),
-            "base": str(cfg.checkpointer.checkpoint_dir),
-            "dataset": json.dumps(dataset),
-            "optimizer": f"{optimizer._component_}, lr {optimizer.get('lr')}",
-            "seed": str(cfg.seed),
-            "device": f"{self._job.device}, {cfg.dtype}, {count(distributed.world_size(), 'rank')}",
-            "versions": f"adaptive_batch {__version__}, torch {torch.__version__}",
-        }
+        self._metrics.open()
 
     def close(self) -> None:
         """Close both, if they were opened."""
-        if self._metrics is not None:
-            self._metrics.close()
+        self._metrics.close()
         self._record.close()
 
     def sync(self) -> None:
@@ -244,7 +210,7 @@ class TrainingLog:
         event(
             "config",
             f"the configuration is in {self._config_path}",
-            settings=self._what_is_run(),
+            settings=_what_is_run(self._job),
         )
         if run.begins_epoch_again:
             message = (
@@ -254,7 +220,7 @@ class TrainingLog:
             event("epoch_restarted", message, epoch=progress.epoch)
         if not resumed and checkpoints.found.holds_earlier_run:
             message = f"{self._cfg.output_dir} holds an earlier run, which this one replaces"
-            if self._settings.overwrite_output_dir:
+            if self._settings.saving.overwrite_output_dir:
                 message += " once its first save is complete"
             else:
                 message += " save by save"
@@ -264,50 +230,12 @@ class TrainingLog:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the
         reason.
         """
-        settings = self._settings
         event = self.event
-        saved = run.saved
-        if run.epochs not in (None, settings.epochs):
-            message = (
-                f"epochs {run.epochs} -> {settings.epochs}: the learning rate's schedule spans the"
-                " new number"
-            )
-            event("epochs", message, before=run.epochs, after=settings.epochs)
-        configured = settings.batch_size
-        ranks = distributed.data_parallel_size()
-        began_on = self._job.ranks
-        current = configured
-        if saved:
-            current = saved["steps"]["batch_size"]
-        per_row = settings.gradient_accumulation_steps * began_on
-        if ranks != began_on:
-            rows = per_row * (current if run.keeps_batch else configured)
-            share = (
-                f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
-            )
-            if settings.batch_tokens:
-                share = "the rows of each step are dealt to them by their tokens"
-            message = (
-                f"{ranks} ranks, and {began_on} began the run: batch_size is still counted on"
-                f" {began_on}, and rows keep their order; {share}"
-            )
-            event("ranks", message, before=began_on, after=ranks)
-        # A schedule decides what a step holds.
-        scheduled = settings.batch_size_schedule is not None
-        if configured != current and run.keeps_batch:
-            message = f"batch_size {current}: configured is {configured}, the checkpoint's is kept"
-            event("batch_size", message, before=current, after=current)
-        elif configured != current and not (scheduled or settings.use_maximum_batch_size):
-            message = (
-                f"batch_size {current} -> {configured}: the global batch"
-                f" {current * per_row} -> {count(configured * per_row, 'row')}"
-            )
-            event("batch_size", message, before=current, after=configured)
-        for kind, message, facts in run.changes():
+        for kind, message, facts in (*run.changes_of_steps(), *run.changes()):
             event(kind, message, **facts)
         for keys in without_effect:
             event("no_effect", str(keys), key=keys.key)
-        if settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
+        if self._settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = (
                 "with the optimizer in backward a step that runs out of memory has changed some"
                 " weights already"
@@ -332,14 +260,14 @@ class TrainingLog:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
         settings = self._settings
         event = self.event
-        now = settings.lr_scaling
+        now = settings.rate.lr_scaling
         saved_rule = saved.get("learning_rate", {}).get("rule", now)
         if saved_rule != now:
             changed = f"lr_scaling {saved_rule} -> {now}: not what the checkpoint was trained with"
             event("lr_scaling", changed, before=saved_rule, after=now)
         message = rate.describe()
         if message:
-            event("lr", message, reference=str(rate.reference), rule=settings.lr_scaling)
+            event("lr", message, reference=str(rate.reference), rule=settings.rate.lr_scaling)
         scheduler = self._cfg.get("lr_scheduler") or {}
         warmup_steps = scheduler.get("num_warmup_steps") or 0
         if warmup_steps >= plan.schedule_steps > 0:
@@ -359,9 +287,9 @@ class TrainingLog:
         configured = self._settings.step_rows * self._job.ranks
         message = rate.describe_unscaled(batch, configured=configured)
         if message:
-            self.event("lr", message, prints=self._is_new(message), global_batch=batch)
+            self.event("lr", message, prints=self.is_new(message), global_batch=batch)
 
-    def _is_new(self, line: str) -> bool:
+    def is_new(self, line: str) -> bool:
         """Return whether a line is logged for the first time."""
         is_new = line not in self._repeated
         self._repeated.add(line)
@@ -391,7 +319,7 @@ class TrainingLog:
         self.event(
             "plan",
             f"epoch {epoch}: {content}",
-            prints=self._is_new(content),
+            prints=self.is_new(content),
             epoch=epoch,
             global_batch=plan.step_rows,
             batch_size=batches.batch_size,
@@ -403,51 +331,6 @@ class TrainingLog:
         # The plan of a schedule shows its batches.
         if settings.batch_size_schedule is None:
             self._log_unscaled(rate, plan.step_rows)
-
-    def epoch_ends(
-        self, progress: Progress, planner: StepPlanner, *, unlabelled: int, nonfinite: int
-    ) -> None:
-        """Log the rows of an epoch that were trained and left out, and how many steps had no label
-        or no finite loss.
-        """
-        if unlabelled:
-            message = (
-                f"{unlabelled} of {count(progress.epoch_steps, 'step')} had no label at all, and"
-                " changed nothing"
-            )
-            self.event("no_labels", message, steps=unlabelled)
-        if nonfinite:
-            end = ""
-            if self._settings.on_nonfinite_loss == "skip":
-                end = ", and were skipped"
-            message = (
-                f"{nonfinite} of {count(progress.epoch_steps, 'step')} had a loss or gradients that"
-                f" are not finite{end}"
-            )
-            self.event("nonfinite_steps", message, steps=nonfinite)
-        reasons = planner.epochs.left_out(progress)
-        left_out = "".join(f", {rows} left out by {reason}" for reason, rows in reasons.items())
-        self.event(
-            "epoch",
-            f"epoch {progress.epoch}: {count(progress.epoch_rows, 'row')}"
-            f" trained{left_out}{self._padding_of_epoch()}",
-            epoch=progress.epoch,
-            used=progress.epoch_rows,
-            left_out=sum(reasons.values()),
-            reasons=reasons,
-        )
-
-    def _padding_of_epoch(self) -> str:
-        """Return what part of the tokens that ran were padding, with the key that would remove it,
-        where that is much.
-        """
-        share, key = self._padding.end_epoch()
-        if share <= _MUCH_PADDING or not key:
-            return ""
-        padding = f"; {share:.0%} of the tokens that ran were padding"
-        if not self._is_new(key):
-            return padding
-        return f"{padding}: {key}"
 
     def step(
         self,
@@ -464,7 +347,6 @@ class TrainingLog:
         and log its metrics.
         """
         self._trained.add(result, step=progress.steps, seconds=seconds)
-        self._padding.add(result)
         label_tokens = float(result.label_tokens)
         trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
         metrics = {
@@ -488,8 +370,7 @@ class TrainingLog:
             metrics["loss_per_full_batch"] = full
         if self._settings.measures_noise and progress.noise_scale is not None:
             metrics["gradient_noise_scale"] = progress.noise_scale
-        if self._memory and self._metrics is not None:
-            metrics.update(training.get_memory_stats(device=self._job.device))
+        metrics.update(self._metrics.memory())
         self._record.step(
             step=progress.steps,
             epoch=progress.epoch,
@@ -499,8 +380,8 @@ class TrainingLog:
             seconds=round(seconds, 6),
             **metrics,
         )
-        if progress.steps % self._every_n_steps == 0:
-            self._log(metrics, step=progress.steps)
+        if progress.steps % self._metrics.every_n_steps == 0:
+            self._metrics.log(metrics, step=progress.steps)
 
     def ends(self, progress: Progress) -> None:
         """Log what training came to, where it is saved, and what to run next."""
@@ -527,8 +408,21 @@ class TrainingLog:
         """Log a validation, and its metric."""
         message = f"step {step}: val_loss {loss:.4f} over {count(rows, 'row')}"
         self.event("validation", message, steps=step, val_loss=loss)
-        self._log({"val_loss": loss}, step=step)
+        self._metrics.log({"val_loss": loss}, step=step)
 
-    def _log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        if self._metrics is not None:
-            self._metrics.log_dict(metrics, step=step)
+
+def _what_is_run(job: Job) -> dict[str, str]:
+    """Return what tells this run from others, for the head of its report."""
+    cfg = job.cfg
+    dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
+    optimizer = cfg.optimizer
+    return {
+        "command": shlex.join(["tune", "run", Path(sys.argv[0]).stem, *sys.argv[1:]]),
+        "model": str(cfg.model._component_),
+        "base": str(cfg.checkpointer.checkpoint_dir),
+        "dataset": json.dumps(dataset),
+        "optimizer": f"{optimizer._component_}, lr {optimizer.get('lr')}",
+        "seed": str(cfg.seed),
+        "device": f"{job.device}, {cfg.dtype}, {count(distributed.world_size(), 'rank')}",
+        "versions": f"adaptive_batch {__version__}, torch {torch.__version__}",
+    }

@@ -29,6 +29,7 @@ from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
 from .rate import build_rate, stand_in
+from .resumed_run import ResumedRun
 
 
 class TrainingPreview:
@@ -142,7 +143,7 @@ class TrainingPreview:
                 largest = min(largest, batches.batch.maximum() or largest)
             self.full_batch_rows = min(largest * self._job.ranks, batches.epochs.num_rows)
         self.schedule_steps = settings.epochs * reference.steps
-        if settings.lr_clock.decay == "steps" and epoch < settings.epochs:
+        if settings.rate.lr_clock.decay == "steps" and epoch < settings.epochs:
             # The estimate of a run that has not changed stays.
             saved_steps = None
             if saved.get("epochs") == settings.epochs and not changed:
@@ -166,7 +167,7 @@ class TrainingPreview:
         )
         stages = stages_of(self._planned(progress, rate))
         notes = [*filter(None, [self._unknown]), *self._stage_notes]
-        if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
+        if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
         if isinstance(settings.batch_size_schedule, Seesaw):
             notes.append(
@@ -181,21 +182,20 @@ class TrainingPreview:
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
-    def alone(
-        self, progress: Progress, *, bounds: BoundFinder, saved: Mapping[str, Any], resumes: bool
-    ) -> str:
-        """Return the preview of a run that tries and trains nothing, with the bound that is known.
+    def alone(self, resumed: ResumedRun, bounds: BoundFinder) -> str:
+        """Return the preview of a run that tries and trains nothing, with the bound that is known,
+        below what is not the checkpoint's.
 
         Args:
-            progress: progress of training.
+            resumed: state that the run begins with.
             bounds: source of the bound, where one is needed.
-            saved: recipe's state in the checkpoint; empty without one.
-            resumes: batch size is the checkpoint's.
         """
         settings = self._settings
+        progress = resumed.progress
+        saved = resumed.saved
         batches = self._batches
         batch_size = batches.batch_size
-        lines = []
+        lines = [message for _, message, _ in resumed.changes()]
         if settings.needs_bound:
             rows, tokens, source = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
@@ -204,7 +204,7 @@ class TrainingPreview:
                 self._sizer.assume(ProbeResult(rows, rows, (), (), sequence_length=tokens))
                 if (
                     settings.use_maximum_batch_size
-                    and not resumes
+                    and not resumed.keeps_batch
                     and settings.batch_size_schedule is None
                 ):
                     batch_size = rows
@@ -219,7 +219,7 @@ class TrainingPreview:
             batches.begin(progress, batch_size=first, first_batch_size=known_first or first)
             self.look_ahead(progress, saved=saved)
         configured = self._job.cfg.optimizer.get("lr")
-        if "optimizer.lr" not in settings.resume_allow_changes:
+        if "optimizer.lr" not in settings.saving.resume_allow_changes:
             configured = saved.get("base_rate", configured)
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")

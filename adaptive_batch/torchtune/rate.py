@@ -87,7 +87,7 @@ def build_rate(
         saved: state of the rate in the checkpoint; None without one.
     """
     settings = job.settings
-    reference = settings.reference_batch_size
+    reference = settings.rate.reference_batch_size
     if reference is None and saved is not None and saved.get("reference"):
         # The batch may be another one now; the one that the rate was chosen for is the same.
         reference = Reference(**saved["reference"])
@@ -104,10 +104,10 @@ def build_rate(
     rate = kind(
         optimizers,
         scheduler,
-        lr_scaling=settings.lr_scaling,
+        lr_scaling=settings.rate.lr_scaling,
         reference_batch_size=reference or reference_of_run(job),
-        lr_clock=settings.lr_clock,
-        scale_with_batch=settings.scale_with_batch,
+        lr_clock=settings.rate.lr_clock,
+        scale_with_batch=settings.rate.scale_with_batch,
         warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
         total_steps=total_steps,
     )
@@ -150,7 +150,7 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
         )
-        planner.couple(schedule_of(scheduler), job.settings.lr_clock)
+        planner.couple(schedule_of(scheduler), job.settings.rate.lr_clock)
 
 
 def _check_rates(scheduler: Any, steps: int, block: DictConfig) -> None:
@@ -222,7 +222,7 @@ def stand_in(job: Job, rate: float) -> Optimizer:
     one that has not.
     """
     optimizer = optimizer_of_nothing(rate)
-    scaled = job.settings.scale_with_batch
+    scaled = job.settings.rate.scale_with_batch
     if scaled:
         configured = job.new_optimizer(
             [torch.nn.Parameter(torch.zeros(1, 1, dtype=job.dtype, device=job.device))]

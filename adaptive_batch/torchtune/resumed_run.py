@@ -27,7 +27,7 @@ from .config_errors import as_dict
 from .data import Data
 from .epoch_checkpoints import STATE_KEY
 from .job import Job
-from .keys import load_function
+from .keys import load_function, values_of
 from .settings import FILLS_STEPS, RESUME
 
 # Settings that the optimizer's state in the checkpoint brings with it.
@@ -117,13 +117,13 @@ class ResumedRun:
             if self._may_change(_LR) and lr is not None and lr != saved["base_rate"]:
                 self._changed[_LR] = saved["base_rate"], lr
             self._keep_optimizer_settings(saved["conditions"], self._now["conditions"])
-            if settings.reference_batch_size is None:
+            if settings.rate.reference_batch_size is None:
                 reference = saved["conditions"]["reference_batch_size"]
                 self._now["conditions"]["reference_batch_size"] = reference
         self.differs, self.begins_epoch_again = compare(
             saved.get("conditions", {}),
             self._now["conditions"],
-            allowed=settings.resume_allow_changes,
+            allowed=settings.saving.resume_allow_changes,
             in_mid_epoch=self.progress.epoch_steps > 0,
         )
         if self.begins_epoch_again:
@@ -138,7 +138,7 @@ class ResumedRun:
             self.keeps_batch = found_before and knows_bound
 
     def _may_change(self, name: str) -> bool:
-        return name in self._settings.resume_allow_changes
+        return name in self._settings.saving.resume_allow_changes
 
     def _check_max_steps(self) -> None:
         """Refuse an end of the epoch that lies before the checkpoint."""
@@ -232,6 +232,48 @@ class ResumedRun:
             # No rank's state is another's.
             training.set_seed(seed=self.seed + progress.steps)
 
+    def changes_of_steps(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
+        """Yield a kind, a message and facts where the run has other epochs, other ranks or another
+        batch than the checkpoint's.
+        """
+        settings = self._settings
+        if self.epochs not in (None, settings.epochs):
+            message = (
+                f"epochs {self.epochs} -> {settings.epochs}: the learning rate's schedule spans the"
+                " new number"
+            )
+            yield "epochs", message, {"before": self.epochs, "after": settings.epochs}
+        configured = settings.batch_size
+        ranks = distributed.data_parallel_size()
+        began_on = self._job.ranks
+        current = configured
+        if self.saved:
+            current = self.saved["steps"]["batch_size"]
+        per_row = settings.gradient_accumulation_steps * began_on
+        if ranks != began_on:
+            rows = per_row * (current if self.keeps_batch else configured)
+            share = (
+                f"each holds {rows // ranks} to {-(-rows // ranks)} of the {rows} rows of a step"
+            )
+            if settings.batch_tokens:
+                share = "the rows of each step are dealt to them by their tokens"
+            message = (
+                f"{ranks} ranks, and {began_on} began the run: batch_size is still counted on"
+                f" {began_on}, and rows keep their order; {share}"
+            )
+            yield "ranks", message, {"before": began_on, "after": ranks}
+        # A schedule decides what a step holds.
+        scheduled = settings.batch_size_schedule is not None
+        if configured != current and self.keeps_batch:
+            message = f"batch_size {current}: configured is {configured}, the checkpoint's is kept"
+            yield "batch_size", message, {"before": current, "after": current}
+        elif configured != current and not (scheduled or settings.use_maximum_batch_size):
+            message = (
+                f"batch_size {current} -> {configured}: the global batch"
+                f" {current * per_row} -> {count(configured * per_row, 'row')}"
+            )
+            yield "batch_size", message, {"before": current, "after": configured}
+
     def changes(self) -> Iterator[tuple[str, str, dict[str, Any]]]:
         """Yield a kind, a message and facts for each setting that is not the checkpoint's, or has
         no effect as the checkpoint's is kept.
@@ -285,16 +327,17 @@ def run_conditions(job: Job, data: Data) -> dict[str, Any]:
     """Return what a run's results depend on besides its progress, as plain values."""
     plain = as_dict(job.cfg)
     settings = job.settings
+    values = values_of(settings)
     conditions: dict[str, Any] = {}
     for name, policy in RESUME.items():
-        if policy == "refuse" or (policy != "free" and not hasattr(settings, name)):
+        if policy == "refuse" or (policy != "free" and name not in values):
             conditions[name] = plain.get(name)
         elif policy != "free":
-            conditions[name] = getattr(settings, name)
+            conditions[name] = values[name]
     return conditions | {
-        "lr_clock": str(settings.lr_clock),
+        "lr_clock": str(settings.rate.lr_clock),
         "reference_batch_size": str(
-            settings.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
+            settings.rate.reference_batch_size or Reference(settings.step_rows * job.ranks, "rows")
         ),
         "shuffle": bool(job.cfg.shuffle),
         "dataset": _name_of_rows(job, data),

@@ -79,7 +79,7 @@ class RunSaver:
         is_last = epoch + 1 >= self._settings.epochs
         ends = distributed.any_of_ranks(self._preemption.requested)
         state = None
-        if not is_last or self._settings.keep_final_state:
+        if not is_last or self._settings.saving.keep_final_state:
             state = self._state(preempted=ends and not is_last)
         if distributed.any_of_ranks(not trainer.is_finite()):
             message = (
@@ -99,7 +99,7 @@ class RunSaver:
 
     def save_where_due(self, trainer: Trainer) -> None:
         """Save a resume point every so many steps, and where the process is asked to end."""
-        every = self._settings.save_every_n_steps
+        every = self._settings.saving.save_every_n_steps
         step = self._queue.progress.steps
         # One of several ranks ends when all of them know.
         ends = self._all_know_of_end

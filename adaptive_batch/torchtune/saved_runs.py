@@ -75,6 +75,119 @@ class _Save:
     ends_run: bool = False
 
 
+class RunFolder:
+    """What the folder of a run holds of it and of earlier runs; each question looks again.
+
+    Args:
+        path: the folder.
+        checkpointer: block of the configuration, with the folder of epochs.
+
+    Attributes:
+        path: as given.
+    """
+
+    def __init__(self, path: Path, checkpointer: DictConfig) -> None:
+        self.path = path
+        self._checkpointer = checkpointer
+        self._epochs_path = Path(checkpointer.output_dir)
+
+    def last_run(self) -> str | None:
+        """Return which run was started last in the folder; None where that is not known."""
+        last = None
+        for record in self._records("start"):
+            last = record["run"]
+        return last
+
+    def ended_runs(self) -> set[str]:
+        """Return the runs that trained to their end, and were not resumed since, by the log."""
+        ended = set()
+        run = ""
+        for record in self._records("start", "end", "nothing_to_train"):
+            if record["kind"] == "start":
+                run = record["run"]
+                ended.discard(run)
+            else:
+                ended.add(run)
+        return ended
+
+    def _records(self, *kinds: str) -> Iterator[dict[str, Any]]:
+        path = self.path / "adaptive_batch" / "run.jsonl"
+        records = read_records(path) if path.exists() else []
+        return (record for record in records if record["kind"] in kinds)
+
+    def newest_of(self, run: str) -> Path | None:
+        """Return where a run would resume from; None where that would be another run, or nothing.
+        Nothing is read of what is large.
+        """
+        saved, _ = self.saved()
+        newest = max(
+            saved, key=lambda checkpoint: (checkpoint.order, checkpoint.step), default=None
+        )
+        if newest is None or _run_of(newest) != run:
+            return None
+        return newest.path
+
+    def holds_several(self) -> bool:
+        """Whether there are saves of more than one run."""
+        return len(self.saves_by_run()) > 1
+
+    def remove_others(self, run: str) -> bool:
+        """Remove what other runs have saved, once something of this run is there; return whether
+        it is.
+        """
+        if run not in self.saves_by_run():
+            return False
+        remove_epochs_of_others(self._epochs_path, run)
+        points, _ = checkpoints_in(self.path)
+        for point in points:
+            if _run_of(point) != run:
+                remove_folder(point.path)
+        return True
+
+    def saved(self) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
+        """Return the checkpoints to resume from, as far as sizes tell, and those to skip."""
+        points, skipped = checkpoints_in(self.path)
+        saved: list[Checkpoint | SavedEpoch] = [*points]
+        epoch = inspect_epoch(self._checkpointer)
+        if isinstance(epoch, SavedEpoch):
+            saved.append(epoch)
+        elif epoch is not None:
+            skipped.append(epoch)
+        return saved, skipped
+
+    def saves_by_run(self) -> dict[str, list[_Save]]:
+        """Return the saves of each run, oldest first; those whose run is not known are left out."""
+        points, _ = checkpoints_in(self.path)
+        owners = [(_run_of(point), _Save(point.order, point.path)) for point in points]
+        for path, manifest in manifests_in(self._epochs_path):
+            save = _Save(manifest.identity["order"], path, manifest.ends_run)
+            owners.append((manifest.run, save))
+        saves: dict[str, list[_Save]] = {}
+        for run, save in sorted(owners, key=lambda owner: owner[1].order):
+            if run is not None:
+                saves.setdefault(run, []).append(save)
+        return saves
+
+    def unfinished(self) -> dict[str, list[_Save]]:
+        """Return the saves of runs that have something to resume from here, and did not train to
+        their end.
+        """
+        saved, _ = self.saved()
+        resumable = {_run_of(checkpoint) for checkpoint in saved}
+        unfinished = {
+            run: saves
+            for run, saves in self.saves_by_run().items()
+            if run in resumable and not saves[-1].ends_run
+        }
+        # Of a run that has ended, a later one may have replaced the last epoch.
+        ended = self.ended_runs() if unfinished else set()
+        return {run: saves for run, saves in unfinished.items() if run not in ended}
+
+    def epochs(self) -> list[Path]:
+        """Return the folders of epochs."""
+        return list(self._epochs_path.glob("epoch_*"))
+
+
 class SavedRuns:
     """The resume points and epochs in the folder of a run, which earlier runs may have saved too.
 
@@ -84,14 +197,16 @@ class SavedRuns:
         cfg: configuration of the run; ``resume_from_checkpoint`` is False, True, ``auto`` or the
             path of a checkpoint.
         keeps_base: True where checkpoints are of adapters, on a base that is read again.
+
+    Attributes:
+        folder: what is there of runs.
     """
 
     def __init__(self, cfg: DictConfig, *, keeps_base: bool) -> None:
         self._cfg = cfg
         self._keeps_base = keeps_base
-        self._folder = Path(cfg.output_dir)
-        self._epochs_folder = Path(cfg.checkpointer.output_dir)
-        self._job = self._folder / "adaptive_batch" / "job.json"
+        self.folder = folder = RunFolder(Path(cfg.output_dir), cfg.checkpointer)
+        self._job = folder.path / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
 
     # --- where a run begins
@@ -110,9 +225,9 @@ class SavedRuns:
         asked = self._cfg.resume_from_checkpoint
         if isinstance(asked, str) and asked != AUTO:
             return self._same_kind(self._find_named(Path(asked)))
-        saved, skipped = self._saved()
+        saved, skipped = self.folder.saved()
         holds_earlier_run = bool(saved) or any(checkpoint.is_ours for checkpoint in skipped)
-        if not asked or (asked == AUTO and not holds_earlier_run and not self._epoch_folders()):
+        if not asked or (asked == AUTO and not holds_earlier_run and not self.folder.epochs()):
             return Found("the base checkpoint", holds_earlier_run=holds_earlier_run)
         self._check_recipe_checkpoint()
         self._refuse_several_runs()
@@ -125,7 +240,7 @@ class SavedRuns:
             # The file is of an earlier launch: this one was ended before it wrote its own.
             if job["launch"] != self._launch:
                 return None
-            saved, skipped = self._saved()
+            saved, skipped = self.folder.saved()
             own = [checkpoint for checkpoint in saved if _run_of(checkpoint) == job["run"]]
             return self._same_kind(self._newest(own, skipped))
         except (OSError, ValueError, KeyError, CheckpointError):
@@ -136,7 +251,7 @@ class SavedRuns:
         path = path.absolute()
         block = OmegaConf.merge(self._cfg.checkpointer, {"output_dir": str(path.parent)})
         assert isinstance(block, DictConfig)
-        saved, skipped = _saved_in(path.parent, block)
+        saved, skipped = RunFolder(path.parent, block).saved()
         named = [checkpoint for checkpoint in saved if checkpoint.path.absolute() == path]
         damaged = [checkpoint for checkpoint in skipped if checkpoint.path.absolute() == path]
         if not named and not damaged:
@@ -160,7 +275,7 @@ class SavedRuns:
         state = _recipe_state(newest)
         # What is damaged may be all of the latest run: resuming an earlier one would go unnoticed.
         if any(checkpoint.is_ours for checkpoint in skipped):
-            last_run = self._last_run()
+            last_run = self.folder.last_run()
             if last_run is not None and last_run != _run_of_state(state):
                 remedy = (
                     "restore what was saved, remove it to resume the earlier run, or begin again"
@@ -214,33 +329,9 @@ class SavedRuns:
             )
             raise SettingError("checkpointer.recipe_checkpoint", recipe_checkpoint, remedy)
 
-    def _last_run(self) -> str | None:
-        """Return which run was started last in the folder; None where that is not known."""
-        last = None
-        for record in self._records("start"):
-            last = record["run"]
-        return last
-
-    def _ended_runs(self) -> set[str]:
-        """Return the runs that trained to their end, and were not resumed since, by the log."""
-        ended = set()
-        run = ""
-        for record in self._records("start", "end", "nothing_to_train"):
-            if record["kind"] == "start":
-                run = record["run"]
-                ended.discard(run)
-            else:
-                ended.add(run)
-        return ended
-
-    def _records(self, *kinds: str) -> Iterator[dict[str, Any]]:
-        path = self._folder / "adaptive_batch" / "run.jsonl"
-        records = read_records(path) if path.exists() else []
-        return (record for record in records if record["kind"] in kinds)
-
     def _nothing_complete(self, passed_over: list[str]) -> str:
         """Return why there is nothing to resume from."""
-        folder = self._folder
+        folder = self.folder.path
         if passed_over:
             remedy = (
                 "restore what was saved, or begin again (resume_from_checkpoint=False"
@@ -250,7 +341,7 @@ class SavedRuns:
                 f"{folder} holds nothing complete to resume from ({'; '.join(passed_over)});"
                 f" {remedy}"
             )
-        if self._epoch_folders():
+        if self.folder.epochs():
             return (
                 f"{folder} holds the weights of a run that is done, and nothing to resume from: the"
                 " last epoch was saved without its recipe_state; train on from its weights with"
@@ -276,8 +367,8 @@ class SavedRuns:
             SettingError: a new run would replace one that has not ended, or remove what it begins
                 with; or the run that ``auto`` resumes is done.
         """
-        saves = self._saves_by_run()
-        unfinished = self._unfinished()
+        saves = self.folder.saves_by_run()
+        unfinished = self.folder.unfinished()
         if unfinished and run not in saves and not overwrites:
             choice = "True"
             if len(saves) > 1:
@@ -288,42 +379,13 @@ class SavedRuns:
                 f" (resume_from_checkpoint={choice}), give another folder, or replace it"
                 " (overwrite_output_dir=True)"
             )
-            raise SettingError("output_dir", str(self._folder), remedy)
+            raise SettingError("output_dir", str(self.folder.path), remedy)
         if overwrites:
             self._refuse_removing_base(run, saves)
         if run in saves and self._cfg.resume_from_checkpoint == AUTO:
             self._refuse_done(run, saves[run][-1])
         if self._launch is not None:
             atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
-
-    def newest_of(self, run: str) -> Path | None:
-        """Return where a run would resume from; None where that would be another run, or nothing.
-        Nothing is read of what is large.
-        """
-        saved, _ = self._saved()
-        newest = max(
-            saved, key=lambda checkpoint: (checkpoint.order, checkpoint.step), default=None
-        )
-        if newest is None or _run_of(newest) != run:
-            return None
-        return newest.path
-
-    def holds_several(self) -> bool:
-        """Whether there are saves of more than one run."""
-        return len(self._saves_by_run()) > 1
-
-    def remove_others(self, run: str) -> bool:
-        """Remove what other runs have saved, once something of this run is there; return whether
-        it is.
-        """
-        if run not in self._saves_by_run():
-            return False
-        remove_epochs_of_others(self._epochs_folder, run)
-        points, _ = checkpoints_in(self._folder)
-        for point in points:
-            if _run_of(point) != run:
-                remove_folder(point.path)
-        return True
 
     def _refuse_removing_base(self, run: str, saves_by_run: dict[str, list[_Save]]) -> None:
         for key in ("checkpoint_dir", "adapter_checkpoint"):
@@ -337,7 +399,7 @@ class SavedRuns:
                 ):
                     remedy = (
                         "overwrite_output_dir=True would remove it, as an earlier run of"
-                        f" {self._folder} has saved it; give another output_dir"
+                        f" {self.folder.path} has saved it; give another output_dir"
                     )
                     raise SettingError(f"checkpointer.{key}", value, remedy)
 
@@ -353,64 +415,16 @@ class SavedRuns:
             raise SettingError("resume_from_checkpoint", AUTO, remedy)
 
     def _refuse_several_runs(self) -> None:
-        saves = self._saves_by_run()
+        saves = self.folder.saves_by_run()
         if len(saves) < 2:
             return
-        saved, _ = self._saved()
+        saved, _ = self.folder.saved()
         newest = max(saved, key=lambda checkpoint: checkpoint.order, default=None)
         example = "OUTPUT_DIR/step_100" if newest is None else newest.path
         raise CheckpointError(
-            f"{self._folder} holds saves of {len(saves)} runs: {_described(saves)}; name the"
+            f"{self.folder.path} holds saves of {len(saves)} runs: {_described(saves)}; name the"
             f" checkpoint to resume from, as in resume_from_checkpoint={example}"
         )
-
-    def _saved(self) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
-        """Return the checkpoints to resume from, as far as sizes tell, and those to skip."""
-        return _saved_in(self._folder, self._cfg.checkpointer)
-
-    def _saves_by_run(self) -> dict[str, list[_Save]]:
-        """Return the saves of each run, oldest first; those whose run is not known are left out."""
-        points, _ = checkpoints_in(self._folder)
-        owners = [(_run_of(point), _Save(point.order, point.path)) for point in points]
-        for path, manifest in manifests_in(self._epochs_folder):
-            save = _Save(manifest.identity["order"], path, manifest.ends_run)
-            owners.append((manifest.run, save))
-        saves: dict[str, list[_Save]] = {}
-        for run, save in sorted(owners, key=lambda owner: owner[1].order):
-            if run is not None:
-                saves.setdefault(run, []).append(save)
-        return saves
-
-    def _unfinished(self) -> dict[str, list[_Save]]:
-        """Return the saves of runs that have something to resume from here, and did not train to
-        their end.
-        """
-        saved, _ = self._saved()
-        resumable = {_run_of(checkpoint) for checkpoint in saved}
-        unfinished = {
-            run: saves
-            for run, saves in self._saves_by_run().items()
-            if run in resumable and not saves[-1].ends_run
-        }
-        # Of a run that has ended, a later one may have replaced the last epoch.
-        ended = self._ended_runs() if unfinished else set()
-        return {run: saves for run, saves in unfinished.items() if run not in ended}
-
-    def _epoch_folders(self) -> list[Path]:
-        return list(self._epochs_folder.glob("epoch_*"))
-
-
-def _saved_in(
-    folder: Path, checkpointer: DictConfig
-) -> tuple[list[Checkpoint | SavedEpoch], list[SkippedCheckpoint]]:
-    points, skipped = checkpoints_in(folder)
-    saved: list[Checkpoint | SavedEpoch] = [*points]
-    epoch = inspect_epoch(checkpointer)
-    if isinstance(epoch, SavedEpoch):
-        saved.append(epoch)
-    elif epoch is not None:
-        skipped.append(epoch)
-    return saved, skipped
 
 
 def _recipe_state(saved: Checkpoint | SavedEpoch) -> dict[str, Any]:

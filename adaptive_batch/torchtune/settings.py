@@ -17,10 +17,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from adaptive_batch._util import check_bool, check_headroom, check_share, check_whole
-from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS, UNIFORM
+from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS, UNIFORM, Batching, MicroBatchLayout
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
-from adaptive_batch.memory import check_device_memory, parse_size
+from adaptive_batch.memory import DeviceMemory, check_device_memory, parse_size
 from adaptive_batch.probe import OBJECTIVES
 from adaptive_batch.schedules import (
     RULES,
@@ -34,7 +34,7 @@ from adaptive_batch.schedules import (
     parse_reference,
     rate_rule,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES
+from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES, LimitChange, MicroBatchSizer
 
 from .checks import check_together
 from .config_errors import as_dict
@@ -45,6 +45,7 @@ from .keys import (
     block,
     checked,
     function,
+    group,
     key,
     keys_of,
     names_of_keys,
@@ -299,23 +300,185 @@ class EstimateSettings:
 
 
 @dataclass(frozen=True)
+class SamplingSettings:
+    """Keys of the order of rows and of steps that hold tokens."""
+
+    sample_order: str = key(
+        one_of(*ORDERS),
+        "`dataloader`: torchtune's order, and beyond 1,048,576 rows another permutation for each"
+        " epoch; `random`: shuffled again each epoch; `seqlen`: short to long",
+        default="dataloader",
+        resume="epoch",
+    )
+    sample_window: int | None = key(
+        check_whole,
+        "with `seqlen`: shuffle first and sort only within each so many rows, so that epochs differ"
+        " in more than rows of equal length",
+        default=None,
+        resume="epoch",
+        needs=("sample_order=seqlen",),
+    )
+    min_rows_per_batch: int = key(
+        check_whole,
+        "least rows of a step by `batch_tokens`. A step that would have too few waits: rows that do"
+        " not fit come later, and later ones that do are taken first. Only rows for which the whole"
+        " epoch has no partner are in smaller steps",
+        default=1,
+        resume="epoch",
+        needs=("batch_tokens",),
+    )
+    max_rows_per_batch: int | None = key(
+        check_whole,
+        "most rows of a step by `batch_tokens`",
+        default=None,
+        resume="epoch",
+        needs=("batch_tokens",),
+    )
+    long_rows: str = key(
+        one_of(*LONG_ROWS),
+        "a row above `batch_tokens`: `error`; `drop` (listed in `run.jsonl`); `alone`: a step of"
+        " its own",
+        default="error",
+        resume="epoch",
+        needs=("batch_tokens",),
+    )
+
+
+@dataclass(frozen=True)
+class RateSettings:
+    """Keys of the learning rate, and of what else of the optimizer follows the batch."""
+
+    lr_scaling: str = key(
+        one_of(*RULES),
+        "`linear` or `sqrt`: the rate is multiplied by (batch / reference) or its square root, by"
+        " the global batch that is really stepped",
+        default="none",
+    )
+    reference_batch_size: Reference | None = key(
+        _reference,
+        "the global batch that the configured `lr` belongs to: a number of rows, or tokens as in"
+        " `8192tok`. Default: the configured `batch_size` x `gradient_accumulation_steps` x ranks,"
+        " before any probe",
+        default=None,
+        shown="configured",
+        resume="report",
+        needs=("lr_scaling=linear", "lr_scaling=sqrt", "scale_with_batch"),
+    )
+    scale_with_batch: Mapping[str, str] | None = key(
+        lambda name, value: check_scaled(name, value) or None,
+        "what of the optimizer follows the batch, by the one that is really stepped over"
+        " `reference_batch_size`: `{beta2: half_life}` keeps the half-life of the second moment in"
+        " rows, `{weight_decay: per_token}` the decay for each row, or token where the reference is"
+        " one of tokens; or both. See [below](#what-follows-the-batch)",
+        default=None,
+        resume="report",
+    )
+    lr_clock: Clock = key(
+        lambda name, value: Clock.from_config(value),
+        "what warm-up and decay of `lr_scheduler` count: `samples`, `tokens` or `steps`; or one for"
+        " each, as in `{warmup: steps, decay: tokens}`. See below",
+        default=Clock(),
+        shown="`samples`",
+        resume="refuse",
+        needs=("lr_scheduler",),
+    )
+
+
+@dataclass(frozen=True)
 class ValidationSettings:
-    """Validation during training, as several keys give it together; with `fits_itself` as many rows
-    run at once as fit.
-    """
+    """Keys of validation during training; without `run_val_every_n_steps` there is none."""
 
-    every_n_steps: int
-    batch_size: int
-    fits_itself: bool
-    max_batches: int | None
+    dataset_val: Any = key(
+        # It is checked together with run_val_every_n_steps.
+        checked(lambda name, value: None),
+        "a dataset block, or a list of them, to validate on",
+        default=None,
+        needs=("run_val_every_n_steps",),
+    )
+    run_val_every_n_steps: int | None = key(
+        check_whole, "validate after each so many optimizer steps; logs `val_loss`", default=None
+    )
+    batch_size_val: int | str | None = key(
+        auto_or_whole,
+        "rows at once in validation, and what `max_validation_batches` counts; `auto`: as many as"
+        " fit, found for validation alone, counted in `batch_size` rows. Running out of memory in"
+        " validation lowers this, never training's, whatever `on_out_of_memory` is",
+        default=None,
+        shown="`batch_size`",
+        needs=("run_val_every_n_steps",),
+    )
+    max_validation_batches: int | None = key(
+        _number_of_batches,
+        "validate on the first so many batches; null or -1: on all",
+        default=None,
+        needs=("run_val_every_n_steps",),
+    )
 
-    def rows_of(self, rows: int, *, ranks: int = 1) -> int:
+    @property
+    def is_on(self) -> bool:
+        """Whether training validates."""
+        return self.run_val_every_n_steps is not None
+
+    @property
+    def fits_itself(self) -> bool:
+        """Whether validation runs as many rows at once as fit."""
+        return self.is_on and self.batch_size_val == "auto"
+
+    def batch_size(self, of_training: int) -> int:
+        """Return the rows of a batch of validation, given the configured `batch_size`."""
+        size = self.batch_size_val
+        return size if isinstance(size, int) else of_training
+
+    def rows_of(self, rows: int, *, batch_size: int, ranks: int = 1) -> int:
         """Return how many of the `rows` of a dataset are validated on: its first; `ranks` run a
-        batch each at a time.
+        batch each at a time. `batch_size` is the configured one.
         """
-        if self.max_batches is None:
+        if self.max_validation_batches is None:
             return rows
-        return min(rows, self.max_batches * self.batch_size * ranks)
+        return min(rows, self.max_validation_batches * self.batch_size(batch_size) * ranks)
+
+
+@dataclass(frozen=True)
+class SavingSettings:
+    """Keys of what is saved, and of how a saved run is resumed."""
+
+    save_every_n_steps: int | None = key(
+        check_whole, "optimizer steps from one resume point to the next", default=None
+    )
+    keep_last_n_checkpoints: int | None = key(
+        check_whole,
+        "resume points that are kept; older ones go when a newer one is whole. null: all. Epoch"
+        " checkpoints stay",
+        default=None,
+        needs=("save_every_n_steps",),
+    )
+    enable_async_checkpointing: bool = key(
+        check_bool,
+        "`True`: a resume point is copied to the host, and written while training continues",
+        default=False,
+        needs=("save_every_n_steps",),
+    )
+    keep_final_state: bool = key(
+        check_bool,
+        "the last epoch is saved with the optimizer's state as well, so that a finished run goes on"
+        " from its end where `epochs` is raised; without it where the disk has no room. `False`:"
+        " weights alone, as torchtune",
+        default=True,
+    )
+    overwrite_output_dir: bool = key(
+        check_bool,
+        "`True`: a new run may replace one in `output_dir` that has not ended, which else is"
+        " refused. All that other runs have saved there goes once the first save of this one is"
+        " complete",
+        default=False,
+    )
+    resume_allow_changes: tuple[str, ...] = key(
+        names_of_keys,
+        "names of keys that may differ from the checkpoint's, as in `[dataset]`. See below",
+        default=(),
+        shown="none",
+        needs=("resume_from_checkpoint",),
+    )
 
 
 @dataclass(frozen=True)
@@ -407,45 +570,7 @@ class Settings:
         default=None,
         resume="epoch",
     )
-    sample_order: str = key(
-        one_of(*ORDERS),
-        "`dataloader`: torchtune's order, and beyond 1,048,576 rows another permutation for each"
-        " epoch; `random`: shuffled again each epoch; `seqlen`: short to long",
-        default="dataloader",
-        resume="epoch",
-    )
-    sample_window: int | None = key(
-        check_whole,
-        "with `seqlen`: shuffle first and sort only within each so many rows, so that epochs differ"
-        " in more than rows of equal length",
-        default=None,
-        resume="epoch",
-        needs=("sample_order=seqlen",),
-    )
-    min_rows_per_batch: int = key(
-        check_whole,
-        "least rows of a step by `batch_tokens`. A step that would have too few waits: rows that do"
-        " not fit come later, and later ones that do are taken first. Only rows for which the whole"
-        " epoch has no partner are in smaller steps",
-        default=1,
-        resume="epoch",
-        needs=("batch_tokens",),
-    )
-    max_rows_per_batch: int | None = key(
-        check_whole,
-        "most rows of a step by `batch_tokens`",
-        default=None,
-        resume="epoch",
-        needs=("batch_tokens",),
-    )
-    long_rows: str = key(
-        one_of(*LONG_ROWS),
-        "a row above `batch_tokens`: `error`; `drop` (listed in `run.jsonl`); `alone`: a step of"
-        " its own",
-        default="error",
-        resume="epoch",
-        needs=("batch_tokens",),
-    )
+    sampling: SamplingSettings = group(SamplingSettings)
     uniform_micro_batches: str | None = key(
         one_of(*UNIFORM),
         "all micro-batches of a step alike, for pipelines and compiled graphs: `rows`: as many"
@@ -499,71 +624,14 @@ class Settings:
         " gradients less a rank's part of them. The probe measures the one that is set",
         default=True,
     )
-    lr_scaling: str = key(
-        one_of(*RULES),
-        "`linear` or `sqrt`: the rate is multiplied by (batch / reference) or its square root, by"
-        " the global batch that is really stepped",
-        default="none",
-    )
-    reference_batch_size: Reference | None = key(
-        _reference,
-        "the global batch that the configured `lr` belongs to: a number of rows, or tokens as in"
-        " `8192tok`. Default: the configured `batch_size` x `gradient_accumulation_steps` x ranks,"
-        " before any probe",
-        default=None,
-        shown="configured",
-        resume="report",
-        needs=("lr_scaling=linear", "lr_scaling=sqrt", "scale_with_batch"),
-    )
-    scale_with_batch: Mapping[str, str] | None = key(
-        lambda name, value: check_scaled(name, value) or None,
-        "what of the optimizer follows the batch, by the one that is really stepped over"
-        " `reference_batch_size`: `{beta2: half_life}` keeps the half-life of the second moment in"
-        " rows, `{weight_decay: per_token}` the decay for each row, or token where the reference is"
-        " one of tokens; or both. See [below](#what-follows-the-batch)",
-        default=None,
-        resume="report",
-    )
-    dataset_val: Any = key(
-        # It is checked together with run_val_every_n_steps.
-        checked(lambda name, value: None),
-        "a dataset block, or a list of them, to validate on",
-        default=None,
-        needs=("run_val_every_n_steps",),
-    )
-    run_val_every_n_steps: int | None = key(
-        check_whole, "validate after each so many optimizer steps; logs `val_loss`", default=None
-    )
-    batch_size_val: int | str | None = key(
-        auto_or_whole,
-        "rows at once in validation, and what `max_validation_batches` counts; `auto`: as many as"
-        " fit, found for validation alone, counted in `batch_size` rows. Running out of memory in"
-        " validation lowers this, never training's, whatever `on_out_of_memory` is",
-        default=None,
-        shown="`batch_size`",
-        needs=("run_val_every_n_steps",),
-    )
-    max_validation_batches: int | None = key(
-        _number_of_batches,
-        "validate on the first so many batches; null or -1: on all",
-        default=None,
-        needs=("run_val_every_n_steps",),
-    )
+    rate: RateSettings = group(RateSettings)
+    validation: ValidationSettings = group(ValidationSettings)
     drop_last: bool = key(
         check_bool,
         "whether the last, short step of an epoch is dropped (`True`) or trained (`False`)",
         default=True,
         shown="see below",
         resume="report",
-    )
-    lr_clock: Clock = key(
-        lambda name, value: Clock.from_config(value),
-        "what warm-up and decay of `lr_scheduler` count: `samples`, `tokens` or `steps`; or one for"
-        " each, as in `{warmup: steps, decay: tokens}`. See below",
-        default=Clock(),
-        shown="`samples`",
-        resume="refuse",
-        needs=("lr_scheduler",),
     )
     log_gradient_noise_scale: bool = key(
         check_bool,
@@ -572,43 +640,7 @@ class Settings:
         " sampled has about one more",
         default=False,
     )
-    save_every_n_steps: int | None = key(
-        check_whole, "optimizer steps from one resume point to the next", default=None
-    )
-    keep_last_n_checkpoints: int | None = key(
-        check_whole,
-        "resume points that are kept; older ones go when a newer one is whole. null: all. Epoch"
-        " checkpoints stay",
-        default=None,
-        needs=("save_every_n_steps",),
-    )
-    enable_async_checkpointing: bool = key(
-        check_bool,
-        "`True`: a resume point is copied to the host, and written while training continues",
-        default=False,
-        needs=("save_every_n_steps",),
-    )
-    keep_final_state: bool = key(
-        check_bool,
-        "the last epoch is saved with the optimizer's state as well, so that a finished run goes on"
-        " from its end where `epochs` is raised; without it where the disk has no room. `False`:"
-        " weights alone, as torchtune",
-        default=True,
-    )
-    overwrite_output_dir: bool = key(
-        check_bool,
-        "`True`: a new run may replace one in `output_dir` that has not ended, which else is"
-        " refused. All that other runs have saved there goes once the first save of this one is"
-        " complete",
-        default=False,
-    )
-    resume_allow_changes: tuple[str, ...] = key(
-        names_of_keys,
-        "names of keys that may differ from the checkpoint's, as in `[dataset]`. See below",
-        default=(),
-        shown="none",
-        needs=("resume_from_checkpoint",),
-    )
+    saving: SavingSettings = group(SavingSettings)
     verbose: bool = key(
         check_bool,
         "`True`: print the resolved configuration, and all that torchtune logs. Either way"
@@ -648,14 +680,14 @@ class Settings:
         """Whether the gradient noise scale is measured."""
         rule = self.batch_size_schedule
         is_asked = self.log_gradient_noise_scale or (rule is not None and needs_noise_scale(rule))
-        return is_asked and self.sample_order != "seqlen"
+        return is_asked and self.sampling.sample_order != "seqlen"
 
     @property
     def restores_random_state(self) -> bool:
         """Whether a resumed run continues with the random numbers of the saved one; torchtune's
         recipe seeds again.
         """
-        return self.adaptive or self.save_every_n_steps is not None
+        return self.adaptive or self.saving.save_every_n_steps is not None
 
     @property
     def fits_itself(self) -> bool:
@@ -688,28 +720,11 @@ class Settings:
         return (
             self.needs_bound
             or self.grows
-            or self.sample_order != "dataloader"
+            or self.sampling.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
-            or any(
-                (
-                    self.micro_batch_size,
-                    self.micro_batch_tokens,
-                    self.batch_tokens,
-                    self.uniform_micro_batches,
-                )
-            )
+            or bool(self.micro_batch_size or self.micro_batch_tokens or self.batch_tokens)
+            or self.uniform_micro_batches is not None
             or self.micro_batch_layout not in (None, "padded")
-        )
-
-    @property
-    def validation(self) -> ValidationSettings | None:
-        """The keys of validation; None where there is none."""
-        if self.run_val_every_n_steps is None:
-            return None
-        size = self.batch_size_val
-        rows = size if isinstance(size, int) else self.batch_size
-        return ValidationSettings(
-            self.run_val_every_n_steps, rows, size == "auto", self.max_validation_batches
         )
 
     @classmethod
@@ -733,14 +748,72 @@ class Settings:
             values["micro_batch_tokens"] = "auto"
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
-        values["lr_scaling"] = rate_rule(
-            values.get("batch_size_schedule"), values.get("lr_scaling", "none")
-        )
+        rate = values["rate"]
+        rule = rate_rule(values.get("batch_size_schedule"), rate.lr_scaling)
+        values["rate"] = replace(rate, lr_scaling=rule)
         settings = cls(**values)
         if "drop_last" not in values:
             settings = replace(settings, drop_last=not settings.adaptive)
         check_together(settings, config)
         return settings
+
+
+def batching_of(
+    settings: Settings, *, shuffle: bool, seed: int = 0, max_steps_per_epoch: int | None = None
+) -> Batching:
+    """Return what a step holds and in which order rows come, as configured.
+
+    Args:
+        settings: settings of the run.
+        shuffle: torchtune's key.
+        seed: seed of the order of rows, unless that is torchtune's.
+        max_steps_per_epoch: steps after which an epoch ends; None for all of its rows.
+    """
+    sampling = settings.sampling
+    # The seed of torchtune's sampler.
+    if sampling.sample_order == "dataloader":
+        seed = 0
+    return Batching(
+        batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        batch_tokens=settings.batch_tokens,
+        batch_increase_function=settings.batch_increase_function,
+        batch_size_schedule=settings.batch_size_schedule,
+        grow_beyond_maximum=settings.grow_beyond_maximum,
+        shuffle=shuffle,
+        seed=seed,
+        sample_order=sampling.sample_order,
+        sample_window=sampling.sample_window,
+        min_rows_per_batch=sampling.min_rows_per_batch,
+        max_rows_per_batch=sampling.max_rows_per_batch,
+        long_rows=sampling.long_rows,
+        drop_last=settings.drop_last,
+        max_steps_per_epoch=max_steps_per_epoch,
+        epochs=settings.epochs,
+    )
+
+
+def sizer_of(
+    settings: Settings,
+    layout: MicroBatchLayout,
+    memory: DeviceMemory,
+    on_change: Callable[[LimitChange], object] = lambda change: None,
+) -> MicroBatchSizer:
+    """Return what decides what a micro-batch may hold, as configured, before anything was found.
+
+    Args:
+        settings: settings of the run.
+        layout: how rows lie in a micro-batch.
+        memory: memory of the device.
+        on_change: function that is called with each change of the limit.
+    """
+    return MicroBatchSizer(
+        micro_batch_size=settings.micro_batch_size,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        layout=layout,
+        memory=memory,
+        on_change=on_change,
+    )
 
 
 OURS = tuple(name for name in keys_of(Settings) if name not in TORCHTUNE_KEYS)

@@ -77,7 +77,7 @@ class Trainer:
         self.runner = MicroBatchRunner(
             model,
             RowLoss(
-                collate=data.collate_to_length,
+                collate=data.collator.to_length,
                 to_device=to_device or self._to_device,
                 mean_loss=self.mean_loss,
                 count_labels=job.task.count_labels,

@@ -20,6 +20,7 @@ from adaptive_batch.training import WorstRows
 
 from .data import Data
 from .job import Job
+from .settings import batching_of
 
 
 class TrialRows:
@@ -134,7 +135,10 @@ class TrialRows:
         """The order of epochs, and their steps where the batch stays as it is configured."""
         data = self._data
         # A schedule changes the order little, and may need a rate, which is not there yet.
-        batching = replace(data.batching(), batch_size_schedule=None)
+        batching = replace(
+            batching_of(self._job.settings, shuffle=bool(self._job.cfg.shuffle)),
+            batch_size_schedule=None,
+        )
         divisible = data.shapes.uniform in ("rows", "both")
         return EpochPlanner(
             data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible
@@ -158,7 +162,7 @@ class TrialRows:
         """Return shape and dtype of each tensor that the longest row becomes."""
         # Reading a row of some datasets draws random numbers, which training must not miss.
         random_state = RandomState(self._job.device)
-        shapes = _shapes(self._data.collate(rows.first(1)))
+        shapes = _shapes(self._data.collator.collate(rows.first(1)))
         random_state.restore()
         return shapes
 

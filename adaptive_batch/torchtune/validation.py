@@ -46,17 +46,22 @@ class Validation:
         bounds: BoundFinder,
         log: TrainingLog,
     ) -> None:
-        settings = job.settings.validation
-        assert settings is not None
+        settings = job.settings
+        validation = settings.validation
+        assert validation.is_on
         self._job = job
         self._data = data
         self._log = log
         self._runner = trainer.runner
-        self.num_rows = settings.rows_of(len(data.dataset_val), ranks=job.ranks)
+        self.num_rows = validation.rows_of(
+            len(data.dataset_val), batch_size=settings.batch_size, ranks=job.ranks
+        )
+        rows: int | None = validation.batch_size(settings.batch_size)
         tokens = None
-        if settings.fits_itself:
+        if validation.fits_itself:
             bound = bounds.of_validation(trainer)
             self._runner.sizer.count_out_of_memory(bound.num_out_of_memory)
+            rows = None
             tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
             log.event(
                 "validation_bound",
@@ -69,7 +74,7 @@ class Validation:
                 seconds=round(sum(bound.seconds), 2),
             )
         sizer = MicroBatchSizer(
-            micro_batch_size=settings.batch_size if tokens is None else None,
+            micro_batch_size=rows,
             micro_batch_tokens=tokens,
             layout=data.shapes_val,
             memory=job.memory,
@@ -81,6 +86,12 @@ class Validation:
     def _log_limit(self, change: LimitChange) -> None:
         self._runner.sizer.count_out_of_memory(change.out_of_memory)
         self._log.limit(change, kind="validation_limit")
+
+    def run_where_due(self, step: int) -> None:
+        """Every so many steps, log the loss on the rows that are not trained on."""
+        every = self._job.settings.validation.run_val_every_n_steps
+        if every and step % every == 0:
+            self._log.validation(self.run(), rows=self.num_rows, step=step)
 
     def run(self) -> float:
         """Return the mean loss over the label tokens of the rows; training's state is unchanged."""

@@ -23,7 +23,15 @@ from torchtune.models.qwen2 import qwen2
 from adaptive_batch.data import Measured
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.probe import ProbeResult, Search, Trial
-from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer, estimate_devices
+from adaptive_batch.torchtune import (
+    BoundFinder,
+    Data,
+    Job,
+    Settings,
+    Trainer,
+    estimate_devices,
+    sizer_of,
+)
 from adaptive_batch.training import BoundSearch, ProbeOptions
 
 _NARROW = {
@@ -208,7 +216,9 @@ class RealRun:
         self.data.dataset._measured = Measured(
             torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3)
         )
-        self.trainer = Trainer.load(job, self.data, RandomWeights(job), self.data.new_sizer())
+        self.trainer = Trainer.load(
+            job, self.data, RandomWeights(job), sizer_of(job.settings, self.data.shapes, job.memory)
+        )
 
 
 class RandomWeights:
@@ -275,7 +285,8 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
         trainer.tried(),
         finder.rows.of_length("longest"),
         options,
-        accumulates=finder.has_several or run.job.settings.gradient_accumulation_steps > 1,
+        accumulates=run.job.has_several_micro_batches
+        or run.job.settings.gradient_accumulation_steps > 1,
         build_search=lambda **facts: search,
     ).run()
 

@@ -76,6 +76,19 @@ def figures_of(*paths: Path) -> Figures:
     return figures
 
 
+def class_lines(*paths: Path) -> dict[str, int]:
+    """Return the lines of each class below some folders, docstrings included, by file and name."""
+    lines = {}
+    for path in paths:
+        for file in sorted(path.rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    assert node.end_lineno is not None
+                    name = f"{file.relative_to(ROOT).as_posix()}:{node.name}"
+                    lines[name] = node.end_lineno - node.lineno + 1
+    return lines
+
+
 if __name__ == "__main__":
     paths = [Path(argument) for argument in sys.argv[1:]]
     figures = figures_of(*(paths or [ROOT / "adaptive_batch", ROOT / "recipes"]))

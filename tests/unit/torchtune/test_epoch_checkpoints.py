@@ -25,6 +25,7 @@ from adaptive_batch.torchtune.epoch_checkpoints import (
     inspect_epoch,
     manifests_in,
 )
+from adaptive_batch.torchtune.settings import SavingSettings
 
 WEIGHTS, STATE = "epoch_0/model-00001-of-00001.safetensors", "recipe_state/recipe_state.pt"
 
@@ -80,13 +81,7 @@ def test_a_run_that_torchrun_starts_again_finds_its_epoch_whatever_recipe_checkp
     cfg = OmegaConf.create(
         {"output_dir": str(out), "checkpointer": block, "resume_from_checkpoint": False}
     )
-    settings = SimpleNamespace(
-        keep_last_n_checkpoints=None,
-        resume_allow_changes=(),
-        enable_async_checkpointing=False,
-        overwrite_output_dir=False,
-        preview=True,
-    )
+    settings = SimpleNamespace(saving=SavingSettings(), preview=True)
     assert Checkpoints(cfg, settings).found.source == str(out / "epoch_0")
 
 

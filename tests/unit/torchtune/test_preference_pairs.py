@@ -143,7 +143,7 @@ def test_parts_that_weigh_alike_would_be_another_step():
     _, expected = of_all_pairs_at_once(wired, rows)
     wired.model.zero_grad()
     for part in (rows[:1], rows[1:]):
-        loss = wired.trainer.mean_loss(wired.data.collate(part)) / 2
+        loss = wired.trainer.mean_loss(wired.data.collator.collate(part)) / 2
         loss.backward()
     assert largest_difference(expected, wired.gradients()) > 1e-2
 
@@ -283,5 +283,5 @@ def test_both_answers_are_padded_to_a_multiple():
     rows = [pair((9, 5), torch.Generator().manual_seed(0))]
     data = Data(job, rows, packed=False)
     length = data.shapes.padded(job.task.length(rows[0]))
-    batch = data.collate(job.task.lengthened(rows, length, pad_id=0))
+    batch = data.collator.collate(job.task.lengthened(rows, length, pad_id=0))
     assert batch["tokens"].shape == (2, 16)

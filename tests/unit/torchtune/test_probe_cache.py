@@ -17,7 +17,15 @@ from support.cli import SmallSetup
 from adaptive_batch.memory import DeviceMemory, Usage
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
-from adaptive_batch.torchtune import BoundFinder, Checkpoints, Data, Job, Settings, Trainer
+from adaptive_batch.torchtune import (
+    BoundFinder,
+    Checkpoints,
+    Data,
+    Job,
+    Settings,
+    Trainer,
+    sizer_of,
+)
 from adaptive_batch.torchtune.probe_cache import ProbeCache, memory_keys
 from adaptive_batch.training import Choices
 
@@ -60,7 +68,9 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     data = Data.read(job)
     bounds = BoundFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), data.new_sizer())
+    trainer = Trainer.load(
+        job, data, Checkpoints(cfg, settings), sizer_of(settings, data.shapes, job.memory)
+    )
     return bounds.of_training(trainer, length="longest", batch_size=settings.batch_size)[-1]
 
 

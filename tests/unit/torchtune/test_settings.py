@@ -10,12 +10,11 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import budget_bytes
 from adaptive_batch.schedules import Reference
 from adaptive_batch.torchtune import Settings, without_effect, without_effect_on
-from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, keys_of, load_function
+from adaptive_batch.torchtune.keys import TORCHTUNE_KEYS, block, fields_of, keys_of, load_function
 from adaptive_batch.torchtune.settings import (
     OURS,
     EstimateSettings,
     ProbeSettings,
-    ValidationSettings,
 )
 
 GIB = 1024**3
@@ -157,11 +156,11 @@ def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
     undocumented = [name for name, key in keys_of(Settings).items() if not key.doc]
     assert set(undocumented) <= set(TORCHTUNE_KEYS)
     for keys in (ProbeSettings, EstimateSettings, Settings):
-        for each in dataclasses.fields(keys):
-            key = each.metadata["key"]
-            assert key.doc or each.name in undocumented
-            if isinstance(each.default, (bool, int, float, str)):
-                assert key.read(each.name, each.default) == each.default
+        for name, key_field in fields_of(keys).items():
+            key = key_field.metadata["key"]
+            assert key.doc or name in undocumented
+            if isinstance(key_field.default, (bool, int, float, str)):
+                assert key.read(name, key_field.default) == key_field.default
 
 
 @pytest.mark.parametrize("config", [{"plan_only": True}], ids=str)
@@ -243,16 +242,14 @@ VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}
 def test_the_keys_of_memory_and_tokens_default_to_what_happens_without_them():
     settings = Settings.from_config(PLAIN)
     assert settings.micro_batch_size is settings.micro_batch_tokens is settings.batch_tokens is None
-    assert (settings.sample_order, settings.sample_window) == ("dataloader", None)
-    assert (settings.min_rows_per_batch, settings.max_rows_per_batch, settings.long_rows) == (
-        1,
-        None,
-        "error",
-    )
+    sampling = settings.sampling
+    assert (sampling.sample_order, sampling.sample_window) == ("dataloader", None)
+    assert (sampling.min_rows_per_batch, sampling.max_rows_per_batch) == (1, None)
+    assert sampling.long_rows == "error"
     assert (settings.uniform_micro_batches, settings.pad_to_multiple_of) == (None, 1)
-    assert (settings.lr_scaling, settings.reference_batch_size) == ("none", None)
+    assert (settings.rate.lr_scaling, settings.rate.reference_batch_size) == ("none", None)
     assert settings.on_out_of_memory == "shrink"
-    assert settings.validation is None
+    assert not settings.validation.is_on
 
 
 def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
@@ -318,22 +315,24 @@ def test_validation_takes_the_configured_batch_where_it_has_none_of_its_own():
     def validation(**keys):
         return Settings.from_config(PLAIN | VALIDATED | keys).validation
 
-    assert validation() == ValidationSettings(
-        every_n_steps=10, batch_size=2, fits_itself=False, max_batches=None
-    )
-    assert validation(batch_size_val=5).batch_size == 5
-    assert validation(batch_size_val="auto") == ValidationSettings(10, 2, True, None)
-    assert (
-        validation(max_validation_batches=-1).max_batches is None
-    )  # torchtune's later recipes write all so
-    assert validation(max_validation_batches=3).max_batches == 3
+    assert validation().is_on
+    assert validation().batch_size(2) == 2
+    assert not validation().fits_itself
+    assert validation(batch_size_val=5).batch_size(2) == 5
+    by_what_fits = validation(batch_size_val="auto")
+    assert by_what_fits.fits_itself
+    assert by_what_fits.batch_size(2) == 2
+    # torchtune's later recipes write all so
+    assert validation(max_validation_batches=-1).rows_of(100, batch_size=2) == 100
+    assert validation(max_validation_batches=3).rows_of(100, batch_size=2, ranks=4) == 24
+    assert validation(max_validation_batches=3).rows_of(20, batch_size=2, ranks=4) == 20
+    assert not Settings.from_config(PLAIN | {"batch_size_val": "auto"}).validation.fits_itself
 
 
 def test_a_reference_is_rows_or_tokens():
     def reference(value):
-        return Settings.from_config(
-            PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}
-        ).reference_batch_size
+        config = PLAIN | {"lr_scaling": "sqrt", "reference_batch_size": value}
+        return Settings.from_config(config).rate.reference_batch_size
 
     assert reference(64) == Reference(64, "rows")
     assert reference("8192tok") == Reference(8192, "tokens")

@@ -39,11 +39,9 @@ def test_a_rank_that_fails_in_validation_begins_no_collective_alone() -> None:
     runner = build_runner(
         torch.nn.Linear(1, 1), MicroBatchLimit(2), collate=dict, mean_loss=lambda batch: batch["x"]
     )
-    settings = ValidationSettings(
-        every_n_steps=1, batch_size=2, fits_itself=False, max_batches=None
-    )
+    validates = ValidationSettings(run_val_every_n_steps=1)
     job = SimpleNamespace(
-        settings=SimpleNamespace(validation=settings),
+        settings=SimpleNamespace(batch_size=2, validation=validates),
         ranks=1,
         device=torch.device("cpu"),
         memory=None,
