@@ -330,15 +330,18 @@ class StepPlanner:
             # With drop_last fewer rows are left than are requested.
             return None
         begin = progress.epoch_rows
-        numbers: list[int] = self._order[begin : begin + size].tolist()
+        two_steps: list[int] = self._order[begin : begin + 2 * size].tolist()
+        numbers = two_steps[:size]
         positions = self.rows_of_rank(numbers)
         # Where ranks take rows in turn, those of the next step lie at the same positions.
-        next_numbers = self._order[begin + size : begin + 2 * size].tolist()
+        next_numbers = two_steps[size:]
         following = [
             next_numbers[position] for position in positions if position < len(next_numbers)
         ]
-        step_begin = replace(progress, batch=batch, pace=self.pace())
-        return PlannedRows(step_begin, self.batch.size, numbers, positions, following)
+        pace = self.pace()
+        if (progress.batch, progress.pace) != (batch, pace):
+            progress = replace(progress, batch=batch, pace=pace)
+        return PlannedRows(progress, self.batch.size, numbers, positions, following)
 
     def _follow(self, progress: Progress) -> int:
         """Return the requested rows of the next step on one device; with a schedule the batch size
