@@ -221,7 +221,7 @@ class StepPlanner:
             return
         batches = self.epochs.token_batches(progress)
         # A run that resumes within a plan has logged them before.
-        if progress.epoch_rows != self.epochs.planned_from:
+        if progress.epoch_rows != self.epochs.lengths.planned_from:
             return
         rows_by_reason = {
             f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
