@@ -485,7 +485,7 @@ def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str
             "STUB_CUDA_KEEP": 65536,
             "STUB_CUDA_DEVICE": "a100",
             "STUB_CUDA_CAPACITY": capacity,
-            "PYTORCH_ALLOC_CONF": conf,
+            "PYTORCH_CUDA_ALLOC_CONF": conf,
         }
         os.environ |= {key: str(value) for key, value in on_stack.items()}
 

@@ -259,7 +259,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         Raises:
             SettingError: a scheduler or a clock that it cannot follow.
         """
-        self._planner.couple(schedule_of(lr_scheduler), Clock.from_config(lr_clock))
+        self._planner.clock.couple(schedule_of(lr_scheduler), Clock.from_config(lr_clock))
 
     def __iter__(self) -> Iterator[list[int]]:
         rule = self._planner.batching.batch_size_schedule

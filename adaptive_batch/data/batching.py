@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Schedule, check_increment, check_schedule
+from adaptive_batch.schedules import (
+    Reference,
+    Schedule,
+    Seesaw,
+    check_increment,
+    check_schedule,
+)
 
 
 @dataclass(frozen=True)
@@ -56,3 +62,9 @@ class Batching:
     def ends(self) -> dict[str, Any]:
         """Where an epoch ends, as the functions of an epoch plan take it."""
         return {"drop_last": self.drop_last, "max_steps": self.max_steps_per_epoch}
+
+    def global_batch(self, ranks: int) -> Reference:
+        """Return the batch of so many ranks that is configured: what a rate was chosen for."""
+        if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
+            return Reference(self.batch_tokens * ranks, "tokens")
+        return Reference(self.batch_size * ranks, "rows")

@@ -49,6 +49,38 @@ class Rows(Protocol):
     def recount(self) -> str: ...
 
 
+class _RealTokens:
+    """The tokens of an epoch's rows, padding not counted.
+
+    Args:
+        rows: rows of an epoch.
+        are_needed: whether the tokens of an epoch must be known.
+    """
+
+    def __init__(self, rows: Rows, *, are_needed: bool) -> None:
+        self._rows = rows
+        self._are_needed = are_needed
+
+    def of_epoch(self, plan: EpochPlan, order: Callable[[], RowOrder]) -> int:
+        """Return the tokens of the rows that are stepped, of all in their order; 0 where nothing
+        needs them.
+        """
+        if not self._are_needed:
+            return 0
+        used = plan.slots if plan.sizes is None else sum(plan.sizes)
+        lengths = self._rows.real_lengths[order()[:used]]
+        alike = len(lengths) > 0 and bool((lengths == lengths[0]).all())
+        # An epoch may have more slots than rows.
+        if alike:
+            return plan.slots * int(lengths[0])
+        return int(lengths.sum())
+
+    def in_order(self, order: RowOrder, *, begin: int) -> Iterator[int]:
+        """Yield the tokens of each row from one place in an order on, read in blocks."""
+        for block in range(begin, len(order), _BLOCK_ROWS):
+            yield from self._rows.real_lengths[order[block : block + _BLOCK_ROWS]].tolist()
+
+
 class EpochPlanner:
     """Divides epochs into steps and looks ahead through training, without training.
 
@@ -65,6 +97,7 @@ class EpochPlanner:
         batching: as configured; a schedule that follows the rate is put in coupled to it.
         depends_on_lengths: which rows a step holds does.
         num_rows: rows of an epoch.
+        lengths: lengths that the current epoch is planned by.
     """
 
     def __init__(
@@ -82,7 +115,7 @@ class EpochPlanner:
         self.batching = batching
         self.ranks = ranks
         self._divisible = divisible
-        self._counts_tokens = counts_tokens
+        self._tokens = _RealTokens(rows, are_needed=counts_tokens or bool(batching.batch_tokens))
         self._maximum = maximum
         self._takes_all_rows = order is None
         self.num_rows = len(rows if order is None else order)
@@ -99,12 +132,12 @@ class EpochPlanner:
         if self.depends_on_lengths:
             # A row that cannot be measured is refused now.
             _ = rows.lengths
-        self._lengths = EpochLengths(lambda: rows.lengths, self._row_order)
+        self.lengths = EpochLengths(lambda: rows.lengths, self._row_order)
         self._is_estimate = schedule is not None and needs_noise_scale(schedule)
         self._token_steps = self._new_token_steps()
 
     def _new_token_steps(self) -> TokenSteps:
-        return TokenSteps(self.batching, self._lengths, ranks=self.ranks, divisible=self._divisible)
+        return TokenSteps(self.batching, self.lengths, ranks=self.ranks, divisible=self._divisible)
 
     def rule(self, batch_size: int) -> Callable[[Progress], int]:
         """Return the rows of a step on one device as a function of progress: the schedule's, or
@@ -122,35 +155,26 @@ class EpochPlanner:
         self.batching = replace(self.batching, batch_size_schedule=schedule)
         self._token_steps = self._new_token_steps()
 
-    @property
-    def planned_from(self) -> int:
-        """The row of the current epoch from which on its plan is that of the lengths as they are
-        now.
-        """
-        return self._lengths.planned_from
-
     def begin(self, progress: Progress) -> bool:
         """Plan what is left of an epoch by the lengths as they are now; return whether what is left
         was planned by others.
-
-        The rows that it has trained stay trained, whatever their lengths were taken to be.
         """
         if not self.depends_on_lengths:
             return False
         rows = progress.epoch_rows
-        differs = self._lengths.begin(progress.epoch, rows=rows)
+        differs = self.lengths.begin(progress.epoch, rows=rows)
         return differs and rows > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ranks that steps are for, and the lengths that the current epoch is planned
         by, as plain values.
         """
-        return {"ranks": self.ranks, **self._lengths.state_dict()}
+        return {"ranks": self.ranks, **self.lengths.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Plan the epoch as it was planned when the state was saved."""
         self.ranks = state["ranks"]
-        self._lengths.load_state_dict(state)
+        self.lengths.load_state_dict(state)
         self._token_steps = self._new_token_steps()
 
     def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[int, int]:
@@ -208,7 +232,7 @@ class EpochPlanner:
             plan = replace(
                 plan, rows=self.num_rows, is_estimate=self._is_estimate or plan.is_estimate
             )
-        return replace(plan, tokens=self._tokens(plan, lambda: self.order(progress)))
+        return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(progress)))
 
     def constant(self, batch_size: int) -> EpochPlan:
         """Divide the first epoch by a batch that does not change."""
@@ -217,10 +241,10 @@ class EpochPlanner:
             order = self._row_order(epoch=0, lengths=self._rows.lengths)[:]
             batches = self._token_steps.constant(order, self._rows.lengths)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
-            return replace(plan, tokens=self._tokens(plan, lambda: batches.rows))
+            return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: batches.rows))
         step_rows = batch_size * batching.gradient_accumulation_steps * self.ranks
         plan = EpochPlan.of(self.num_rows, step_rows=step_rows, **batching.ends)
-        return replace(plan, tokens=self._tokens(plan, lambda: self.order(Progress())))
+        return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(Progress())))
 
     def ahead(
         self, progress: Progress, batch_sizes: Mapping[int, int]
@@ -299,7 +323,7 @@ class EpochPlanner:
             return self.token_batches(progress).rows
         if not self.depends_on_lengths:
             return self._row_order(epoch=progress.epoch)
-        return self._lengths.order(progress.epoch)
+        return self.lengths.order(progress.epoch)
 
     def token_batches(self, progress: Progress) -> TokenBatchPlan:
         """Return the rows of each step of the current epoch, by tokens."""
@@ -335,20 +359,6 @@ class EpochPlanner:
         plan = EpochPlan.of_sizes(done + left)
         return replace(plan, rows=self.num_rows, most_steps=self.batching.max_steps_per_epoch)
 
-    def _tokens(self, plan: EpochPlan, order: Callable[[], RowOrder]) -> int:
-        """Return the real tokens of the rows that are stepped, of all in their order; 0 where
-        nothing needs them.
-        """
-        if not (self._counts_tokens or self.batching.batch_tokens):
-            return 0
-        used = plan.slots if plan.sizes is None else sum(plan.sizes)
-        lengths = self._rows.real_lengths[order()[:used]]
-        alike = len(lengths) > 0 and bool((lengths == lengths[0]).all())
-        # An epoch may have more slots than rows.
-        if alike:
-            return plan.slots * int(lengths[0])
-        return int(lengths.sum())
-
     def _walk(
         self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None
     ) -> Iterator[tuple[Progress, int, Progress]]:
@@ -357,7 +367,9 @@ class EpochPlanner:
 
         Rows are those over all ranks. Tokens are counted only with an `order`.
         """
-        tokens = iter(()) if order is None else self._tokens_in(order, begin=progress.epoch_rows)
+        tokens: Iterator[int] = iter(())
+        if order is not None:
+            tokens = self._tokens.in_order(order, begin=progress.epoch_rows)
         while True:
             batch, size = self.next_step(progress, rule)
             if not size:
@@ -365,8 +377,3 @@ class EpochPlanner:
             step_begin = replace(progress, batch=batch)
             progress = step_begin.after_step(rows=size, tokens=sum(islice(tokens, size)))
             yield step_begin, size, progress
-
-    def _tokens_in(self, order: RowOrder, *, begin: int) -> Iterator[int]:
-        """Yield the real tokens of each row from one place in an order on, read in blocks."""
-        for block in range(begin, len(order), _BLOCK_ROWS):
-            yield from self._rows.real_lengths[order[block : block + _BLOCK_ROWS]].tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,20 +11,11 @@ import torch
 from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import (
-    Clock,
-    EpochPlan,
-    Pace,
-    Progress,
-    Reference,
-    Seesaw,
-    decay_of,
-    small_batch,
-    time_by,
-)
+from adaptive_batch.schedules import EpochPlan, Progress, small_batch
 
 from .balance import balance_by_rows, balance_by_tokens
 from .batching import Batching
+from .epoch_clock import EpochClock
 from .epoch_planner import EpochPlanner, Rows
 from .micro_batches import MicroBatchLimit
 from .order import EpochOrder, RowOrder
@@ -88,6 +79,7 @@ class StepPlanner:
     Attributes:
         epochs: divides epochs into steps, also ahead of training.
         batch: batch that is requested for a step on one device.
+        clock: what the clock of the learning rate counts by.
     """
 
     def __init__(
@@ -118,13 +110,14 @@ class StepPlanner:
             order=order,
             maximum=self.batch.maximum,
         )
-        self._divides_ahead = divides_ahead or counts_tokens or bool(batching.batch_tokens)
+        self.clock = EpochClock(
+            self.epochs,
+            self.batch,
+            divides_ahead=divides_ahead or counts_tokens or bool(batching.batch_tokens),
+        )
         self._event = event
         # The rows of the current epoch, in their order.
         self._order: RowOrder = torch.zeros(0, dtype=torch.int64)
-        self._at = Progress()
-        self._plan: EpochPlan | None = None
-        self._reference: EpochPlan | None = None
 
     @property
     def batch_size(self) -> int:
@@ -146,83 +139,20 @@ class StepPlanner:
         """The number that a step has `batch_size` rows for each of."""
         return self.epochs.ranks
 
-    def configured_batch(self, ranks: int) -> Reference:
-        """Return the global batch that is configured, of so many ranks: what a rate was chosen
-        for.
-        """
-        batching = self.batching
-        if isinstance(batching.batch_size_schedule, Seesaw) and batching.batch_tokens:
-            return Reference(batching.batch_tokens * ranks, "tokens")
-        return Reference(batching.batch_size * ranks, "rows")
-
     @property
     def plan(self) -> EpochPlan:
         """The current epoch, divided into steps as its beginning shows it."""
-        if self._plan is None:
-            self._plan = self.epochs.divide(self._at, self.epochs.rule(self.batch_size))
-        return self._plan
+        return self.clock.plan
 
     @property
     def reference(self) -> EpochPlan:
         """An epoch of a constant batch, in whose steps the schedule of the learning rate counts."""
-        if self._reference is None:
-            # with a batch schedule, the configured batch is the one that the rate's schedule was
-            # chosen for
-            scheduled = self.batching.batch_size_schedule is not None
-            self._reference = self.epochs.constant(
-                self.batching.batch_size if scheduled else self.batch.first or self.batch.size
-            )
-        return self._reference
-
-    def pace(self, plan: EpochPlan | None = None) -> Pace:
-        """Return what the clock of the rate counts by, in an epoch that is divided by a plan; None
-        for the current one.
-
-        A schedule of the batch that follows the rate, and a script that drops no row, count by the
-        constant batch: that is as good, and known without dividing the epoch.
-        """
-        if isinstance(self.batching.batch_size_schedule, Seesaw) or not self._divides_ahead:
-            plan = self.reference
-        return Pace(self.reference, plan or self.plan)
+        return self.clock.reference
 
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold at the current batch size."""
         return self.sizer.limit(self.batch_size)
-
-    def couple(self, schedule: Callable[[float], float], clock: Clock) -> None:
-        """Couple a batch schedule that follows the rate to the rate's own, a function of the clock.
-
-        Both read one clock, that of an epoch of the constant batch: however the batch grows, the
-        rate's schedule takes as much data.
-
-        Raises:
-            SettingError: the clock counts steps or two units, or an epoch ends by steps: there are
-                fewer then for the same data.
-        """
-        batching = self.batching
-        rule = self.batching.batch_size_schedule
-        assert isinstance(rule, Seesaw)
-        if clock.warmup != clock.decay or clock.decay == "steps":
-            remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
-            raise SettingError("lr_clock", str(clock), remedy)
-        if batching.max_steps_per_epoch is not None:
-            remedy = (
-                f"{rule} takes fewer steps for the same data, so that these would be more of it;"
-                " set it to null, in a new run"
-            )
-            raise SettingError(
-                "max_steps_per_epoch",
-                batching.max_steps_per_epoch,
-                f"{remedy}, and take fewer rows of the dataset",
-            )
-        rate_left_at = decay_of(schedule)
-
-        def decay(progress: Progress) -> float:
-            of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
-            return rate_left_at(time_by(clock.decay, of_constant_batch))
-
-        self.epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
 
     # --- epochs
 
@@ -243,7 +173,7 @@ class StepPlanner:
         """
         progress = self.begin_epoch(progress, batch_size=batch_size)
         self.batch.begin(first_batch_size)
-        self._reference = None
+        self.clock.forget_reference()
         if self.reference.steps == 0:
             remedy = (
                 f"an epoch of {self.epochs.num_rows} rows has no whole step; set drop_last=False"
@@ -257,7 +187,7 @@ class StepPlanner:
         """
         self.batch.take(batch_size, is_first=is_first)
         if is_first:
-            self._reference = None
+            self.clock.forget_reference()
 
     def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
@@ -270,8 +200,7 @@ class StepPlanner:
         elif progress.epoch_steps == 0:
             self.batch.grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
-        self._at = progress
-        self._plan = None
+        self.clock.go_to(progress)
         if self.epochs.begin(progress):
             self._log_replanned(
                 progress, "rows are not as long as they were when the checkpoint was saved"
@@ -292,7 +221,7 @@ class StepPlanner:
             return
         batches = self.epochs.token_batches(progress)
         # A run that resumes within a plan has logged them before.
-        if progress.epoch_rows != self.epochs.planned_from:
+        if progress.epoch_rows != self.epochs.lengths.planned_from:
             return
         rows_by_reason = {
             f"of more than batch_tokens={batching.batch_tokens}": batches.dropped.tolist(),
@@ -330,15 +259,18 @@ class StepPlanner:
             # With drop_last fewer rows are left than are requested.
             return None
         begin = progress.epoch_rows
-        numbers: list[int] = self._order[begin : begin + size].tolist()
+        two_steps: list[int] = self._order[begin : begin + 2 * size].tolist()
+        numbers = two_steps[:size]
         positions = self.rows_of_rank(numbers)
         # Where ranks take rows in turn, those of the next step lie at the same positions.
-        next_numbers = self._order[begin + size : begin + 2 * size].tolist()
+        next_numbers = two_steps[size:]
         following = [
             next_numbers[position] for position in positions if position < len(next_numbers)
         ]
-        step_begin = replace(progress, batch=batch, pace=self.pace())
-        return PlannedRows(step_begin, self.batch.size, numbers, positions, following)
+        pace = self.clock.pace()
+        if (progress.batch, progress.pace) != (batch, pace):
+            progress = replace(progress, batch=batch, pace=pace)
+        return PlannedRows(progress, self.batch.size, numbers, positions, following)
 
     def _follow(self, progress: Progress) -> int:
         """Return the requested rows of the next step on one device; with a schedule the batch size
@@ -360,8 +292,7 @@ class StepPlanner:
             self._event("recounted", f"{changed}: the lengths that were cached are dropped")
         if not changed or not self.epochs.depends_on_lengths:
             return False
-        self._at = progress
-        self._plan = None
+        self.clock.go_to(progress)
         self.epochs.begin(progress)
         self._log_replanned(progress, changed)
         self.start_epoch(progress)
@@ -419,5 +350,4 @@ class StepPlanner:
         """Resume from a saved state, in a planner that was built as the saved one was."""
         self.epochs.load_state_dict(state)
         self.batch.load_state_dict(state)
-        self._plan = None
-        self._reference = None
+        self.clock.forget()

@@ -54,7 +54,10 @@ class StepQueue:
     @property
     def progress(self) -> Progress:
         """What training has consumed, with the pace of the epoch."""
-        return replace(self._progress, pace=self._planner.pace())
+        pace = self._planner.clock.pace()
+        if self._progress.pace != pace:
+            self._progress = replace(self._progress, pace=pace)
+        return self._progress
 
     def resume(self, progress: Progress, *, is_begun: bool = False) -> None:
         """Go to another place in training.

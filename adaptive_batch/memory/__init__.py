@@ -2,15 +2,20 @@
 state.
 """
 
+from .allocator_settings import (
+    ALLOCATOR_VARIABLES,
+    allocator_settings,
+    check_segments,
+    expand_segments,
+    segments_expand,
+)
 from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
-    ALLOCATOR_VARIABLES,
     GIB,
     DeviceMemory,
     Room,
     Usage,
-    allocator_settings,
     budget_bytes,
     check_device_memory,
     device_memory,
@@ -18,7 +23,6 @@ from .device import (
     is_out_of_memory,
     parse_size,
     recover,
-    segments_expand,
     wanted_bytes,
 )
 from .estimated_kernels import estimated_attention
@@ -44,8 +48,10 @@ __all__ = [
     "allocator_settings",
     "budget_bytes",
     "check_device_memory",
+    "check_segments",
     "device_memory",
     "estimated_attention",
+    "expand_segments",
     "host_available_bytes",
     "is_out_of_memory",
     "optimizer_state_tensors",

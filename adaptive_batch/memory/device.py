@@ -23,6 +23,7 @@ import torch
 from adaptive_batch._util import format_bytes
 from adaptive_batch.errors import SettingError
 
+from .allocator_settings import large_blocks_are_divided
 from .curve import Trace
 from .tracker import MemoryTracker, storage_bytes
 
@@ -42,12 +43,6 @@ _UNITS = {
     "gb": 10**9,
 }
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
-
-# PyTorch reads its allocator's settings from the first of these that is set.
-ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-
-# Settings by which a large block serves large requests alone.
-_LIMITS_OF_DIVISION = {"max_split_size_mb", "roundup_power2_divisions"}
 
 # The allocator takes more than is asked for up to this size; so much is also left of a device whose
 # memory is taken as one block, for blocks of other kinds.
@@ -168,31 +163,6 @@ def budget_bytes(
             )
             raise SettingError(key, device_memory, remedy)
     return int(min(limit, available_bytes) * (1 - headroom))
-
-
-def allocator_settings() -> tuple[str, dict[str, str]]:
-    """Return the variable that sets PyTorch's allocator, empty where none does, and its settings by
-    name.
-    """
-    variable = next((name for name in ALLOCATOR_VARIABLES if name in os.environ), "")
-    text = re.sub(r"\s", "", os.environ.get(variable, ""))
-    settings = re.findall(r"(\w+):(\[[^\]]*\]|[^,]*)", text)
-    return variable, dict(settings)
-
-
-def segments_expand() -> bool:
-    """Whether the environment asks PyTorch's allocator for expandable segments."""
-    _, settings = allocator_settings()
-    return settings.get("expandable_segments") == "True"
-
-
-def large_blocks_are_divided() -> bool:
-    """Whether the environment leaves PyTorch's allocator as it is, with segments that stay as they
-    were made, and whose blocks are divided whatever their size.
-    """
-    _, settings = allocator_settings()
-    is_native = settings.get("backend", "native") == "native"
-    return is_native and not segments_expand() and not settings.keys() & _LIMITS_OF_DIVISION
 
 
 @dataclass

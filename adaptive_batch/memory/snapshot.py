@@ -145,6 +145,8 @@ class _NumpyState:
     """
 
     def __init__(self) -> None:
+        self._generator: Any = None
+        self._memory: Any = None
         self.forget()
 
     def forget(self) -> None:
@@ -157,9 +159,14 @@ class _NumpyState:
         if not hasattr(numpy_random, "get_bit_generator"):
             return numpy_random.get_state()
         generator = numpy_random.get_bit_generator()
-        if not isinstance(generator, numpy_random.MT19937):
-            return numpy_random.get_state(legacy=False)
-        words = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
+        if generator is not self._generator:
+            if not isinstance(generator, numpy_random.MT19937):
+                return numpy_random.get_state(legacy=False)
+            self._generator = generator
+            address = generator.ctypes.state_address
+            self._memory = (ctypes.c_char * _TWISTER_BYTES).from_address(address)
+            self.forget()
+        words = self._memory.raw
         if words != self._words:
             state = numpy_random.get_state()
             *_, has_gauss, _ = state

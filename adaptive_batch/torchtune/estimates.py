@@ -195,6 +195,11 @@ class Estimator:
                 [device.architecture for device in self._devices],
                 world_size=estimate_settings.world_size,
             )
+            if AllocatorSettings.from_environment().expandable_segments:
+                not_counted.append(
+                    "segments of the allocator that do not expand: recipes ask for those that do,"
+                    " unless PYTORCH_ALLOC_CONF is set"
+                )
         else:
             not_counted.append("what is no tensor: Python, libraries, the dataset")
             not_counted.append(

@@ -18,7 +18,7 @@ from adaptive_batch import distributed
 from adaptive_batch._torch import private
 from adaptive_batch._util import format_bytes
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.memory import DeviceMemory, budget_bytes, device_memory
+from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
@@ -72,6 +72,7 @@ class Job:
         if (cfg.device is not None and self.device.type != asked) or self.device.type == "meta":
             remedy = f"torch {torch.__version__} trains on no such device here; give cuda or cpu"
             raise SettingError("device", cfg.device, remedy)
+        check_segments(self.device)
         self.dtype = _usable(
             "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
         )

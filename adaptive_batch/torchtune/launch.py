@@ -24,6 +24,7 @@ from adaptive_batch import distributed
 from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog
 from adaptive_batch.errors import AdaptiveBatchError, RankLostError, SettingError
+from adaptive_batch.memory import expand_segments
 from adaptive_batch.training import differences
 
 from .checks import check_parallel
@@ -69,9 +70,10 @@ def use_shipped_config(arguments: list[str]) -> None:
 
 def set_up_process() -> None:
     """Show decisions as they are made, and this package's errors as one line, not a traceback;
-    keep what is imported from the garbage collector.
+    keep what is imported from the garbage collector, and CUDA memory from fragments.
     """
     _freeze_imports()
+    expand_segments()
     if not log.handlers:
         log.addHandler(logging.StreamHandler())
     log.setLevel(logging.INFO)

@@ -259,7 +259,7 @@ class TrainingPreview:
                 at,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                rates=rate.apply(replace(at, pace=self._batches.pace(plan)), batch=batch),
+                rates=rate.apply(replace(at, pace=self._batches.clock.pace(plan)), batch=batch),
                 tokens=tokens,
             )
 

@@ -150,7 +150,7 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
         )
-        planner.couple(schedule_of(scheduler), job.settings.rate.lr_clock)
+        planner.clock.couple(schedule_of(scheduler), job.settings.rate.lr_clock)
 
 
 def _check_rates(scheduler: Any, steps: int, block: DictConfig) -> None:

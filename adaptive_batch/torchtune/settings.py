@@ -168,8 +168,8 @@ class ProbeSettings:
     )
     headroom: float | str = key(
         checked(check_headroom),
-        "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one accelerator"
-        " with `PYTORCH_ALLOC_CONF=expandable_segments:True`, and 0.05 elsewhere",
+        "share of that which is left free, at least 0 and below 1; `auto`: 0.01 on one GPU whose"
+        " allocator has expandable segments, as recipes ask for, and 0.05 elsewhere",
         default="auto",
     )
     sequence_length: int | str = key(

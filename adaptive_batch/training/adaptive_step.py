@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,40 +24,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_bool, check_state, check_whole, instance_of
-from adaptive_batch.data import (
-    MicroBatch,
-    MicroBatchLayout,
-)
+from adaptive_batch._util import check_state, check_whole, instance_of
+from adaptive_batch.data import MicroBatch, MicroBatchLayout
 from adaptive_batch.distributed import sharding_of
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import device_memory
 from adaptive_batch.probe import ProbeResult
 
 from .agreement import Question
-from .bound_search import BoundSearch, ProbeOptions, find_in_step
-from .gradients import GradientsApart
-from .model_checks import (
-    check_parameters,
-    check_ranks,
-    gradients_must_come,
-    is_compiled,
-    is_replicated,
-)
+from .bound_search import ProbeOptions
+from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions
-from .part_runner import LENGTHS_REMEDY, PartRunner
-from .parts import (
-    OwnSplit,
-    Part,
-    RowsOfBatch,
-    SplitBatch,
-    Splittable,
-    counted_sample,
-    length_in_sample,
-)
+from .part_runner import PartRunner
+from .parts import OwnSplit, Part, RowsOfBatch, SplitBatch, Splittable
+from .sample_search import SampleSearch
 from .sizing import LimitChange, MicroBatchSizer
 from .step_runner import StepRunner
-from .trials import TriedStep, WorstRows
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
@@ -143,7 +124,6 @@ class AdaptiveStep:
         if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
             raise SettingError("model", type(model).__name__, "give an nn.Module with parameters")
         self.model = model
-        self._forward_backward = forward_backward
         self._is_compiled = is_compiled(model)
         self._split_batch: Callable[[Any], Splittable] = (
             partial(RowsOfBatch, trims=not self._is_compiled) if split is None else OwnSplit(split)
@@ -183,8 +163,7 @@ class AdaptiveStep:
             statistics=statistics,
             counts_over_ranks=counts_over_ranks,
         )
-        # Whether trials ran one part alone, without the gradients beside which a second part runs.
-        self._tried_one_part = False
+        self._search = SampleSearch(self.parts, self._split_batch, forward_backward)
         if self.sizer.waits_for_search:
             log.info("auto is the whole batch until find_bound finds what fits, or memory runs out")
 
@@ -244,12 +223,7 @@ class AdaptiveStep:
             return self.parts.run(rows, rows_at_once=rows_at_once, question=Question())
         finally:
             # Also where the step has run out of memory for good.
-            if self._tried_one_part and self.num_pieces > 1:
-                self._tried_one_part = False
-                log.warning(
-                    "a batch is split, and what fits was tried without the gradients of other"
-                    " parts: give find_bound batch_size="
-                )
+            self._search.see_split(self.num_pieces)
 
     # --- what fits
 
@@ -286,59 +260,9 @@ class AdaptiveStep:
             SettingError: an argument cannot be used, or a configured size is above what fits.
         """
         options = ProbeOptions(device_memory, headroom, maximum)
-        check_parameters(self.model, optimizer)
-        if not callable(sample):
-            raise SettingError("sample", sample, "give a function of a number of rows")
-        if batch_size is not None:
-            check_whole("batch_size", batch_size)
-        check_bool("accumulates", accumulates)
-        self.memory.check_it_can_be_measured()
-        length = length_in_sample(sample, self._split_batch, self.memory.device)
-        if self.sizer.limit(1).unit == "tokens" and not length:
-            raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
-        tried = TriedStep(
-            self.parts.runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
+        return self._search.find(
+            optimizer, sample, options, batch_size=batch_size, accumulates=accumulates
         )
-        worst = WorstRows.of_sample(counted_sample(sample, self._split_batch), length)
-        results = find_in_step(
-            lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
-            accumulates=accumulates or self.sizer.may_split,
-            step_rows=batch_size,
-        )
-        self.sizer.found(results[-1])
-        self._tried_one_part = len(results) == 1 and not (accumulates or self.sizer.may_split)
-        return results[-1]
-
-    def _try_sample(
-        self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True
-    ) -> None:
-        """Run forward and backward of a batch at once, as a trial.
-
-        Args:
-            make_batch: function that makes the batch.
-            beside_gradients: whether the gradients of earlier batches are there.
-            is_last: whether gradients are reduced.
-        """
-
-        def whole() -> tuple[Any, int]:
-            rows = self._split_batch(make_batch())
-            return rows.part(range(rows.num_rows)), rows.num_rows
-
-        def run() -> None:
-            comes = gradients_must_come(self.model, self._forward_backward)
-            # Gradients that are not reduced are not the parameters' yet.
-            with comes if is_last else nullcontext():
-                self.parts.try_part(whole, is_last=is_last)
-
-        if not beside_gradients:
-            run()
-            return
-        gradients = GradientsApart(self.model, self.parts.runner.drop_gradients)
-        if self.sizer.may_split:
-            # From its second part on a batch has gradients of its own beside the earlier ones.
-            gradients.fill_new()
-        run()
-        gradients.add_up()
 
     def estimate(
         self,

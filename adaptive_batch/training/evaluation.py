@@ -14,9 +14,10 @@ from typing import Any
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 
-from .micro_batch_runner import MicroBatchRunner, RowLoss
+from .micro_batch_runner import MicroBatchRunner
 from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
+from .row_loss import RowLoss
 from .sizing import MicroBatchSizer
 
 # Rows that are read at a time, at least.

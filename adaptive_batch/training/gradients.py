@@ -1,5 +1,5 @@
-"""Gradients that are there before a batch: kept apart while it runs, so that a failed attempt
-leaves them as they were.
+"""Gradients that are there before a batch, kept apart while it runs, so that a failed attempt
+leaves them as they were; and those that its micro-batches have summed.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+
+from adaptive_batch.distributed import Sharding
+from adaptive_batch.schedules import squared_norm
 
 from .model_checks import with_gradients
 
@@ -58,3 +61,34 @@ class GradientsApart:
                 parameter.grad = earlier + new
             else:
                 parameter.grad = earlier.add_(new)
+
+
+class SummedGradients:
+    """The gradients that the micro-batches of a step have summed.
+
+    Args:
+        model: model whose parameters have them.
+        sharding: FSDP modules of it.
+    """
+
+    def __init__(self, model: nn.Module, sharding: Sharding) -> None:
+        self._model = model
+        self._sharding = sharding
+
+    def squared_norm(self) -> torch.Tensor:
+        """Return the squared norm of what this rank holds of them."""
+        shards = [
+            self._sharding.of_this_rank(parameter.grad)
+            for parameter in self._model.parameters()
+            if parameter.grad is not None
+        ]
+        if not shards:
+            return torch.zeros(())
+        return squared_norm(shards)
+
+    def multiply_by(self, scale: torch.Tensor) -> None:
+        """Multiply them, in place."""
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                # It is on the host where parameters are offloaded.
+                parameter.grad *= scale.to(parameter.grad.device)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,6 @@ from adaptive_batch.data import (
     Sampling,
     StepRows,
 )
-from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import Clock, Progress, Schedule, Seesaw
@@ -41,6 +40,7 @@ from adaptive_batch.schedules import Clock, Progress, Schedule, Seesaw
 from .adaptive_step import check_sizes
 from .bound_search import ProbeOptions
 from .loop_rate import LoopRate
+from .loop_search import LoopSearch
 from .loop_step import LoopStep
 from .model_checks import check_parameters
 from .options import StepOptions
@@ -126,10 +126,10 @@ class AdaptiveLoop:
     ) -> None:
         sampling = instance_of(Sampling, "sampling", sampling)
         options = instance_of(StepOptions, "options", options)
-        self._seeks_maximum = batch_size == "max"
+        seeks_batch_size = batch_size == "max"
         # The maximum is not known yet: until it is found, one row stands for it.
         first_batch_size = 1
-        if not self._seeks_maximum:
+        if not seeks_batch_size:
             remedy = "give a whole number, 1 or more, or max for the most that fit"
             first_batch_size = check_whole("batch_size", batch_size, remedy=remedy)
         for key, function in (("collate", collate), ("mean_loss", mean_loss)):
@@ -172,14 +172,25 @@ class AdaptiveLoop:
             self._batches,
             lr_scaling=lr_scaling,
             reference_batch_size=reference_batch_size,
-            is_sought=self._seeks_maximum,
+            is_sought=seeks_batch_size,
             options=options,
+        )
+        self._search = LoopSearch(
+            self._step,
+            optimizer,
+            self._batches,
+            self._rate,
+            keeps_gradients=(
+                distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
+            ),
+            seeks_batch_size=seeks_batch_size,
         )
         self._rows = StepRows(self._batches, rows)
         self._loop_step = LoopStep(
             model,
             optimizer,
             step=self._step,
+            search=self._search,
             batches=self._batches,
             rows=self._rows,
             rate=self._rate,
@@ -221,28 +232,7 @@ class AdaptiveLoop:
             round_to_power_of_two=round_to_power_of_two,
             objective=objective,
         )
-        self._step.step.memory.check_it_can_be_measured()
-        # Of a step that was left out: a trial is none of training's steps.
-        self._rate.restore()
-        reshard(self._model)
-        planner = self._batches.planner
-        ranks = distributed.data_parallel_size()
-        rows_of_epoch = max(1, planner.epochs.num_rows // ranks)
-        result = self._step.find_bound(
-            self._optimizer,
-            replace(options, maximum=min(maximum, rows_of_epoch)),
-            step_rows=self._batches.rows_on_largest_rank(self.batch_size),
-            # On fewer ranks than training began with, even a rule's batch that is cut to the bound
-            # is more rows than that.
-            splits=planner.batching.grow_beyond_maximum
-            or self._sizer.may_split
-            or planner.ranks > ranks,
-            order=lambda: planner.epochs.order(self.progress.at_epoch_start()),
-            batch_tokens=planner.batching.batch_tokens,
-        )
-        if self._seeks_maximum and not self.progress.steps:
-            planner.take_batch_size(result.batch_size, is_first=True)
-        return result
+        return self._search.find(options)
 
     def estimate(
         self,
@@ -272,14 +262,6 @@ class AdaptiveLoop:
         """
         from adaptive_batch.estimate import REPLAYED_STEPS
 
-        def next_rows(max_batch_size: int) -> Iterator[list[int]]:
-            batch_size = self.batch_size
-            if self._seeks_maximum and self.max_batch_size is None:
-                batch_size = max_batch_size
-            return self._batches.planner.epochs.rows_ahead(
-                self.progress.at_epoch_start(), batch_size=batch_size, num_steps=REPLAYED_STEPS
-            )
-
         return self._step.estimate(
             self._optimizer,
             devices,
@@ -287,7 +269,7 @@ class AdaptiveLoop:
             context=context,
             headroom=headroom,
             lengths=lengths,
-            batches=next_rows,
+            batches=partial(self._search.rows_ahead, num_steps=REPLAYED_STEPS),
         )
 
     # --- training
@@ -341,18 +323,16 @@ class AdaptiveLoop:
         """Hand out this rank's rows of each step that is left of the current epoch; they may be
         taken ahead of :meth:`run`.
         """
-        self._seek_maximum()
+        if self._search.is_due:
+            self.find_bound()
         for rows in self._rows.steps():
             self._rate.describe_batch()
             yield rows
 
-    def _seek_maximum(self) -> None:
-        if self._seeks_maximum and self.max_batch_size is None:
-            self.find_bound()
-
     def __len__(self) -> int:
         """Return the steps that are left of the current epoch, as the rules answer now."""
-        self._seek_maximum()
+        if self._search.is_due:
+            self.find_bound()
         return self.num_steps(self.progress.epoch + 1)
 
     def __bool__(self) -> bool:
@@ -404,7 +384,7 @@ class AdaptiveLoop:
         self._loop_step.check_taken()
         return {
             "batches": self._batches.state_dict(),
-            "step": self._step.state_dict(),
+            "step": self._search.state_dict(),
             "rate": self._rate.state_dict(),
             "built_with": self._built_with,
         }
@@ -427,5 +407,5 @@ class AdaptiveLoop:
         )
         self._batches.load_state_dict(state["batches"])
         self._loop_step.resume()
-        self._step.load_state_dict(state["step"])
+        self._search.load_state_dict(state["step"])
         self._rate.load_state_dict(state["rate"])

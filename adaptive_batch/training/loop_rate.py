@@ -60,7 +60,7 @@ class LoopRate(AdaptiveRate):
         clock = Clock.from_config(options.lr_clock)
         reference: Reference | int | str | None = reference_batch_size
         if self._is_of_configured:
-            reference = self._planner.configured_batch(distributed.data_parallel_size())
+            reference = self._planner.batching.global_batch(distributed.data_parallel_size())
         super().__init__(
             optimizer,
             lr_scheduler,
@@ -95,4 +95,4 @@ class LoopRate(AdaptiveRate):
         """Resume from a saved state, once the batches have resumed from theirs."""
         super().load_state_dict(state)
         if self._is_of_configured:
-            self.refer_to(self._planner.configured_batch(self._planner.ranks))
+            self.refer_to(self._planner.batching.global_batch(self._planner.ranks))

@@ -19,6 +19,7 @@ from adaptive_batch.schedules import Progress
 
 from .agreement import Question
 from .loop_events import LoopEvents
+from .loop_search import LoopSearch
 from .model_checks import check_gradients_are_clear
 from .nonfinite import NonfiniteSteps
 from .options import StepOptions
@@ -38,6 +39,7 @@ class LoopStep:
         model: model on its device.
         optimizer: optimizer of its parameters.
         step: forward and backward of rows.
+        search: knows what steps fit.
         batches: batches whose progress moves.
         rows: rows of each step, as they were handed out.
         rate: learning rate of each step.
@@ -53,6 +55,7 @@ class LoopStep:
         optimizer: Optimizer,
         *,
         step: RowStep,
+        search: LoopSearch,
         batches: AdaptiveBatches,
         rows: StepRows,
         rate: AdaptiveRate,
@@ -61,6 +64,7 @@ class LoopStep:
         self._model = model
         self._optimizer = optimizer
         self._step = step
+        self._search = search
         self._batches = batches
         self._rows = rows
         self._rate = rate
@@ -78,7 +82,7 @@ class LoopStep:
         """Run the step that comes next; see :meth:`AdaptiveLoop.run`."""
         planned = self._rows.next_step(rows)
         rows_at_once = self._batches.rows_on_largest_rank(planned.progress.batch)
-        self._step.check_fits(rows_at_once)
+        self._search.check_fits(rows_at_once)
         reshard(self._model)
         check_gradients_are_clear(
             self._model, self._optimizer, mine=self._step.step.sharding.of_this_rank

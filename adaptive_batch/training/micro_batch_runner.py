@@ -8,73 +8,27 @@ the ranks count their label tokens together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
-from adaptive_batch.schedules import NoiseSample, squared_norm
 
 from .agreement import Division, Question
 from .clipping import clip_gradients
+from .gradients import SummedGradients
 from .oom_retry import OutOfMemoryElsewhereError
-from .packing import rows_apart
 from .packing_check import why_not_packed
+from .row_loss import Batch, Row, RowLoss
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
 from .step_runner import StepRunner
-
-Row = Any
-Batch = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RowLoss:
-    """How rows become a batch, and a batch its loss.
-
-    Attributes:
-        collate: ``collate(rows, length)`` makes one batch on the host, padded to `length` tokens.
-        to_device: moves a batch to the device, in place.
-        mean_loss: the loss of a batch on the device, averaged over its labels; may empty the batch,
-            and leaves in it each of `metrics`, averaged alike.
-        count_labels: labels of a batch that `mean_loss` averages over, on the host and on the
-            device: a whole scalar tensor.
-        row_length: tokens of a row.
-        num_real_tokens: those of them that are not padding.
-        dummy_row: a row that has a label, for a rank that has none left; needed where there are
-            several.
-        pack: ``pack(rows)`` makes one batch on the host in which rows lie one after the other; None
-            where they cannot.
-        counts_rows: whether `mean_loss` is a mean over rows and `count_labels` counts these. The
-            share of a micro-batch is then known before its backward, and weights its loss.
-        metrics: names of further means, over rows where these are counted, else over labels.
-        loss_of: the loss of a step by the means of `metrics`, as float32; None where `mean_loss` is
-            averaged itself, which differs by rounding.
-    """
-
-    collate: Callable[[Sequence[Row], int], Batch]
-    to_device: Callable[[Batch], object]
-    mean_loss: Callable[[Batch], torch.Tensor]
-    count_labels: Callable[[Batch], torch.Tensor]
-    row_length: Callable[[Row], int]
-    num_real_tokens: Callable[[Row], int]
-    dummy_row: Callable[[], Row] | None = None
-    pack: Callable[[Sequence[Row]], Batch] | None = None
-    counts_rows: bool = False
-    metrics: tuple[str, ...] = ()
-    loss_of: Callable[..., torch.Tensor | None] = lambda **metrics: None
-
-
-def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
-    """Count the label tokens of a batch that are left after the shift by one."""
-    count: torch.Tensor = (batch["labels"][..., 1:] != ignore_index).sum()
-    return count
+from .step_sums import SmallBatch, StepSums, copies_of_each_row
 
 
 class MicroBatchRunner(StepRunner):
@@ -108,6 +62,7 @@ class MicroBatchRunner(StepRunner):
         )
         super().__init__(model, sizer, **options)
         self.loss = loss
+        self._gradients = SummedGradients(model, self.sharding)
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
         self._measures_noise = measures_noise
@@ -115,7 +70,7 @@ class MicroBatchRunner(StepRunner):
     def _divide(
         self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit
     ) -> Division:
-        if _copies_of_each_row() > 1:
+        if copies_of_each_row() > 1:
             small_rows = None
         lengths = list(map(self.loss.row_length, rows))
         return Division(_split(lengths, limit, self.sizer.layout, small_rows))
@@ -176,7 +131,7 @@ class MicroBatchRunner(StepRunner):
             RankLostError: out of memory.
         """
         assert self._scale_gradients
-        row = self._dummy_row()
+        row = self.loss.some_row()
 
         def run() -> None:
             for is_last in (False, True):
@@ -190,8 +145,8 @@ class MicroBatchRunner(StepRunner):
         computed.
         """
         # The batch is there until the micro-batch has ended, as in training.
-        with self.trial(is_last=is_last), self._collated(rows, self.loss) as batch:
-            loss, count = self._loss_and_labels(batch)
+        with self.trial(is_last=is_last), self.loss.collated(rows, self.sizer.layout) as batch:
+            loss, count = self.loss.loss_and_labels(batch)
             if self._scale_gradients and not self.loss.counts_rows:
                 loss = loss * count
             loss.backward()  # type: ignore[no-untyped-call]
@@ -223,28 +178,16 @@ class MicroBatchRunner(StepRunner):
             length: tokens that they are padded to at least.
             is_trial: whether this is one.
         """
-        with self._collated(rows, loss or self.loss, length) as batch:
+        own_loss = loss or self.loss
+        with own_loss.collated(rows, self.sizer.layout, length) as batch:
             if not is_trial and distributed.world_size() == 1 and not self.loss.count_labels(batch):
                 return 0.0, 0
             running = self.trial if is_trial else self.sharding.micro_batch
             with torch.no_grad(), running(evaluates=True):
-                mean, count = self._loss_and_labels(batch)
+                mean, count = self.loss.loss_and_labels(batch)
                 if not count:
                     return 0.0, 0
                 return (mean * count).item(), int(count)
-
-    @contextmanager
-    def _collated(self, rows: Sequence[Row], loss: RowLoss, length: int = 0) -> Iterator[Batch]:
-        """Give one batch on the host, as the layout asks for, of at least so many tokens a row;
-        packed rows stay apart within.
-        """
-        lengths = list(map(loss.row_length, rows))
-        layout = self.sizer.layout
-        if layout.kind != "packed" or loss.pack is None:
-            yield loss.collate(rows, length or layout.padded(max(lengths)))
-            return
-        with rows_apart(lengths):
-            yield loss.pack(rows)
 
     def why_not_packed(self, rows: Sequence[Row]) -> str:
         """Return why packed rows would not train the model as padded ones do; empty where they
@@ -255,7 +198,7 @@ class MicroBatchRunner(StepRunner):
         """
 
         def token_loss(batch: Batch) -> torch.Tensor:
-            mean, count = self._loss_and_labels(batch)
+            mean, count = self.loss.loss_and_labels(batch)
             return mean * count
 
         assert self.loss.pack is not None, "rows that cannot be packed"
@@ -279,7 +222,7 @@ class MicroBatchRunner(StepRunner):
         assert self._scale_gradients or sum(counts) == 1, (
             "with the optimizer in backward a step is one micro-batch"
         )
-        sums = _Sums(
+        sums = StepSums(
             rows=len(rows),
             tokens=sum(map(self.loss.num_real_tokens, rows)),
             device=self.memory.device,
@@ -294,24 +237,25 @@ class MicroBatchRunner(StepRunner):
             if measures and is_last and sums.small is None:
                 # The gradients so far are those of the small batch, and reduced.
                 num_small = sum(len(small.rows) for small in small_pieces)
-                squared = self._squared_norm()
+                squared = self._gradients.squared_norm()
                 if self.loss.counts_rows:
                     # As if losses had been summed.
                     squared = squared * (num_rows / distributed.world_size()) ** 2
-                sums.small = _Small(num_small, sums.label_tokens, squared, sums.micro_batches)
+                sums.small = SmallBatch(num_small, sums.label_tokens, squared, sums.micro_batches)
 
         idle = MicroBatch([], 0)
         if not rows:
-            idle = MicroBatch([0], self.loss.row_length(self._dummy_row()))
+            idle = MicroBatch([0], self.loss.row_length(self.loss.some_row()))
         self.run_micro_batches(division, run, idle=idle)
         return self._finish(sums, sum(counts))
 
-    def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: _Sums) -> None:
+    def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: StepSums) -> None:
         """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is
         None or has no label.
         """
         if piece is not None:
-            with self._collated([rows[i] for i in piece.rows], self.loss, piece.length) as batch:
+            own_rows = [rows[i] for i in piece.rows]
+            with self.loss.collated(own_rows, self.sizer.layout, piece.length) as batch:
                 sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
                 labels = self.loss.count_labels(batch)
                 if labels:
@@ -319,16 +263,16 @@ class MicroBatchRunner(StepRunner):
                     return
         if distributed.world_size() > 1:
             # Its mean would be 0/0, and 0 times that is no zero.
-            with self._collated([self._dummy_row()], self.loss) as batch:
+            with self.loss.collated([self.loss.some_row()], self.sizer.layout) as batch:
                 self._backward(batch, None, sums)
 
-    def _backward(self, batch: Batch, labels: torch.Tensor | None, sums: _Sums) -> None:
+    def _backward(self, batch: Batch, labels: torch.Tensor | None, sums: StepSums) -> None:
         """Add the gradients of a batch of so many labels; None for one of weight 0."""
         if self.loss.counts_rows:
             self._backward_of_share(batch, labels, sums)
             return
         together = distributed.world_size() > 1
-        mean, count = self._loss_and_labels(batch)
+        mean, count = self.loss.loss_and_labels(batch)
         token_loss = mean * (0 if labels is None else count)
         if labels is not None:
             sums.add(token_loss.detach(), labels if together else count)
@@ -344,13 +288,15 @@ class MicroBatchRunner(StepRunner):
             token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
         token_loss.backward()  # type: ignore[no-untyped-call]
 
-    def _backward_of_share(self, batch: Batch, num_rows: torch.Tensor | None, sums: _Sums) -> None:
+    def _backward_of_share(
+        self, batch: Batch, num_rows: torch.Tensor | None, sums: StepSums
+    ) -> None:
         """Add the gradients of a mean over rows, by its share of the rows of all ranks.
 
         The order of operations is torchtune's: the mean, divided by how many such micro-batches a
         step has. FSDP then takes the mean over ranks.
         """
-        mean, _ = self._loss_and_labels(batch)
+        mean, _ = self.loss.loss_and_labels(batch)
         loss = mean * 0
         if num_rows is not None:
             # Whole, and exact, where micro-batches are alike.
@@ -363,110 +309,26 @@ class MicroBatchRunner(StepRunner):
             sums.all_reduce_sum()
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _finish(self, sums: _Sums, count: int) -> StepResult:
+    def _finish(self, sums: StepSums, count: int) -> StepResult:
         """Count the label tokens of all ranks and divide the gradients by them; fails where any
         rank has failed.
         """
-        together = distributed.world_size() > 1
-        ranks = distributed.world_size()
         if self._scale_gradients:
             sums.failed = int(self.retry.has_failed)
             sums.all_reduce_sum()
             if sums.failed:
                 raise OutOfMemoryElsewhereError
-        has_labels = bool(sums.label_tokens) if together else sums.micro_batches > 0
-        # FSDP has taken the mean over the ranks.
-        if has_labels and self._scale_gradients and not self.loss.counts_rows:
-            self._multiply_gradients_by(ranks / sums.label_tokens)
-        elif not has_labels and together:
-            self.drop_gradients()
-        noise = self._noise(sums)
-        copies = _copies_of_each_row()
-        loss = 0.0
-        metrics = dict.fromkeys(self.loss.metrics, 0.0)
-        if has_labels:
-            loss, metrics = self._means(sums)
-        micro_batches = sums.micro_batches
-        if together:
-            micro_batches = count if has_labels else 0
-        return StepResult(
-            loss=loss,
-            label_tokens=sums.label_tokens // copies,
-            rows=sums.rows // copies,
-            tokens=sums.tokens // copies,
-            micro_batches=micro_batches,
-            padding_fraction=max(0.0, 1 - sums.tokens / max(1, sums.padded)),
-            grad_norm=self.clip(),
-            noise=noise,
-            metrics=metrics,
-        )
-
-    def _means(self, sums: _Sums) -> tuple[float, dict[str, float]]:
-        """Return the loss and the metrics of a step that has labels."""
-        of_all = {"loss": sums.loss, **sums.metrics}
-        if self.loss.counts_rows:
-            ranks = distributed.world_size()
-            means = {name: value.item() / ranks for name, value in of_all.items()}
-        else:
-            means = {
-                name: float(value.item() / sums.label_tokens) for name, value in of_all.items()
-            }
-        mean_loss = means.pop("loss")
-        metrics = {name: torch.tensor(value) for name, value in means.items()}
-        loss = self.loss.loss_of(**metrics)
-        return mean_loss if loss is None else float(loss), means
-
-    def _noise(self, sums: _Sums) -> NoiseSample | None:
-        """Return a sample of the noise, over all ranks; None without a small batch that has some of
-        the labels and not all.
-        """
-        if sums.small is None:
-            return None
-        rows, labels, squared, micro_batches = sums.small
-        whole = self._squared_norm()
         ranks = distributed.world_size()
-        # Counted in micro-batches, so that one rank waits for nothing on its device.
-        is_part = 0 < micro_batches < sums.micro_batches
-        if ranks > 1:
-            own_sums = [
-                torch.as_tensor(value, dtype=torch.float64, device=self.memory.device)
-                for value in (rows, labels, squared, whole)
-            ]
-            total = torch.stack(own_sums)
-            distributed.all_reduce_sum(total)
-            rows, labels, squared, whole = total
-            is_part = bool(0 < labels < sums.label_tokens)
-        if not is_part:
-            return None
-        ratio = labels / rows * sums.rows / sums.label_tokens
-        return NoiseSample(rows, squared * (ranks / labels) ** 2, sums.rows, whole, ratio)
-
-    def _loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        self.loss.to_device(batch)
-        count = self.loss.count_labels(batch)
-        return self.loss.mean_loss(batch), count
-
-    def _dummy_row(self) -> Row:
-        assert self.loss.dummy_row is not None, "several ranks need a dummy row"
-        return self.loss.dummy_row()
-
-    def _squared_norm(self) -> torch.Tensor:
-        """Return the squared norm of what this rank holds of the gradients."""
-        shards = [self.sharding.of_this_rank(gradient) for gradient in self._gradients()]
-        if not shards:
-            return torch.zeros(())
-        return squared_norm(shards)
-
-    def _gradients(self) -> list[torch.Tensor]:
-        return [
-            parameter.grad for parameter in self.model.parameters() if parameter.grad is not None
-        ]
-
-    def _multiply_gradients_by(self, scale: torch.Tensor) -> None:
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                # It is on the host where parameters are offloaded.
-                parameter.grad *= scale.to(parameter.grad.device)
+        # FSDP has taken the mean over the ranks.
+        has_labels = sums.have_labels
+        if has_labels and self._scale_gradients and not self.loss.counts_rows:
+            self._gradients.multiply_by(ranks / sums.label_tokens)
+        elif not has_labels and ranks > 1:
+            self.drop_gradients()
+        noise = None
+        if sums.small is not None:
+            noise = sums.noise(self._gradients.squared_norm(), device=self.memory.device)
+        return sums.result(self.loss, count, grad_norm=self.clip(), noise=noise)
 
 
 def _split(
@@ -495,81 +357,3 @@ def _split(
         return [replace(piece, rows=[part[row] for row in piece.rows]) for piece in pieces]
 
     return split(small_rows), split(large_rows)
-
-
-class _Small(NamedTuple):
-    """The small batch of a step's noise, on this rank."""
-
-    rows: Any
-    label_tokens: Any
-    # Squared norm of the gradients, summed over its label tokens.
-    squared_norm: Any
-    # Micro-batches that have labels.
-    micro_batches: int
-
-
-class _Sums:
-    """What the micro-batches of a step add up to: on this rank, and on all after
-    :meth:`all_reduce_sum`.
-    """
-
-    def __init__(
-        self,
-        *,
-        rows: int,
-        tokens: int,
-        device: torch.device,
-        step_rows: int = 0,
-        metrics: Sequence[str] = (),
-    ) -> None:
-        self.rows = rows
-        # Of all ranks, where the loss counts rows.
-        self.step_rows = step_rows
-        self.tokens = tokens
-        self.padded = 0
-        self.failed = 0
-        self.micro_batches = 0
-        # On one rank they add to what lies on the device; several count on the host, where the
-        # other counts are.
-        self.loss = torch.zeros((), device=device if distributed.world_size() > 1 else None)
-        self.label_tokens = torch.zeros((), dtype=torch.int64)
-        self.metrics = dict.fromkeys(metrics, self.loss)
-        self.small: _Small | None = None
-
-    def add(self, token_loss: torch.Tensor, label_tokens: torch.Tensor) -> None:
-        """Add a micro-batch that has labels."""
-        self.micro_batches += 1
-        # The dtype is that of a rank without labels.
-        if distributed.world_size() > 1:
-            token_loss = token_loss.to(self.loss.dtype)
-        self.loss = self.loss + token_loss
-        self.label_tokens = self.label_tokens + label_tokens
-
-    def add_metrics(self, batch: Batch, *, weight: float | torch.Tensor) -> None:
-        """Add the metrics that the loss has left in a batch."""
-        for name, total in self.metrics.items():
-            value = weight * batch[name]
-            # All ranks send one dtype.
-            if distributed.world_size() > 1:
-                value = value.to(total.dtype)
-            self.metrics[name] = total + value
-
-    def all_reduce_sum(self) -> None:
-        """Add up over the ranks, in two small collectives: counts as whole numbers, and the loss as
-        it is, with the metrics.
-        """
-        if distributed.world_size() == 1:
-            return
-        numbers = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
-        counts = torch.cat([self.label_tokens[None], numbers]).to(self.loss.device)
-        means = torch.stack([self.loss, *self.metrics.values()])
-        distributed.all_reduce_sum(counts, means)
-        self.loss, *values = means
-        self.metrics = dict(zip(self.metrics, values, strict=True))
-        self.label_tokens = counts[0]
-        self.rows, self.tokens, self.padded, self.failed = counts[1:].tolist()
-
-
-def _copies_of_each_row() -> int:
-    """Return how many ranks run the same rows, as with tensor parallelism."""
-    return distributed.world_size() // distributed.data_parallel_size()

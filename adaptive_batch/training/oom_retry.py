@@ -65,7 +65,8 @@ class OOMRetry:
         self.retries = retries
         self._sharding = sharding
         self._is_of_training = is_of_training
-        # Of the step that is run now: what its limit depends on, and its failures.
+        # Of the step that is run now: its limit, what that depends on, and its failures.
+        self._limit = sizer.limit(1)
         self._rows_at_once = 0
         self._failures = 0
         self._error: str | None = None
@@ -107,8 +108,9 @@ class OOMRetry:
         while True:
             self._error = None
             self.disregard_allocator_retries()
+            self._limit = self.sizer.limit(rows_at_once)
             try:
-                result = attempt(self.sizer.limit(rows_at_once))
+                result = attempt(self._limit)
             except OutOfMemoryElsewhereError:
                 pass
             except Exception as error:
@@ -182,7 +184,7 @@ class OOMRetry:
         own = [piece for piece in pieces if piece is not None]
         fullest = idle
         if own:
-            fullest = self.sizer.limit(self._rows_at_once).fullest(own)
+            fullest = self._limit.fullest(own)
         self.current = fullest
         kinds: list[dict[str, Any]] = [{"is_last": is_last} for is_last in reduced]
         if evaluates:

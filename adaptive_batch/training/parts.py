@@ -15,6 +15,9 @@ from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 
+# A dict is known at once; for an abstract class alone Python looks through its subclasses.
+_MAPPING = (dict, Mapping)
+
 _SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
 
@@ -219,7 +222,7 @@ class RowsOfBatch:
     @property
     def width(self) -> int:
         """Columns that rows are padded to; 0 where nothing shows them."""
-        if isinstance(self._batch, Mapping):
+        if isinstance(self._batch, _MAPPING):
             for name in ("attention_mask", "tokens", "input_ids"):
                 table = self._batch.get(name)
                 if self._is_table(table):
@@ -238,7 +241,7 @@ class RowsOfBatch:
 
     def _used_columns(self) -> torch.Tensor | None:
         """Return which columns each row uses: bool, `[rows, columns]`."""
-        if not isinstance(self._batch, Mapping):
+        if not isinstance(self._batch, _MAPPING):
             return None
         mask = self._batch.get("attention_mask")
         if mask is not None:
@@ -299,7 +302,7 @@ class RowsOfBatch:
 
     def dummy(self) -> Any:
         """Return the row that has most labels, as the mean of none is no number."""
-        labels = self._batch.get("labels") if isinstance(self._batch, Mapping) else None
+        labels = self._batch.get("labels") if isinstance(self._batch, _MAPPING) else None
         if not self._is_table(labels):
             return self.part([0])
         return self.part([int((labels[:, 1:] != IGNORE_INDEX).sum(dim=1).argmax())])
@@ -316,7 +319,7 @@ class RowsOfBatch:
             if not value.dim() or len(value) != self.num_rows:
                 return value
             return cut(value)
-        if isinstance(value, Mapping):
+        if isinstance(value, _MAPPING):
             return _like(value, {key: self._map(item, cut, index) for key, item in value.items()})
         if not isinstance(value, list | tuple):
             return value
@@ -341,14 +344,14 @@ def _first_dimension(value: Any) -> int | None:
 
 def _outside_lists(value: Any) -> Any:
     """Return a mapping without its lists and tuples, whose items may be one for each row."""
-    if not isinstance(value, Mapping):
+    if not isinstance(value, _MAPPING):
         return value
     return [item for item in value.values() if not isinstance(item, list | tuple)]
 
 
 def _lists_in(value: Any) -> Iterator[list[Any]]:
     """Yield the lists in a batch that hold tensors."""
-    if isinstance(value, Mapping):
+    if isinstance(value, _MAPPING):
         value = tuple(value.values())
     if not isinstance(value, list | tuple):
         return
@@ -366,7 +369,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _tensors(item)
-    elif isinstance(value, Mapping):
+    elif isinstance(value, _MAPPING):
         for item in value.values():
             yield from _tensors(item)
 
@@ -449,24 +452,26 @@ class LabelCounter:
         Raises:
             SettingError: `num_labels` returned no whole number.
         """
-        return tuple(way() for way in self._ways(batch, num_rows))
+        num_ways = 1
+        if self._num_labels is None and _has_labels(batch) and batch["labels"].dim() == 2:
+            num_ways = 2
+        return tuple(self.count(batch, num_rows, way=way) for way in range(num_ways))
 
     def count(self, batch: Any, num_rows: int, *, way: int) -> int:
         """Return the labels of a batch, counted in one of the ways of :meth:`counts`."""
-        return self._ways(batch, num_rows)[way]()
-
-    def _ways(self, batch: Any, num_rows: int) -> list[Callable[[], int]]:
         if self._num_labels is not None:
-            own_count = self._num_labels
-            return [lambda: whole_count(own_count(batch))]
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
-            return [lambda: num_rows]
-        is_label = labels != IGNORE_INDEX
-        ways = [lambda: int(is_label.sum())]
-        if labels.dim() == 2:
-            ways.insert(0, lambda: int(is_label[:, 1:].sum()))
-        return ways
+            return whole_count(self._num_labels(batch))
+        if not _has_labels(batch):
+            return num_rows
+        labels = batch["labels"]
+        if labels.dim() == 2 and way == 0:
+            labels = labels[:, 1:]
+        return int((labels != IGNORE_INDEX).sum())
+
+
+def _has_labels(batch: Any) -> bool:
+    labels = batch.get("labels") if isinstance(batch, _MAPPING) else None
+    return isinstance(labels, torch.Tensor) and not labels.is_floating_point() and labels.dim() > 0
 
 
 def has_shifted_labels(batch: Any) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,24 +13,18 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
-from adaptive_batch.data import IGNORE_INDEX, DatasetAdapter, RowOrder, check_loss, move_to_device
+from adaptive_batch.data import IGNORE_INDEX, DatasetAdapter, check_loss, move_to_device
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import RandomState
-from adaptive_batch.probe import OBJECTIVES, ProbeResult
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question
-from .bound_search import BoundSearch, ProbeOptions, find_in_step
 from .clipping import clip_gradients
-from .model_checks import is_compiled
 from .nonfinite import norm_to_clip
 from .options import StepOptions
 from .packing import pack_rows, packed_lengths, rows_apart
-from .packing_check import why_not_packed
 from .parts import Part, RowsOfBatch, Splittable
+from .row_layouts import RowLayouts
 from .step_result import StepResult
-from .throughput_search import Choices
-from .trials import TriedStep, WorstRows
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
@@ -86,6 +80,12 @@ class RowStep:
         micro_batch_tokens: padded tokens at once.
         options: how a step runs.
 
+    Attributes:
+        dataset: as given.
+        step: runs the rows.
+        sizer: decides what a micro-batch may hold.
+        layouts: layouts that micro-batches may have.
+
     Raises:
         SettingError: an argument cannot be used.
     """
@@ -107,12 +107,7 @@ class RowStep:
         self._collate = collate
         self._mean_loss = mean_loss
         self._to_device = options.to_device or self._move
-        self._written_layout = options.micro_batch_layout
         self._max_grad_norm = norm_to_clip(options.max_grad_norm, options.on_nonfinite_loss)
-        self._chooses = micro_batch_tokens == "auto"
-        self._keeps_gradients = (
-            distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
-        )
         self.step = AdaptiveStep(
             model,
             self._forward_backward,
@@ -129,14 +124,15 @@ class RowStep:
             ),
         )
         self.sizer = self.step.sizer
-        if self._written_layout is not None:
-            self.sizer.use_layout(self._written_layout)
-        # Whether what fits was tried with the gradients of earlier micro-batches there.
-        self.bound_accumulates = False
-        if self._written_layout == "packed":
-            reason = self._why_not_packed()
-            if reason:
-                raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
+        self.layouts = RowLayouts(
+            model,
+            dataset,
+            collate,
+            self._token_loss,
+            self.sizer,
+            written=options.micro_batch_layout,
+            chooses=micro_batch_tokens == "auto",
+        )
 
     @property
     def is_packed(self) -> bool:
@@ -156,6 +152,11 @@ class RowStep:
             return pack_rows(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
+    def _token_loss(self, batch: Batch) -> torch.Tensor:
+        """Return the sum of the losses of a batch of one row."""
+        num_labels = self.step.parts.num_labels(batch, 1)
+        return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
+
     def _forward_backward(self, part: Part) -> tuple[torch.Tensor, int] | None:
         num_labels = self.step.parts.num_labels(part.batch, part.num_rows)
         if not num_labels and distributed.world_size() == 1 and not part.is_trial:
@@ -173,6 +174,10 @@ class RowStep:
         """Keep packed rows from seeing each other, in backward too."""
         return rows_apart(packed_lengths(batch)) if self.is_packed else nullcontext()
 
+    def rows_of_step(self, rows: Sequence[Row]) -> _RowsOfStep:
+        """Return rows as a batch that is ready to be split."""
+        return _RowsOfStep(self, rows)
+
     def run(self, rows: Sequence[Row], *, rows_at_once: int, question: Question) -> StepResult:
         """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
 
@@ -181,7 +186,7 @@ class RowStep:
             rows_at_once: rows of the step on the rank that has most.
             question: what this rank says of the step to the others.
         """
-        step_rows = _RowsOfStep(self, rows)
+        step_rows = self.rows_of_step(rows)
         results = self.step.parts.run(step_rows, rows_at_once=rows_at_once, question=question)
         trained = [result for result in results if result is not None]
         losses = [loss for loss, _ in trained]
@@ -226,159 +231,6 @@ class RowStep:
             if self.step.parts.num_labels(self.make_batch([row]), 1):
                 return row
         raise SettingError("dataset", type(self.dataset).__name__, "no row has a label")
-
-    # --- what fits
-
-    def find_bound(
-        self,
-        optimizer: Optimizer,
-        options: ProbeOptions,
-        *,
-        step_rows: int,
-        splits: bool,
-        order: Callable[[], RowOrder],
-        batch_tokens: int | None,
-    ) -> ProbeResult:
-        """Find the most of the longest rows whose whole training step fits, and run no more at
-        once.
-
-        Args:
-            optimizer: optimizer of the model's parameters.
-            options: how it goes about it.
-            step_rows: rows of a step on the rank that has most.
-            splits: whether some step runs as several micro-batches whatever fits.
-            order: function that returns the row numbers of an epoch in the order of training.
-            batch_tokens: tokens of a step, where it holds tokens.
-        """
-        dataset = self.dataset
-        # Reading a row of some datasets draws from it.
-        random_state = RandomState(self.step.memory.device)
-        rows_of_step = step_rows
-        if batch_tokens:
-            rows_of_step = self._rows_of_tokens(batch_tokens)
-        choices = self._choices(rows_of_step, options.objective)
-        numbers = order()
-        (longest,) = dataset.longest(1)
-        random_state.restore()
-
-        def in_order(begin: int, num_rows: int) -> list[Row]:
-            places = torch.arange(begin, begin + num_rows) % len(numbers)
-            return [dataset[row] for row in numbers[places].tolist()]
-
-        worst = WorstRows(
-            dataset.longest, dataset.length(longest), dataset.describe(longest), in_order
-        )
-        tried = TriedStep(
-            self.step.parts.runner,
-            optimizer,
-            self._try_rows,
-            self.clip,
-            row_length=dataset.length,
-            keep_gradients=(
-                partial(self._try_rows, is_last=False) if self._keeps_gradients else None
-            ),
-        )
-
-        def find(accumulates: bool) -> ProbeResult:
-            if accumulates and self._keeps_gradients:
-                # What is kept can be dropped once FSDP has run.
-                self.step.parts.learn_collectives(_RowsOfStep(self, [longest]))
-            return BoundSearch(
-                tried, worst, options, accumulates=accumulates, choices=choices
-            ).run()
-
-        try:
-            results = find_in_step(find, accumulates=splits, step_rows=step_rows)
-        finally:
-            dataset.forget()
-        self.sizer.found(results[-1])
-        self.bound_accumulates = splits or len(results) > 1
-        return results[-1]
-
-    def _try_rows(self, rows: Sequence[Row], *, is_last: bool = True) -> None:
-        self.step.parts.try_part(lambda: (self.make_batch(rows), len(rows)), is_last=is_last)
-
-    def _rows_of_tokens(self, tokens: int) -> int:
-        return max(1, int(tokens / self.dataset.lengths.double().mean()))
-
-    def _choices(self, step_rows: int, objective: str) -> Choices | None:
-        """Return what the fastest micro-batches are chosen from; None where as much at once as fits
-        is wanted.
-
-        Args:
-            step_rows: rows of a step on one device.
-            objective: name of what is sought.
-        """
-        # With a saved state steps are cut as they were.
-        is_known = self.sizer.throughput is not None
-        times = OBJECTIVES[objective].cost is not None
-        if not (self._chooses and times) or is_known or is_compiled(self._model):
-            return None
-        return Choices(self._kinds(), "tokens", step_rows, objective)
-
-    def _kinds(self) -> tuple[str, ...]:
-        """Return the layouts of which the fastest may be; ranks ask together."""
-        if self._written_layout is not None:
-            return (self._written_layout,)
-        if self._why_not_packed():
-            return ("grouped",)
-        return ("grouped", "packed")
-
-    def _why_not_packed(self) -> str:
-        """Return why packed rows would not train the model as padded ones do; empty where they
-        would. Ranks ask together.
-        """
-        # A row of one token has no label.
-        rows = self.dataset.longest(min(2, len(self.dataset)))
-        if is_compiled(self._model):
-            return (
-                "the model is compiled, and packed micro-batches change shape every step, which"
-                " recompiles"
-            )
-        for row in rows:
-            if not (
-                isinstance(row, Mapping)
-                and "labels" in row
-                and row.keys() & {"tokens", "input_ids"}
-            ):
-                return "rows are no mappings with `labels` and `tokens` or `input_ids`"
-
-        def token_loss(batch: Batch) -> torch.Tensor:
-            num_labels = self.step.parts.num_labels(batch, 1)
-            return check_loss(self._mean_loss(self._to_device(batch))) * num_labels
-
-        def collate(rows: Sequence[Row], length: int) -> Batch:
-            return self._collate([dict(row) for row in rows])
-
-        def pack(rows: Sequence[Row]) -> Batch:
-            return pack_rows(rows, ignore_index=IGNORE_INDEX)
-
-        return why_not_packed(self._model, token_loss, rows, collate=collate, pack=pack)
-
-    def check_fits(self, num_rows: int) -> None:
-        """Refuse a step of more rows than the bound, which was tried for steps of one micro-batch.
-
-        Raises:
-            SettingError: the bound has to be sought again.
-        """
-        if self._chooses and not self.sizer.tried_length:
-            raise SettingError(
-                "micro_batch_tokens", "auto", "call find_bound first, or give a number"
-            )
-        bound = self.sizer.max_batch_size
-        if (
-            bound is not None
-            and num_rows > bound
-            and not (self.bound_accumulates or self.sizer.may_split)
-        ):
-            fits = (
-                f"{bound} rows fit at once where no gradients are there yet, and from a step's"
-                " second micro-batch on there are"
-            )
-            remedy = (
-                f"{fits}; call find_bound again, which sees this batch, or give {bound} or less"
-            )
-            raise SettingError("batch_size", num_rows, remedy)
 
     def estimate(
         self,
@@ -431,19 +283,3 @@ class RowStep:
             )
         finally:
             self.dataset.forget()
-
-    # --- state
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what fits, as plain values."""
-        return {**self.step.state_dict(), "bound_accumulates": self.bound_accumulates}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; what was found since counts more."""
-        has_found = self.sizer.max_batch_size is not None
-        self.step.load_state_dict(state)
-        if has_found:
-            return
-        self.bound_accumulates = state["bound_accumulates"]
-        if self._chooses and state["sizer"]["throughput"]:
-            self.sizer.load_throughput(state["sizer"], kinds=self._kinds())

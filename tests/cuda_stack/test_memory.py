@@ -169,3 +169,31 @@ assert torch.cuda.max_memory_allocated() == before, torch.cuda.max_memory_alloca
 def test_where_large_blocks_are_not_divided_none_is_made(monkeypatch, settings):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
     assert not device_memory(CUDA).divides_large_blocks
+
+
+ASKS_FOR_SEGMENTS = """
+import logging, os
+from adaptive_batch.memory import check_segments, expand_segments, segments_expand
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=__import__("sys").stdout)
+device = torch.device("cuda", 0)
+expand_segments()
+check_segments(device)
+torch.empty(30 * 2**20, device=device)
+print(segments_expand(), {segment["is_expandable"] for segment in torch.cuda.memory_snapshot()})
+"""
+
+
+def test_segments_expand_where_the_driver_has_virtual_memory():
+    assert on_the_stack(ASKS_FOR_SEGMENTS) == "True {True}"
+
+
+def test_a_driver_without_virtual_memory_is_done_without():
+    line, last = on_the_stack(ASKS_FOR_SEGMENTS, STUB_CUDA_EXPANDS="0").splitlines()
+    assert line.startswith("cuda:0: no expandable segments (CUDA driver error")
+    assert line.endswith("the allocator does without them")
+    assert last == "False {False}"
+
+
+def test_an_allocator_that_is_in_use_changes_over():
+    program = "torch.empty(1, device='cuda')" + ASKS_FOR_SEGMENTS
+    assert on_the_stack(program) == "True {False, True}"

@@ -30,7 +30,7 @@ __thread int current_device;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static unsigned long long context_bytes, used[MAX_DEVICES], peak[MAX_DEVICES];
 static unsigned long long mallocs, refusals, frees, copies_kept, copies_dropped;
-static int traced;
+static int traced, expands;
 static char *arena, *lowest; /* addresses fall, as published peaks of reserved memory show of a real driver's */
 
 unsigned long long setting(const char *name, unsigned long long otherwise) {
@@ -71,6 +71,7 @@ __attribute__((constructor)) static void read_settings(void) {
   if (device_count > MAX_DEVICES) device_count = MAX_DEVICES;
   kept_bytes = setting("STUB_CUDA_KEEP", 0);
   traced = (int)setting("STUB_CUDA_TRACE", 0);
+  expands = (int)setting("STUB_CUDA_EXPANDS", 1);
   if (setting("STUB_CUDA_REPORT", 0)) atexit(report);
 }
 
@@ -215,7 +216,11 @@ EXPORT int cuPointerGetAttribute(void *value, int attribute, void *address) {
 typedef struct { unsigned long long size; int device; } physical_memory;
 
 EXPORT int cuMemGetAllocationGranularity(size_t *granularity) { *granularity = PAGE; return SUCCESS; }
-EXPORT int cuMemAddressReserve(void **address, size_t size) { *address = new_address(size); return SUCCESS; }
+EXPORT int cuMemAddressReserve(void **address, size_t size) {
+  if (!expands) return NOT_SUPPORTED;
+  *address = new_address(size);
+  return SUCCESS;
+}
 
 EXPORT int cuMemCreate(physical_memory **handle, size_t size, const allocation_properties *properties) {
   physical_memory memory = {whole_pages(size), properties ? properties->device : current_device};

@@ -15,7 +15,7 @@
 #define MAX_DEVICES 16
 
 /* The same numbers in the runtime (cudaError_t) and in the driver (CUresult). */
-enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101 };
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, INVALID_DEVICE = 101, NOT_SUPPORTED = 801 };
 
 /* Fields at their places in CUDA's structures, which layouts.c compares with NVIDIA's headers. */
 #define FIELD(place, declaration) FIELD_(place, declaration)

@@ -408,6 +408,7 @@ def caught(read):
 
 def test_what_a_configuration_lacks_is_one_line_wherever_it_is_asked_for(capsys, monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
     set_up_process()
     cfg = OmegaConf.create({"output_dir": "${nowhere}/x", "checkpointer": {}})
     for read, said in (

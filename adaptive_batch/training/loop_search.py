@@ -1,0 +1,189 @@
+"""How many of a dataset's longest rows fit: trials of the steps that a loop will run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from adaptive_batch import distributed
+from adaptive_batch.data import AdaptiveBatches
+from adaptive_batch.distributed import reshard
+from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import RandomState
+from adaptive_batch.probe import ProbeResult
+
+from .bound_search import BoundSearch, ProbeOptions, find_in_step
+from .rate import AdaptiveRate
+from .row_step import RowStep
+from .throughput_search import Choices
+from .trials import TriedStep, WorstRows
+
+
+class LoopSearch:
+    """Searches for the most of the longest rows whose whole training step fits, and knows what its
+    trials have left out.
+
+    Args:
+        step: forward and backward of rows.
+        optimizer: optimizer of the model's parameters.
+        batches: batches that training takes.
+        rate: learning rate of each step.
+        keeps_gradients: whether ranks keep unsharded gradients until the last micro-batch.
+        seeks_batch_size: whether the first search finds the batch that training begins with.
+    """
+
+    def __init__(
+        self,
+        step: RowStep,
+        optimizer: Optimizer,
+        batches: AdaptiveBatches,
+        rate: AdaptiveRate,
+        *,
+        keeps_gradients: bool,
+        seeks_batch_size: bool,
+    ) -> None:
+        self._step = step
+        self._sizer = step.sizer
+        self._optimizer = optimizer
+        self._batches = batches
+        self._rate = rate
+        self._keeps_gradients = keeps_gradients
+        self._seeks_batch_size = seeks_batch_size
+        # Whether what fits was tried with the gradients of earlier micro-batches there.
+        self._accumulates = False
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the batch that training begins with has to be found yet."""
+        return self._seeks_batch_size and self._sizer.max_batch_size is None
+
+    def find(self, options: ProbeOptions) -> ProbeResult:
+        """Find the most rows, and run no more at once; see :meth:`.AdaptiveLoop.find_bound`."""
+        dataset = self._step.dataset
+        parts = self._step.step.parts
+        planner = self._batches.planner
+        self._step.step.memory.check_it_can_be_measured()
+        # Of a step that was left out: a trial is none of training's steps.
+        self._rate.restore()
+        reshard(parts.runner.model)
+        ranks = distributed.data_parallel_size()
+        rows_of_epoch = max(1, planner.epochs.num_rows // ranks)
+        options = replace(options, maximum=min(options.maximum, rows_of_epoch))
+        step_rows = self._batches.rows_on_largest_rank(self._batches.batch_size)
+        # On fewer ranks than training began with, even a rule's batch that is cut to the bound is
+        # more rows than that.
+        splits = (
+            planner.batching.grow_beyond_maximum or self._sizer.may_split or planner.ranks > ranks
+        )
+        # Reading a row of some datasets draws from it.
+        random_state = RandomState(self._step.step.memory.device)
+        choices = self._choices(step_rows, options.objective)
+        worst = self._worst_rows()
+        random_state.restore()
+        tried = TriedStep(
+            parts.runner,
+            self._optimizer,
+            self._try_rows,
+            self._step.clip,
+            row_length=dataset.length,
+            keep_gradients=(
+                partial(self._try_rows, is_last=False) if self._keeps_gradients else None
+            ),
+        )
+
+        def find(accumulates: bool) -> ProbeResult:
+            if accumulates and self._keeps_gradients:
+                # What is kept can be dropped once FSDP has run.
+                parts.learn_collectives(self._step.rows_of_step(dataset.longest(1)))
+            return BoundSearch(
+                tried, worst, options, accumulates=accumulates, choices=choices
+            ).run()
+
+        try:
+            results = find_in_step(find, accumulates=splits, step_rows=step_rows)
+        finally:
+            dataset.forget()
+        self._sizer.found(results[-1])
+        self._accumulates = splits or len(results) > 1
+        if self._seeks_batch_size and not self._batches.progress.steps:
+            planner.take_batch_size(results[-1].batch_size, is_first=True)
+        return results[-1]
+
+    def _choices(self, step_rows: int, objective: str) -> Choices | None:
+        batch_tokens = self._batches.planner.batching.batch_tokens
+        if batch_tokens:
+            step_rows = max(1, int(batch_tokens / self._step.dataset.lengths.double().mean()))
+        return self._step.layouts.choices(step_rows, objective)
+
+    def _worst_rows(self) -> WorstRows:
+        dataset = self._step.dataset
+        numbers = self._batches.planner.epochs.order(self._batches.progress.at_epoch_start())
+        (longest,) = dataset.longest(1)
+
+        def in_order(begin: int, num_rows: int) -> list[Any]:
+            places = torch.arange(begin, begin + num_rows) % len(numbers)
+            return [dataset[row] for row in numbers[places].tolist()]
+
+        return WorstRows(
+            dataset.longest, dataset.length(longest), dataset.describe(longest), in_order
+        )
+
+    def _try_rows(self, rows: Sequence[Any], *, is_last: bool = True) -> None:
+        self._step.step.parts.try_part(
+            lambda: (self._step.make_batch(rows), len(rows)), is_last=is_last
+        )
+
+    def rows_ahead(self, max_batch_size: int, *, num_steps: int) -> Iterator[list[int]]:
+        """Yield the row numbers of the next steps, on a device where so many rows fit at once."""
+        batch_size = self._batches.batch_size
+        if self.is_due:
+            batch_size = max_batch_size
+        return self._batches.planner.epochs.rows_ahead(
+            self._batches.progress.at_epoch_start(), batch_size=batch_size, num_steps=num_steps
+        )
+
+    def check_fits(self, num_rows: int) -> None:
+        """Refuse a step of more rows than the bound, which was tried for steps of one micro-batch.
+
+        Raises:
+            SettingError: the bound has to be sought again.
+        """
+        if self._step.layouts.chooses and not self._sizer.tried_length:
+            raise SettingError(
+                "micro_batch_tokens", "auto", "call find_bound first, or give a number"
+            )
+        bound = self._sizer.max_batch_size
+        if (
+            bound is not None
+            and num_rows > bound
+            and not (self._accumulates or self._sizer.may_split)
+        ):
+            fits = (
+                f"{bound} rows fit at once where no gradients are there yet, and from a step's"
+                " second micro-batch on there are"
+            )
+            remedy = (
+                f"{fits}; call find_bound again, which sees this batch, or give {bound} or less"
+            )
+            raise SettingError("batch_size", num_rows, remedy)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what fits, as plain values."""
+        return {**self._step.step.state_dict(), "bound_accumulates": self._accumulates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state; what was found since counts more."""
+        has_found = self._sizer.max_batch_size is not None
+        self._step.step.load_state_dict(state)
+        if has_found:
+            return
+        self._accumulates = state["bound_accumulates"]
+        if self._step.layouts.chooses and state["sizer"]["throughput"]:
+            self._sizer.load_throughput(state["sizer"], kinds=self._step.layouts.kinds())

@@ -1,0 +1,122 @@
+"""How many rows of a script's samples fit: trials of the step that will run them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+
+from adaptive_batch._util import check_bool, check_whole
+from adaptive_batch.errors import SettingError
+from adaptive_batch.probe import ProbeResult
+
+from .bound_search import BoundSearch, ProbeOptions, find_in_step
+from .gradients import GradientsApart
+from .model_checks import check_parameters, gradients_must_come
+from .part_runner import LENGTHS_REMEDY, PartRunner
+from .parts import Part, Splittable, counted_sample, length_in_sample
+from .trials import TriedStep, WorstRows
+
+log = logging.getLogger("adaptive_batch")
+
+
+class SampleSearch:
+    """Searches for the most rows of a sample whose whole training step fits, and knows what its
+    trials have left out.
+
+    Args:
+        parts: runs the parts of a batch.
+        split_batch: function that makes a batch ready to be split.
+        forward_backward: function that runs a part.
+    """
+
+    def __init__(
+        self,
+        parts: PartRunner,
+        split_batch: Callable[[Any], Splittable],
+        forward_backward: Callable[[Part], Any],
+    ) -> None:
+        self._parts = parts
+        self._runner = parts.runner
+        self._sizer = parts.runner.sizer
+        self._split_batch = split_batch
+        self._forward_backward = forward_backward
+        # Whether trials ran one part alone, without the gradients beside which a second part runs.
+        self._tried_one_part = False
+
+    def find(
+        self,
+        optimizer: Optimizer,
+        sample: Callable[[int], Any],
+        options: ProbeOptions,
+        *,
+        batch_size: int | None,
+        accumulates: bool,
+    ) -> ProbeResult:
+        """Find the most rows, and let the sizer take them; see :meth:`.AdaptiveStep.find_bound`."""
+        check_parameters(self._runner.model, optimizer)
+        if not callable(sample):
+            raise SettingError("sample", sample, "give a function of a number of rows")
+        if batch_size is not None:
+            check_whole("batch_size", batch_size)
+        check_bool("accumulates", accumulates)
+        self._runner.memory.check_it_can_be_measured()
+        length = length_in_sample(sample, self._split_batch, self._runner.memory.device)
+        if self._sizer.limit(1).unit == "tokens" and not length:
+            raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
+        tried = TriedStep(
+            self._runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
+        )
+        worst = WorstRows.of_sample(counted_sample(sample, self._split_batch), length)
+        results = find_in_step(
+            lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
+            accumulates=accumulates or self._sizer.may_split,
+            step_rows=batch_size,
+        )
+        self._sizer.found(results[-1])
+        self._tried_one_part = len(results) == 1 and not (accumulates or self._sizer.may_split)
+        return results[-1]
+
+    def see_split(self, num_pieces: int) -> None:
+        """Warn once where a batch ran in several parts, and trials in one alone."""
+        if self._tried_one_part and num_pieces > 1:
+            self._tried_one_part = False
+            log.warning(
+                "a batch is split, and what fits was tried without the gradients of other"
+                " parts: give find_bound batch_size="
+            )
+
+    def _try_sample(
+        self, make_batch: Callable[[], Any], *, beside_gradients: bool, is_last: bool = True
+    ) -> None:
+        """Run forward and backward of a batch at once, as a trial.
+
+        Args:
+            make_batch: function that makes the batch.
+            beside_gradients: whether the gradients of earlier batches are there.
+            is_last: whether gradients are reduced.
+        """
+
+        def whole() -> tuple[Any, int]:
+            rows = self._split_batch(make_batch())
+            return rows.part(range(rows.num_rows)), rows.num_rows
+
+        def run() -> None:
+            comes = gradients_must_come(self._runner.model, self._forward_backward)
+            # Gradients that are not reduced are not the parameters' yet.
+            with comes if is_last else nullcontext():
+                self._parts.try_part(whole, is_last=is_last)
+
+        if not beside_gradients:
+            run()
+            return
+        gradients = GradientsApart(self._runner.model, self._runner.drop_gradients)
+        if self._sizer.may_split:
+            # From its second part on a batch has gradients of its own beside the earlier ones.
+            gradients.fill_new()
+        run()
+        gradients.add_up()

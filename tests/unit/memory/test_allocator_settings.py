@@ -1,0 +1,57 @@
+"""The setting of PyTorch's allocator that recipes add, and where they leave it alone."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+from adaptive_batch.memory import (
+    ALLOCATOR_VARIABLES,
+    allocator_settings,
+    check_segments,
+    expand_segments,
+    segments_expand,
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_set(monkeypatch):
+    for variable in ALLOCATOR_VARIABLES:
+        # Set first, so that whatever a test leaves is taken away.
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+def test_segments_expand_where_nothing_else_was_asked_for():
+    assert not segments_expand()
+    expand_segments()
+    assert segments_expand()
+
+
+@pytest.mark.parametrize("variable", ALLOCATOR_VARIABLES)
+@pytest.mark.parametrize("settings", ["", "expandable_segments:False", "max_split_size_mb:64"])
+def test_settings_of_the_environment_are_left_alone(monkeypatch, variable, settings):
+    monkeypatch.setenv(variable, settings)
+    before = dict(os.environ)
+    expand_segments()
+    assert dict(os.environ) == before
+    assert not segments_expand()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [(sys, "platform", "win32"), (sys, "platform", "darwin"), (torch.version, "hip", "6.4")],
+)
+def test_nothing_is_asked_for_where_pytorch_has_no_such_segments(monkeypatch, module, name, value):
+    monkeypatch.setattr(module, name, value)
+    expand_segments()
+    assert allocator_settings() == ("", {})
+
+
+def test_a_device_that_is_not_cuda_is_not_asked():
+    expand_segments()
+    check_segments(torch.device("cpu"))
+    assert segments_expand()
