@@ -82,6 +82,7 @@ class RowStep:
 
     Attributes:
         dataset: as given.
+        keeps_gradients: whether ranks keep unsharded gradients until the last micro-batch.
         step: runs the rows.
         sizer: decides what a micro-batch may hold.
         layouts: layouts that micro-batches may have.
@@ -102,7 +103,13 @@ class RowStep:
         micro_batch_tokens: int | str | None,
         options: StepOptions,
     ) -> None:
+        for key, function in (("collate", collate), ("mean_loss", mean_loss)):
+            if not callable(function):
+                raise SettingError(key, function, "give a function")
         self.dataset = dataset
+        self.keeps_gradients = (
+            distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
+        )
         self._model = model
         self._collate = collate
         self._mean_loss = mean_loss
