@@ -73,7 +73,8 @@ class AdaptiveLoop:
             over; None for ``labels`` that are not -100, see :class:`AdaptiveStep`.
         row_length: function that returns the tokens of a row, or a number where all rows are alike;
             None for those of its ``tokens`` or ``input_ids``.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts,
+            0 included.
         batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked each step.
         micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows
             of a step.
@@ -274,7 +275,7 @@ class AdaptiveLoop:
         return self._step.step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Hand out this rank's rows of each step that is left of this epoch, also ahead of `run`."""
+        """Hand out this rank's rows of each step that is left of the epoch, also ahead of `run`."""
         self._search.find_if_due()
         yield from self._loop_step.steps()
 
