@@ -566,9 +566,7 @@ class MicroBatchSizer:
     def limit_where_fits(
         self, max_batch_size: int, *, length: int, rows_at_once: int
     ) -> MicroBatchLimit:
-        """Return what a micro-batch would hold on a device where so many rows fit.
-
-        What was found or lowered on this device does not count.
+        """Return what a micro-batch would hold where so many rows fit, whatever was found here.
 
         Args:
             max_batch_size: the most rows that fit at once there.
