@@ -7,7 +7,7 @@ from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .loop_events import LoopEvents
-from .micro_batch_runner import MicroBatchRunner
+from .micro_batch_runner import MicroBatchRunner, RowLoss, count_shifted_labels
 from .model_checks import has_batch_norm
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
@@ -16,7 +16,6 @@ from .packing import pack_rows, rows_apart
 from .packing_check import why_not_packed
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
-from .row_loss import RowLoss, count_shifted_labels
 from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
 from .throughput_search import Choices

@@ -14,10 +14,9 @@ from typing import Any
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 
-from .micro_batch_runner import MicroBatchRunner
+from .micro_batch_runner import MicroBatchRunner, RowLoss
 from .model_checks import evaluation_mode
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
-from .row_loss import RowLoss
 from .sizing import MicroBatchSizer
 
 # Rows that are read at a time, at least.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +22,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from adaptive_batch import distributed
 from adaptive_batch._util import check_built_alike, check_state, check_whole, instance_of
 from adaptive_batch.data import (
     AdaptiveBatches,
@@ -31,13 +29,10 @@ from adaptive_batch.data import (
     MicroBatchLimit,
     RowLength,
     Sampling,
-    StepRows,
 )
-from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.schedules import Clock, Progress, Schedule, Seesaw
+from adaptive_batch.schedules import Clock, Progress, Schedule
 
-from .adaptive_step import check_sizes
 from .bound_search import ProbeOptions
 from .loop_rate import LoopRate
 from .loop_search import LoopSearch
@@ -58,13 +53,11 @@ class AdaptiveLoop:
     optimizer's step, are the user's.
 
     Iterating hands out what is left of the current epoch, each row once, step by step; :meth:`run`
-    leaves the gradients of a step and sets its learning rate. On several ranks, which must hold a
-    model that `fully_shard` has divided, each is handed its own rows of a step, and on all of them
-    the loop is built and called alike.
+    leaves the gradients of a step and sets its learning rate. Several ranks, which must hold a
+    model that `fully_shard` has divided, build and call it alike; each is handed its own rows.
 
-    It is :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate` put together,
-    for a script that has rows and a loss. Arguments that are keys of the configuration mean what
-    docs/configuration.md says of them.
+    It is :class:`AdaptiveBatches`, :class:`AdaptiveStep` and :class:`AdaptiveRate` put together.
+    Arguments that are keys of the configuration mean what docs/configuration.md says of them.
 
     Args:
         model: model on its device.
@@ -75,24 +68,21 @@ class AdaptiveLoop:
         mean_loss: function that returns the loss of a batch on the device: a tensor of one number,
             averaged over its labels, each of which counts the same, whatever other rows are there.
         batch_size: rows of a step on one device, before a rule changes it; ``"max"`` for the most
-            that fit, which are sought as the first epoch begins, unless :meth:`find_bound` was
-            called.
+            that fit, which :meth:`find_bound` finds before the first epoch.
         num_labels: function that returns how many labels a batch has that `mean_loss` averages
             over; None for ``labels`` that are not -100, see :class:`AdaptiveStep`.
         row_length: function that returns the tokens of a row, or a number where all rows are alike;
             None for those of its ``tokens`` or ``input_ids``.
         batch_increase_function: ``f(epoch, batch_size) -> rows to add``, asked as an epoch starts,
             0 included.
-        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked for each
-            step.
+        batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked each step.
         micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows
             of a step.
         micro_batch_tokens: padded tokens at once, ``auto`` for those of the bound; not together
             with `micro_batch_size`.
         lr_scheduler: a ``LambdaLR``, or a ``SequentialLR`` of such, built for steps of `batch_size`
-            rows; its clock is the part of training that is done, so that growing the batch does not
-            stretch it. None for the rate that the optimizer holds before :meth:`run`, whoever sets
-            it.
+            rows; a batch that grows does not stretch it, see :class:`AdaptiveRate`. None for the
+            rate that the optimizer holds before :meth:`run`, whoever sets it.
         lr_scaling: ``none``, ``linear`` or ``sqrt`` of global batch / `reference_batch_size`.
         reference_batch_size: global batch that the optimizer's rates belong to: rows, or
             ``"8192tok"``; None for `batch_size` on all ranks.
@@ -126,20 +116,10 @@ class AdaptiveLoop:
     ) -> None:
         sampling = instance_of(Sampling, "sampling", sampling)
         options = instance_of(StepOptions, "options", options)
-        seeks_batch_size = batch_size == "max"
-        # The maximum is not known yet: until it is found, one row stands for it.
-        first_batch_size = 1
-        if not seeks_batch_size:
-            remedy = "give a whole number, 1 or more, or max for the most that fit"
-            first_batch_size = check_whole("batch_size", batch_size, remedy=remedy)
-        for key, function in (("collate", collate), ("mean_loss", mean_loss)):
-            if not callable(function):
-                raise SettingError(key, function, "give a function")
+        first_batch_size = _first_batch_size(batch_size)
         check_parameters(model, optimizer)
-        check_sizes(micro_batch_size, micro_batch_tokens)
         if sampling.batch_tokens and micro_batch_tokens is None and micro_batch_size is None:
             micro_batch_tokens = "auto"
-        self._model = model
         self._optimizer = optimizer
         rows = DatasetAdapter(dataset, row_length)
         self._step = RowStep(
@@ -152,47 +132,33 @@ class AdaptiveLoop:
             micro_batch_tokens=micro_batch_tokens,
             options=options,
         )
-        self._sizer = self._step.sizer
         self._batches = AdaptiveBatches(
             rows,
             first_batch_size,
             row_length=rows.length if Clock.from_config(options.lr_clock).counts_tokens else None,
-            maximum=self._sizer,
+            maximum=self._step.sizer,
             batch_increase_function=batch_increase_function,
             batch_size_schedule=batch_size_schedule,
             sampling=sampling,
         )
-        if options.event is not None:
-            self._batches.tell(options.event)
-        if isinstance(batch_size_schedule, Seesaw):
-            self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
         self._rate = LoopRate(
             optimizer,
             lr_scheduler,
             self._batches,
             lr_scaling=lr_scaling,
             reference_batch_size=reference_batch_size,
-            is_sought=seeks_batch_size,
+            is_sought=batch_size == "max",
             options=options,
         )
         self._search = LoopSearch(
-            self._step,
-            optimizer,
-            self._batches,
-            self._rate,
-            keeps_gradients=(
-                distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
-            ),
-            seeks_batch_size=seeks_batch_size,
+            self._step, optimizer, self._batches, self._rate, seeks_batch_size=batch_size == "max"
         )
-        self._rows = StepRows(self._batches, rows)
         self._loop_step = LoopStep(
             model,
             optimizer,
             step=self._step,
             search=self._search,
             batches=self._batches,
-            rows=self._rows,
             rate=self._rate,
             options=options,
         )
@@ -250,18 +216,13 @@ class AdaptiveLoop:
         arguments and errors see :func:`adaptive_batch.estimate_memory`.
 
         With `lengths` the loop's next :data:`~adaptive_batch.estimate.REPLAYED_STEPS` steps are
-        replayed as well: its own rows in its own order, divided as :meth:`run` divides them, where
-        no size is configured at the most rows that fit on the device. A few shapes are traced, and
-        exact; sizes of the others are interpolated, see
-        :class:`~adaptive_batch.estimate.TracedShapes`. Not replayed are the checks of the first
-        splits, and a limit that is lowered during training.
+        replayed as well, as :meth:`AdaptiveStep.estimate` replays them: its own rows in its own
+        order, where no size is configured at the most rows that fit on the device.
 
         Args:
             lengths: tokens of each row of the dataset, in its order: a sequence of whole numbers,
                 or a tensor or an array of one dimension. None replays nothing.
         """
-        from adaptive_batch.estimate import REPLAYED_STEPS
-
         return self._step.estimate(
             self._optimizer,
             devices,
@@ -269,16 +230,14 @@ class AdaptiveLoop:
             context=context,
             headroom=headroom,
             lengths=lengths,
-            batches=partial(self._search.rows_ahead, num_steps=REPLAYED_STEPS),
+            batches=self._search.rows_ahead,
         )
 
     # --- training
 
     @property
     def batch_size(self) -> int:
-        """Rows of a step on one device now; to be set between two epochs, as to the bound, or
-        after :meth:`load_state_dict`.
-        """
+        """Rows of a step on one device; set it between epochs or after :meth:`load_state_dict`."""
         return self._batches.batch_size
 
     @batch_size.setter
@@ -293,46 +252,36 @@ class AdaptiveLoop:
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now; lowered where memory runs out, and grown back."""
-        return self._sizer.limit(self._batches.rows_on_largest_rank(self.batch_size))
+        return self._step.sizer.limit(self._batches.rows_on_largest_rank(self.batch_size))
 
     @property
     def max_batch_size(self) -> int | None:
         """The most rows that were tried and fit at once; None before :meth:`find_bound`."""
-        return self._sizer.max_batch_size
+        return self._step.sizer.max_batch_size
 
     @property
     def num_out_of_memory(self) -> int:
         """Steps that were run again after running out of memory."""
-        return self._sizer.num_out_of_memory
+        return self._step.sizer.num_out_of_memory
 
     @property
     def learning_rate(self) -> float | None:
-        """The rate that :meth:`run` has set for the last step, of the first group; None before
-        it.
-        """
+        """The rate of the last step, of the optimizer's first group; None before :meth:`run`."""
         return self._loop_step.learning_rate
 
     @property
     def is_trial(self) -> bool:
-        """Whether what runs now is a trial, and not training: for code in a loss that counts or
-        logs.
-        """
+        """Whether what runs now is a trial, and not training."""
         return self._step.step.is_trial
 
     def __iter__(self) -> Iterator[list[Any]]:
-        """Hand out this rank's rows of each step that is left of the current epoch; they may be
-        taken ahead of :meth:`run`.
-        """
-        if self._search.is_due:
-            self.find_bound()
-        for rows in self._rows.steps():
-            self._rate.describe_batch()
-            yield rows
+        """Hand out this rank's rows of each step that is left of the epoch, also ahead of `run`."""
+        self._search.find_if_due()
+        yield from self._loop_step.steps()
 
     def __len__(self) -> int:
         """Return the steps that are left of the current epoch, as the rules answer now."""
-        if self._search.is_due:
-            self.find_bound()
+        self._search.find_if_due()
         return self.num_steps(self.progress.epoch + 1)
 
     def __bool__(self) -> bool:
@@ -365,8 +314,6 @@ class AdaptiveLoop:
                 split.
             ValueError: other rows than were handed out, or gradients are there.
         """
-        if not torch.is_grad_enabled():
-            raise ValueError("gradients are off, as under torch.no_grad(): run() needs them")
         return self._loop_step.run(rows)
 
     # --- resuming
@@ -381,13 +328,7 @@ class AdaptiveLoop:
             ValueError: the gradients of the last step wait for ``optimizer.step()``, which a run
                 that resumes would not take.
         """
-        self._loop_step.check_taken()
-        return {
-            "batches": self._batches.state_dict(),
-            "step": self._search.state_dict(),
-            "rate": self._rate.state_dict(),
-            "built_with": self._built_with,
-        }
+        return {**self._loop_step.state_dict(), "built_with": self._built_with}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, in a loop that was built as the saved one was, before
@@ -405,7 +346,16 @@ class AdaptiveLoop:
         check_built_alike(
             self._built_with, state["built_with"], what="loop", sets_batch="set loop.batch_size"
         )
-        self._batches.load_state_dict(state["batches"])
-        self._loop_step.resume()
-        self._search.load_state_dict(state["step"])
-        self._rate.load_state_dict(state["rate"])
+        self._loop_step.load_state_dict(state)
+
+
+def _first_batch_size(batch_size: int | str) -> int:
+    """Return the batch that training begins with; one row stands for the maximum until it is found.
+
+    Raises:
+        SettingError: it is neither a whole number nor max.
+    """
+    if batch_size == "max":
+        return 1
+    remedy = "give a whole number, 1 or more, or max for the most that fit"
+    return check_whole("batch_size", batch_size, remedy=remedy)

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from adaptive_batch import distributed
 from adaptive_batch.data import AdaptiveBatches
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Clock, Reference, rate_rule
+from adaptive_batch.schedules import Clock, Reference, Seesaw, rate_rule
 
 from .options import StepOptions
 from .rate import AdaptiveRate
@@ -27,7 +27,7 @@ class LoopRate(AdaptiveRate):
     Args:
         optimizer: see :class:`AdaptiveRate`.
         lr_scheduler: see :class:`AdaptiveRate`.
-        batches: batches of the steps.
+        batches: batches of the steps; a schedule of theirs that follows the rate is coupled to it.
         lr_scaling: see :class:`AdaptiveRate`; ``sqrt`` with `seesaw`.
         reference_batch_size: global batch that the rates belong to; None for the configured one.
         is_sought: whether the batch is what a search will find, so that it is not configured.
@@ -48,6 +48,8 @@ class LoopRate(AdaptiveRate):
         is_sought: bool,
         options: StepOptions,
     ) -> None:
+        if isinstance(batches.planner.batching.batch_size_schedule, Seesaw):
+            batches.couple(lr_scheduler, lr_clock=options.lr_clock)
         self._planner = batches.planner
         lr_scaling = rate_rule(self._planner.batching.batch_size_schedule, lr_scaling)
         if is_sought and lr_scaling != "none" and reference_batch_size is None:

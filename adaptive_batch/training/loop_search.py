@@ -33,7 +33,6 @@ class LoopSearch:
         optimizer: optimizer of the model's parameters.
         batches: batches that training takes.
         rate: learning rate of each step.
-        keeps_gradients: whether ranks keep unsharded gradients until the last micro-batch.
         seeks_batch_size: whether the first search finds the batch that training begins with.
     """
 
@@ -44,7 +43,6 @@ class LoopSearch:
         batches: AdaptiveBatches,
         rate: AdaptiveRate,
         *,
-        keeps_gradients: bool,
         seeks_batch_size: bool,
     ) -> None:
         self._step = step
@@ -52,15 +50,18 @@ class LoopSearch:
         self._optimizer = optimizer
         self._batches = batches
         self._rate = rate
-        self._keeps_gradients = keeps_gradients
         self._seeks_batch_size = seeks_batch_size
         # Whether what fits was tried with the gradients of earlier micro-batches there.
         self._accumulates = False
 
     @property
-    def is_due(self) -> bool:
-        """Whether the batch that training begins with has to be found yet."""
+    def _is_due(self) -> bool:
         return self._seeks_batch_size and self._sizer.max_batch_size is None
+
+    def find_if_due(self) -> None:
+        """Find the batch that training begins with, where it is sought and has not been found."""
+        if self._is_due:
+            self.find(ProbeOptions())
 
     def find(self, options: ProbeOptions) -> ProbeResult:
         """Find the most rows, and run no more at once; see :meth:`.AdaptiveLoop.find_bound`."""
@@ -92,12 +93,12 @@ class LoopSearch:
             self._step.clip,
             row_length=dataset.length,
             keep_gradients=(
-                partial(self._try_rows, is_last=False) if self._keeps_gradients else None
+                partial(self._try_rows, is_last=False) if self._step.keeps_gradients else None
             ),
         )
 
         def find(accumulates: bool) -> ProbeResult:
-            if accumulates and self._keeps_gradients:
+            if accumulates and self._step.keeps_gradients:
                 # What is kept can be dropped once FSDP has run.
                 parts.learn_collectives(self._step.rows_of_step(dataset.longest(1)))
             return BoundSearch(
@@ -138,13 +139,19 @@ class LoopSearch:
             lambda: (self._step.make_batch(rows), len(rows)), is_last=is_last
         )
 
-    def rows_ahead(self, max_batch_size: int, *, num_steps: int) -> Iterator[list[int]]:
-        """Yield the row numbers of the next steps, on a device where so many rows fit at once."""
+    def rows_ahead(self, max_batch_size: int) -> Iterator[list[int]]:
+        """Yield the row numbers of the steps that an estimate replays, on a device where so many
+        rows fit at once.
+        """
+        from adaptive_batch.estimate import REPLAYED_STEPS
+
         batch_size = self._batches.batch_size
-        if self.is_due:
+        if self._is_due:
             batch_size = max_batch_size
         return self._batches.planner.epochs.rows_ahead(
-            self._batches.progress.at_epoch_start(), batch_size=batch_size, num_steps=num_steps
+            self._batches.progress.at_epoch_start(),
+            batch_size=batch_size,
+            num_steps=REPLAYED_STEPS,
         )
 
     def check_fits(self, num_rows: int) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,12 +20,12 @@ from adaptive_batch.schedules import Progress
 
 from .agreement import Question
 from .loop_events import LoopEvents
+from .loop_rate import LoopRate
 from .loop_search import LoopSearch
 from .model_checks import check_gradients_are_clear
 from .nonfinite import NonfiniteSteps
 from .options import StepOptions
 from .pending_step import PendingStep
-from .rate import AdaptiveRate
 from .row_step import RowStep
 from .step_result import StepResult
 
@@ -41,7 +42,6 @@ class LoopStep:
         step: forward and backward of rows.
         search: knows what steps fit.
         batches: batches whose progress moves.
-        rows: rows of each step, as they were handed out.
         rate: learning rate of each step.
         options: how a step runs.
 
@@ -57,8 +57,7 @@ class LoopStep:
         step: RowStep,
         search: LoopSearch,
         batches: AdaptiveBatches,
-        rows: StepRows,
-        rate: AdaptiveRate,
+        rate: LoopRate,
         options: StepOptions,
     ) -> None:
         self._model = model
@@ -66,9 +65,11 @@ class LoopStep:
         self._step = step
         self._search = search
         self._batches = batches
-        self._rows = rows
+        self._rows = StepRows(batches, step.dataset)
         self._rate = rate
         self._events = LoopEvents(options.event, num_rows=len(step.dataset))
+        if options.event is not None:
+            batches.tell(options.event)
         self._nonfinite = NonfiniteSteps(
             options.on_nonfinite_loss,
             drop_gradients=step.step.parts.runner.drop_gradients,
@@ -78,8 +79,16 @@ class LoopStep:
         self._warned_unlabelled = False
         self.learning_rate: float | None = None
 
+    def steps(self) -> Iterator[list[Any]]:
+        """Hand out the rows of each step that is left of the current epoch."""
+        for rows in self._rows.steps():
+            self._rate.describe_batch()
+            yield rows
+
     def run(self, rows: Sequence[Any]) -> StepResult:
         """Run the step that comes next; see :meth:`AdaptiveLoop.run`."""
+        if not torch.is_grad_enabled():
+            raise ValueError("gradients are off, as under torch.no_grad(): run() needs them")
         planned = self._rows.next_step(rows)
         rows_at_once = self._batches.rows_on_largest_rank(planned.progress.batch)
         self._search.check_fits(rows_at_once)
@@ -143,18 +152,28 @@ class LoopStep:
             self._batches.queue.end_epoch()
         self._pending_step.ran()
 
-    def check_taken(self) -> None:
-        """Refuse to save between a step and the optimizer's.
+    # --- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where training is, as plain values.
 
         Raises:
             ValueError: the gradients of the last step wait for ``optimizer.step()``.
         """
         self._pending_step.check_taken()
+        return {
+            "batches": self._batches.state_dict(),
+            "step": self._search.state_dict(),
+            "rate": self._rate.state_dict(),
+        }
 
-    def resume(self) -> None:
-        """Take it that training resumes elsewhere."""
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from a saved state."""
+        self._batches.load_state_dict(state["batches"])
         self._rows.forget()
         self._events.forget_beginning()
+        self._search.load_state_dict(state["step"])
+        self._rate.load_state_dict(state["rate"])
 
 
 def _log_event(

@@ -466,7 +466,7 @@ class LabelCounter:
         labels = batch["labels"]
         if labels.dim() == 2 and way == 0:
             labels = labels[:, 1:]
-        return int((labels != IGNORE_INDEX).sum())
+        return int((labels != IGNORE_INDEX).count_nonzero())
 
 
 def _has_labels(batch: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,22 +15,121 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
 from adaptive_batch.data import IGNORE_INDEX, DatasetAdapter, check_loss, move_to_device
 from adaptive_batch.errors import SettingError
+from adaptive_batch.probe import OBJECTIVES
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question
 from .clipping import clip_gradients
+from .model_checks import is_compiled
 from .nonfinite import norm_to_clip
 from .options import StepOptions
 from .packing import pack_rows, packed_lengths, rows_apart
+from .packing_check import why_not_packed
 from .parts import Part, RowsOfBatch, Splittable
-from .row_layouts import RowLayouts
+from .sizing import MicroBatchSizer
 from .step_result import StepResult
+from .throughput_search import Choices
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
 
 Row = Any
 Batch = Any
+
+
+class RowLayouts:
+    """Knows which layouts train the model alike, of which a search may choose the fastest.
+
+    Args:
+        model: model on its device.
+        dataset: rows.
+        collate: function that makes one padded batch of a list of rows, on the host.
+        token_loss: function that returns the sum of the losses of a batch of one row.
+        sizer: takes the layout that is configured.
+        written: layout as configured; None for what is found fastest.
+        chooses: whether a search chooses the fastest micro-batches.
+
+    Attributes:
+        chooses: as given.
+
+    Raises:
+        SettingError: packed rows are configured, and would not train the model as padded ones do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        dataset: DatasetAdapter,
+        collate: Callable[[list[Row]], Batch],
+        token_loss: Callable[[Batch], torch.Tensor],
+        sizer: MicroBatchSizer,
+        *,
+        written: str | None,
+        chooses: bool,
+    ) -> None:
+        self.chooses = chooses
+        self._model = model
+        self._dataset = dataset
+        self._collate = collate
+        self._token_loss = token_loss
+        self._sizer = sizer
+        self._written = written
+        if written is not None:
+            sizer.use_layout(written)
+        if written == "packed":
+            reason = self._why_not_packed()
+            if reason:
+                raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
+
+    def choices(self, step_rows: int, objective: str) -> Choices | None:
+        """Return what the fastest micro-batches are chosen from; None where as much at once as fits
+        is wanted.
+
+        Args:
+            step_rows: rows of a step on one device.
+            objective: name of what is sought.
+        """
+        # With a saved state steps are cut as they were.
+        is_known = self._sizer.throughput is not None
+        times = OBJECTIVES[objective].cost is not None
+        if not (self.chooses and times) or is_known or is_compiled(self._model):
+            return None
+        return Choices(self.kinds(), "tokens", step_rows, objective)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the layouts of which the fastest may be; ranks ask together."""
+        if self._written is not None:
+            return (self._written,)
+        if self._why_not_packed():
+            return ("grouped",)
+        return ("grouped", "packed")
+
+    def _why_not_packed(self) -> str:
+        """Return why packed rows would not train the model as padded ones do; empty where they
+        would. Ranks ask together.
+        """
+        # A row of one token has no label.
+        rows = self._dataset.longest(min(2, len(self._dataset)))
+        if is_compiled(self._model):
+            return (
+                "the model is compiled, and packed micro-batches change shape every step, which"
+                " recompiles"
+            )
+        for row in rows:
+            if not (
+                isinstance(row, Mapping)
+                and "labels" in row
+                and row.keys() & {"tokens", "input_ids"}
+            ):
+                return "rows are no mappings with `labels` and `tokens` or `input_ids`"
+
+        def collate(rows: Sequence[Any], length: int) -> Any:
+            return self._collate([dict(row) for row in rows])
+
+        def pack(rows: Sequence[Any]) -> Any:
+            return pack_rows(rows, ignore_index=IGNORE_INDEX)
+
+        return why_not_packed(self._model, self._token_loss, rows, collate=collate, pack=pack)
 
 
 class _RowsOfStep:
@@ -82,6 +181,7 @@ class RowStep:
 
     Attributes:
         dataset: as given.
+        keeps_gradients: whether ranks keep unsharded gradients until the last micro-batch.
         step: runs the rows.
         sizer: decides what a micro-batch may hold.
         layouts: layouts that micro-batches may have.
@@ -102,7 +202,13 @@ class RowStep:
         micro_batch_tokens: int | str | None,
         options: StepOptions,
     ) -> None:
+        for key, function in (("collate", collate), ("mean_loss", mean_loss)):
+            if not callable(function):
+                raise SettingError(key, function, "give a function")
         self.dataset = dataset
+        self.keeps_gradients = (
+            distributed.world_size() > 1 and not options.sync_gradients_every_micro_batch
+        )
         self._model = model
         self._collate = collate
         self._mean_loss = mean_loss

@@ -49,6 +49,15 @@ class LimitCost:
         return max(1, self.amount + math.floor((total_bytes - self.peak_bytes) / self.unit_bytes))
 
 
+class SmallerLimit(NamedTuple):
+    """A limit that one rank asks for; None where its micro-batch was one row."""
+
+    rows: int
+    length: int
+    limit: MicroBatchLimit | None
+    error: str
+
+
 @dataclass(frozen=True)
 class LimitChange:
     """A limit that was lowered during a run, or grew back.
@@ -71,6 +80,26 @@ class LimitChange:
     out_of_memory: bool
     error: str
     ranks: tuple[int, ...] = ()
+
+    @classmethod
+    def to_smallest(
+        cls, requests: Mapping[int, SmallerLimit], *, before: MicroBatchLimit
+    ) -> LimitChange:
+        """Return the change to the smallest limit that any rank asks for.
+
+        Args:
+            requests: limits by rank, none of them None.
+            before: limit until now.
+        """
+        limits = {}
+        for rank, request in requests.items():
+            assert request.limit is not None
+            limits[rank] = request.limit
+        rank = min(limits, key=lambda rank: limits[rank].amount)
+        rows, length, _, error = requests[rank]
+        after = replace(before, amount=limits[rank].amount)
+        ranks = tuple(requests) if distributed.world_size() > 1 else ()
+        return cls(before, after, rows, length, bool(error), error, ranks)
 
     @property
     def grows(self) -> bool:
@@ -175,105 +204,6 @@ class OOMPolicy:
         """Return the limit that a lowered one grows to next, on its way to the `ceiling`."""
         step = max(1, ceiling.amount // self.grow_divisor)
         return replace(limit, amount=min(ceiling.amount, limit.amount + step))
-
-
-class SmallerLimit(NamedTuple):
-    """A limit that one rank asks for; None where its micro-batch was one row."""
-
-    rows: int
-    length: int
-    limit: MicroBatchLimit | None
-    error: str
-
-
-class _LoweredLimit:
-    """A limit that was lowered, and how it grows back; at first nothing is lowered."""
-
-    def __init__(self, policy: OOMPolicy) -> None:
-        self._policy = policy
-        self.current: MicroBatchLimit | None = None
-        # What a lowered limit grows back to; None where it stays.
-        self.ceiling: MicroBatchLimit | None = None
-        # What is never passed whatever happens, as longer rows have shown.
-        self._held: MicroBatchLimit | None = None
-        self.good_steps = 0
-        # How often the limit has grown back too early, one after the other.
-        self._relapses = 0
-        self._has_grown = False
-
-    def forget(self) -> None:
-        self.current = None
-        self.ceiling = None
-        self._held = None
-
-    def hold(self, limit: MicroBatchLimit) -> None:
-        """Hold no more than this from now on, and grow back to no more."""
-        self._held = limit
-        if self.current is None or self.current.amount >= limit.amount:
-            self.current = limit
-            self.ceiling = None
-        elif self.ceiling is not None and self.ceiling.amount > limit.amount:
-            self.ceiling = limit
-
-    def begin_below(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
-        """Begin with a limit that was lowered before; return the lower of it and the own one."""
-        self.ceiling = self.ceiling or ceiling
-        if self.current is None or limit.amount < self.current.amount:
-            self.current = limit
-        return self.current
-
-    def lower(self, change: LimitChange) -> None:
-        """Take a smaller limit; one that follows a growth closely makes the next growth later."""
-        too_early = self._has_grown and (change.out_of_memory or self.ceiling is None)
-        if self.good_steps >= self.stretch:
-            self._relapses = 0
-        else:
-            self._relapses += too_early
-        self.ceiling = self.ceiling or change.before
-        self._take(change)
-
-    def grow(self, change: LimitChange) -> None:
-        """Take a larger limit."""
-        self._take(change)
-
-    def _take(self, change: LimitChange) -> None:
-        self.current = change.after
-        self._has_grown = change.grows
-        self.good_steps = 0
-        if self.ceiling is not None and change.after.amount >= self.ceiling.amount:
-            self.current = self._held
-            self.ceiling = None
-
-    @property
-    def stretch(self) -> int:
-        """Good steps before the limit grows."""
-        return self._policy.grow_after << self._relapses
-
-    def next(self) -> MicroBatchLimit | None:
-        """Return what the limit grows to now; None where it stays."""
-        if self.current is None or self.ceiling is None:
-            return None
-        if self.good_steps < self._policy.grow_after:
-            return None
-        return self._policy.after_good_steps(self.current, ceiling=self.ceiling)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "lowered": self.current and asdict(self.current),
-            "ceiling": self.ceiling and asdict(self.ceiling),
-            "held": self._held and asdict(self._held),
-            "good_steps": self.good_steps,
-            "relapses": self._relapses,
-            "has_grown": self._has_grown,
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.current = _limit(state["lowered"])
-        self.ceiling = _limit(state["ceiling"])
-        self._held = _limit(state["held"])
-        self.good_steps = state["good_steps"]
-        self._relapses = state["relapses"]
-        self._has_grown = state["has_grown"]
 
 
 @dataclass(frozen=True)
@@ -417,6 +347,160 @@ class _Room:
             self._cost = LimitCost(**state["cost"])
 
 
+class _LoweredLimit:
+    """A limit that was lowered, and how it shrinks and grows back; at first nothing is lowered.
+
+    Args:
+        policy: how it shrinks and grows back.
+        memory: memory of the device; None where nothing runs.
+
+    Attributes:
+        current: limit that was lowered; None where none was.
+        ceiling: what it grows back to; None where it stays.
+        must_ease: whether this rank's allocator only just had room, so that the limit is due to
+            become a little smaller on all ranks.
+        room: room of the device.
+    """
+
+    def __init__(self, policy: OOMPolicy, memory: DeviceMemory | None) -> None:
+        self._policy = policy
+        self.room = _Room(memory)
+        self.current: MicroBatchLimit | None = None
+        self.ceiling: MicroBatchLimit | None = None
+        # What is never passed whatever happens, as longer rows have shown.
+        self._held: MicroBatchLimit | None = None
+        self._good_steps = 0
+        # How often the limit has grown back too early, one after the other.
+        self._relapses = 0
+        self._has_grown = False
+        # Runs in which the allocator retries before the limit is eased; later it has other reasons.
+        self._retries_until_eased = 1
+        self.must_ease = False
+
+    def forget(self) -> None:
+        self.current = None
+        self.ceiling = None
+        self._held = None
+
+    def hold(self, limit: MicroBatchLimit) -> None:
+        """Hold no more than this from now on, and grow back to no more."""
+        self._held = limit
+        if self.current is None or self.current.amount >= limit.amount:
+            self.current = limit
+            self.ceiling = None
+        elif self.ceiling is not None and self.ceiling.amount > limit.amount:
+            self.ceiling = limit
+
+    def begin_below(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
+        """Begin with a limit that was lowered before; return the lower of it and the own one."""
+        self.ceiling = self.ceiling or ceiling
+        if self.current is None or limit.amount < self.current.amount:
+            self.current = limit
+        return self.current
+
+    def after_out_of_memory(
+        self, limit: MicroBatchLimit, failed: MicroBatch, error: str, *, failures: int
+    ) -> SmallerLimit:
+        """Return the smaller limit that this rank asks for; see :class:`MicroBatchSizer`."""
+        rows = len(failed.rows)
+        fits = None
+        if error and failures <= _BELIEVED_FAILURES:
+            amount = rows if limit.unit == "rows" else rows * failed.length
+            fits = self.room.fitting_amount(error, amount=amount)
+        smaller = self._policy.after_out_of_memory(
+            limit, rows=rows, length=failed.length, fits=fits
+        )
+        return SmallerLimit(rows, failed.length, smaller, error)
+
+    def after_attempt(self, *, allocator_retried: bool) -> None:
+        """Count a step that ran to its end, and whether its allocator had to ask twice."""
+        self._good_steps += 1
+        if not allocator_retried:
+            return
+        self._retries_until_eased -= 1
+        self.must_ease |= self._retries_until_eased == 0
+
+    def easing(self, limit: MicroBatchLimit, fullest: MicroBatch) -> SmallerLimit | None:
+        """Return the smaller limit that this rank asks for where its allocator only just had room,
+        once; None where it had.
+        """
+        if not self.must_ease:
+            return None
+        self.must_ease = False
+        rows = len(fullest.rows)
+        smaller = self._policy.after_allocator_retry(limit, rows=rows, length=fullest.length)
+        if smaller is None:
+            # It was one row, and larger micro-batches may come.
+            self._retries_until_eased = 1
+        return SmallerLimit(rows, fullest.length, smaller, "")
+
+    def lower(self, change: LimitChange) -> None:
+        """Take a smaller limit; one that follows a growth closely makes the next growth later."""
+        too_early = self._has_grown and (change.out_of_memory or self.ceiling is None)
+        if self._good_steps >= self._stretch:
+            self._relapses = 0
+        else:
+            self._relapses += too_early
+        self.ceiling = self.ceiling or change.before
+        if not change.out_of_memory:
+            self._retries_until_eased = 0
+        self.room.remember()
+        self._take(change)
+
+    def growth(self) -> MicroBatchLimit | None:
+        """Return what the limit grows to now; None where it stays, or has no room to grow."""
+        if self.current is None or self.ceiling is None:
+            return None
+        if self._good_steps < self._policy.grow_after:
+            return None
+        after = self._policy.after_good_steps(self.current, ceiling=self.ceiling)
+        if self.room.suffices(after, good_steps=self._good_steps, stretch=self._stretch):
+            return after
+        return None
+
+    def grow(self, after: MicroBatchLimit) -> LimitChange:
+        """Take a larger limit; return the change."""
+        assert self.current is not None
+        self._retries_until_eased = _RETRIES_AFTER_GROWTH
+        self.room.release()
+        change = LimitChange(self.current, after, 0, 0, False, "")
+        self._take(change)
+        return change
+
+    def _take(self, change: LimitChange) -> None:
+        self.current = change.after
+        self._has_grown = change.grows
+        self._good_steps = 0
+        if self.ceiling is not None and change.after.amount >= self.ceiling.amount:
+            self.current = self._held
+            self.ceiling = None
+
+    @property
+    def _stretch(self) -> int:
+        """Good steps before the limit grows."""
+        return self._policy.grow_after << self._relapses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            **self.room.state_dict(),
+            "lowered": self.current and asdict(self.current),
+            "ceiling": self.ceiling and asdict(self.ceiling),
+            "held": self._held and asdict(self._held),
+            "good_steps": self._good_steps,
+            "relapses": self._relapses,
+            "has_grown": self._has_grown,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.current = _limit(state["lowered"])
+        self.ceiling = _limit(state["ceiling"])
+        self._held = _limit(state["held"])
+        self._good_steps = state["good_steps"]
+        self._relapses = state["relapses"]
+        self._has_grown = state["has_grown"]
+        self.room.load_state_dict(state)
+
+
 class MicroBatchSizer:
     """Decides what one micro-batch may hold, and how its rows lie in it.
 
@@ -437,8 +521,6 @@ class MicroBatchSizer:
             none was.
         throughput: what is fastest, which ``auto`` takes; None for as much as fits.
         num_out_of_memory: out-of-memory errors so far, those of trials included.
-        must_ease: whether this rank's allocator only just had room, so that the limit is due to
-            become a little smaller on all ranks.
     """
 
     def __init__(
@@ -453,17 +535,12 @@ class MicroBatchSizer:
     ) -> None:
         self._configured = _ConfiguredSize(micro_batch_size, micro_batch_tokens)
         self.layout = layout or MicroBatchLayout()
-        self._policy = policy or OOMPolicy()
         self._on_change = on_change
         self.max_batch_size: int | None = None
         self.tried_length = 0
         self.throughput: Throughput | None = None
         self.num_out_of_memory = 0
-        self._lowered = _LoweredLimit(self._policy)
-        self._room = _Room(memory)
-        # Runs in which the allocator retries before the limit is eased; later it has other reasons.
-        self._retries_until_eased = 1
-        self.must_ease = False
+        self._lowered = _LoweredLimit(policy or OOMPolicy(), memory)
 
     # --- what may run at once ---------------------------------------------------------------------
 
@@ -489,9 +566,7 @@ class MicroBatchSizer:
     def limit_where_fits(
         self, max_batch_size: int, *, length: int, rows_at_once: int
     ) -> MicroBatchLimit:
-        """Return what a micro-batch would hold on a device where so many rows fit.
-
-        What was found or lowered on this device does not count.
+        """Return what a micro-batch would hold where so many rows fit, whatever was found here.
 
         Args:
             max_batch_size: the most rows that fit at once there.
@@ -516,6 +591,11 @@ class MicroBatchSizer:
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
         return self._configured.is_auto and not self.tried_length
+
+    @property
+    def must_ease(self) -> bool:
+        """Whether the limit is to be a little smaller: this rank's allocator only just had room."""
+        return self._lowered.must_ease
 
     @property
     def _tried_tokens(self) -> int:
@@ -554,9 +634,7 @@ class MicroBatchSizer:
         self._learn_cost(result)
 
     def assume(self, result: ProbeResult) -> None:
-        """Take what a search found, whatever is configured: for what is only looked at, and not
-        run.
-        """
+        """Take what a search found, whatever is configured: for what is looked at, and not run."""
         max_batch_size = result.max_batch_size
         if max_batch_size != self.max_batch_size:
             self._lowered.forget()
@@ -564,10 +642,10 @@ class MicroBatchSizer:
         self.tried_length = max(1, result.sequence_length)
         if self.throughput is not None:
             # It may have been found where more fits.
-            limit = self.throughput.limit
-            fitting = max_batch_size if limit.unit == "rows" else self._tried_tokens
-            smaller = replace(limit, amount=min(limit.amount, fitting))
-            self.throughput = replace(self.throughput, limit=smaller)
+            fitting = max_batch_size
+            if self.throughput.limit.unit == "tokens":
+                fitting = self._tried_tokens
+            self.throughput = _within(self.throughput, fitting)
         if result.throughput is not None:
             self._choose(result.throughput)
 
@@ -602,13 +680,13 @@ class MicroBatchSizer:
         row_amount = 1
         if self.limit(result.max_batch_size).unit == "tokens":
             row_amount = self._padded_tokens(1, result.sequence_length)
-        self._room.learn(result, row_amount=row_amount)
+        self._lowered.room.learn(result, row_amount=row_amount)
 
     def _choose(self, fastest: Throughput) -> None:
         self.throughput = fastest
         self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
 
-    # --- out of memory ----------------------------------------------------------------------------
+    # --- out of memory, and growing back ----------------------------------------------------------
 
     def after_out_of_memory(
         self, failed: MicroBatch, error: str, *, rows_at_once: int, failures: int = 0
@@ -622,24 +700,12 @@ class MicroBatchSizer:
             rows_at_once: see :meth:`limit`.
             failures: failures of this step so far, this one included.
         """
-        rows = len(failed.rows)
         limit = self.limit(rows_at_once)
-        fits = None
-        if error and failures <= _BELIEVED_FAILURES:
-            amount = rows if limit.unit == "rows" else rows * failed.length
-            fits = self._room.fitting_amount(error, amount=amount)
-        smaller = self._policy.after_out_of_memory(
-            limit, rows=rows, length=failed.length, fits=fits
-        )
-        return SmallerLimit(rows, failed.length, smaller, error)
+        return self._lowered.after_out_of_memory(limit, failed, error, failures=failures)
 
     def after_attempt(self, *, allocator_retried: bool) -> None:
         """Count a step that ran to its end, and whether its allocator had to ask twice."""
-        self._lowered.good_steps += 1
-        if not allocator_retried:
-            return
-        self._retries_until_eased -= 1
-        self.must_ease |= self._retries_until_eased == 0
+        self._lowered.after_attempt(allocator_retried=allocator_retried)
 
     def ease(self, fullest: MicroBatch, *, rows_at_once: int) -> None:
         """Make a limit that only just fits a little smaller, once; all ranks call it.
@@ -648,24 +714,13 @@ class MicroBatchSizer:
             fullest: the largest micro-batch of this rank's last step.
             rows_at_once: see :meth:`limit`.
         """
-        request = None
-        if self.must_ease:
-            rows = len(fullest.rows)
-            limit = self.limit(rows_at_once)
-            smaller = self._policy.after_allocator_retry(limit, rows=rows, length=fullest.length)
-            request = SmallerLimit(rows, fullest.length, smaller, "")
-        self.must_ease = False
-        gathered = enumerate(distributed.all_gather(request))
+        request = self._lowered.easing(self.limit(rows_at_once), fullest)
         requests = {}
-        for rank, rank_request in gathered:
+        for rank, rank_request in enumerate(distributed.all_gather(request)):
             if rank_request and rank_request.limit:
                 requests[rank] = rank_request
         if requests:
-            self._retries_until_eased = 0
             self.lower(requests, rows_at_once=rows_at_once)
-        elif request is not None:
-            # It was one row, and larger micro-batches may come.
-            self._retries_until_eased = 1
 
     def lower(self, requests: Mapping[int, SmallerLimit], *, rows_at_once: int) -> None:
         """Take the smallest limit that any rank asks for, on all ranks alike.
@@ -674,25 +729,14 @@ class MicroBatchSizer:
             requests: limits by rank, none of them None.
             rows_at_once: see :meth:`limit`.
         """
-        limits = {}
-        for rank, request in requests.items():
-            assert request.limit is not None
-            limits[rank] = request.limit
-        rank = min(limits, key=lambda rank: limits[rank].amount)
-        request = requests[rank]
-        current = self.limit(rows_at_once)
-        smaller = replace(current, amount=limits[rank].amount)
-        ranks = tuple(requests) if distributed.world_size() > 1 else ()
-        has_failed = bool(request.error)
-        change = LimitChange(
-            current, smaller, request.rows, request.length, has_failed, request.error, ranks
-        )
-        self.num_out_of_memory += has_failed
-        self._room.remember()
+        change = LimitChange.to_smallest(requests, before=self.limit(rows_at_once))
+        self.num_out_of_memory += change.out_of_memory
         self._lowered.lower(change)
         self._on_change(change)
-        lowered = self.limit(rows_at_once)
-        assert lowered.amount <= smaller.amount, f"lowered to {smaller}, and the limit is {lowered}"
+        now = self.limit(rows_at_once)
+        assert now.amount <= change.after.amount, (
+            f"lowered to {change.after}, and the limit is {now}"
+        )
 
     def keep_below(self, limit: MicroBatchLimit, *, rows_at_once: int) -> MicroBatchLimit:
         """Begin with a limit below which an earlier attempt of the run ended; return the limit."""
@@ -702,34 +746,21 @@ class MicroBatchSizer:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""
         self.num_out_of_memory += times
 
-    # --- growing back -----------------------------------------------------------------------------
-
-    def next_limit(self) -> MicroBatchLimit | None:
-        """Return what a lowered limit grows to now, alike on all ranks; None where it stays."""
-        return self._lowered.next()
-
-    def has_room(self, limit: MicroBatchLimit) -> bool:
-        """Return whether this rank may grow to a limit now."""
-        lowered = self._lowered
-        return self._room.suffices(limit, good_steps=lowered.good_steps, stretch=lowered.stretch)
+    def growth(self) -> MicroBatchLimit | None:
+        """Return what a lowered limit grows to now, alike on all ranks that have room for it; None
+        where it stays.
+        """
+        return self._lowered.growth()
 
     def grow(self, after: MicroBatchLimit) -> None:
         """Let a lowered limit grow, on all ranks."""
-        assert self._lowered.current is not None
-        self._retries_until_eased = _RETRIES_AFTER_GROWTH
-        self._room.release()
-        change = LimitChange(self._lowered.current, after, 0, 0, False, "")
-        self._lowered.grow(change)
-        self._on_change(change)
+        self._on_change(self._lowered.grow(after))
 
     # --- state ------------------------------------------------------------------------------------
 
     def conditions(self) -> dict[str, Any]:
         """Return what a lowered limit depends on; with another of them it is found again."""
-        return {
-            "bound": self.max_batch_size,
-            **asdict(self._configured),
-        }
+        return {"bound": self.max_batch_size, **asdict(self._configured)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
@@ -738,7 +769,6 @@ class MicroBatchSizer:
             "throughput": self.throughput and asdict(self.throughput),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
-            **self._room.state_dict(),
             **self._lowered.state_dict(),
         }
 
@@ -770,8 +800,13 @@ class MicroBatchSizer:
         if any(state[key] != value for key, value in self.conditions().items()):
             return
         self._lowered.load_state_dict(state)
-        self._room.load_state_dict(state)
 
 
 def _limit(saved: Mapping[str, Any] | None) -> MicroBatchLimit | None:
     return MicroBatchLimit(**saved) if saved else None
+
+
+def _within(fastest: Throughput, amount: int) -> Throughput:
+    """Return what is fastest, with a limit of no more than fits."""
+    limit = fastest.limit
+    return replace(fastest, limit=replace(limit, amount=min(limit.amount, amount)))

@@ -92,16 +92,15 @@ class StepRunner:
             GrowthFunctionError: a rule has answered differently on some rank.
         """
         sizer = self.sizer
-        grown = sizer.next_limit()
+        grown = sizer.growth()
         division = divide(sizer.limit(rows_at_once))
         # Nobody to agree with, and nothing to change.
         if distributed.world_size() == 1 and grown is None and not sizer.must_ease:
             return Division(division.parts, division.own_counts, question.num_rows), question.ends
-        must_stay = grown is None or not sizer.has_room(grown)
         answers = [
             int(question.ends),
             int(sizer.must_ease),
-            int(must_stay),
+            int(grown is None),
             question.batch,
             -question.batch,
             question.num_rows,

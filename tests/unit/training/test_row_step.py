@@ -465,7 +465,7 @@ def test_packed_micro_batches_that_run_out_of_memory_are_run_again() -> None:
     seen, padded = train(one), train(llama(micro_batch_size=8))
     assert [step.rows for step in seen] == [step.rows for step in padded]
     assert [step.loss for step in seen] == pytest.approx([step.loss for step in padded], rel=1e-5)
-    assert one.loop._sizer.limit(8).amount <= 30
+    assert one.loop._step.sizer.limit(8).amount <= 30
 
 
 @pytest.mark.parametrize(
@@ -502,8 +502,8 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
     fastest = found.throughput
     assert fastest is not None
     assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
-    assert one.loop._sizer.layout.kind == fastest.kind
-    assert one.loop._sizer.limit(8) == fastest.limit
+    assert one.loop._step.sizer.layout.kind == fastest.kind
+    assert one.loop._step.sizer.limit(8) == fastest.limit
     train(one, until=2)
     state, weights = (torch.load(saved(each.state_dict())) for each in (one.loop, one.model))
     rest = train(one)
@@ -513,8 +513,8 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
         again.loop.load_state_dict(state)
         if finds_again:
             assert again.loop.find_bound(device_memory="1GiB", maximum=8).throughput is None
-        assert again.loop._sizer.layout == one.loop._sizer.layout
-        assert again.loop._sizer.limit(8) == fastest.limit
+        assert again.loop._step.sizer.layout == one.loop._step.sizer.layout
+        assert again.loop._step.sizer.limit(8) == fastest.limit
         went_on = train(again)
         assert [(step.rows, step.loss) for step in went_on] == [
             (step.rows, step.loss) for step in rest
@@ -528,7 +528,7 @@ def test_a_saved_choice_does_not_replace_what_was_found_before_it_was_loaded() -
     found = smaller.loop.find_bound(device_memory="1GiB", maximum=1)
     smaller.loop.load_state_dict(one.loop.state_dict())
     assert found.throughput is not None
-    assert smaller.loop._sizer.throughput == found.throughput
+    assert smaller.loop._step.sizer.throughput == found.throughput
     assert smaller.loop.max_batch_size == 1
 
 
@@ -550,15 +550,15 @@ def test_what_is_set_now_counts_more_than_what_a_saved_loop_found_fastest(
     one.loop.find_bound(device_memory="1GiB", maximum=8)
     again = llama(**now)
     again.loop.load_state_dict(one.loop.state_dict())
-    assert again.loop._sizer.layout.kind == "padded"
-    assert again.loop._sizer.throughput is None
+    assert again.loop._step.sizer.layout.kind == "padded"
+    assert again.loop._step.sizer.throughput is None
 
 
 def test_the_largest_is_taken_where_that_is_asked_for() -> None:
     one = llama(micro_batch_tokens="auto")
     found = one.loop.find_bound(device_memory="1GiB", maximum=8, objective="largest")
     assert found.throughput is None
-    assert one.loop._sizer.limit(8).amount == found.max_batch_size * max(
+    assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(
         len(row["tokens"]) for row in ROWS
     )
 
