@@ -330,11 +330,6 @@ class RowStep:
         """
         # A row of one token has no label.
         rows = self.dataset.longest(min(2, len(self.dataset)))
-        if is_compiled(self._model):
-            return (
-                "the model is compiled, and packed micro-batches change shape every step, which"
-                " recompiles"
-            )
         for row in rows:
             if not (
                 isinstance(row, Mapping)

@@ -1,0 +1,149 @@
+"""Causal attention of rows that lie end to end, as one operator: a compiled program calls it, and
+its graph is the same for all rows, whose ends are an argument.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("adaptive_batch::packed_attention", mutates_args=())
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the causal attention of each row alone, and its sums.
+
+    Args:
+        query: Tensor ``[tokens, heads, head_dim]`` with the rows laid end to end; in half precision
+            on CUDA.
+        key: Tensor of the same shape; on CUDA it may have fewer heads.
+        value: Tensor of the same shape as `key`.
+        ends: int32 tensor ``[rows + 1]`` on the host: 0, then the token after each row.
+        scale: Factor of the scores; None for the root of 1 / head_dim.
+
+    Returns:
+        The attention, of the shape of `query`, and the logarithms of the sums of its exponentials,
+        ``[heads, tokens]``, float32 but for float64.
+
+    Raises:
+        ValueError: the rows have another number of tokens.
+    """
+    lengths = _lengths(query, ends)
+    if query.is_cuda:
+        bounds = ends.to(query.device, non_blocking=True)
+        output, sums, *_ = aten._flash_attention_forward(
+            *(query, key, value, bounds, bounds, max(lengths), max(lengths), 0.0, True, False),
+            scale=scale,
+        )
+        return output.contiguous(), sums
+    outputs = []
+    sums_of_rows = []
+    for row in zip(*_rows_of(lengths, query, key, value), strict=True):
+        output, sums = aten._scaled_dot_product_flash_attention_for_cpu(*row, 0.0, True, scale=scale)
+        outputs.append(output)
+        sums_of_rows.append(sums[0])
+    return _together(outputs), torch.cat(sums_of_rows, 1)
+
+
+@torch.library.custom_op("adaptive_batch::packed_attention_backward", mutates_args=())
+def packed_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    ends: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value.
+
+    Args:
+        gradient: Tensor of the shape of `output`.
+        query, key, value, ends, scale: Arguments of :func:`packed_attention`.
+        output, sums: Results of it.
+    """
+    lengths = _lengths(query, ends)
+    if query.is_cuda:
+        bounds = ends.to(query.device, non_blocking=True)
+        # Without dropout no random number is drawn.
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)
+        unused = torch.empty(0, device=query.device)
+        longest = max(lengths)
+        gradients = aten._flash_attention_backward(
+            *(gradient, query, key, value, output, sums, bounds, bounds, longest, longest),
+            *(0.0, True, state, unused),
+            scale=scale,
+        )
+        return tuple(part.contiguous() for part in gradients)
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for row, sums_of_row in zip(
+        zip(*_rows_of(lengths, gradient, query, key, value, output), strict=True),
+        sums.split(lengths, 1),
+        strict=True,
+    ):
+        parts.append(
+            aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *row, sums_of_row[None], 0.0, True, scale=scale
+            )
+        )
+    of_query, of_key, of_value = (_together(list(rows)) for rows in zip(*parts, strict=True))
+    return of_query, of_key, of_value
+
+
+def _lengths(query: Tensor, ends: Tensor) -> list[int]:
+    lengths: list[int] = ends.diff().tolist()
+    if sum(lengths) != len(query):
+        raise ValueError(
+            f"attention of {len(query)} tokens cannot keep packed rows of {sum(lengths)} tokens in"
+            " all apart"
+        )
+    return lengths
+
+
+def _rows_of(lengths: list[int], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """Return the rows of each tensor ``[tokens, heads, head_dim]``, as ``[1, heads, tokens,
+    head_dim]``.
+    """
+    return [tensor.transpose(0, 1)[None].split(lengths, 2) for tensor in tensors]
+
+
+def _together(rows: list[Tensor]) -> Tensor:
+    """Return rows ``[1, heads, tokens, head_dim]`` laid end to end, as ``[tokens, heads,
+    head_dim]``.
+    """
+    return torch.cat([row[0].transpose(0, 1) for row in rows])
+
+
+@packed_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=dtype)
+
+
+@packed_attention_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ends, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, ends)
+    ctx.scale = scale
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*packed_attention_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None)
+
+
+packed_attention.register_autograd(_backward, setup_context=_keep)
