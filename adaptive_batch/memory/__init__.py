@@ -22,8 +22,8 @@ from .device import (
     wanted_bytes,
 )
 from .estimated_kernels import estimated_attention
-from .packed_attention import packed_attention
 from .in_backward import OptimizerInBackward
+from .packed_attention import packed_attention
 from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
 from .tracker import MemoryTracker, plain_tensors, storage_bytes
 
@@ -47,10 +47,10 @@ __all__ = [
     "check_device_memory",
     "device_memory",
     "estimated_attention",
-    "packed_attention",
     "host_available_bytes",
     "is_out_of_memory",
     "optimizer_state_tensors",
+    "packed_attention",
     "parse_size",
     "plain_tensors",
     "recover",

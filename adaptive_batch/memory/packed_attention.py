@@ -4,6 +4,7 @@ its graph is the same for all rows, whose ends are an argument.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,15 +20,15 @@ def packed_attention(
     """Return the causal attention of each row alone, and its sums.
 
     Args:
-        query: Tensor ``[tokens, heads, head_dim]`` with the rows laid end to end; in half precision
-            on CUDA.
+        query: Tensor ``[tokens, heads, head_dim]`` with the rows laid end to end, contiguous; in
+            half precision on CUDA.
         key: Tensor of the same shape; on CUDA it may have fewer heads.
         value: Tensor of the same shape as `key`.
         ends: int32 tensor ``[rows + 1]`` on the host: 0, then the token after each row.
         scale: Factor of the scores; None for the root of 1 / head_dim.
 
     Returns:
-        The attention, of the shape of `query`, and the logarithms of the sums of its exponentials,
+        The attention, like `query`, and the logarithms of the sums of its exponentials,
         ``[heads, tokens]``, float32 but for float64.
 
     Raises:
@@ -41,13 +42,15 @@ def packed_attention(
             scale=scale,
         )
         return output.contiguous(), sums
-    outputs = []
+    output = query.new_empty(query.shape)
     sums_of_rows = []
-    for row in zip(*_rows_of(lengths, query, key, value), strict=True):
-        output, sums = aten._scaled_dot_product_flash_attention_for_cpu(*row, 0.0, True, scale=scale)
-        outputs.append(output)
+    for *row, of_row in _by_rows(lengths, query, key, value, output):
+        result, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            *row, 0.0, True, scale=scale
+        )
+        of_row.copy_(result)
         sums_of_rows.append(sums[0])
-    return _together(outputs), torch.cat(sums_of_rows, 1)
+    return output, torch.cat(sums_of_rows, 1)
 
 
 @torch.library.custom_op("adaptive_batch::packed_attention_backward", mutates_args=())
@@ -75,24 +78,24 @@ def packed_attention_backward(
         state = torch.empty(2, dtype=torch.uint64, device=query.device)
         unused = torch.empty(0, device=query.device)
         longest = max(lengths)
-        gradients = aten._flash_attention_backward(
+        of_query, of_key, of_value = aten._flash_attention_backward(
             *(gradient, query, key, value, output, sums, bounds, bounds, longest, longest),
             *(0.0, True, state, unused),
             scale=scale,
         )
-        return tuple(part.contiguous() for part in gradients)
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    for row, sums_of_row in zip(
-        zip(*_rows_of(lengths, gradient, query, key, value, output), strict=True),
-        sums.split(lengths, 1),
-        strict=True,
+        return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
+    of_query = query.new_empty(query.shape)
+    of_key = key.new_empty(key.shape)
+    of_value = value.new_empty(value.shape)
+    rows = _by_rows(lengths, gradient, query, key, value, output, of_query, of_key, of_value)
+    for (*row, own_query, own_key, own_value), own_sums in zip(
+        rows, torch.split(sums, lengths, 1), strict=True
     ):
-        parts.append(
-            aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                *row, sums_of_row[None], 0.0, True, scale=scale
-            )
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *row, own_sums[None], 0.0, True, scale=scale
         )
-    of_query, of_key, of_value = (_together(list(rows)) for rows in zip(*parts, strict=True))
+        for own, part in zip((own_query, own_key, own_value), gradients, strict=True):
+            own.copy_(part)
     return of_query, of_key, of_value
 
 
@@ -106,18 +109,12 @@ def _lengths(query: Tensor, ends: Tensor) -> list[int]:
     return lengths
 
 
-def _rows_of(lengths: list[int], *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-    """Return the rows of each tensor ``[tokens, heads, head_dim]``, as ``[1, heads, tokens,
+def _by_rows(lengths: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return each row of all tensors ``[tokens, heads, head_dim]``, as views ``[1, heads, tokens,
     head_dim]``.
     """
-    return [tensor.transpose(0, 1)[None].split(lengths, 2) for tensor in tensors]
-
-
-def _together(rows: list[Tensor]) -> Tensor:
-    """Return rows ``[1, heads, tokens, head_dim]`` laid end to end, as ``[tokens, heads,
-    head_dim]``.
-    """
-    return torch.cat([row[0].transpose(0, 1) for row in rows])
+    heads_first = [tensor.transpose(0, 1)[None] for tensor in tensors]
+    return zip(*(torch.split(tensor, lengths, 2) for tensor in heads_first), strict=True)
 
 
 @packed_attention.register_fake

@@ -20,8 +20,8 @@ from torch.nn import functional
 from adaptive_batch._torch import FakeTensor, disable_dynamo
 from adaptive_batch.memory import estimated_attention, packed_attention
 
-# What CUDA's kernel for rows of several lengths takes: elements of a head, and the major part of the
-# first architecture.
+# What CUDA's kernel for rows of several lengths takes: elements of a head, and the major version of
+# the first architecture.
 _MOST_OF_FLASH = 256
 _FIRST_OF_FLASH = 8
 
@@ -172,13 +172,16 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) 
     if not torch.compiler.is_compiling():
         return _rows_of_now[0](query, key, value, *given, **how)
     if _operator_takes(query, key, value, *given, **how):
-        flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
+        tensors = [query, key, value]
         if not query.is_cuda and key.shape[1] != query.shape[1]:
             repeats = query.shape[1] // key.shape[1]
-            flat[1:] = [tensor.repeat_interleave(repeats, 1) for tensor in flat[1:]]
-        output, _ = packed_attention(*flat, _ends_of_now, how.get("scale"))
+            tensors[1:] = [tensor.repeat_interleave(repeats, 1) for tensor in tensors[1:]]
+        # Whatever is copied here is one kernel with what made it.
+        flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in tensors]
+        output: Tensor = packed_attention(*flat, _ends_of_now, how.get("scale"))[0]
         return output.transpose(0, 1)[None]
-    return _attend_without_compiler(query, key, value, *given, **how)
+    attended: Tensor = _attend_without_compiler(query, key, value, *given, **how)
+    return attended
 
 
 # That of torch.compiler imports the compiler at once, which takes more than a second.
@@ -224,7 +227,8 @@ def _operator_takes(
 @contextmanager
 def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` is causal attention of each row of
-    a sequence alone.
+    a sequence alone. Compiled code calls one operator for that, whose graph does not depend on
+    the rows.
 
     `lengths` are the rows' tokens, in order. Forward and backward both run inside: with activation
     checkpointing, backward attends again. In half precision on CUDA a call is one of

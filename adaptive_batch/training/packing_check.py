@@ -127,8 +127,7 @@ def why_not_packed(
     random_state = RandomState(next(model.parameters()).device)
     model.eval()
     try:
-        # A compiled program does not call what is watched, and sizes of the check would count in the
-        # compiler's limit of variants.
+        # Compiled code does not call what is watched.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for row in rows:
                 whole_row = _first_tokens(row, name, longest)
