@@ -63,7 +63,13 @@ from adaptive_batch.torchtune import (
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, Question, StepResult
+from adaptive_batch.training import (
+    CompilationLog,
+    FullBatchLoss,
+    NonfiniteSteps,
+    Question,
+    StepResult,
+)
 
 log = logging.getLogger("adaptive_batch")
 
@@ -334,6 +340,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             return
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
+        # Searches have compiled for trials, and what they compiled is forgotten.
+        self.compilations = CompilationLog(self.log.event)
         self.profiler.start()
         first_epoch = self.queue.progress.epoch
         epochs = self.settings.epochs
@@ -439,6 +447,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             num_out_of_memory=self.sizer.num_out_of_memory,
             full_batch_loss=self.full_batch_loss,
         )
+        self.compilations.log_new()
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)

@@ -22,7 +22,6 @@ from .adaptive_step import AdaptiveStep
 from .agreement import Question
 from .bound_search import BoundSearch, ProbeOptions, find_in_step
 from .clipping import clip_gradients
-from .model_checks import is_compiled
 from .nonfinite import norm_to_clip
 from .options import StepOptions
 from .packing import pack_rows, packed_lengths, rows_apart
@@ -312,7 +311,7 @@ class RowStep:
         # With a saved state steps are cut as they were.
         is_known = self.sizer.throughput is not None
         times = OBJECTIVES[objective].cost is not None
-        if not (self._chooses and times) or is_known or is_compiled(self._model):
+        if not (self._chooses and times) or is_known:
             return None
         return Choices(self._kinds(), "tokens", step_rows, objective)
 
