@@ -62,15 +62,23 @@ class Compilations:
         recorded = private("torch._dynamo.utils", "get_compilation_metrics")
         compilations = []
         begin = self._last_microsecond
+        names: dict[str, str] = {}
         for metrics in recorded.get_compilation_metrics():
             start = metrics.start_time_us or 0
+            # Variants of one function have its number in common; a failed attempt has no name.
+            number = str(metrics.compile_id).partition("/")[0]
+            name = metrics.co_name or ""
+            if name:
+                names[number] = name
             if start <= begin:
                 continue
             self._last_microsecond = max(self._last_microsecond, start)
             gives_up = _LIMIT_IS_REACHED in (metrics.fail_reason or "")
+            if gives_up:
+                name = names.get(number, "a function")
             compilations.append(
                 Compilation(
-                    function=metrics.co_name or "",
+                    function=name,
                     reason=_first_line(metrics.recompile_reason or ""),
                     seconds=(metrics.duration_us or 0) / 1e6,
                     gives_up=gives_up,
@@ -99,7 +107,7 @@ class CompilationLog:
         for compilation in self._compilations.new():
             if not compilation.is_again:
                 continue
-            self.num_again += 1
+            self.num_again += not compilation.gives_up
             self._event(
                 "recompiled",
                 f"{compilation.describe()} ({self.num_again} in this run)",
