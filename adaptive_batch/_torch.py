@@ -22,6 +22,7 @@ __all__ = [
     "current_autograd_node",
     "current_graph_task_id",
     "disable_current_modes",
+    "disable_dynamo",
     "dispatch_modes",
     "foreach_norm",
     "is_traceable_wrapper_subclass",
@@ -70,6 +71,7 @@ try:
     from torch._C import _pop_torch_function_stack as pop_torch_function_mode
     from torch._C import _push_on_torch_function_stack as push_torch_function_mode
     from torch._C import _storage_Use_Count as storage_use_count
+    from torch._compile import _disable_dynamo as disable_dynamo
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,

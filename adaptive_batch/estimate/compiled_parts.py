@@ -41,6 +41,7 @@ from adaptive_batch._torch import (
 from adaptive_batch.errors import SettingError
 
 if TYPE_CHECKING:
+    from .cuda_workspace import CudaKernels
     from .fake_step import FakeDevice
 
 aten = torch.ops.aten
@@ -234,6 +235,8 @@ class CompiledParts:
         return call
 
     def _leave_out(self, name: str, error: Exception) -> None:
+        # A backend's error comes within one that names the backend.
+        error = getattr(error, "inner_exception", error)
         reason = str(error).strip().partition("\n")[0]
         self._say(
             f"compile: {name} is counted as the eager program, which holds more as a rule: it could"
@@ -266,6 +269,8 @@ class CompiledParts:
             for node in graph.graph.nodes:
                 if node.target is nn.functional.scaled_dot_product_attention:
                     node.target = kernels.attention_operator
+                elif node.target is torch.ops.adaptive_batch.packed_attention.default:
+                    _check_packed_rows(node, kernels)
             graph.recompile()
         compile_graph = backends.aot_autograd(
             fw_compiler=self._forward,
@@ -290,6 +295,16 @@ class CompiledParts:
         # Arguments are freed inside.
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _check_packed_rows(node: fx.Node, kernels: CudaKernels) -> None:
+    """Refuse packed rows whose attention leaves the graph, as no kernel takes rows of several
+    lengths.
+    """
+    # [tokens, heads, head_dim] each.
+    tensors = [operand.meta["example_value"] for operand in node.all_input_nodes[:3]]
+    if not kernels.takes_packed_rows(*(tensor.transpose(0, 1)[None] for tensor in tensors)):
+        raise NotImplementedError("the attention of packed rows is a call for each row there")
 
 
 def _compiled_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -18,7 +18,7 @@ import torch
 from adaptive_batch._torch import current_graph_task_id
 from adaptive_batch._util import round_up
 
-from .cuda_workspace import free_last_first
+from .cuda_workspace import free_last_first, varlen_gradients
 
 aten = torch.ops.aten
 
@@ -52,6 +52,7 @@ class CudaOperators:
             aten._softmax_backward_data.default: _softmax_backward,
             aten._foreach_norm.Scalar: _norms,
             aten.embedding_dense_backward.default: _embedding_backward,
+            torch.ops.adaptive_batch.packed_attention_backward.default: _packed_attention_backward,
             **{operator: partial(self._multiplied, operator) for operator in _MATMULS},
         }
 
@@ -221,6 +222,23 @@ def _embedding_backward(
     buffers.append(torch.empty(parts, dim, dtype=dtype))
     free_last_first(buffers)
     return result
+
+
+def _packed_attention_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    sums: torch.Tensor,
+    ends: torch.Tensor,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    """The operator of adaptive_batch.memory, which calls ``_flash_attention_backward``."""
+    # The ends of rows on the device, and the state of random numbers, which are not drawn.
+    buffers = [torch.empty(len(ends), dtype=torch.int32), torch.empty(2, dtype=torch.uint64)]
+    tensors = (query, key, value, output)
+    return varlen_gradients(gradient, *tensors, rows=len(ends) - 1, buffers=buffers)
 
 
 def _coalesced(tensor: torch.Tensor, dims: Sequence[int]) -> list[tuple[int, int]]:

@@ -190,7 +190,7 @@ class CudaKernels(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]
     ) -> Tensor | None:
         tensors = query, key, value
-        if self.kernel(*tensors, is_causal=True, enable_gqa=True, cudnn=False) != "flash":
+        if not self.takes_packed_rows(*tensors):
             return None
         # Of the square of all tokens, only the squares of single sequences are computed.
         flops = attention_flops(*tensors, is_causal=True)
@@ -198,6 +198,14 @@ class CudaKernels(TorchFunctionMode):
         flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
         output = self._counted(_VarlenAttention, *flat, len(lengths), flops=flops)
         return output.transpose(0, 1)[None]
+
+    def takes_packed_rows(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Return whether one kernel attends to rows of several lengths, laid end to end in ``[1,
+        heads, tokens, head_dim]``.
+        """
+        return (
+            self.kernel(query, key, value, is_causal=True, enable_gqa=True, cudnn=False) == "flash"
+        )
 
     def kernel(
         self,
@@ -377,21 +385,41 @@ class _VarlenAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        query, key, value, output, sums, state = ctx.saved_tensors
-        tokens, heads, head_dim = query.shape
-        key_heads = key.shape[1]
+        *tensors, sums, state = ctx.saved_tensors
         # The operator's further results have gradients too.
         buffers = [torch.empty_like(sums), torch.empty_like(state)]
-        buffers += [gradient.contiguous(), output.contiguous()]
-        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        padded_tokens = tokens + 128 * ctx.rows
-        buffers.append(_floats(padded_tokens, heads, 1))
-        buffers.append(_floats(padded_tokens, heads, _rounded(head_dim)))
-        # Key heads that several heads share have a gradient for each of these first.
-        if key_heads != heads:
-            buffers += [key.new_empty(tokens, heads, head_dim) for _ in range(2)]
-        free_last_first(buffers)
-        return (*gradients, None)
+        return (*varlen_gradients(gradient, *tensors, rows=ctx.rows, buffers=buffers), None)
+
+
+def varlen_gradients(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    *,
+    rows: int,
+    buffers: list[Tensor],
+) -> tuple[Tensor, ...]:
+    """Return what the backward of attention to rows of several lengths returns, having allocated
+    what it needs, as ``mha_varlen_bwd`` in flash_api.cpp does.
+
+    Args:
+        gradient, query, key, value, output: Tensors ``[tokens, heads, head_dim]``.
+        rows: Number of rows.
+        buffers: What is there beside and is freed with its own; emptied.
+    """
+    tokens, heads, head_dim = query.shape
+    buffers += [gradient.contiguous(), output.contiguous()]
+    gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    padded_tokens = tokens + 128 * rows
+    buffers.append(_floats(padded_tokens, heads, 1))
+    buffers.append(_floats(padded_tokens, heads, _rounded(head_dim)))
+    # Key heads that several heads share have a gradient for each of these first.
+    if key.shape[1] != heads:
+        buffers += [key.new_empty(tokens, heads, head_dim) for _ in range(2)]
+    free_last_first(buffers)
+    return gradients
 
 
 class _EfficientAttention(torch.autograd.Function):

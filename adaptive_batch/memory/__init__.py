@@ -27,6 +27,7 @@ from .device import (
 )
 from .estimated_kernels import estimated_attention
 from .in_backward import OptimizerInBackward
+from .packed_attention import packed_attention
 from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
 from .tracker import MemoryTracker, plain_tensors, storage_bytes
 
@@ -55,6 +56,7 @@ __all__ = [
     "host_available_bytes",
     "is_out_of_memory",
     "optimizer_state_tensors",
+    "packed_attention",
     "parse_size",
     "plain_tensors",
     "recover",

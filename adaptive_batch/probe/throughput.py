@@ -90,6 +90,8 @@ class Throughput:
         time: the time of a micro-batch in this layout, as the trials have shown it.
         trials: the trials in their order.
         seconds: the seconds that the search took.
+        compile_seconds: the seconds of it in which a compiled model was compiled for trials, which
+            no rate has in it.
     """
 
     kind: str
@@ -98,6 +100,7 @@ class Throughput:
     time: MicroBatchTime
     trials: tuple[TimedTrial, ...]
     seconds: float = 0.0
+    compile_seconds: float = 0.0
 
     @classmethod
     def from_dict(cls, saved: Mapping[str, Any]) -> Throughput:
@@ -109,7 +112,13 @@ class Throughput:
         limit = MicroBatchLimit(**saved["limit"])
         time = MicroBatchTime(**saved["time"])
         return cls(
-            saved["kind"], limit, saved["tokens_per_second"], time, tuple(trials), saved["seconds"]
+            saved["kind"],
+            limit,
+            saved["tokens_per_second"],
+            time,
+            tuple(trials),
+            saved["seconds"],
+            saved.get("compile_seconds", 0.0),
         )
 
     def with_peak(self, peak_bytes: int | None) -> Throughput:
@@ -130,6 +139,8 @@ class Throughput:
                 f"{trial.kind:>8} {at_once:>15} {peak:>10} {trial.padding:>8.1%}"
                 f" {trial.tokens_per_second:>9,.0f}"
             )
+        if self.compile_seconds:
+            lines.append(f"compiled before: {self.compile_seconds:.0f} s, in no trial's time")
         return "\n".join([*lines, f"fastest: {self.kind}, up to {_at_once(self.limit)}"])
 
 

@@ -295,11 +295,8 @@ class BoundFinder:
     def choices(self, trainer: Trainer) -> Choices | None:
         """Return the choices of the fastest micro-batches; None for as much at once as fits."""
         settings = self.settings
-        cfg = self._job.cfg
         data = self._data
-        # A compiled model is compiled again for shapes that it has not seen, and a few trials do
-        # not show that time.
-        if not settings.chooses_fastest or cfg.compile:
+        if not settings.chooses_fastest:
             return None
         if settings.micro_batch_layout is not None:
             layouts = [settings.micro_batch_layout]

@@ -627,10 +627,6 @@ def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
     checks = (
         (config.get("collate_fn"), "collate_fn makes batches of its own"),
         (
-            config.get("compile"),
-            "compile is on, and packed micro-batches change shape every step, which recompiles",
-        ),
-        (
             int(config.get("tensor_parallel_dim", 1) or 1) > 1,
             "tensor_parallel_dim divides attention among ranks",
         ),

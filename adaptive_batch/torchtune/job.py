@@ -84,6 +84,13 @@ class Job:
             # Of the process: read whenever a part is compiled.
             partitioner = private("torch._functorch.config", "activation_memory_budget")
             partitioner.activation_memory_budget = settings.activation_memory_budget
+            # Where micro-batches have many shapes, the first one is no constant of its graph.
+            compiler = private("torch._dynamo.config", "assume_static_by_default")
+            varies = settings.chooses_fastest or settings.micro_batch_layout in (
+                "grouped",
+                "packed",
+            )
+            compiler.assume_static_by_default = not varies
         self.loss_fn = instantiate("loss", cfg.loss)
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
 

@@ -175,6 +175,7 @@ class LimitFinder:
             **asdict(limit),
             tokens_per_second=rate,
             seconds=fastest.seconds,
+            compile_seconds=fastest.compile_seconds,
             trials=len(fastest.trials),
             timed=[asdict(trial) for trial in fastest.trials],
         )

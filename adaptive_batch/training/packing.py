@@ -10,23 +10,36 @@ from functools import cache, partial
 from importlib import import_module
 from inspect import signature
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn import functional
 
-from adaptive_batch._torch import FakeTensor
-from adaptive_batch.memory import estimated_attention
+from adaptive_batch._torch import FakeTensor, disable_dynamo
+from adaptive_batch.memory import estimated_attention, packed_attention
+
+# What CUDA's kernel for rows of several lengths takes: elements of a head, and the major version of
+# the first architecture.
+_MOST_OF_FLASH = 256
+_FIRST_OF_FLASH = 8
 
 Row = Any
 Batch = dict[str, Any]
 
 
 class PackedAttention:
-    """Causal attention of each row alone, in place of `scaled_dot_product_attention`; `calls`
-    counts them, `dtype` is the last's.
+    """Causal attention of each row alone, in place of `scaled_dot_product_attention`.
+
+    Args:
+        lengths: tokens of each row, in order.
+        attend: function that attends to a row alone.
+
+    Attributes:
+        calls: how often it was called, but for calls of compiled code.
+        dtype: of the last call.
+        ends: 0, then the token after each row, int32 on the host.
     """
 
     def __init__(self, lengths: Sequence[int], attend: Callable[..., Tensor]) -> None:
@@ -35,7 +48,8 @@ class PackedAttention:
         self._lengths = list(lengths)
         self._longest = max(lengths)
         self._attend = attend
-        self._ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        self.ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        self._ends = self.ends
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any
@@ -144,10 +158,77 @@ def _varlen_attention() -> Callable[..., Tensor]:
     )
 
 
+# The rows that are kept apart now; at most one, as the function that looks here is one for all.
+_rows_of_now: list[PackedAttention] = []
+# The ends of these rows. Compiled code takes it as an argument, whatever tensor it is.
+_ends_of_now = torch.zeros(2, dtype=torch.int32)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any) -> Tensor:
+    """Return causal attention of each row alone, in place of `scaled_dot_product_attention`.
+
+    It is one function for all rows, as code is compiled again for another one.
+    """
+    if not torch.compiler.is_compiling():
+        return _rows_of_now[0](query, key, value, *given, **how)
+    if _operator_takes(query, key, value, *given, **how):
+        tensors = [query, key, value]
+        if not query.is_cuda and key.shape[1] != query.shape[1]:
+            repeats = query.shape[1] // key.shape[1]
+            tensors[1:] = [tensor.repeat_interleave(repeats, 1) for tensor in tensors[1:]]
+        # Whatever is copied here is one kernel with what made it.
+        flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in tensors]
+        output: Tensor = packed_attention(*flat, _ends_of_now, how.get("scale"))[0]
+        return output.transpose(0, 1)[None]
+    attended: Tensor = _attend_without_compiler(query, key, value, *given, **how)
+    return attended
+
+
+# That of torch.compiler imports the compiler at once, which takes more than a second.
+@disable_dynamo
+def _attend_without_compiler(*tensors: Tensor, **how: Any) -> Tensor:
+    return _rows_of_now[0](*tensors, **how)
+
+
+def _operator_takes(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> bool:
+    """Return whether a compiled program attends by one operator; other calls leave it, which parts
+    its graph.
+    """
+    tensors = (query, key, value)
+    is_of_rows = all(tensor.dim() == 4 and tensor.shape[0] == 1 for tensor in tensors)
+    has_no_mask = is_causal if attn_mask is None else attn_mask.numel() == 1
+    if not is_of_rows or not has_no_mask or dropout_p:
+        return False
+    head_dim = query.shape[3]
+    is_even = key.shape[3] == head_dim == value.shape[3]
+    is_alike = key.dtype == query.dtype == value.dtype
+    has_heads = enable_gqa or key.shape[1] == query.shape[1] == value.shape[1]
+    if not is_even or not is_alike or not has_heads:
+        return False
+    if torch.is_autocast_enabled(query.device.type):
+        return False
+    if query.is_cuda:
+        is_half = query.dtype in (torch.float16, torch.bfloat16)
+        takes_heads = head_dim % 8 == 0 and head_dim <= _MOST_OF_FLASH
+        major = torch.cuda.get_device_properties(query.device).major
+        return is_half and takes_heads and major >= _FIRST_OF_FLASH
+    return query.device.type == "cpu"
+
+
 @contextmanager
 def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     """Inside, `torch.nn.functional.scaled_dot_product_attention` is causal attention of each row of
-    a sequence alone.
+    a sequence alone. Compiled code calls one operator for that, whose graph does not depend on
+    the rows.
 
     `lengths` are the rows' tokens, in order. Forward and backward both run inside: with activation
     checkpointing, backward attends again. In half precision on CUDA a call is one of
@@ -159,13 +240,17 @@ def rows_apart(lengths: Sequence[int]) -> Iterator[PackedAttention]:
     see every other function too, which made small steps 2 to 11% slower, and PyTorch switches it
     off where backward computes activations again.
     """
+    global _ends_of_now
+    assert not _rows_of_now, "rows are apart already"
     attend: Any = functional.scaled_dot_product_attention
-    assert not isinstance(attend, PackedAttention), "rows are apart already"
-    packed: Any = PackedAttention(lengths, attend)
-    functional.scaled_dot_product_attention = packed
+    packed = PackedAttention(lengths, attend)
+    functional.scaled_dot_product_attention = cast(Any, _attend)
+    _rows_of_now.append(packed)
+    _ends_of_now = packed.ends
     try:
         yield packed
     finally:
+        _rows_of_now.clear()
         functional.scaled_dot_product_attention = attend
 
 

@@ -127,7 +127,8 @@ def why_not_packed(
     random_state = RandomState(next(model.parameters()).device)
     model.eval()
     try:
-        with torch.no_grad():
+        # Compiled code does not call what is watched.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for row in rows:
                 whole_row = _first_tokens(row, name, longest)
                 num_tokens = len(row[name])

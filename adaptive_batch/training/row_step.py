@@ -20,7 +20,6 @@ from adaptive_batch.probe import OBJECTIVES
 from .adaptive_step import AdaptiveStep
 from .agreement import Question
 from .clipping import clip_gradients
-from .model_checks import is_compiled
 from .nonfinite import norm_to_clip
 from .options import StepOptions
 from .packing import pack_rows, packed_lengths, rows_apart
@@ -92,7 +91,7 @@ class RowLayouts:
         # With a saved state steps are cut as they were.
         is_known = self._sizer.throughput is not None
         times = OBJECTIVES[objective].cost is not None
-        if not (self.chooses and times) or is_known or is_compiled(self._model):
+        if not (self.chooses and times) or is_known:
             return None
         return Choices(self.kinds(), "tokens", step_rows, objective)
 
@@ -110,11 +109,6 @@ class RowLayouts:
         """
         # A row of one token has no label.
         rows = self._dataset.longest(min(2, len(self._dataset)))
-        if is_compiled(self._model):
-            return (
-                "the model is compiled, and packed micro-batches change shape every step, which"
-                " recompiles"
-            )
         for row in rows:
             if not (
                 isinstance(row, Mapping)

@@ -4,16 +4,24 @@ code that training runs.
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
+from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput
 
+from .compilations import Compilation, Compilations, any_number_of_variants, describe_all
+from .model_checks import is_compiled
 from .trials import TriedStep, WorstRows
+
+log = logging.getLogger("adaptive_batch")
 
 # Rows of training, at least, whose micro-batches are modelled.
 _MODELLED_ROWS = 256
@@ -23,6 +31,11 @@ _ROUNDS = 2
 _TIMED = 10
 # Tokens of a sample, at least: the time of fewer is noise.
 _LEAST_TOKENS = 1024
+# Rows whose micro-batches are run at once until nothing is compiled any more, and how often.
+_WARM_ROWS = 8
+_WARM_PASSES = 6
+# Variants of one function in a layout: as many as torch allows by default.
+_MOST_VARIANTS = 8
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,10 @@ class Choices:
 class ThroughputSearch:
     """Finds what trains most real tokens a second.
 
+    Of a compiled model each layout first runs micro-batches of ever new shapes until nothing is
+    compiled any more, so that no compilation is timed. A layout that is still compiled again for
+    new shapes is not chosen, as training would be, too.
+
     Args:
         tried: step of training that trials run.
         dry_run: entered; measures and undoes what runs.
@@ -62,11 +79,19 @@ class ThroughputSearch:
         self._worst = worst
         self._in_order = worst.in_order
         self._layout = tried.runner.sizer.layout
+        self._compilations = Compilations()
 
     def __call__(self, bound: int, *, seconds: float) -> Throughput | None:
         """Find it, among what holds no more than `bound` of the longest rows, in about so many
-        seconds; None where nothing else fits.
+        seconds, compilations not counted; None where nothing else fits, or where each layout is
+        compiled again for each shape.
         """
+        with ExitStack() as contexts:
+            if is_compiled(self._tried.runner.model):
+                contexts.enter_context(any_number_of_variants())
+            return self._find(bound, seconds)
+
+    def _find(self, bound: int, seconds: float) -> Throughput | None:
         step_rows = self._choices.step_rows or bound
         steps = [
             self._in_order(step * step_rows, step_rows)
@@ -94,6 +119,14 @@ class ThroughputSearch:
                 amount //= 2
             return [MicroBatchLimit(amount, unit) for amount in reversed(amounts)]
 
+        compiled: list[Compilation] = []
+        if is_compiled(self._tried.runner.model):
+            layouts = [
+                layout for layout in layouts if self._settles(layout, limits(layout), compiled)
+            ]
+            log.info("before micro-batches are timed: %s", describe_all(compiled))
+            if not layouts:
+                return None
         pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
         (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
         of_step = self._dry_run.time(
@@ -105,7 +138,7 @@ class ThroughputSearch:
             _LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm))
         )
         rows = max(8, sum(so_far <= tokens for so_far in accumulate(lengths[0])))
-        while any(capacity.values()):
+        while any(capacity[layout.kind] for layout in layouts):
             search = FastestSearch(
                 partial(self._time, steps[0][:rows]),
                 steps=lengths,
@@ -125,9 +158,56 @@ class ThroughputSearch:
             with self._tried.runner.sizer.trying(layout):
                 trial = self._dry_run(of_longest)
             if trial.fits:
-                return fastest.with_peak(trial.peak_bytes)
+                return replace(
+                    fastest.with_peak(trial.peak_bytes),
+                    compile_seconds=sum(compilation.seconds for compilation in compiled),
+                )
             capacity[fastest.kind] = of_longest // 2
         return None
+
+    def _settles(
+        self,
+        layout: MicroBatchLayout,
+        limits: Sequence[MicroBatchLimit],
+        compiled: list[Compilation],
+    ) -> bool:
+        """Run micro-batches of ever new rows, in the smallest and the largest limit that fits, as
+        long as something is compiled for them; return whether that ended.
+
+        Args:
+            compiled: what was compiled is added to it.
+        """
+        sizes = [limits[0], limits[-1]]
+        variants: Counter[str] = Counter()
+        self._compilations.new()
+        for begin in range(0, _WARM_PASSES * _WARM_ROWS, _WARM_ROWS):
+            rows = self._in_order(begin, _WARM_ROWS)
+            lengths = list(map(self._tried.row_length, rows))
+            is_warm = True
+            pieces = [piece for limit in sizes for piece in micro_batches(lengths, limit, layout)]
+            for piece in pieces:
+                with self._tried.runner.sizer.trying(layout):
+                    micro_batch = partial(self._tried.try_rows, [rows[row] for row in piece.rows])
+                    if self._dry_run.time([micro_batch]) is None:
+                        # What is too large the search finds again.
+                        sizes = sizes[:1]
+                        continue
+                new = self._compilations.new()
+                compiled += new
+                variants.update(graph.function for graph in new if graph.is_again)
+                if distributed.any_of_ranks(bool(new)):
+                    is_warm = False
+                if distributed.any_of_ranks(max(variants.values(), default=0) >= _MOST_VARIANTS):
+                    reason = next((graph.reason for graph in new if graph.is_again), "on a rank")
+                    log.info(
+                        "%s micro-batches are not chosen: new shapes are compiled again (%s)",
+                        layout.kind,
+                        reason,
+                    )
+                    return False
+            if is_warm:
+                break
+        return True
 
     def _time(self, sample: Sequence[Any], pieces: Sequence[Pieces]) -> list[list[float] | None]:
         """Return the seconds of each micro-batch of the sample's rows, in each of some layouts.

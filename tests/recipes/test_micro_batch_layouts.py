@@ -6,9 +6,11 @@ import json
 import re
 
 import pytest
+import torch
 from support.cli import OURS, same_weights
 from support.launch import launch
 from support.stops import stopped_after
+from torch._dynamo.utils import counters
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit, read_records
@@ -23,6 +25,7 @@ SGD = (
 BASE = (*ROWS, *SGD, "epochs=1", "batch_size=16", "model.max_seq_len=64")
 LAYOUTS = ("padded", "grouped", "packed")
 AUTO = ("micro_batch_tokens=auto", "probe.device_memory=1GiB")
+PACKED = "micro_batch_layout=packed"
 UNITS = {"rows": "micro_batch_size=5", "tokens": "micro_batch_tokens=150"}
 
 
@@ -129,6 +132,25 @@ def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_
     assert where_steps_stood(folder) == where_steps_stood(whole)
     assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     assert figures(folder, "padding_fraction") == [0, 0]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_packed_rows_train_alike_compiled_and_few_graphs_serve_all_packs(
+    small, monkeypatch, backend
+):
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", backend)
+    keys = (*BASE, PACKED, UNITS["tokens"])
+    eager = small.run_in_process(OURS, *keys).output_dir
+    torch.compiler.reset()
+    counters.clear()
+    folder = small.run_in_process(OURS, *keys, "compile=True").output_dir
+    torch.compiler.reset()
+    assert where_steps_stood(folder) == where_steps_stood(eager)
+    assert figures(folder, "loss") == pytest.approx(figures(eager, "loss"), rel=1e-5)
+    assert figures(folder, "padding_fraction") == [0, 0]
+    # One graph of a layer, one of the loss, and at most four compilations again of both.
+    assert 2 <= counters["stats"]["unique_graphs"] <= 6
+    assert not counters["graph_break"]
 
 
 # --- the fastest
@@ -354,7 +376,6 @@ def test_a_dataset_of_one_row_can_be_packed(small):
 
 # --- refused
 
-PACKED = "micro_batch_layout=packed"
 REFUSED = {
     "an unknown word": (
         ["micro_batch_layout=loose"],
@@ -381,7 +402,6 @@ REFUSED = {
         PACKED[:18],
         "pad_to_multiple_of is 8",
     ),
-    "packed and compiled": ([PACKED, "compile=True"], PACKED[:18], "compile is on"),
     "packed by a function": (
         [PACKED, "collate_fn=torchtune.data.padded_collate_sft"],
         PACKED[:18],

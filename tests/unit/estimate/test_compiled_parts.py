@@ -22,6 +22,7 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.estimate.compiled_parts import GraphMemory
 from adaptive_batch.torchtune import estimate_devices
+from adaptive_batch.training import rows_apart
 
 pytestmark = pytest.mark.skipif(
     not_estimated() is not None, reason="compiled steps are estimated on torch 2.13 alone"
@@ -147,6 +148,28 @@ def test_a_part_with_a_graph_break_is_counted_as_the_eager_program_and_said_to_b
         "compile: Layer is counted as the eager program, which holds more as a rule: it could"
         " not be compiled as one graph (Unsupported: "
     )
+
+
+@pytest.mark.parametrize(("capability", "is_compiled"), [((9, 0), True), ((7, 5), False)])
+def test_attention_of_packed_rows_is_in_the_graph_where_one_kernel_takes_them(
+    capability, is_compiled
+):
+    device = FakeDevice(CudaKernels(capability, 40))
+    parts = CompiledParts(device)
+
+    def attend(query, key, value):
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True).exp()
+
+    compiled = parts.compiled(attend, "Attention")
+    with device.counting(), rows_apart([100, 156]):
+        heads = [torch.empty(1, 4, 256, 64, dtype=torch.float16) for _ in range(3)]
+        assert compiled(*heads).shape == (1, 4, 256, 64)
+    reason = (
+        "compile: Attention is counted as the eager program, which holds more as a rule: it could"
+        " not be compiled as one graph (NotImplementedError: the attention of packed rows is a call"
+        " for each row there)"
+    )
+    assert parts.left_out == ([] if is_compiled else [reason])
 
 
 def test_an_error_of_the_function_is_not_taken_for_one_of_the_compiler(device):

@@ -79,6 +79,30 @@ def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
     assert abs(expected - peak) < abs(expected_of_eager - peak)
 
 
+PACKED = "micro_batch_layout=packed"
+# Rows, tokens of each, settings.
+PACKS = {
+    "bf16": (16, [128, 300, 40, 700], (*QWEN, PLAIN, PACKED)),
+    "recomputed": (8, 512, (*LLAMA, PACKED, RECOMPUTED)),
+    "many short rows": (512, 16, (*LLAMA, PACKED)),
+}
+
+
+@pytest.mark.parametrize("case", PACKS)
+def test_a_compiled_step_of_packed_rows_is_estimated_to_the_byte(case):
+    rows, tokens, overrides = PACKS[case]
+    compiled = read("llama3_2_1B", "compile=True", *overrides)
+    expected = peak_bytes(estimated(compiled, rows, tokens))
+    torch.compiler.reset()
+    torch._C._cuda_clearCublasWorkspaces()
+    held = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    on_cuda(compiled, rows, tokens)
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert expected == pytest.approx(peak, abs=1024)
+
+
 @pytest.mark.parametrize("budget", [0.5, 0.15, 0.0])
 def test_a_budget_of_activations_is_estimated_to_the_byte(budget):
     cfg = read("llama3_2_1B", "compile=True", f"activation_memory_budget={budget}", *LLAMA, PLAIN)

@@ -521,6 +521,45 @@ def test_what_is_fastest_is_chosen_and_kept_in_the_saved_state() -> None:
         ]
 
 
+def compiled_llama(**how: Any) -> Any:
+    """A loop whose model is compiled in part, which takes less time."""
+    one = llama(micro_batch_tokens="auto")
+    for layer in one.model.model.layers:
+        layer.mlp.compile(backend="aot_eager", **how)
+    return one
+
+
+def test_a_compiled_model_is_timed_once_it_is_compiled() -> None:
+    torch.compiler.reset()
+    one = compiled_llama(dynamic=True)
+    before = training_state(one.model, one.optimizer)
+    found = one.loop.find_bound(device_memory="1GiB", maximum=8)
+    assert training_state(one.model, one.optimizer) == before
+    fastest = found.throughput
+    assert fastest is not None
+    assert 0 < fastest.compile_seconds < fastest.seconds
+    assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
+    assert f"compiled before: {fastest.compile_seconds:.0f} s, in no trial's time" in found.table()
+    # Compiling takes hundreds of times as long as a micro-batch here.
+    tokens = sum(len(row["tokens"]) for row in ROWS)
+    assert tokens / fastest.tokens_per_second < fastest.compile_seconds
+
+
+def test_what_is_compiled_again_for_each_shape_is_not_chosen(caplog: Any) -> None:
+    torch.compiler.reset()
+    one = compiled_llama(dynamic=False)
+    with caplog.at_level("INFO", logger="adaptive_batch"):
+        found = one.loop.find_bound(device_memory="1GiB", maximum=8)
+    for layout in ("grouped", "packed"):
+        reason = f"{layout} micro-batches are not chosen: new shapes are compiled again ("
+        assert reason in caplog.text
+    assert "size mismatch" in caplog.text
+    assert found.throughput is None
+    assert one.loop._sizer.limit(8).amount == found.max_batch_size * max(
+        len(row["tokens"]) for row in ROWS
+    )
+
+
 def test_a_saved_choice_does_not_replace_what_was_found_before_it_was_loaded() -> None:
     one = llama(micro_batch_tokens="auto")
     one.loop.find_bound(device_memory="1GiB", maximum=8)

@@ -1,0 +1,146 @@
+"""Causal attention of rows that lie end to end, as one operator: a compiled program calls it, and
+its graph is the same for all rows, whose ends are an argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("adaptive_batch::packed_attention", mutates_args=())
+def packed_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the causal attention of each row alone, and its sums.
+
+    Args:
+        query: Tensor ``[tokens, heads, head_dim]`` with the rows laid end to end, contiguous; in
+            half precision on CUDA.
+        key: Tensor of the same shape; on CUDA it may have fewer heads.
+        value: Tensor of the same shape as `key`.
+        ends: int32 tensor ``[rows + 1]`` on the host: 0, then the token after each row.
+        scale: Factor of the scores; None for the root of 1 / head_dim.
+
+    Returns:
+        The attention, like `query`, and the logarithms of the sums of its exponentials,
+        ``[heads, tokens]``, float32 but for float64.
+
+    Raises:
+        ValueError: the rows have another number of tokens.
+    """
+    lengths = _lengths(query, ends)
+    if query.is_cuda:
+        bounds = ends.to(query.device, non_blocking=True)
+        output, sums, *_ = aten._flash_attention_forward(
+            *(query, key, value, bounds, bounds, max(lengths), max(lengths), 0.0, True, False),
+            scale=scale,
+        )
+        return output.contiguous(), sums
+    output = query.new_empty(query.shape)
+    sums_of_rows = []
+    for *row, of_row in _by_rows(lengths, query, key, value, output):
+        result, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            *row, 0.0, True, scale=scale
+        )
+        of_row.copy_(result)
+        sums_of_rows.append(sums[0])
+    return output, torch.cat(sums_of_rows, 1)
+
+
+@torch.library.custom_op("adaptive_batch::packed_attention_backward", mutates_args=())
+def packed_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    sums: Tensor,
+    ends: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value.
+
+    Args:
+        gradient: Tensor of the shape of `output`.
+        query, key, value, ends, scale: Arguments of :func:`packed_attention`.
+        output, sums: Results of it.
+    """
+    lengths = _lengths(query, ends)
+    if query.is_cuda:
+        bounds = ends.to(query.device, non_blocking=True)
+        # Without dropout no random number is drawn.
+        state = torch.empty(2, dtype=torch.uint64, device=query.device)
+        unused = torch.empty(0, device=query.device)
+        longest = max(lengths)
+        of_query, of_key, of_value = aten._flash_attention_backward(
+            *(gradient, query, key, value, output, sums, bounds, bounds, longest, longest),
+            *(0.0, True, state, unused),
+            scale=scale,
+        )
+        return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
+    of_query = query.new_empty(query.shape)
+    of_key = key.new_empty(key.shape)
+    of_value = value.new_empty(value.shape)
+    rows = _by_rows(lengths, gradient, query, key, value, output, of_query, of_key, of_value)
+    for (*row, own_query, own_key, own_value), own_sums in zip(
+        rows, torch.split(sums, lengths, 1), strict=True
+    ):
+        gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *row, own_sums[None], 0.0, True, scale=scale
+        )
+        for own, part in zip((own_query, own_key, own_value), gradients, strict=True):
+            own.copy_(part)
+    return of_query, of_key, of_value
+
+
+def _lengths(query: Tensor, ends: Tensor) -> list[int]:
+    lengths: list[int] = ends.diff().tolist()
+    if sum(lengths) != len(query):
+        raise ValueError(
+            f"attention of {len(query)} tokens cannot keep packed rows of {sum(lengths)} tokens in"
+            " all apart"
+        )
+    return lengths
+
+
+def _by_rows(lengths: list[int], *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return each row of all tensors ``[tokens, heads, head_dim]``, as views ``[1, heads, tokens,
+    head_dim]``.
+    """
+    heads_first = [tensor.transpose(0, 1)[None] for tensor in tensors]
+    return zip(*(torch.split(tensor, lengths, 2) for tensor in heads_first), strict=True)
+
+
+@packed_attention.register_fake
+def _(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    tokens, heads, _ = query.shape
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=dtype)
+
+
+@packed_attention_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object
+) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, key, value, ends, scale = inputs
+    ctx.save_for_backward(query, key, value, *output, ends)
+    ctx.scale = scale
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return (*packed_attention_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None)
+
+
+packed_attention.register_autograd(_backward, setup_context=_keep)

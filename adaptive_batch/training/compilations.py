@@ -1,0 +1,142 @@
+"""What ``torch.compile`` has compiled, as torch itself records it: how often, why, for how long."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from adaptive_batch._torch import private
+from adaptive_batch._util import count
+
+# What torch says where a function has as many variants as it may have.
+_LIMIT_IS_REACHED = "recompile limit exceeded"
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A graph that was compiled, or a failed attempt.
+
+    Attributes:
+        function: name of the function whose code it is of; empty for a graph of backward, which is
+            compiled when it runs first.
+        reason: the cause, where the function was compiled before; else empty.
+        seconds: time that it took.
+        gives_up: whether the function has too many variants and runs without the compiler from now
+            on.
+    """
+
+    function: str
+    reason: str
+    seconds: float
+    gives_up: bool = False
+
+    @property
+    def is_again(self) -> bool:
+        """Whether the function was compiled before."""
+        return bool(self.reason)
+
+    def describe(self) -> str:
+        """Return one line, with the cause."""
+        if self.gives_up:
+            return (
+                f"{self.function} runs without the compiler from now on, as it has as many variants"
+                f" as torch._dynamo.config.recompile_limit allows: {self.reason}"
+            )
+        return f"{self.function} was compiled again in {self.seconds:.1f} s: {self.reason}"
+
+
+class Compilations:
+    """Reads what this process has compiled since it was asked last, or since this was made."""
+
+    def __init__(self) -> None:
+        self._last_microsecond = time.time_ns() // 1000
+
+    def new(self) -> list[Compilation]:
+        """Return the new compilations in their order, of which torch keeps the last 64."""
+        # Without it nothing was compiled.
+        if "torch._dynamo" not in sys.modules:
+            return []
+        recorded = private("torch._dynamo.utils", "get_compilation_metrics")
+        compilations = []
+        begin = self._last_microsecond
+        names: dict[str, str] = {}
+        for metrics in recorded.get_compilation_metrics():
+            start = metrics.start_time_us or 0
+            # Variants of one function have its number in common; a failed attempt has no name.
+            number = str(metrics.compile_id).partition("/")[0]
+            name = metrics.co_name or ""
+            if name:
+                names[number] = name
+            if start <= begin:
+                continue
+            self._last_microsecond = max(self._last_microsecond, start)
+            gives_up = _LIMIT_IS_REACHED in (metrics.fail_reason or "")
+            if gives_up:
+                name = names.get(number, "a function")
+            compilations.append(
+                Compilation(
+                    function=name,
+                    reason=_first_line(metrics.recompile_reason or ""),
+                    seconds=(metrics.duration_us or 0) / 1e6,
+                    gives_up=gives_up,
+                )
+            )
+        return compilations
+
+
+class CompilationLog:
+    """Counts and logs what is compiled again while a model trains.
+
+    Args:
+        event: function ``event(kind, message, **facts)`` that writes down an event.
+
+    Attributes:
+        num_again: how often a function was compiled again.
+    """
+
+    def __init__(self, event: Callable[..., object]) -> None:
+        self.num_again = 0
+        self._event = event
+        self._compilations = Compilations()
+
+    def log_new(self) -> None:
+        """Log what was compiled again since the last call, a line for each with its cause."""
+        for compilation in self._compilations.new():
+            if not compilation.is_again:
+                continue
+            self.num_again += not compilation.gives_up
+            self._event(
+                "recompiled",
+                f"{compilation.describe()} ({self.num_again} in this run)",
+                function=compilation.function,
+                reason=compilation.reason,
+                seconds=round(compilation.seconds, 3),
+                gives_up=compilation.gives_up,
+                count=self.num_again,
+            )
+
+
+def _first_line(reason: str) -> str:
+    """Return the cause without the number of the variant, and without where in the code it is."""
+    line = reason.partition("\n")[0].partition("  #")[0]
+    variant, separator, cause = line.partition(": ")
+    return cause if separator and "/" in variant else line
+
+
+def describe_all(compilations: Sequence[Compilation]) -> str:
+    """Return how many graphs were compiled, and in how many seconds."""
+    num_graphs = sum(bool(compilation.function) for compilation in compilations)
+    seconds = sum(compilation.seconds for compilation in compilations)
+    return f"{count(num_graphs, 'graph')} compiled in {seconds:.0f} s"
+
+
+@contextmanager
+def any_number_of_variants() -> Iterator[None]:
+    """Inside, a function may be compiled for any number of shapes."""
+    limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
+    config = private("torch._dynamo.config", "patch", *limits)
+    with config.patch(limits):
+        yield
