@@ -63,7 +63,13 @@ from adaptive_batch.torchtune import (
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, Question, StepResult
+from adaptive_batch.training import (
+    FullBatchLoss,
+    LimitChange,
+    NonfiniteSteps,
+    Question,
+    StepResult,
+)
 
 log = logging.getLogger("adaptive_batch")
 
@@ -177,9 +183,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 trials_name=settings_name(job, data),
             )
         self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
-        if settings.needs_bound or (
-            settings.validation is not None and settings.validation.fits_itself
-        ):
+        if settings.searches:
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
@@ -199,7 +203,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         saved = self.resumed.saved
         if self.watch:
             self.watch.call_at_end(self._write_down_end)
-        self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizer)
+        reference_sizer = data.new_reference_sizer(self._log_limit_of_reference)
+        self.trainer = trainer = Trainer.load(
+            job, data, self.checkpoints, self.sizer, reference_sizer=reference_sizer
+        )
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
         nonfinite = NonfiniteSteps(
             self.settings.on_nonfinite_loss,
@@ -215,6 +222,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             job, data, trainer, self.planner, self.bounds, self.log, self.lost
         )
         self.saver.keep("limits", self.sizer)
+        if reference_sizer is not None:
+            self.saver.keep("reference_limits", reference_sizer)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
@@ -223,10 +232,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         keeps_batch = self.resumed.keeps_batch or (
             bool(saved) and self.settings.batch_size_schedule is not None
         )
-        self.limit_finder.find(keeps_batch=keeps_batch, saved=self.resumed.state_of("limits"))
+        self.limit_finder.find(
+            keeps_batch=keeps_batch,
+            saved=self.resumed.state_of("limits"),
+            saved_reference=self.resumed.state_of("reference_limits"),
+        )
         self.validation = None
         if self.settings.validation:
             self.validation = Validation(job, data, trainer, self.bounds, self.log)
+
+    def _log_limit_of_reference(self, change: LimitChange) -> None:
+        self.sizer.count_out_of_memory(change.out_of_memory)
+        self.log.limit(change, kind="reference_limit")
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count, format_bytes
+from adaptive_batch._util import count, format_bytes, rows_fit
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import budget_bytes
 from adaptive_batch.probe import ProbeResult, load_latest
 from adaptive_batch.training import (
+    REFERENCE,
     BoundSearch,
     Choices,
     Evaluation,
@@ -48,7 +50,7 @@ class BoundFinder:
 
     Attributes:
         path: file ``probe.json``, whose results are taken after one trial where they depend on the
-            same things.
+            same things; beside it ``probe_reference.json`` has those of the reference.
         rows: rows of trials.
     """
 
@@ -60,6 +62,7 @@ class BoundFinder:
         self.settings = job.settings
         self.rows = TrialRows(job, data)
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
+        self._reference_path = self.path.with_name("probe_reference.json")
         self._watch = watch
         self._half_of_lost: dict[str, int | None] = {}
         if lost:
@@ -197,7 +200,7 @@ class BoundFinder:
                 maximum=self.most_rows,
                 accumulates=accumulates,
                 rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
-                keeps_result=True,
+                path=self.path,
                 choices=choices if is_first else None,
             )
 
@@ -282,6 +285,27 @@ class BoundFinder:
         rows = min(result.max_batch_size, self.most_rows)
         return rows, tokens, f"a search found that before ({self.path})"
 
+    def known_of_reference(self) -> str:
+        """Return what a micro-batch of the reference holds, as far as that is known without a
+        trial; empty where it runs within those of training.
+        """
+        size = self.settings.reference_micro_batch_size
+        if size is None:
+            return ""
+        if isinstance(size, int):
+            return f"reference: {count(size, 'row')} at once"
+        tokens = self.rows.probed().length
+        result = load_latest(
+            self._reference_path, settings=settings_name(self._job, self._data, tokens)
+        )
+        if result is None:
+            return (
+                "reference: as much at once as fits, which a search finds"
+                f" ({self._reference_path} has none of these settings)"
+            )
+        fitting = f"{count(result.max_batch_size, 'row')} of {count(tokens, 'token')}"
+        return f"reference: {fitting} at once (a search found that before: {self._reference_path})"
+
     def of_row(
         self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool
     ) -> ProbeResult:
@@ -302,13 +326,61 @@ class BoundFinder:
         """
         usable_rows = min(len(self._data.dataset_val), self.settings.probe.maximum)
         safe_rows = self._half_of_lost.get("trial_rows_val") or usable_rows
+        rows = self.rows.of_validation()
         return self._find(
             trainer,
-            self.rows.of_validation(),
+            rows,
             maximum=min(usable_rows, safe_rows),
             accumulates=False,
-            evaluates=True,
+            evaluation=Evaluation(partial(self._evaluate, trainer, rows), self.rows.probed()),
         )
+
+    def of_reference(self, trainer: Trainer, *, step_rows: int) -> ProbeResult:
+        """Find the largest number of rows that fit at once in the reference, which runs apart from
+        training; the numbers of rows that training steps are no more than useful.
+
+        Args:
+            trainer: trainer of the run.
+            step_rows: rows of a step on one device, unless steps grow.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+            SettingError: a number of rows is configured, and fewer fit.
+        """
+        settings = self.settings
+        size = settings.reference_micro_batch_size
+        reference = trainer.runner.reference
+        assert reference is not None, "the reference runs within training's micro-batches"
+        epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
+        usable_rows = step_rows
+        if settings.grows or settings.batch_tokens:
+            usable_rows = epoch_rows
+        if isinstance(size, int):
+            usable_rows = size
+        safe_rows = self._half_of_lost.get("trial_rows_reference") or usable_rows
+        worst = self.rows.probed()
+        name = f"{worst.name}, even without gradients,"
+        result = self._find(
+            trainer,
+            # What fragments the allocator's cache is training.
+            replace(worst, name=name, in_order=None),
+            maximum=max(1, min(settings.probe.maximum, usable_rows, safe_rows)),
+            accumulates=False,
+            evaluation=Evaluation(
+                reference.try_rows,
+                worst,
+                name="the reference on rows",
+                kind=REFERENCE,
+                in_training_mode=True,
+                lost_key="trial_rows_reference",
+            ),
+            path=self._reference_path,
+        )
+        if isinstance(size, int) and size > result.max_batch_size:
+            fitting_rows = result.max_batch_size
+            remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
+            raise SettingError("reference_micro_batch_size", size, remedy)
+        return result
 
     def _find(
         self,
@@ -318,10 +390,11 @@ class BoundFinder:
         maximum: int,
         accumulates: bool,
         rounds: bool = False,
-        evaluates: bool = False,
-        keeps_result: bool = False,
+        evaluation: Evaluation | None = None,
+        path: Path | None = None,
         choices: Choices | None = None,
     ) -> ProbeResult:
+        """Search; results are kept in a file where one is given."""
         probe = self.settings.probe
         options = ProbeOptions(
             probe.device_memory,
@@ -340,13 +413,10 @@ class BoundFinder:
             maximum=options.maximum,
             accumulates=accumulates,
             rounds=rounds,
-            evaluates=evaluates,
+            evaluates=evaluation.kind if evaluation else False,
             choices=choices,
-            path=self.path if keeps_result else None,
+            path=path,
         )
-        evaluation = None
-        if evaluates:
-            evaluation = Evaluation(partial(self._evaluate, trainer, rows), self.rows.probed())
         search = BoundSearch(
             trainer.tried(),
             rows,

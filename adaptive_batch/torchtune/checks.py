@@ -791,10 +791,9 @@ def without_effect(
             unused.append(("sync_gradients_every_micro_batch", _ONE_RANK))
     probe = settings.probe
     if probe != type(probe)():
-        fits_itself = settings.validation is not None and settings.validation.fits_itself
         # Where nothing searches, the whole block does nothing, and its keys are not named too. A
         # file that also has the key which would search, such as a shipped config, means it so.
-        if not settings.needs_bound and not fits_itself:
+        if not settings.searches:
             if "use_maximum_batch_size" not in config:
                 unused.append(("probe", "nothing that needs to know what fits is on"))
         else:

@@ -143,7 +143,13 @@ def _check_settings(settings: Settings) -> None:
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
     settings = job.settings
-    trainer = Trainer.load(job, data, checkpoints, data.new_sizer(searches=False))
+    trainer = Trainer.load(
+        job,
+        data,
+        checkpoints,
+        data.new_sizer(searches=False),
+        reference_sizer=data.new_reference_sizer(searches=False),
+    )
     if settings.micro_batch_layout == "packed":
         reason = trainer.runner.why_not_packed(data.longest(2))
         if reason:

@@ -247,6 +247,42 @@ class Data:
             on_change=on_change,
         )
 
+    def new_reference_sizer(
+        self,
+        on_change: Callable[[LimitChange], object] = lambda change: None,
+        *,
+        searches: bool = True,
+    ) -> MicroBatchSizer | None:
+        """Return what decides what a micro-batch of the reference may hold; None where it runs
+        within those of training.
+
+        Args:
+            on_change: function that is called with each change of the limit.
+            searches: see :meth:`new_sizer`.
+        """
+        size = self._settings.reference_micro_batch_size
+        if size is None:
+            return None
+        rows: int | None = None
+        tokens: str | None = None
+        if isinstance(size, int):
+            rows = size
+        elif searches:
+            tokens = "auto"
+        else:
+            rows = self._settings.batch_size
+        layout = self.shapes
+        if layout.uniform is None:
+            # What is computed of a row does not depend on the rows beside it.
+            layout = layout.of_kind("grouped", time=layout.time)
+        return MicroBatchSizer(
+            micro_batch_size=rows,
+            micro_batch_tokens=tokens,
+            layout=layout,
+            memory=self._job.memory,
+            on_change=on_change,
+        )
+
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured."""
         settings = self._settings

@@ -207,6 +207,7 @@ class FakeRun:
             model,
             self.data.new_sizer(),
             second=second,
+            reference_sizer=self.data.new_reference_sizer(),
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )

@@ -17,6 +17,7 @@ from .job import Job
 TRIALS = {
     "trial_rows": "",
     "trial_rows_val": "of validation ",
+    "trial_rows_reference": "of the reference ",
 }
 
 

@@ -15,6 +15,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
 from adaptive_batch.errors import SettingError
+from adaptive_batch.training import REFERENCE_VALUES
 
 from .config_errors import as_dict, check_block, one_line
 from .reference import SecondModel
@@ -40,7 +41,7 @@ class PreferencePairs(Task):
         ("chosen_input_ids", "chosen_labels"),
         ("rejected_input_ids", "rejected_labels"),
     )
-    keys = ("ref_checkpointer",)
+    keys = ("ref_checkpointer", "reference_micro_batch_size")
     without_it = "there are no preferences to train on here, which `tune run adaptive_dpo` does"
     counts_rows = True
     metrics = (
@@ -53,6 +54,7 @@ class PreferencePairs(Task):
         "logits/chosen",
         "logits/rejected",
     )
+    num_reference_values = len(fields)
     why_unpacked = "rows are preference pairs, whose answers are padded to one length"
     ignore_index = CROSS_ENTROPY_IGNORE_IDX
 
@@ -81,7 +83,7 @@ class PreferencePairs(Task):
 
     def second_model(self, *, keeps_base: bool) -> SecondModel | None:
         """Return the reference where every weight trains; that of adapters is their base."""
-        (key,) = self.keys
+        key = "ref_checkpointer"
         given = self.cfg.get(key)
         if not keeps_base and given is None:
             problem = "every weight is trained here, and the reference is a model of its own"
@@ -136,10 +138,14 @@ class PreferencePairs(Task):
         batch["logits/rejected"] = logits[num_pairs:].detach().mean()
         # They take more memory than all else, and the reference makes its own.
         del logits
-        with torch.no_grad():
-            reference_log_probs = get_batch_log_probs(
-                models.reference_logits(tokens=tokens), labels
-            )
+        values = batch.pop(REFERENCE_VALUES, None)
+        if values is None:
+            with torch.no_grad():
+                reference_log_probs = get_batch_log_probs(
+                    models.reference_logits(tokens=tokens), labels
+                )
+        else:
+            reference_log_probs = values.T.flatten()
         chosen, rejected = log_probs.split(num_pairs)
         losses, chosen_rewards, rejected_rewards = self.loss_fn(
             chosen, rejected, *reference_log_probs.split(num_pairs)
@@ -152,6 +158,13 @@ class PreferencePairs(Task):
         batch["log_probs/rejected"] = rejected.detach().mean()
         loss: torch.Tensor = losses.mean()
         return loss
+
+    @torch.no_grad()
+    def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return the log probabilities of the chosen and the rejected answer of each pair."""
+        logits = models.reference_logits(tokens=batch["tokens"])
+        log_probs: torch.Tensor = get_batch_log_probs(logits, batch["labels"])
+        return log_probs.view(len(self.fields), -1).T
 
 
 def takes_pairs(loss_fn: Any) -> bool:

@@ -390,6 +390,17 @@ class Settings:
         default=None,
         resume="report",
     )
+    reference_micro_batch_size: int | str | None = key(
+        auto_or_whole,
+        "for `adaptive_dpo`: pairs at once in the reference, which then runs for all pairs of a"
+        " step before the first of them is trained: `auto` = as many tokens as fit, found for the"
+        " reference alone, or fewer where that pads less; or a number, at most so many. null: the"
+        " reference runs within each micro-batch of training. Running out of memory in it lowers"
+        " this, never training's, whatever `on_out_of_memory` is. See"
+        " [preferences.md](preferences.md#pairs-at-once-in-the-reference)",
+        default=None,
+        resume="report",
+    )
     micro_batch_layout: str | None = key(
         one_of(*KINDS),
         "how the rows of a micro-batch lie in it; which rows a step has never changes. `padded`: to"
@@ -679,6 +690,14 @@ class Settings:
         has_own_number = isinstance(self.micro_batch_size or self.micro_batch_tokens, int)
         grows_freely = self.grow_beyond_maximum and has_own_number
         return self.use_maximum_batch_size or self.fits_itself or (self.grows and not grows_freely)
+
+    @property
+    def searches(self) -> bool:
+        """Whether anything that fits is found before training: in training, in validation, or in a
+        reference.
+        """
+        fits_itself = self.validation is not None and self.validation.fits_itself
+        return self.needs_bound or fits_itself or self.reference_micro_batch_size == "auto"
 
     @property
     def adaptive(self) -> bool:
