@@ -66,7 +66,13 @@ def build(
     bounds = BoundFinder(job, data, watch=watch)
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
     bounds.check()
-    trainer = Trainer.load(job, data, checkpoints, data.new_sizer())
+    trainer = Trainer.load(
+        job,
+        data,
+        checkpoints,
+        data.new_sizer(),
+        reference_sizer=data.new_reference_sizer(),
+    )
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer
 
@@ -116,6 +122,10 @@ def probe(
     if len(results) > 1:
         say(summary(results))
     result = results[-1]
+    if trainer.runner.reference is not None:
+        step_rows = result.batch_size * settings.gradient_accumulation_steps
+        of_reference = bounds.of_reference(trainer, step_rows=step_rows)
+        say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
     batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
     if settings.probe.tune:
         # The other settings need their memory.

@@ -336,12 +336,12 @@ class BoundFinder:
         )
 
     def of_reference(self, trainer: Trainer, *, step_rows: int) -> ProbeResult:
-        """Find the largest number of rows that fit at once in the reference, which runs apart from
-        training; the numbers of rows that training steps are no more than useful.
+        """Find the largest number of rows that fit at once in a reference that runs apart from
+        training.
 
         Args:
             trainer: trainer of the run.
-            step_rows: rows of a step on one device, unless steps grow.
+            step_rows: rows of a step on one device; more are of no use unless steps grow.
 
         Raises:
             DoesNotFitError: one row does not fit.

@@ -46,6 +46,7 @@ class Wired:
         job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
         if memory is not None:
             job.memory = memory
+        self.job = job
         self.data = Data(job, rows, packed=False)
         model = self._filled(cfg.model, job.dtype, seed=1)
         job.builder.freeze(model)
