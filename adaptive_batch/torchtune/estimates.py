@@ -187,6 +187,11 @@ class Estimator:
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
             )
+        if self._on_accelerator and any(estimated.reference_rows):
+            not_counted.append(
+                "what the reference's own micro-batches leave in the allocator's cache, and what it"
+                " holds of them beside what they allocate"
+            )
         if self._on_accelerator and why_not_replayed:
             not_counted.append(
                 "how steps of different lengths fragment the allocator's cache: training's first"

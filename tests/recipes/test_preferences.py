@@ -211,6 +211,29 @@ def test_a_second_model_takes_its_memory_from_the_rows(small, lora, full):
     assert estimated["lora"]["max_batch_size"] > estimated["full"]["max_batch_size"] > 0
 
 
+def test_an_estimate_has_the_pairs_that_fit_in_the_reference_alone(small, full):
+    estimated = {}
+    for size in ("null", "auto"):
+        finished = small.run_in_process(
+            "adaptive_estimate", *full, "estimate.devices=[32MiB]", "estimate.context=0",
+            "estimate.sequence_lengths=[64]", "estimate.changes=False",
+            f"reference_micro_batch_size={size}",
+        )  # fmt: skip
+        path = finished.output_dir / "adaptive_batch" / "estimate.json"
+        (estimated[size],) = json.loads(path.read_text())["devices"]
+    within, apart = (estimated[size]["lengths"][0]["max_batch_size"] for size in ("null", "auto"))
+    assert apart > within
+    assert estimated["null"]["reference_rows"] == []
+    assert estimated["auto"]["reference_rows"][0] > apart
+    # What a trial counts is what is estimated.
+    found = small.run_in_process(
+        OURS, *full, "reference_micro_batch_size=auto", "probe.device_memory=32MiB", "epochs=1",
+        "probe.headroom=0.0", "probe.sequence_length=64", "probe.cache=False", "batch_size=32",
+    )  # fmt: skip
+    (bound,) = records(found, "reference_bound")
+    assert bound["max_batch_size"] == min(32, estimated["auto"]["reference_rows"][0])
+
+
 def test_a_run_resumes_from_a_point_within_an_epoch_with_the_same_bits(small, full):
     own = (*full, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
     begun = small.run_in_process(OURS, *own)
