@@ -29,6 +29,10 @@ _ARGUMENTS = (
     "reference_rejected_logps",
 )
 
+# Parts of a sequence whose log probabilities a reference that runs apart computes one by one; as
+# many as torchtune's losses in chunks have.
+_CHUNKS = 8
+
 
 class PreferencePairs(Task):
     """A row is a pair of answers to one prompt; the loss is the mean over pairs.
@@ -163,7 +167,16 @@ class PreferencePairs(Task):
     def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the log probabilities of the chosen and the rejected answer of each pair."""
         logits = models.reference_logits(tokens=batch["tokens"])
-        log_probs: torch.Tensor = get_batch_log_probs(logits, batch["labels"])
+        labels = batch["labels"]
+        num_predicted = max(1, labels.shape[1] - 1)
+        length = -(-num_predicted // _CHUNKS)
+        # The softmax of all logits would take twice what they do.
+        of_chunks = []
+        for begin in range(0, num_predicted, length):
+            # Each position predicts the label of the next.
+            chunk = slice(begin, begin + length + 1)
+            of_chunks.append(get_batch_log_probs(logits[:, chunk], labels[:, chunk]))
+        log_probs = torch.stack(of_chunks).sum(dim=0)
         return log_probs.view(len(self.fields), -1).T
 
 

@@ -105,6 +105,22 @@ def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(request, s
         assert bound["peak_bytes"] <= 24 * 2**20
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("optimizer_in_bwd=True",),
+        ("gradient_accumulation_steps=2", "batch_size=4", "clip_grad_norm=1.0"),
+    ],
+)
+def test_a_reference_apart_goes_with_what_changes_a_step(small, full, keys):
+    own = (*full, *SGD, "batch_size=8", *keys)
+    within, apart = (
+        small.run_in_process(OURS, *own, *more) for more in ((), ("reference_micro_batch_size=3",))
+    )
+    for name in ("loss", "rewards/margins", "micro_batches"):
+        assert steps(apart, name) == pytest.approx(steps(within, name), rel=1e-4, abs=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["lora", "full"])
 def test_more_pairs_fit_in_training_where_the_reference_runs_apart(request, small, kind):
     own = (*request.getfixturevalue(kind), *FINDS, "probe.cache=False")
