@@ -2,6 +2,7 @@
 micro-batches of its own.
 
     python benchmarks/reference_apart.py [--rounds N] [--output DIR]
+    python benchmarks/reference_apart.py --ranks [--rounds N] [--output DIR]
 
 Adapters on a model of the demo's size, without files, on one thread. For each budget: the most of
 the longest pairs that fit in training with the reference within its micro-batches, the most without
@@ -9,6 +10,10 @@ it, and the most in the reference alone, all by counted bytes. Steps of 32 pairs
 are then trained with these, the two ways in turns, and the medians of the time of a step compared:
 CPU time, as other programs may run beside, and wall time. Largest differences of losses, metrics
 and gradients are in the record too.
+
+With ``--ranks`` two ranks of gloo, which divide a model by FSDP2, train one pair at a time, the two
+ways in turns, each round a run of its own: medians of the tokens a second of its steps but for the
+first.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ import argparse
 import random
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,10 +31,14 @@ import records
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.cli import make_setup
+from support.launch import launch
 from support.model_families import Combination
+from support.preferences import LORA, OURS, write_pairs
 from support.wired_jobs import Wired, largest_difference
 
 from adaptive_batch.data import MicroBatchLimit
+from adaptive_batch.report import read_records
 from adaptive_batch.torchtune import builder_of
 
 # The demo's model.
@@ -108,11 +118,37 @@ def most_pairs(wired: Wired, row: Any, budget: int, **how: Any) -> int:
     return fitting
 
 
+def on_ranks(rounds: int) -> dict[str, Any]:
+    """Tokens a second of a rank, the reference within training's micro-batches and apart."""
+    own = ("epochs=4", "batch_size=8", "micro_batch_size=1", "optimizer.fused=False")
+    sides = {"within": (), "apart": ("reference_micro_batch_size=8",)}
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    with tempfile.TemporaryDirectory() as folder:
+        setup = make_setup(Path(folder))
+        pairs = write_pairs(setup)
+        for _ in range(rounds):
+            for name, keys in sides.items():
+                (attempt,) = launch(setup, 2, *LORA, *pairs, *own, *keys, recipe=OURS, timeout=400)
+                assert attempt.exit_statuses == [0, 0], attempt.output[-3000:]
+                logged = read_records(attempt.output_dir / "adaptive_batch" / "run.jsonl")
+                steps = [record for record in logged if record["kind"] == "step"]
+                rates[name] += [step["tokens_per_second_per_gpu"] for step in steps[1:]]
+                print(f"{name}: {statistics.median(rates[name]):.0f} tokens/s a rank", flush=True)
+    medians = {name: statistics.median(values) for name, values in rates.items()}
+    return {"rates": rates, "medians": medians, "gain": medians["apart"] / medians["within"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way")
+    parser.add_argument("--ranks", action="store_true", help="two ranks in place of one device")
     parser.add_argument("--output", type=Path, default=records.RESULTS)
     arguments = parser.parse_args()
+    if arguments.ranks:
+        measured = on_ranks(arguments.rounds)
+        print(f"x{measured['gain']:.2f}")
+        records.write("reference_apart_on_ranks", arguments.output, **measured)
+        return
     torch.set_num_threads(1)
     rows = skewed_pairs(0)
     real_tokens = sum(len(tokens) for row in rows for key, tokens in row.items() if "ids" in key)
