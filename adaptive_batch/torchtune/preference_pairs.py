@@ -167,16 +167,20 @@ class PreferencePairs(Task):
     def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the log probabilities of the chosen and the rejected answer of each pair."""
         logits = models.reference_logits(tokens=batch["tokens"])
-        labels = batch["labels"]
-        num_predicted = max(1, labels.shape[1] - 1)
-        length = -(-num_predicted // _CHUNKS)
-        # The softmax of all logits would take twice what they do.
-        of_chunks = []
-        for begin in range(0, num_predicted, length):
-            # Each position predicts the label of the next.
-            chunk = slice(begin, begin + length + 1)
-            of_chunks.append(get_batch_log_probs(logits[:, chunk], labels[:, chunk]))
-        log_probs = torch.stack(of_chunks).sum(dim=0)
+        # Each position predicts the label of the next.
+        labels = batch["labels"][:, 1:]
+        is_label = labels != self.ignore_index
+        targets = labels.masked_fill(~is_label, 0)[..., None]
+        # The softmax of all logits would take twice what they do. Bits are those of
+        # `get_batch_log_probs`: the sum is taken over all tokens at once.
+        of_chunks = [
+            chunk.log_softmax(-1).gather(-1, of_chunk)
+            for chunk, of_chunk in zip(
+                logits[:, :-1].chunk(_CHUNKS, dim=1), targets.chunk(_CHUNKS, dim=1), strict=True
+            )
+        ]
+        of_tokens = torch.cat(of_chunks, dim=1).squeeze(-1)
+        log_probs = (of_tokens * is_label).sum(-1)
         return log_probs.view(len(self.fields), -1).T
 
 

@@ -81,6 +81,7 @@ class Trainer:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
         reference = None
         if reference_sizer is not None:
+            assert job.task.num_reference_values, "the loss needs more of a reference than numbers"
             reference = RowReference(
                 partial(job.task.reference_values, self),
                 job.task.num_reference_values,

@@ -19,6 +19,7 @@ from support.model_families import Combination
 from support.wired_jobs import Wired, bounds, largest_difference
 from torch import nn
 from torchtune.data import padded_collate_dpo
+from torchtune.rlhf import get_batch_log_probs
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError, SettingError
@@ -252,6 +253,22 @@ def test_a_reference_apart_changes_no_number_of_a_step(kind):
         assert largest_difference(gradients, apart.gradients()) < EXACT
         assert result.loss == pytest.approx(expected.loss, rel=EXACT)
         assert result.metrics == pytest.approx(expected.metrics, rel=EXACT, abs=EXACT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(1, 1), (4, 2), (9, 30)])
+def test_what_the_reference_computes_apart_has_the_bits_of_torchtune(kind, lengths):
+    row = {}
+    for name, length in zip(("chosen", "rejected"), lengths, strict=True):
+        row[f"{name}_input_ids"] = list(range(1, 1 + length))
+        row[f"{name}_labels"] = [-100, *range(2, 1 + length)]
+    rows = [row, row]
+    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=MicroBatchLimit(2))
+    values = wired.trainer.runner.reference.of_rows(rows)
+    tokens, labels = padded_collate_dpo(rows)
+    with torch.no_grad():
+        logits = wired.trainer.reference_logits(tokens=tokens)
+    assert torch.equal(values.T.flatten(), get_batch_log_probs(logits, labels))
 
 
 def test_a_reference_apart_runs_fewer_micro_batches_than_are_trained():
