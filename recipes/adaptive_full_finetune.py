@@ -56,13 +56,14 @@ from adaptive_batch.torchtune import (
     couple_batch,
     interruptible,
     never_due,
+    reference_sizer_of,
     set_up_process,
     show_details,
     sizer_of,
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import CompilationLog, Question, StepResult
+from adaptive_batch.training import CompilationLog, LimitChange, Question, StepResult
 
 log = logging.getLogger("adaptive_batch")
 
@@ -163,7 +164,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if not settings.preview:
             self.lost = LostRun.of(job, data, self.resumed)
         self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
-        if settings.needs_bound or settings.validation.fits_itself:
+        if settings.searches:
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
@@ -185,12 +186,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.watch.call_at_end(
                 partial(self.lost.write_down, event=self.log.event, sizer=self.sizer)
             )
-        self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizer)
+        reference_sizer = reference_sizer_of(
+            self.settings, data.shapes, job.memory, self._log_limit_of_reference
+        )
+        self.trainer = trainer = Trainer.load(
+            job, data, self.checkpoints, self.sizer, reference_sizer=reference_sizer
+        )
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
         self.limit_finder = LimitFinder(
             job, data, trainer, self.planner, self.bounds, self.log, self.lost
         )
         self.saver.keep("limits", self.sizer)
+        if reference_sizer is not None:
+            self.saver.keep("reference_limits", reference_sizer)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
@@ -200,6 +208,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.validation = None
         if self.settings.validation.is_on:
             self.validation = Validation(job, data, trainer, self.bounds, self.log)
+
+    def _log_limit_of_reference(self, change: LimitChange) -> None:
+        self.sizer.count_out_of_memory(change.out_of_memory)
+        self.log.limit(change, kind="reference_limit")
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""

@@ -38,6 +38,7 @@ from adaptive_batch.torchtune import (
     estimate_spending,
     left_by_rounding,
     measure_critical_batch,
+    reference_sizer_of,
     set_up_process,
     show_details,
     sizer_of,
@@ -67,7 +68,13 @@ def build(
     bounds = BoundFinder(job, data, watch=watch)
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
     bounds.check()
-    trainer = Trainer.load(job, data, checkpoints, sizer_of(settings, data.shapes, job.memory))
+    trainer = Trainer.load(
+        job,
+        data,
+        checkpoints,
+        sizer_of(settings, data.shapes, job.memory),
+        reference_sizer=reference_sizer_of(settings, data.shapes, job.memory),
+    )
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer
 
@@ -117,6 +124,10 @@ def probe(
     if len(results) > 1:
         say(summary(results))
     result = results[-1]
+    if trainer.runner.reference is not None:
+        step_rows = result.batch_size * settings.gradient_accumulation_steps
+        of_reference = bounds.of_reference(trainer, step_rows=step_rows)
+        say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
     batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
     if settings.probe.tune:
         # The other settings need their memory.

@@ -115,6 +115,8 @@ class Target:
         speed: by its data sheet; None where it was given as a size.
         lengths: what fits, for each length that was estimated.
         replay: first steps of rows of real lengths; None where none were given, or no row fits.
+        reference_rows: for each length, the most rows of a reference that runs without gradients in
+            micro-batches of its own, by what is allocated; empty where there is none.
     """
 
     name: str
@@ -125,6 +127,7 @@ class Target:
     speed: DeviceSpeed | None = None
     lengths: tuple[Fit, ...] = ()
     replay: LengthReplay | None = None
+    reference_rows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -364,6 +367,10 @@ class MemoryEstimate:
                 if fit.first_too_large:
                     tokens = count(fit.sequence_length, "token")
                     lines.append(f"  {tokens}: too large: {fit.first_too_large}")
+            for fit, reference_rows in zip(device.lengths, device.reference_rows, strict=False):
+                tokens = count(fit.sequence_length, "token")
+                rows = self.format_rows(reference_rows)
+                lines.append(f"  the reference alone: {rows} of {tokens} at once")
         lines += self._resident_lines()
         for length in self.lengths:
             bounds = [self.bound(length, device) for device in self.devices]

@@ -448,14 +448,22 @@ class DryRun:
             place = list(optimizer_state_tensors([optimizer]))
             optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())
 
-    def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
-        """Try to evaluate `batch_size` rows, in evaluation mode.
+    def evaluation(
+        self,
+        evaluate: Callable[[int], object],
+        batch_size: int,
+        *,
+        in_training_mode: bool = False,
+    ) -> Trial:
+        """Try to run `batch_size` rows without gradients, in evaluation mode unless the model is to
+        stay as it trains.
 
         What training has between two of its steps is resident.
         """
         self._meter.drop_gradients()
         modes = [(module, module.training) for module in self._model.modules()]
-        self._model.eval()
+        if not in_training_mode:
+            self._model.eval()
         try:
             phase = f"a trial of evaluating {count(batch_size, 'row')}"
             usage = self._meter.measure(lambda: evaluate(batch_size), phase, prepare=False)

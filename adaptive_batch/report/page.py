@@ -205,6 +205,9 @@ def facts_of(timeline: Timeline, probe: Mapping[str, Any] | None) -> list[tuple[
         # At the maximum the probe stopped, and more rows may fit.
         is_at_maximum = bound >= as_number(probe.get("maximum")) > 0
         facts["bound"] = f"{bound:,.0f}+" if is_at_maximum else bound
+    in_reference = [event.values for event in events if event.values["kind"] == "reference_bound"]
+    if in_reference:
+        facts["bound of the reference"] = as_number(in_reference[-1].get("max_batch_size"))
     if steps:
         facts["first batch"] = steps[0].value("batch_size")
         facts["last batch"] = _last_batch(steps)

@@ -20,7 +20,7 @@ from adaptive_batch._util import count
 Record = Mapping[str, Any]
 
 # Kinds that are logged before the record of the step in which they happened.
-_IN_NEXT_STEP = {"limit", "nonfinite_loss"}
+_IN_NEXT_STEP = {"limit", "reference_limit", "nonfinite_loss"}
 NOT_FINITE = "loss not finite"
 # Below it, a running mean would say little.
 _FEW_VALUES = 20
@@ -32,8 +32,9 @@ _MARKS = {
     "batch_size": "batch size changed",
     "limit": "limit changed",
     "validation_limit": "limit changed",
+    "reference_limit": "limit changed",
 }
-_CHANGES = {"batch_size", "limit", "validation_limit"}
+_CHANGES = {"batch_size", "limit", "validation_limit", "reference_limit"}
 # Marks of what happened, whatever a restart rolled back.
 _NEVER_ROLLED_BACK = {"out of memory", "restarted", "preempted"}
 

@@ -31,7 +31,14 @@ from .rate import build_rate, check_scheduler, couple_batch
 from .resumed_run import ResumedRun
 from .run_profiler import RunProfiler
 from .run_saver import RunSaver
-from .settings import Settings, batching_of, reference_tables, sizer_of, write_reference
+from .settings import (
+    Settings,
+    batching_of,
+    reference_sizer_of,
+    reference_tables,
+    sizer_of,
+    write_reference,
+)
 from .step_tally import StepTally
 from .task import NextTokens, Task
 from .trainer import Trainer
@@ -77,6 +84,7 @@ __all__ = [
     "measure_critical_batch",
     "never_due",
     "no_component_exits",
+    "reference_sizer_of",
     "reference_tables",
     "set_up_process",
     "show_details",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count
+from adaptive_batch._util import count, rows_fit
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, load_latest
 from adaptive_batch.training import (
+    REFERENCE,
     BoundSearch,
     Choices,
     Evaluation,
@@ -115,7 +117,7 @@ class TrialSearch:
             maximum=options.maximum,
             accumulates=accumulates,
             rounds=rounds,
-            evaluates=evaluation is not None,
+            evaluates=evaluation.kind if evaluation else False,
             choices=choices,
             path=path,
         )
@@ -152,7 +154,7 @@ class BoundFinder:
         trials: searches.
         rows: rows of trials.
         path: file ``probe.json``, whose results are taken after one trial where they depend on the
-            same things.
+            same things; beside it ``probe_reference.json`` has those of the reference.
     """
 
     def __init__(
@@ -164,6 +166,7 @@ class BoundFinder:
         self.trials = TrialSearch(job, data, lost=lost, watch=watch)
         self.rows = self.trials.rows
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
+        self._reference_path = self.path.with_name("probe_reference.json")
 
     def check(self) -> None:
         """Read the rows of trials; refuse settings that the model or the data do not allow.
@@ -332,6 +335,27 @@ class BoundFinder:
         rows = min(result.max_batch_size, self.most_rows)
         return rows, tokens, f"a search found that before ({self.path})"
 
+    def known_of_reference(self) -> str:
+        """Return what a micro-batch of the reference holds, as far as that is known without a
+        trial; empty where it runs within those of training.
+        """
+        size = self.settings.reference_micro_batch_size
+        if size is None:
+            return ""
+        if isinstance(size, int):
+            return f"reference: {count(size, 'row')} at once"
+        tokens = self.rows.probed().length
+        result = load_latest(
+            self._reference_path, settings=settings_name(self._job, self._data, tokens)
+        )
+        if result is None:
+            return (
+                "reference: as much at once as fits, which a search finds"
+                f" ({self._reference_path} has none of these settings)"
+            )
+        fitting = f"{count(result.max_batch_size, 'row')} of {count(tokens, 'token')}"
+        return f"reference: {fitting} at once (a search found that before: {self._reference_path})"
+
     def of_row(
         self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool
     ) -> ProbeResult:
@@ -343,6 +367,51 @@ class BoundFinder:
         length = self._job.task.length(row)
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {count(length, 'token')}")
         return self.trials.find(trainer, rows, maximum=maximum, accumulates=accumulates)
+
+    def of_reference(self, trainer: Trainer, *, step_rows: int) -> ProbeResult:
+        """Find the largest number of rows that fit at once in a reference that runs apart from
+        training.
+
+        Args:
+            trainer: trainer of the run.
+            step_rows: rows of a step on one device; more are of no use unless steps grow.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+            SettingError: a number of rows is configured, and fewer fit.
+        """
+        settings = self.settings
+        size = settings.reference_micro_batch_size
+        reference = trainer.runner.reference
+        assert reference is not None, "the reference runs within training's micro-batches"
+        usable_rows = step_rows
+        if settings.grows or settings.batch_tokens:
+            usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
+        if isinstance(size, int):
+            usable_rows = size
+        worst = self.rows.probed()
+        name = f"{worst.name}, even without gradients,"
+        result = self.trials.find(
+            trainer,
+            # What fragments the allocator's cache is training.
+            replace(worst, name=name, in_order=None),
+            maximum=self.trials.maximum(usable_rows, "trial_rows_reference"),
+            accumulates=False,
+            evaluation=Evaluation(
+                reference.try_rows,
+                worst,
+                name="the reference on rows",
+                kind=REFERENCE,
+                in_training_mode=True,
+                lost_key="trial_rows_reference",
+            ),
+            path=self._reference_path,
+        )
+        if isinstance(size, int) and size > result.max_batch_size:
+            fitting_rows = result.max_batch_size
+            remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
+            raise SettingError("reference_micro_batch_size", size, remedy)
+        return result
 
 
 def left_by_rounding(bound: int, batch_size: int) -> str:

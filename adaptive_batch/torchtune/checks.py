@@ -790,7 +790,7 @@ def without_effect(
     if probe != type(probe)():
         # Where nothing searches, the whole block does nothing, and its keys are not named too. A
         # file that also has the key which would search, such as a shipped config, means it so.
-        if not settings.needs_bound and not settings.validation.fits_itself:
+        if not settings.searches:
             if "use_maximum_batch_size" not in config:
                 unused.append(("probe", "nothing that needs to know what fits is on"))
         else:

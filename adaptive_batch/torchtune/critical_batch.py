@@ -38,7 +38,7 @@ from .data import Data
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
-from .settings import Settings, batching_of, sizer_of
+from .settings import Settings, batching_of, reference_sizer_of, sizer_of
 from .trainer import Trainer
 
 # Steps of the configured batch that a branch has rows for; they make four of 16 times as many rows.
@@ -146,9 +146,16 @@ def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     sizes = settings
     # Nothing is searched for, so what fits itself is the configured batch.
     if settings.fits_itself:
-        sizes = replace(settings, micro_batch_size=None, micro_batch_tokens=None)
-    sizer = sizer_of(sizes, data.shapes, job.memory)
-    trainer = Trainer.load(job, data, checkpoints, sizer)
+        sizes = replace(sizes, micro_batch_size=None, micro_batch_tokens=None)
+    if settings.reference_micro_batch_size == "auto":
+        sizes = replace(sizes, reference_micro_batch_size=settings.batch_size)
+    trainer = Trainer.load(
+        job,
+        data,
+        checkpoints,
+        sizer_of(sizes, data.shapes, job.memory),
+        reference_sizer=reference_sizer_of(sizes, data.shapes, job.memory),
+    )
     if settings.micro_batch_layout == "packed":
         reason = trainer.runner.why_not_packed(data.longest(2))
         if reason:

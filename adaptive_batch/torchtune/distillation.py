@@ -69,6 +69,14 @@ class Distillation(NextTokens):
         or with adapters.
         """
         super().check(model)
+        size = self.cfg.get("reference_micro_batch_size")
+        if size is not None:
+            remedy = (
+                "the loss takes the teacher's logits of every token, which are larger than all else"
+                " that the teacher makes: they would be kept from its micro-batch until training's;"
+                " remove it"
+            )
+            raise SettingError("reference_micro_batch_size", size, remedy)
         if model is None:
             self._check_chunks()
             self._check_kd_loss()

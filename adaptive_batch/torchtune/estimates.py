@@ -129,12 +129,14 @@ def estimate_devices(
 
 class _Estimated(NamedTuple):
     """What each length holds (on the first kind of device), what fits on each device, training's
-    first steps there, the run of the first kind, and why steps are not replayed if they are not.
+    first steps there, the rows of each length that fit in a reference that runs apart (none where
+    none does), the run of the first kind, and why steps are not replayed if they are not.
     """
 
     lengths: tuple[LengthEstimate, ...]
     fits: list[list[Fit]]
     replays: list[LengthReplay | None]
+    reference_rows: list[tuple[int, ...]]
     run: FakeRun
     why_not_replayed: str
 
@@ -175,15 +177,20 @@ class Estimator:
             for length in estimate_settings.lengths_of(self._settings.probe)[1]
         ]
         self._first_length = sequence_lengths[0]
-        lengths, fits, replays, run, why_not_replayed = self._estimate(
-            self._cfg, sequence_lengths, estimate_settings.world_size
-        )
+        estimated = self._estimate(self._cfg, sequence_lengths, estimate_settings.world_size)
+        run = estimated.run
+        why_not_replayed = estimated.why_not_replayed
         self._skeleton = run.job.skeleton
         not_counted = list(run.left_out)
         if self._settings.fits_itself:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
+            )
+        if self._on_accelerator and any(estimated.reference_rows):
+            not_counted.append(
+                "what the reference's own micro-batches leave in the allocator's cache, and what it"
+                " holds of them beside what they allocate"
             )
         if self._on_accelerator and why_not_replayed:
             not_counted.append(
@@ -206,10 +213,16 @@ class Estimator:
                 f"device={self._cfg.device}: nothing that an accelerator takes besides is counted"
             )
         devices = (
-            replace(target, lengths=tuple(some), replay=replay)
-            for target, some, replay in zip(self._targets, fits, replays, strict=True)
+            replace(target, lengths=tuple(some), replay=replay, reference_rows=rows)
+            for target, some, replay, rows in zip(
+                self._targets,
+                estimated.fits,
+                estimated.replays,
+                estimated.reference_rows,
+                strict=True,
+            )
         )
-        return lengths, tuple(devices), not_counted
+        return estimated.lengths, tuple(devices), not_counted
 
     def _estimate(
         self,
@@ -223,6 +236,7 @@ class Estimator:
         """Estimate each length on each device."""
         fits: list[list[Fit]] = [[] for _ in self._targets]
         replays: list[LengthReplay | None] = [None] * len(self._targets)
+        reference_rows: list[tuple[int, ...]] = [()] * len(self._targets)
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
         # Reversed, so that the lengths of the first kind stay.
@@ -248,7 +262,11 @@ class Estimator:
                     own_replays = step.replay(targets, longest, allocator)
                     for number, replay in zip(members, own_replays, strict=True):
                         replays[number] = replay
-        return _Estimated(tuple(lengths), fits, replays, step.run, why_not_replayed)
+                if step.has_reference_apart and not is_change:
+                    of_lengths = [step.reference_rows(length, targets) for length in wanted]
+                    for number, *rows in zip(members, *of_lengths, strict=True):
+                        reference_rows[number] = tuple(rows)
+        return _Estimated(tuple(lengths), fits, replays, reference_rows, step.run, why_not_replayed)
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -370,6 +388,19 @@ class _Step:
             or settings.gradient_accumulation_steps > 1,
             keeps_gradients=keeps,
         )
+
+    @property
+    def has_reference_apart(self) -> bool:
+        """Whether the reference runs in micro-batches of its own."""
+        return self.run.trainer.runner.reference is not None
+
+    def reference_rows(self, length: int | str, targets: Sequence[Target]) -> tuple[int, ...]:
+        """Return the rows of one length that fit at once in the reference, for each device."""
+        rows, _ = self._rows[length]
+        curve = self.run.reference_curve(rows)
+        maximum = self.run.job.settings.probe.maximum
+        fitting = [curve.max_rows(target.budget_bytes) for target in targets]
+        return tuple(maximum if rows is None else min(rows, maximum) for rows in fitting)
 
     def _rows_of(self, length: int | str) -> tuple[Rows, int]:
         if self.run.reads_data:

@@ -33,7 +33,7 @@ from .checks import TO_PLAN
 from .data import Data
 from .job import Job
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
-from .settings import Settings, sizer_of
+from .settings import Settings, reference_sizer_of, sizer_of
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
@@ -207,6 +207,9 @@ class FakeRun:
             model,
             sizer_of(self.job.settings, self.data.shapes, self.job.memory),
             second=second,
+            reference_sizer=reference_sizer_of(
+                self.job.settings, self.data.shapes, self.job.memory
+            ),
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )
@@ -215,6 +218,20 @@ class FakeRun:
                 self._compiled_parts.take_over_attributes(loss_fn)
         loss = trainer.runner.loss
         trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))
+        return self._fake_step(rows, accumulates=accumulates, keeps_gradients=keeps_gradients)
+
+    def reference_curve(self, rows: Rows) -> MemoryCurve:
+        """Return the peak of the reference alone, which runs apart from training, by the rows at
+        once: what training has between two steps is there, too. :meth:`step` comes first.
+        """
+        reference = self.trainer.runner.reference
+        assert reference is not None, "the reference runs within training's micro-batches"
+        step = self._fake_step(rows, accumulates=False, keeps_gradients=False)
+        few, more = traces_alike(step, lambda size: reference.try_rows(rows(size)))
+        return MemoryCurve.from_traces((few[0], few[1].trace), (more[0], more[1].trace))
+
+    def _fake_step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool) -> FakeStep:
+        trainer = self.trainer
         return FakeStep(
             model=trainer.models,
             optimizer=trainer.in_backward or trainer.optimizer,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from adaptive_batch._util import count, rows_fit
+from adaptive_batch._util import count, format_bytes, rows_fit
 from adaptive_batch.data import StepPlanner, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
@@ -108,6 +108,7 @@ class LimitFinder:
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
             self.try_longer(data.longest(1))
+        self._find_for_reference(resumed.state_of("reference_limits"))
         if results:
             advice = advise(self._job, data, results[-1], batch_size=planner.batch_size)
             if advice:
@@ -148,6 +149,39 @@ class LimitFinder:
             )
             remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
             raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
+
+    def _find_for_reference(self, saved: Mapping[str, Any] | None) -> None:
+        """Find how many rows fit at once in a reference that runs apart from training, where that
+        is asked for or training's were searched for, too.
+        """
+        reference = self._trainer.runner.reference
+        settings = self._settings
+        if reference is None:
+            return
+        sizer = reference.sizer
+        if settings.reference_micro_batch_size == "auto" or settings.needs_bound:
+            step_rows = self._planner.batch_size * settings.gradient_accumulation_steps
+            result = self._bounds.of_reference(self._trainer, step_rows=step_rows)
+            sizer.found(result)
+            self._sizer.count_out_of_memory(_trials_out_of_memory(result))
+            peak = result.peak_bytes()
+            of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
+            self._log.event(
+                "reference_bound",
+                f"reference: {count(result.max_batch_size, 'row')} of"
+                f" {count(result.sequence_length, 'token')} fit at once{of_peak}; a micro-batch of"
+                f" it holds {sizer.limit(1)}",
+                max_batch_size=result.max_batch_size,
+                sequence_length=result.sequence_length,
+                peak_bytes=peak,
+                trials=len(result.trials),
+                out_of_memory=_trials_out_of_memory(result),
+                from_cache=result.from_cache,
+                seconds=round(sum(result.seconds), 2),
+                search=result.record(),
+            )
+        if saved is not None:
+            sizer.load_state_dict(saved)
 
     def _log_searches(self, results: Sequence[ProbeResult]) -> None:
         """Log each search for the bound."""

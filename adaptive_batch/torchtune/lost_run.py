@@ -22,6 +22,7 @@ from .resumed_run import ResumedRun
 TRIALS = {
     "trial_rows": "",
     "trial_rows_val": "of validation ",
+    "trial_rows_reference": "of the reference ",
 }
 
 

@@ -15,6 +15,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
 from adaptive_batch.errors import SettingError
+from adaptive_batch.training import REFERENCE_VALUES
 
 from .config_errors import as_dict, check_block, one_line
 from .reference import SecondModel
@@ -28,6 +29,10 @@ _ARGUMENTS = (
     "reference_rejected_logps",
 )
 
+# Parts of a sequence whose log probabilities a reference that runs apart computes one by one; as
+# many as torchtune's losses in chunks have.
+_CHUNKS = 8
+
 
 class PreferencePairs(Task):
     """A row is a pair of answers to one prompt; the loss is the mean over pairs.
@@ -40,7 +45,7 @@ class PreferencePairs(Task):
         ("chosen_input_ids", "chosen_labels"),
         ("rejected_input_ids", "rejected_labels"),
     )
-    keys = ("ref_checkpointer",)
+    keys = ("ref_checkpointer", "reference_micro_batch_size")
     without_it = "there are no preferences to train on here, which `tune run adaptive_dpo` does"
     counts_rows = True
     metrics = (
@@ -53,6 +58,7 @@ class PreferencePairs(Task):
         "logits/chosen",
         "logits/rejected",
     )
+    num_reference_values = len(fields)
     why_unpacked = "rows are preference pairs, whose answers are padded to one length"
     ignore_index = CROSS_ENTROPY_IGNORE_IDX
 
@@ -81,7 +87,7 @@ class PreferencePairs(Task):
 
     def second_model(self, *, keeps_base: bool) -> SecondModel | None:
         """Return the reference where every weight trains; that of adapters is their base."""
-        (key,) = self.keys
+        key = "ref_checkpointer"
         given = self.cfg.get(key)
         if not keeps_base and given is None:
             problem = "every weight is trained here, and the reference is a model of its own"
@@ -136,10 +142,14 @@ class PreferencePairs(Task):
         batch["logits/rejected"] = logits[num_pairs:].detach().mean()
         # They take more memory than all else, and the reference makes its own.
         del logits
-        with torch.no_grad():
-            reference_log_probs = get_batch_log_probs(
-                models.reference_logits(tokens=tokens), labels
-            )
+        values = batch.pop(REFERENCE_VALUES, None)
+        if values is None:
+            with torch.no_grad():
+                reference_log_probs = get_batch_log_probs(
+                    models.reference_logits(tokens=tokens), labels
+                )
+        else:
+            reference_log_probs = values.T.flatten()
         chosen, rejected = log_probs.split(num_pairs)
         losses, chosen_rewards, rejected_rewards = self.loss_fn(
             chosen, rejected, *reference_log_probs.split(num_pairs)
@@ -152,6 +162,26 @@ class PreferencePairs(Task):
         batch["log_probs/rejected"] = rejected.detach().mean()
         loss: torch.Tensor = losses.mean()
         return loss
+
+    @torch.no_grad()
+    def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return the log probabilities of the chosen and the rejected answer of each pair."""
+        logits = models.reference_logits(tokens=batch["tokens"])
+        # Each position predicts the label of the next.
+        labels = batch["labels"][:, 1:]
+        is_label = labels != self.ignore_index
+        targets = labels.masked_fill(~is_label, 0)[..., None]
+        # The softmax of all logits would take twice what they do. Bits are those of
+        # `get_batch_log_probs`: the sum is taken over all tokens at once.
+        of_chunks = [
+            chunk.log_softmax(-1).gather(-1, of_chunk)
+            for chunk, of_chunk in zip(
+                logits[:, :-1].chunk(_CHUNKS, dim=1), targets.chunk(_CHUNKS, dim=1), strict=True
+            )
+        ]
+        of_tokens = torch.cat(of_chunks, dim=1).squeeze(-1)
+        log_probs = (of_tokens * is_label).sum(-1)
+        return log_probs.view(len(self.fields), -1).T
 
 
 def takes_pairs(loss_fn: Any) -> bool:

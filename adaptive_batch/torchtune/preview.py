@@ -211,6 +211,7 @@ class TrainingPreview:
                     if settings.probe.round_to_power_of_two:
                         batch_size = 1 << rows.bit_length() - 1
                     lines += filter(None, [left_by_rounding(rows, batch_size)])
+        lines += filter(None, [bounds.known_of_reference()])
         known_first = batches.batch.first
         batches.begin(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, first=batches.batch.grows_at(progress))

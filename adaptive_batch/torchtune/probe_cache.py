@@ -79,7 +79,8 @@ class ProbeCache:
         maximum: the most rows that are tried.
         accumulates: whether gradients are there when a forward begins.
         rounds: whether the power of two below the bound is tried too.
-        evaluates: whether rows are evaluated and not trained.
+        evaluates: kind of what is run without gradients in place of training, see
+            :class:`Evaluation`; False for training.
         choices: choices of the fastest micro-batches.
         path: file of the results; None keeps none.
     """
@@ -94,7 +95,7 @@ class ProbeCache:
         maximum: int,
         accumulates: bool,
         rounds: bool,
-        evaluates: bool,
+        evaluates: bool | str,
         choices: Choices | None,
         path: Path | None,
     ) -> None:
@@ -231,6 +232,7 @@ def memory_keys(configured: Mapping[str, Any]) -> dict[str, Any]:
     """
     keys = {key: configured.get(key) for key in _MEMORY_KEYS}
     keys["clip_grad_norm"] = keys["clip_grad_norm"] is not None
+    keys["reference_apart"] = configured.get("reference_micro_batch_size") is not None
     optimizer = dict(configured["optimizer"])
     for key in _RATES:
         if key in optimizer:

@@ -190,6 +190,9 @@ class ResumedRun:
             name in ("full_batch_loss", "nonfinite", "epoch") and self.begins_epoch_again
         ):
             return None
+        # The saved run may have run its reference within training's micro-batches.
+        if name == "reference_limits" and name not in self.saved:
+            return None
         state: dict[str, Any] = dict(self.saved[name])
         if name == "steps" and self.begins_epoch_again:
             # It was planned by the lengths of other rows.

@@ -553,6 +553,17 @@ class Settings:
         default=None,
         resume="report",
     )
+    reference_micro_batch_size: int | str | None = key(
+        auto_or_whole,
+        "for `adaptive_dpo`: pairs at once in the reference, which then runs for all pairs of a"
+        " step before the first of them is trained: `auto` = as many tokens as fit, found for the"
+        " reference alone, or fewer where that pads less; or a number, at most so many. null: the"
+        " reference runs within each micro-batch of training. Running out of memory in it lowers"
+        " this, never training's, whatever `on_out_of_memory` is. See"
+        " [preferences.md](preferences.md#pairs-at-once-in-the-reference)",
+        default=None,
+        resume="report",
+    )
     micro_batch_layout: str | None = key(
         one_of(*KINDS),
         "how the rows of a micro-batch lie in it; which rows a step has never changes. `padded`: to"
@@ -713,6 +724,14 @@ class Settings:
         return self.use_maximum_batch_size or self.fits_itself or (self.grows and not grows_freely)
 
     @property
+    def searches(self) -> bool:
+        """Whether anything that fits is found before training: in training, in validation, or in a
+        reference.
+        """
+        in_validation = self.validation.fits_itself
+        return self.needs_bound or in_validation or self.reference_micro_batch_size == "auto"
+
+    @property
     def adaptive(self) -> bool:
         """Whether any key is on that changes batches or how they are run; off means torchtune's own
         behaviour.
@@ -810,6 +829,36 @@ def sizer_of(
     return MicroBatchSizer(
         micro_batch_size=settings.micro_batch_size,
         micro_batch_tokens=settings.micro_batch_tokens,
+        layout=layout,
+        memory=memory,
+        on_change=on_change,
+    )
+
+
+def reference_sizer_of(
+    settings: Settings,
+    layout: MicroBatchLayout,
+    memory: DeviceMemory,
+    on_change: Callable[[LimitChange], object] = lambda change: None,
+) -> MicroBatchSizer | None:
+    """Return what decides what a micro-batch of the reference may hold, as configured; None where
+    it runs within those of training. See :func:`sizer_of`.
+    """
+    size = settings.reference_micro_batch_size
+    if size is None:
+        return None
+    rows: int | None = None
+    tokens: str | None = None
+    if isinstance(size, int):
+        rows = size
+    else:
+        tokens = size
+    if layout.uniform is None:
+        # What is computed of a row does not depend on the rows beside it.
+        layout = layout.of_kind("grouped", time=layout.time)
+    return MicroBatchSizer(
+        micro_batch_size=rows,
+        micro_batch_tokens=tokens,
         layout=layout,
         memory=memory,
         on_change=on_change,

@@ -52,6 +52,8 @@ class Task(ABC):
         keys: keys of the configuration that no other task has.
         without_it: what a run of another task does not do, and which recipe does.
         counts_rows, metrics: see :class:`RowLoss`.
+        num_reference_values: numbers of each row that are all that the loss takes from a reference,
+            so that this may run in micro-batches of its own; 0 where it takes more, or has none.
         why_unpacked: why rows cannot be packed; empty where they can.
     """
 
@@ -60,6 +62,7 @@ class Task(ABC):
     without_it: ClassVar[str] = ""
     counts_rows: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
+    num_reference_values: ClassVar[int] = 0
     why_unpacked: ClassVar[str] = ""
     ignore_index: int
 
@@ -160,6 +163,16 @@ class Task(ABC):
         """Return the mean loss of a batch on the device, which it may empty; leave each of
         `metrics` in it.
         """
+
+    def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return what the loss takes of each row from the reference, without gradients:
+        `[rows, num_reference_values]`.
+
+        Args:
+            models: models that the loss is computed by.
+            batch: batch on the device, which may be emptied.
+        """
+        raise AssertionError(f"{type(self).__name__} takes no numbers of rows from a reference")
 
     def loss_of(self, **metrics: torch.Tensor) -> torch.Tensor | None:
         """Return the loss of a step by the means of `metrics`; None where they do not tell it."""

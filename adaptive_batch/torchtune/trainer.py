@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from adaptive_batch.training import (
     MicroBatchRunner,
     MicroBatchSizer,
     RowLoss,
+    RowReference,
     TriedStep,
     norm_to_clip,
     pack_rows,
@@ -38,6 +40,8 @@ class Trainer:
         to_device: moves a batch, in place; None moves it to the job's device.
         new_optimizer: builds an optimizer of some parameters; None takes the configured one.
         second: frozen model that a task compares with; None where there is none of its own.
+        reference_sizer: decides what a micro-batch of the reference may hold; None where the
+            reference runs within those of training, or there is none.
 
     Attributes:
         model, optimizer: of the run.
@@ -56,6 +60,7 @@ class Trainer:
             Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None
         ) = None,
         second: torch.nn.Module | None = None,
+        reference_sizer: MicroBatchSizer | None = None,
     ) -> None:
         cfg = job.cfg
         settings = job.settings
@@ -74,6 +79,14 @@ class Trainer:
         max_grad_norm = None
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
+        reference = None
+        if reference_sizer is not None:
+            assert job.task.num_reference_values, "the loss needs more of a reference than numbers"
+            reference = RowReference(
+                partial(job.task.reference_values, self),
+                job.task.num_reference_values,
+                reference_sizer,
+            )
         self.runner = MicroBatchRunner(
             model,
             RowLoss(
@@ -95,6 +108,7 @@ class Trainer:
             max_grad_norm=max_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
+            reference=reference,
             sharding=Sharding(
                 self.models,
                 finishes=distributed.data_parallel_size() == distributed.world_size(),
@@ -121,7 +135,15 @@ class Trainer:
             self.optimizers = [self.optimizer]
 
     @classmethod
-    def load(cls, job: Job, data: Data, weights: Weights, sizer: MicroBatchSizer) -> Trainer:
+    def load(
+        cls,
+        job: Job,
+        data: Data,
+        weights: Weights,
+        sizer: MicroBatchSizer,
+        *,
+        reference_sizer: MicroBatchSizer | None = None,
+    ) -> Trainer:
         """Build the model with its weights, and its optimizer.
 
         Raises:
@@ -146,7 +168,7 @@ class Trainer:
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
                 " several devices (tune run --nproc_per_node N)"
             ) from error
-        return cls(job, data, model, sizer, second=second)
+        return cls(job, data, model, sizer, second=second, reference_sizer=reference_sizer)
 
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)

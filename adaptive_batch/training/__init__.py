@@ -17,6 +17,7 @@ from .packing import pack_rows, rows_apart
 from .packing_check import why_not_packed
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
+from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
 from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
 from .throughput_search import Choices
@@ -24,6 +25,8 @@ from .trials import Evaluation, TriedStep, WorstRows
 
 __all__ = [
     "ON_NONFINITE_LOSS",
+    "REFERENCE",
+    "REFERENCE_VALUES",
     "SEARCHES",
     "AdaptiveLoop",
     "AdaptiveRate",
@@ -45,6 +48,7 @@ __all__ = [
     "ProbeOptions",
     "Question",
     "RowLoss",
+    "RowReference",
     "RowsOfBatch",
     "SplitBatch",
     "StepOptions",

@@ -273,7 +273,7 @@ class BoundSearch:
         budgets = distributed.all_gather(self._budget)
         log.info(
             "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
-            "evaluating rows" if self._evaluation else "rows",
+            self._evaluation.name if self._evaluation else "rows",
             self._of_tokens,
             self._memory.describe(),
             count(self._maximum, "row"),
@@ -320,7 +320,9 @@ class BoundSearch:
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
         """Try what an earlier search found; search where that is nothing, or too large now."""
         earlier = distributed.from_rank_zero(lambda: self._cache.known(budget))
-        if self._evaluation and not self._tried.runner.sharding.knows(evaluates=True):
+        if self._evaluation and not self._tried.runner.sharding.knows(
+            evaluates=self._evaluation.kind
+        ):
             # From it a rank that fails knows what the others wait for.
             self._run_trial(1)
         if earlier is not None:
@@ -359,13 +361,18 @@ class BoundSearch:
         # Rows are read before anything is measured.
         self._rows.first(size)
         with self._time_limit(f"a trial of {count(size, 'row')}{self._of_tokens}"):
-            if self._evaluation is None:
+            evaluation = self._evaluation
+            if evaluation is None:
                 return self._dry_run(size)
-            evaluate = self._evaluation.run
+            run = evaluation.run
             try:
-                return self._dry_run.evaluation(lambda size: evaluate(self._rows.first(size)), size)
+                return self._dry_run.evaluation(
+                    lambda size: run(self._rows.first(size)),
+                    size,
+                    in_training_mode=evaluation.in_training_mode,
+                )
             except RankLostError as lost:
-                lost.facts["trial_rows_val"] = size
+                lost.facts[evaluation.lost_key] = size
                 raise
 
     def _fastest(

@@ -7,16 +7,15 @@ With several ranks each evaluates its own rows, and all run the same number of m
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 
+from .forward_passes import ForwardPasses
 from .micro_batch_runner import MicroBatchRunner, RowLoss
 from .model_checks import evaluation_mode
-from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
 
 # Rows that are read at a time, at least.
@@ -39,9 +38,7 @@ class Evaluator:
         self._runner = runner
         self._loss = loss
         self._sizer = sizer
-        self._retry = OOMRetry(
-            sizer, memory=runner.memory, sharding=runner.sharding, is_of_training=False
-        )
+        self._passes = ForwardPasses(runner, sizer, row_length=loss.row_length)
 
     @property
     def limit(self) -> MicroBatchLimit:
@@ -65,18 +62,12 @@ class Evaluator:
             unread = iter(rows)
             chunk = self._read(unread)
             while distributed.any_of_ranks(bool(chunk)):
-                chunk_loss, chunk_labels = self._retry.run(
-                    partial(self._attempt, chunk),
-                    rows_at_once=1,
-                    undo=self._runner.sharding.reset,
-                    doing="in validation",
-                )
+                chunk_loss, chunk_labels = self._run(chunk)
                 loss_sum += chunk_loss
                 label_tokens += chunk_labels
                 chunk = self._read(unread)
         self._runner.cache.look_again()
-        if distributed.world_size() > 1 and distributed.any_of_ranks(self._sizer.must_ease):
-            self._sizer.ease(self._retry.current, rows_at_once=1)
+        self._passes.ease()
         of_ranks = distributed.all_gather((loss_sum, label_tokens))
         loss_sum = sum(loss for loss, _ in of_ranks)
         label_tokens = sum(labels for _, labels in of_ranks)
@@ -98,37 +89,24 @@ class Evaluator:
                 break
         return rows
 
-    def _attempt(self, rows: Sequence[Any], limit: MicroBatchLimit) -> tuple[float, int]:
-        length = self._loss.row_length
+    def _run(self, rows: Sequence[Any]) -> tuple[float, int]:
+        """Return the sum of the token losses of some rows, and their label tokens."""
+
+        def evaluate(rows: Sequence[Any], length: int) -> tuple[float, int]:
+            return self._runner.evaluate(rows, loss=self._loss, length=length)
+
+        results = self._passes.run(
+            rows,
+            evaluate,
+            layout=self._layout(),
+            dummy_row=self._loss.dummy_row,
+            doing="in validation",
+        )
         loss_sum = 0.0
         label_tokens = 0
-        layout = self._layout()
-        own = micro_batches(list(map(length, rows)), limit, layout)
-        num_pieces = distributed.maximum(len(own))
-        pieces: list[MicroBatch | None] = [*own, *[None] * (num_pieces - len(own))]
-        idle = MicroBatch([], 0)
-        dummy_rows = []
-        if len(own) < num_pieces:
-            assert self._loss.dummy_row is not None, "several ranks need a dummy row"
-            dummy_rows = [self._loss.dummy_row()]
-            idle = MicroBatch([0], layout.padded(length(dummy_rows[0])))
-
-        def run(number: int) -> None:
-            nonlocal loss_sum, label_tokens
-            piece = pieces[number]
-            if piece is None:
-                self._runner.evaluate(dummy_rows, loss=self._loss, length=idle.length)
-                return
-            piece_rows = [rows[position] for position in piece.rows]
-            loss, labels = self._runner.evaluate(piece_rows, loss=self._loss, length=piece.length)
+        for _, (loss, labels) in results:
             loss_sum += loss
             label_tokens += labels
-
-        self._retry.run_in_turn(
-            pieces, run, drop=self._runner.sharding.reset, idle=idle, evaluates=True
-        )
-        if distributed.any_of_ranks(self._retry.has_failed):
-            raise OutOfMemoryElsewhereError
         return loss_sum, label_tokens
 
     def _layout(self) -> MicroBatchLayout:

@@ -27,6 +27,7 @@ from .gradients import SummedGradients
 from .oom_retry import OutOfMemoryElsewhereError
 from .packing import rows_apart
 from .packing_check import why_not_packed
+from .reference_pass import REFERENCE_VALUES, ReferencePass, RowReference
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
 from .step_runner import StepRunner
@@ -281,7 +282,12 @@ class MicroBatchRunner(StepRunner):
         scale_gradients: False with the optimizer in backward, whose only micro-batch is stepped as
             it comes.
         measures_noise: whether steps may sample the gradient's noise.
+        reference: what the loss takes of each row from a frozen reference, if that runs in
+            micro-batches of its own; None where the loss runs it, or there is none.
         options: see :class:`StepRunner`.
+
+    Attributes:
+        reference: runs the reference; None where the loss does, or there is none.
     """
 
     def __init__(
@@ -293,6 +299,7 @@ class MicroBatchRunner(StepRunner):
         max_grad_norm: float | None = None,
         scale_gradients: bool = True,
         measures_noise: bool = False,
+        reference: RowReference | None = None,
         **options: Any,
     ) -> None:
         assert scale_gradients or not measures_noise, (
@@ -304,6 +311,9 @@ class MicroBatchRunner(StepRunner):
         self._max_grad_norm = max_grad_norm
         self._scale_gradients = scale_gradients
         self._measures_noise = measures_noise
+        self.reference: ReferencePass | None = None
+        if reference is not None:
+            self.reference = ReferencePass(self, loss, reference)
 
     def _divide(
         self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit
@@ -358,7 +368,10 @@ class MicroBatchRunner(StepRunner):
         num_rows = None if division is None else division.num_rows
         if num_rows is None and self.loss.counts_rows:
             num_rows = sum(distributed.all_gather(len(rows)))
-        attempt = partial(self._attempt, rows, num_rows or 0)
+        values = None
+        if self.reference is not None:
+            values = self.reference.of_rows(rows)
+        attempt = partial(self._attempt, rows, values, num_rows or 0)
         return self.run_step(attempt, divide, rows_at_once=rows_at_once, division=division)
 
     def learn_from_a_row(self) -> None:
@@ -375,6 +388,8 @@ class MicroBatchRunner(StepRunner):
             for is_last in (False, True):
                 self.try_rows([row], is_last=is_last)
             self.evaluate([row], is_trial=True)
+            if self.reference is not None:
+                self.reference.try_rows([row])
 
         self.learn_collectives(run, MicroBatch([0], self.loss.row_length(row)))
 
@@ -384,6 +399,7 @@ class MicroBatchRunner(StepRunner):
         """
         # The batch is there until the micro-batch has ended, as in training.
         with self.trial(is_last=is_last), self.loss.collated(rows, self.sizer.layout) as batch:
+            self._add_made_up_values(batch, len(rows))
             loss, count = self.loss.loss_and_labels(batch)
             if self._scale_gradients and not self.loss.counts_rows:
                 loss = loss * count
@@ -448,11 +464,18 @@ class MicroBatchRunner(StepRunner):
         """Clip the gradients as configured; return the norm that they had."""
         return clip_gradients(self.model, self.sharding, self._max_grad_norm)
 
-    def _attempt(self, rows: Sequence[Row], num_rows: int, division: Division) -> StepResult:
+    def _attempt(
+        self,
+        rows: Sequence[Row],
+        values: torch.Tensor | None,
+        num_rows: int,
+        division: Division,
+    ) -> StepResult:
         """Run the micro-batches of a step; where a rank fails, all of them come to its end.
 
         Args:
             rows: of this rank.
+            values: numbers of each of them that the reference has computed, if it runs apart.
             num_rows: rows of all ranks, where the loss counts rows.
             division: of the rows.
         """
@@ -471,7 +494,7 @@ class MicroBatchRunner(StepRunner):
         measures = bool(other_pieces) and all(counts)
 
         def run(piece: MicroBatch | None, is_last: bool) -> None:
-            self._run_piece(rows, piece, sums)
+            self._run_piece(rows, values, piece, sums)
             if measures and is_last and sums.small is None:
                 # The gradients so far are those of the small batch, and reduced.
                 num_small = sum(len(small.rows) for small in small_pieces)
@@ -487,7 +510,13 @@ class MicroBatchRunner(StepRunner):
         self.run_micro_batches(division, run, idle=idle)
         return self._finish(sums, sum(counts))
 
-    def _run_piece(self, rows: Sequence[Row], piece: MicroBatch | None, sums: StepSums) -> None:
+    def _run_piece(
+        self,
+        rows: Sequence[Row],
+        values: torch.Tensor | None,
+        piece: MicroBatch | None,
+        sums: StepSums,
+    ) -> None:
         """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is
         None or has no label.
         """
@@ -497,12 +526,22 @@ class MicroBatchRunner(StepRunner):
                 sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
                 labels = self.loss.count_labels(batch)
                 if labels:
+                    if values is not None:
+                        batch[REFERENCE_VALUES] = values[piece.rows]
                     self._backward(batch, labels, sums)
                     return
         if distributed.world_size() > 1:
             # Its mean would be 0/0, and 0 times that is no zero.
             with self.loss.collated([self.loss.some_row()], self.sizer.layout) as batch:
+                self._add_made_up_values(batch, 1)
                 self._backward(batch, None, sums)
+
+    def _add_made_up_values(self, batch: Batch, num_rows: int) -> None:
+        """Add to a batch whose loss does not count what it takes from the reference that runs
+        apart.
+        """
+        if self.reference is not None:
+            batch[REFERENCE_VALUES] = self.reference.made_up(num_rows)
 
     def _backward(self, batch: Batch, labels: torch.Tensor | None, sums: StepSums) -> None:
         """Add the gradients of a batch of so many labels; None for one of weight 0."""

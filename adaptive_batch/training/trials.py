@@ -49,15 +49,25 @@ class WorstRows:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A search for the most rows that can be evaluated, in place of trained.
+    """A search for the most rows that can be run without gradients, in place of trained.
 
     Attributes:
-        run: function that evaluates rows without gradients.
+        run: function that runs rows without gradients.
         trained: rows of training, one of which is stepped so that the optimizer's state is there.
+        name: what it does with rows, in texts.
+        kind: kind of micro-batch by which ranks know its collectives, see
+            :meth:`Sharding.micro_batch`.
+        in_training_mode: whether the model is in training mode, and not in evaluation mode.
+        lost_key: key of the facts of a rank that is lost, under which they have the rows of the
+            trial.
     """
 
     run: Callable[[Any], object]
     trained: WorstRows
+    name: str = "evaluating rows"
+    kind: bool | str = True
+    in_training_mode: bool = False
+    lost_key: str = "trial_rows_val"
 
 
 @dataclass(frozen=True)

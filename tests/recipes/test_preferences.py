@@ -75,6 +75,145 @@ def test_the_bound_is_the_same_whatever_searches_for_it(request, small, kind):
     assert bounds["halve"] <= bounds["binary"] < 2 * bounds["halve"]
 
 
+# A reference that runs apart from the micro-batches of training.
+APART = {
+    "a number": ("reference_micro_batch_size=5",),
+    "as many as fit": ("reference_micro_batch_size=auto", "probe.device_memory=24MiB"),
+    "as many as fit in both": (
+        "reference_micro_batch_size=auto",
+        "micro_batch_size=auto",
+        "probe.device_memory=24MiB",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("apart", [*APART])
+def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(request, small, kind, apart):
+    own = (*request.getfixturevalue(kind), *SGD, "batch_size=16", "probe.cache=False")
+    within = small.run_in_process(OURS, *own, "micro_batch_size=3")
+    finished = small.run_in_process(OURS, *own, "micro_batch_size=3", *APART[apart])
+    assert steps(finished, "loss") == pytest.approx(steps(within, "loss"), rel=1e-5)
+    for name in METRICS:
+        if not name.startswith("logits/"):
+            expected = pytest.approx(steps(within, name), rel=1e-3, abs=1e-5)
+            assert steps(finished, name) == expected, name
+    bounds = records(finished, "reference_bound")
+    assert len(bounds) == ("auto" in str(APART[apart]))
+    for bound in bounds:
+        assert 3 < bound["max_batch_size"] <= 16
+        assert bound["peak_bytes"] <= 24 * 2**20
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("optimizer_in_bwd=True",),
+        ("gradient_accumulation_steps=2", "batch_size=4", "clip_grad_norm=1.0"),
+    ],
+)
+def test_a_reference_apart_goes_with_what_changes_a_step(small, full, keys):
+    own = (*full, *SGD, "batch_size=8", *keys)
+    within, apart = (
+        small.run_in_process(OURS, *own, *more) for more in ((), ("reference_micro_batch_size=3",))
+    )
+    for name in ("loss", "rewards/margins", "micro_batches"):
+        assert steps(apart, name) == pytest.approx(steps(within, name), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_more_pairs_fit_in_training_where_the_reference_runs_apart(request, small, kind):
+    own = (*request.getfixturevalue(kind), *FINDS, "probe.cache=False")
+    within, apart = (
+        records(small.run_in_process(OURS, *own, *keys), "bound")[0]["max_batch_size"]
+        for keys in ((), ("reference_micro_batch_size=auto",))
+    )
+    assert apart > within
+
+
+def test_the_reference_has_one_bound_whatever_searches_for_it(small, full):
+    own = (*full, *FINDS, "reference_micro_batch_size=auto", "batch_size=32")
+    bounds = {}
+    for search in ("predict", "binary"):
+        found = small.run_in_process(OURS, *own, f"probe.search={search}", "probe.cache=False")
+        (bounds[search],) = (
+            (record["max_batch_size"], record["peak_bytes"])
+            for record in records(found, "reference_bound")
+        )
+    assert bounds["predict"] == bounds["binary"]
+
+
+def test_what_a_search_found_for_the_reference_is_tried_once_more(small, lora, capsys):
+    folder = small.fresh_folder()
+    own = (*lora, *FINDS, "reference_micro_batch_size=auto", f"output_dir={folder}")
+    small.run_in_process(OURS, *own, "overwrite_output_dir=True")
+    capsys.readouterr()
+    small.run_in_process(OURS, *own, "preview=True")
+    assert "a search found that before" in capsys.readouterr().out
+    again = small.run_in_process(OURS, *own, "overwrite_output_dir=True")
+    first, second = records(again, "reference_bound")
+    assert [first["from_cache"], second["from_cache"]] == [False, True]
+    assert second["max_batch_size"] == first["max_batch_size"]
+
+
+def test_a_preview_names_what_the_reference_runs_at_once(small, lora, capsys):
+    for size, says in (("7", "reference: 7 rows at once"), ("auto", "a search finds")):
+        small.run_in_process(
+            OURS, *lora, "preview=True", f"reference_micro_batch_size={size}", "epochs=1"
+        )
+        assert says in capsys.readouterr().out
+
+
+def test_a_run_whose_reference_runs_apart_resumes_with_the_same_bits(small, lora):
+    own = (
+        *lora, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3",
+        "reference_micro_batch_size=auto", "probe.device_memory=24MiB",
+    )  # fmt: skip
+    begun = small.run_in_process(OURS, *own)
+    folder = small.fresh_folder()
+    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "epoch_0")
+    shutil.rmtree(folder / "step_6")
+    resumed = small.run_in_process(
+        OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
+    )
+    assert steps(resumed, "loss")[-5:] == steps(begun, "loss")[-5:]
+
+
+def test_a_run_resumes_with_its_reference_elsewhere(small, lora):
+    """What is saved of the reference's limit is of no use, or is not there, and that is logged."""
+    within = (*lora, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
+    for first, second in (
+        ((), ("reference_micro_batch_size=4",)),
+        (("reference_micro_batch_size=4",), ()),
+    ):
+        begun = small.run_in_process(OURS, *within, *first)
+        folder = small.fresh_folder()
+        shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
+        shutil.rmtree(folder / "epoch_0")
+        shutil.rmtree(folder / "step_6")
+        resumed = small.run_in_process(
+            OURS, *within, *second, f"output_dir={folder}", "resume_from_checkpoint=True"
+        )
+        expected = pytest.approx(steps(begun, "loss")[-5:], rel=1e-5)
+        assert steps(resumed, "loss")[-5:] == expected
+        (change,) = records(resumed, "reference_micro_batch_size")
+        assert {change["before"], change["after"]} == {None, 4}
+
+
+def test_the_probe_shows_what_fits_in_the_reference(small, lora, capsys):
+    own = ("probe.device_memory=24MiB", "probe.cache=False", "reference_micro_batch_size=auto")
+    small.run_in_process("adaptive_probe", *lora, *own)
+    assert "the reference alone, without gradients:" in capsys.readouterr().out
+
+
+def test_more_pairs_than_fit_in_the_reference_are_refused(small, lora):
+    own = ("micro_batch_size=auto", "probe.device_memory=16MiB", "probe.cache=False")
+    with pytest.raises(SettingError, match=r"rows fit; give \d+ or less, or auto") as refused:
+        small.run_in_process(OURS, *lora, *own, "reference_micro_batch_size=30")
+    assert refused.value.key == "reference_micro_batch_size"
+
+
 def test_a_second_model_takes_its_memory_from_the_rows(small, lora, full):
     """What is held beside the rows: a base once under adapters, and twice with every weight."""
     estimated = {}
@@ -86,6 +225,29 @@ def test_a_second_model_takes_its_memory_from_the_rows(small, lora, full):
         path = finished.output_dir / "adaptive_batch" / "estimate.json"
         estimated[kind] = json.loads(path.read_text())["devices"][0]["lengths"][0]
     assert estimated["lora"]["max_batch_size"] > estimated["full"]["max_batch_size"] > 0
+
+
+def test_an_estimate_has_the_pairs_that_fit_in_the_reference_alone(small, full):
+    estimated = {}
+    for size in ("null", "auto"):
+        finished = small.run_in_process(
+            "adaptive_estimate", *full, "estimate.devices=[32MiB]", "estimate.context=0",
+            "estimate.sequence_lengths=[64]", "estimate.changes=False",
+            f"reference_micro_batch_size={size}",
+        )  # fmt: skip
+        path = finished.output_dir / "adaptive_batch" / "estimate.json"
+        (estimated[size],) = json.loads(path.read_text())["devices"]
+    within, apart = (estimated[size]["lengths"][0]["max_batch_size"] for size in ("null", "auto"))
+    assert apart > within
+    assert estimated["null"]["reference_rows"] == []
+    assert estimated["auto"]["reference_rows"][0] > apart
+    # What a trial counts is what is estimated.
+    found = small.run_in_process(
+        OURS, *full, "reference_micro_batch_size=auto", "probe.device_memory=32MiB", "epochs=1",
+        "probe.headroom=0.0", "probe.sequence_length=64", "probe.cache=False", "batch_size=32",
+    )  # fmt: skip
+    (bound,) = records(found, "reference_bound")
+    assert bound["max_batch_size"] == min(32, estimated["auto"]["reference_rows"][0])
 
 
 def test_a_run_resumes_from_a_point_within_an_epoch_with_the_same_bits(small, full):
@@ -154,6 +316,10 @@ def test_the_probe_finds_the_bound_of_pairs(small, lora):
         (OURS, ("dataset.packed=True",), "dataset.packed", "rows are preference pairs"),
         (OURS, ("loss=torch.nn.CrossEntropyLoss",), "loss", "not a loss of preference pairs"),
         ("adaptive_lora_finetune", (), "loss", "`tune run adaptive_dpo`"),
+        (OURS, ("reference_micro_batch_size=0",), "reference_micro_batch_size", "1 or more"),
+        (OURS, ("reference_micro_batch_size=2.5",), "reference_micro_batch_size", "give auto, or"),
+        (OURS, ("reference_micro_batch_size=most",), "reference_micro_batch_size", "give auto, or"),
+        (OURS, ("reference_micro_batch_size=True",), "reference_micro_batch_size", "give auto, or"),
     ],
 )
 def test_what_is_of_another_recipe_is_refused_before_weights_load(

@@ -45,11 +45,39 @@ def test_a_rank_that_runs_out_of_memory_costs_a_retry(setup, kind, where):
     assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
     assert audit(retried.output_dir).holds
     undisturbed = run(setup, *own)
+    assert_same_metrics(retried, undisturbed)
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "full"])
+def test_a_reference_apart_that_runs_out_of_memory_on_a_rank_costs_itself_a_retry(setup, kind):
+    own = LORA if kind == "LoRA" else (*PAIRS, *reference_of(setup))
+    within = run(setup, *own)
+    fault = "support.rank_faults.more_than_two_pairs_in_the_reference_on_rank_one"
+    retried = run(setup, *own, "reference_micro_batch_size=4", before=fault)
+    records = read_records(retried.output_dir / "adaptive_batch" / "run.jsonl")
+    (change,) = (record for record in records if record["kind"] == "reference_limit")
+    assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
+    assert not [record for record in records if record["kind"] == "limit"]
+    assert audit(retried.output_dir).holds
+    assert_same_metrics(retried, within)
+
+
+def test_ranks_agree_on_what_fits_in_the_reference(setup):
+    own = ("micro_batch_size=1", "probe.device_memory=24MiB", "probe.trial_timeout=60")
+    within = run(setup, *LORA, *own)
+    apart = run(setup, *LORA, *own, "reference_micro_batch_size=auto")
+    records = read_records(apart.output_dir / "adaptive_batch" / "run.jsonl")
+    (bound,) = (record for record in records if record["kind"] == "reference_bound")
+    assert 1 < bound["max_batch_size"] <= 4
+    assert_same_metrics(apart, within)
+
+
+def assert_same_metrics(one: Attempt, other: Attempt) -> None:
+    """Two runs have the same losses and metrics, but for rounding."""
     for name in ("loss", "rewards/margins", "log_probs/chosen"):
-        logged = map(float, losses(undisturbed.output_dir, name=name))
+        logged = map(float, losses(other.output_dir, name=name))
         expected = [pytest.approx(figure, rel=1e-3, abs=1e-5) for figure in logged]
-        figures = list(map(float, losses(retried.output_dir, name=name)))
-        assert figures == expected != []
+        assert list(map(float, losses(one.output_dir, name=name))) == expected != []
 
 
 def test_a_second_model_trains_with_the_optimizer_in_backward(setup):

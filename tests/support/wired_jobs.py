@@ -30,6 +30,7 @@ class Wired:
         builder: of the model that trains.
         limit: what a micro-batch holds.
         memory: in place of the device's.
+        reference_limit: what a micro-batch of the reference holds, where it runs apart.
     """
 
     def __init__(
@@ -40,10 +41,12 @@ class Wired:
         builder: ModelBuilder | None,
         limit: MicroBatchLimit,
         memory: DeviceMemory | None = None,
+        reference_limit: MicroBatchLimit | None = None,
     ) -> None:
         job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
         if memory is not None:
             job.memory = memory
+        self.job = job
         self.data = Data(job, rows, packed=False)
         model = self._filled(cfg.model, job.dtype, seed=1)
         job.builder.freeze(model)
@@ -51,7 +54,13 @@ class Wired:
         if job.second is not None:
             second = self._filled(job.second.cfg.model, job.dtype, seed=2)
         sizer = HeldSizer(limit, layout=self.data.shapes, memory=job.memory)
-        self.trainer = Trainer(job, self.data, model, sizer, second=second)
+        reference_sizer = None
+        if reference_limit is not None:
+            layout = self.data.shapes.of_kind("grouped", time=self.data.shapes.time)
+            reference_sizer = HeldSizer(reference_limit, layout=layout, memory=job.memory)
+        self.trainer = Trainer(
+            job, self.data, model, sizer, second=second, reference_sizer=reference_sizer
+        )
         self.model = model
 
     @staticmethod

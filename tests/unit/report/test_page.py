@@ -142,6 +142,14 @@ def test_a_bound_that_is_the_most_that_was_tried_has_a_plus():
         assert f"The largest that fits has {shown} rows" in figure.description
 
 
+def test_the_head_has_the_bound_of_a_reference_that_runs_apart():
+    records = Records()
+    records.start()
+    for bound in (12, 9):
+        records.add("reference_bound", message=f"reference: {bound} rows", max_batch_size=bound)
+    assert dict(facts_of(timeline_of(records), None))["bound of the reference"] == "9"
+
+
 def test_the_head_has_the_facts_of_the_run():
     facts = dict(facts_of(timeline_of(full_records()), PROBE))
     assert facts["rows"] == "4,096"

@@ -281,6 +281,12 @@ def test_the_ratio_is_torchtunes_where_none_is_given():
         ),
         ("full", {"tensor_parallel_dim": 2}, "tensor_parallel_dim", "give 1, and ranks divide"),
         ("full", {"ref_checkpointer": {"_component_": "x"}}, "ref_checkpointer", "adaptive_dpo"),
+        (
+            "LoRA",
+            {"reference_micro_batch_size": "auto"},
+            "reference_micro_batch_size",
+            "logits of every token",
+        ),
     ],
 )
 def test_what_distillation_does_not_take_is_refused_with_its_reason(kind, keys, key, says):

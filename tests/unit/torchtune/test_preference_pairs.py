@@ -5,7 +5,8 @@ split, the gradient and the metrics are those of all.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from support.model_families import Combination
 from support.wired_jobs import Wired, bounds, largest_difference
 from torch import nn
 from torchtune.data import padded_collate_dpo
+from torchtune.rlhf import get_batch_log_probs
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.torchtune import (
     AdapterModel,
     Data,
@@ -28,10 +31,20 @@ from adaptive_batch.torchtune import (
     Job,
     PreferencePairs,
     Settings,
+    Trainer,
     builder_of,
     without_effect,
 )
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
+from adaptive_batch.training import (
+    REFERENCE,
+    BoundSearch,
+    Evaluation,
+    MicroBatchSizer,
+    OOMPolicy,
+    ProbeOptions,
+    WorstRows,
+)
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*dpo*.yaml"))
@@ -206,6 +219,205 @@ def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
     assert (longer["labels"][:, 30:] == -100).all()
     assert task.length(task.resized(rows[0], 24)) == 24
     assert task.length(task.made_up_row(24)) == 24
+
+
+# --- the reference in micro-batches of its own
+
+
+def reference_calls(wired: Wired) -> list[int]:
+    """A list to which each forward of the reference adds its pairs, from now on."""
+    pairs_of_calls: list[int] = []
+    logits = wired.trainer.reference_logits
+
+    def noted(tokens: torch.Tensor) -> Any:
+        pairs_of_calls.append(len(tokens) // 2)
+        return logits(tokens=tokens)
+
+    wired.trainer.reference_logits = noted
+    return pairs_of_calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_apart_changes_no_number_of_a_step(kind):
+    rows = pairs(11, seed=5)
+    within = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))
+    expected = within.run(rows)
+    gradients = within.gradients()
+    for limit in (MicroBatchLimit(1), MicroBatchLimit(5), MicroBatchLimit(350, "tokens")):
+        apart = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=limit)
+        calls = reference_calls(apart)
+        result = apart.run(rows)
+        assert sum(calls) == len(rows)
+        assert max(calls) <= limit.amount
+        assert result.micro_batches == expected.micro_batches == 6
+        assert largest_difference(gradients, apart.gradients()) < EXACT
+        assert result.loss == pytest.approx(expected.loss, rel=EXACT)
+        assert result.metrics == pytest.approx(expected.metrics, rel=EXACT, abs=EXACT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [(1, 1), (4, 2), (9, 30)])
+def test_what_the_reference_computes_apart_has_the_bits_of_torchtune(kind, lengths):
+    row = {}
+    for name, length in zip(("chosen", "rejected"), lengths, strict=True):
+        row[f"{name}_input_ids"] = list(range(1, 1 + length))
+        row[f"{name}_labels"] = [-100, *range(2, 1 + length)]
+    rows = [row, row]
+    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=MicroBatchLimit(2))
+    values = wired.trainer.runner.reference.of_rows(rows)
+    tokens, labels = padded_collate_dpo(rows)
+    with torch.no_grad():
+        logits = wired.trainer.reference_logits(tokens=tokens)
+    assert torch.equal(values.T.flatten(), get_batch_log_probs(logits, labels))
+
+
+def test_a_reference_apart_runs_fewer_micro_batches_than_are_trained():
+    rows = pairs(12)
+    apart = job_on_pairs(
+        "LoRA", rows, limit=MicroBatchLimit(1), reference_limit=MicroBatchLimit(12)
+    )
+    calls = reference_calls(apart)
+    assert apart.run(rows).micro_batches == 12
+    assert len(calls) < 6
+
+
+def test_a_validation_runs_the_reference_within_its_own_micro_batches():
+    rows = pairs(6)
+    within = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6))
+    apart = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6), reference_limit=MicroBatchLimit(2))
+    losses = [wired.trainer.runner.evaluate(rows) for wired in (within, apart)]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
+    rows = pairs(8)
+    expected = job_on_pairs(
+        kind, rows, limit=MicroBatchLimit(4), reference_limit=MicroBatchLimit(4)
+    )
+    result = expected.run(rows)
+    failures = 0
+    for operation in range(1, 400, 23):
+        mode = RunsOutAt(operation)
+        memory = AttemptedMemory(mode.begin)
+        faulted = job_on_pairs(
+            kind,
+            rows,
+            limit=MicroBatchLimit(4),
+            memory=memory,
+            reference_limit=MicroBatchLimit(len(rows)),
+        )
+        reference = faulted.trainer.runner.reference
+        with mode:
+            after = faulted.run(rows)
+        if not mode.failed_in:
+            break
+        failures += 1
+        assert reference.sizer.limit(1).amount < len(rows)
+        assert faulted.trainer.runner.sizer.limit() == MicroBatchLimit(4)
+        assert after.loss == pytest.approx(result.loss, rel=EXACT)
+        assert largest_difference(expected.gradients(), faulted.gradients()) < EXACT
+        adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
+        assert not any(part.disabled for part in adapters)
+    assert failures > 4
+
+
+def test_a_step_that_is_run_again_does_not_ask_the_reference_again():
+    rows = pairs(8)
+    # The reference's attempt and what is asked after it come first.
+    mode = RunsOutAt(0, 0, 150)
+    faulted = job_on_pairs(
+        "LoRA",
+        rows,
+        limit=MicroBatchLimit(8),
+        memory=AttemptedMemory(mode.begin),
+        reference_limit=MicroBatchLimit(8),
+    )
+    calls = reference_calls(faulted)
+    with mode:
+        result = faulted.run(rows)
+    assert mode.failed_in
+    assert result.micro_batches > 1
+    assert sum(calls) == len(rows)
+
+
+def test_a_lowered_limit_of_the_reference_grows_back():
+    rows = pairs(8)
+    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(8), reference_limit=MicroBatchLimit(8))
+    sizer = MicroBatchSizer(micro_batch_size=8, policy=OOMPolicy(grow_after=1))
+    trainer = Trainer(wired.job, wired.data, wired.model, MicroBatchSizer(), reference_sizer=sizer)
+    sizer.keep_below(MicroBatchLimit(2), rows_at_once=1)
+    limits = []
+    for _ in range(80):
+        trainer.runner.run(rows, len(rows))
+        limits.append(sizer.limit(1).amount)
+    assert limits[0] == 2
+    assert limits == sorted(limits)
+    assert limits[-1] == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_of_the_reference_is_that_of_brute_force(kind):
+    (row,) = [pair((24, 30), torch.Generator())]
+    wired = job_on_pairs(kind, [row], limit=MicroBatchLimit(1), reference_limit=MicroBatchLimit(1))
+    runner = wired.trainer.runner
+    optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
+    worst = WorstRows(lambda size: [row] * size, 60, "one row")
+
+    def search(maximum: int, device_memory: int | None = None) -> Any:
+        tried = replace(wired.trainer.tried(), optimizer=optimizer)
+        options = ProbeOptions(device_memory, headroom=0.0, maximum=maximum)
+        evaluation = Evaluation(
+            runner.reference.try_rows, worst, kind=REFERENCE, in_training_mode=True
+        )
+        return BoundSearch(tried, worst, options, accumulates=False, evaluation=evaluation).run()
+
+    peaks = [search(size).peak_bytes() for size in range(1, 14)]
+    assert peaks == sorted(set(peaks))
+    # A step of one row is tried first, and has to fit.
+    tried = replace(wired.trainer.tried(), optimizer=optimizer)
+    of_step = BoundSearch(tried, worst, ProbeOptions(maximum=1), accumulates=False).run()
+    trial = of_step.trials[-1]
+    least = max(trial.peak_bytes or 0, trial.optimizer_peak_bytes or 0)
+    budgets = {size: (peaks[size - 1] + peaks[size]) // 2 for size in (2, 5, 9, 12)}
+    searched = [size for size, budget in budgets.items() if budget > least]
+    assert len(searched) > 1
+    for size in searched:
+        assert search(40, budgets[size]).max_batch_size == size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
+    rows = [pair((24, 30), torch.Generator())] * 8
+    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=MicroBatchLimit(4))
+    runner = wired.trainer.runner
+    runner.memory = memory = CountedMemory(torch.device("cpu"))
+    resident = list(wired.trainer.models.parameters())
+
+    def peak(run: Callable[[], object]) -> int:
+        wired.model.zero_grad(set_to_none=True)
+        with memory.measure(iter(resident), budget_bytes=2**40) as usage:
+            run()
+        return usage.peak_bytes
+
+    def two_micro_batches() -> None:
+        for _ in range(2):
+            runner.try_rows(rows[:2])
+
+    of_training = peak(two_micro_batches)
+    of_reference = peak(lambda: runner.reference.try_rows(rows[:4]))
+    of_step = peak(lambda: runner.run(rows, 8))
+    # What is kept of each pair are two numbers, and a few of the whole step.
+    assert of_step <= max(of_training, of_reference) + 1024
+    within = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))
+    within.model.zero_grad(set_to_none=True)
+    with memory.measure(
+        iter(list(within.trainer.models.parameters())), budget_bytes=2**40
+    ) as usage:
+        for _ in range(2):
+            within.trainer.runner.try_rows(rows[:2])
+    # The reference's logits are not there beside what the policy keeps for its backward.
+    assert of_training < usage.peak_bytes
 
 
 # --- what is taken and what is refused

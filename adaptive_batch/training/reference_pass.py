@@ -1,0 +1,127 @@
+"""What a loss takes of each row from a frozen reference, for all rows of a step at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from adaptive_batch.data import MicroBatchLayout
+
+from .forward_passes import ForwardPasses
+from .sizing import MicroBatchSizer
+from .snapshot import StepSnapshot
+from .step_runner import StepRunner
+
+if TYPE_CHECKING:
+    from .micro_batch_runner import RowLoss
+
+# The kind of micro-batch by which ranks know its collectives.
+REFERENCE = "reference"
+# The key of a batch under which its loss takes what the reference has computed of it.
+REFERENCE_VALUES = "reference_values"
+
+
+@dataclass(frozen=True)
+class RowReference:
+    """What a loss takes of each row from a frozen reference.
+
+    Attributes:
+        values: function that returns it of a batch on the device, which it may empty:
+            `[rows, numbers]`.
+        num_values: numbers of each row.
+        sizer: decides what a micro-batch of the reference may hold, apart from training's.
+    """
+
+    values: Callable[[dict[str, Any]], torch.Tensor]
+    num_values: int
+    sizer: MicroBatchSizer
+
+
+class ReferencePass:
+    """Runs the reference of a loss on the rows of a step, before the first of these is trained, in
+    micro-batches of its own.
+
+    Without gradients more rows fit at once than train at once. Random numbers and persistent
+    buffers are as before afterwards.
+
+    Args:
+        runner: runner that trains the model.
+        loss: loss of its rows, which says how these become a batch.
+        reference: what is computed of them.
+
+    Attributes:
+        sizer: see :class:`RowReference`.
+    """
+
+    def __init__(self, runner: StepRunner, loss: RowLoss, reference: RowReference) -> None:
+        self.sizer = reference.sizer
+        self._runner = runner
+        self._loss = loss
+        self._reference = reference
+        self._passes = ForwardPasses(
+            runner, reference.sizer, row_length=loss.row_length, evaluates=REFERENCE
+        )
+        self._snapshot = StepSnapshot(runner.model, runner.memory.device)
+
+    def of_rows(self, rows: Sequence[Any]) -> torch.Tensor:
+        """Return the numbers of each row of a step, on the device: `[rows, numbers]`; ranks call it
+        together.
+
+        Args:
+            rows: rows of this rank; none where other ranks have some.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: out of memory on this rank where the others cannot be told.
+        """
+        self._passes.ease()
+        self._passes.grow_where_room()
+        restore = self._snapshot.take()
+        results = self._passes.run(
+            rows,
+            self._forward,
+            layout=self._layout(),
+            dummy_row=self._loss.dummy_row,
+            doing="in the reference",
+            undo=restore,
+        )
+        restore()
+        if not results:
+            return self.made_up(0)
+        by_micro_batch = torch.cat([values for _, values in results])
+        positions = [position for piece, _ in results for position in piece.rows]
+        of_rows = torch.empty_like(by_micro_batch)
+        of_rows[positions] = by_micro_batch
+        return of_rows
+
+    def _layout(self) -> MicroBatchLayout:
+        """Return the layout, which cuts rows by what training's micro-batches were found to take:
+        more rows at once are not faster where they are padded more.
+        """
+        layout = self.sizer.layout
+        return layout.of_kind(layout.kind, time=self._runner.sizer.layout.time)
+
+    def made_up(self, num_rows: int) -> torch.Tensor:
+        """Return numbers in the shape of :meth:`of_rows`, on the host, for rows whose loss does not
+        count.
+        """
+        return torch.zeros(num_rows, self._reference.num_values)
+
+    def try_rows(self, rows: Sequence[Any]) -> None:
+        """Run one micro-batch as :meth:`of_rows` does, and forget what it computed."""
+        length = self.sizer.layout.padded(max(map(self._loss.row_length, rows)))
+        with self._runner.trial(evaluates=REFERENCE):
+            self._values(rows, length)
+
+    def _forward(self, rows: Sequence[Any], length: int) -> torch.Tensor:
+        with self._runner.sharding.micro_batch(evaluates=REFERENCE):
+            return self._values(rows, length)
+
+    @torch.no_grad()
+    def _values(self, rows: Sequence[Any], length: int) -> torch.Tensor:
+        batch = self._loss.collate(rows, length)
+        self._loss.to_device(batch)
+        return self._reference.values(batch)
