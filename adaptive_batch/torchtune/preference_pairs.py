@@ -180,7 +180,7 @@ class PreferencePairs(Task):
             )
         ]
         of_tokens = torch.cat(of_chunks, dim=1).squeeze(-1)
-        log_probs = (of_tokens * is_label).sum(-1)
+        log_probs: torch.Tensor = (of_tokens * is_label).sum(-1)
         return log_probs.view(len(self.fields), -1).T
 
 

@@ -90,14 +90,21 @@ APART = {
 @pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize("apart", [*APART])
 def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(request, small, kind, apart):
-    own = (*request.getfixturevalue(kind), *SGD, "batch_size=16", "probe.cache=False")
+    own = (
+        *request.getfixturevalue(kind), *SGD, "batch_size=16", "probe.cache=False", "epochs=2",
+        "lr_scheduler.num_warmup_steps=0",
+    )  # fmt: skip
     within = small.run_in_process(OURS, *own, "micro_batch_size=3")
     finished = small.run_in_process(OURS, *own, "micro_batch_size=3", *APART[apart])
     assert steps(finished, "loss") == pytest.approx(steps(within, "loss"), rel=1e-5)
+    assert min(map(abs, steps(within, "rewards/margins")[1:])) > 1e-3
     for name in METRICS:
-        if not name.startswith("logits/"):
-            expected = pytest.approx(steps(within, name), rel=1e-3, abs=1e-5)
-            assert steps(finished, name) == expected, name
+        if name.startswith("logits/"):
+            continue
+        # In the first step both models are one, and rounding decides which reward is larger.
+        first = 1 if name == "rewards/accuracies" else 0
+        expected = pytest.approx(steps(within, name)[first:], rel=1e-3, abs=1e-5)
+        assert steps(finished, name)[first:] == expected, name
     bounds = records(finished, "reference_bound")
     assert len(bounds) == ("auto" in str(APART[apart]))
     for bound in bounds:
