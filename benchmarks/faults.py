@@ -37,7 +37,9 @@ WITH_ADAPTERS = [
 ]
 WITH_TASKS = [
     Way("rows", checkpointing=False, adapters="LoRA", task="DPO"),
-    Way("tokens", checkpointing=True, task="distillation"),
+    Way("rows", checkpointing=True, nested=True, task="DPO"),
+    Way("tokens", checkpointing=True, adapters="LoRA", task="distillation"),
+    Way("rows", checkpointing=False, nested=True, task="distillation"),
 ]
 
 
