@@ -115,8 +115,10 @@ measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with w
 	$(BIN)/python examples/demo
 	for name in checkpoint search bound traceless parity faults batching capacity throughput step_time step_overhead resume noise_scale kills pays dealing scale parity_adapters parity_tasks parity_on_ranks faults_on_ranks kills_on_ranks resume_across_ranks step_time_on_ranks step_time_ddp estimate published; do $(BIN)/python benchmarks/$$name.py || exit 1; done
 	for name in bound traceless faults; do $(BIN)/python benchmarks/$$name.py --adapters || exit 1; done
+	for name in bound traceless faults; do $(BIN)/python benchmarks/$$name.py --tasks || exit 1; done
 	$(BIN)/python benchmarks/parity_adapters.py --ranks
 	$(BIN)/python benchmarks/throughput.py --losses
+	$(BIN)/python benchmarks/throughput.py --pairs
 	$(BIN)/python benchmarks/step_time.py --compare micro
 	$(BIN)/python benchmarks/scripts.py $(if $(SCRIPTS),--scripts $(SCRIPTS),--only sft dpo grpo lightning_module stream)
 	$(STACK)/bin/python benchmarks/cuda_stack.py

@@ -1,13 +1,14 @@
 """The bound that each search finds, beside brute force under the same budget and the same rule for
 a trial.
 
-    python benchmarks/bound.py [--quick] [--adapters] [--threads N] [--output DIR]
+    python benchmarks/bound.py [--quick] [--adapters | --tasks] [--threads N] [--output DIR]
     python benchmarks/bound.py --device cuda [--memory 24GiB] [--quick] [--output DIR]
 
 On a CPU, tensor bytes are counted: small models of torchtune's qwen2 builder, every size from one
 row up until three in a row do not fit, then the three searches. The peaks that brute force saw are
 also replayed to `predict` under budgets for every true maximum that they cover. With `--adapters`,
-LoRA, DoRA and QLoRA, two bounds of hundreds of rows among them. On CUDA: random weights of real
+LoRA, DoRA and QLoRA, two bounds of hundreds of rows among them. With `--tasks`, preference pairs
+and distillation as the recipes build them, with their second model. On CUDA: random weights of real
 size in bf16; the true maximum is bisected and checked upward.
 """
 
@@ -52,6 +53,7 @@ from adaptive_batch.probe import (
 )
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support import model_families
 from support.runners import build_runner
 
 MIB = 2**20
@@ -117,18 +119,22 @@ class Combination:
     dtype: str = "float32"
     accumulates: bool = False
     about: int = 0
+    task: str = ""
+    layout: str = ""
 
     @property
     def maximum(self) -> int:
         return max(MAXIMUM, 2 * self.about)
 
     def __str__(self) -> str:
-        marks = [
+        marks = [self.task] if self.task else []
+        marks += [
             self.model,
             str(self.length),
             self.optimizer + (" in backward" if self.in_backward else ""),
             self.loss,
         ]
+        marks += [self.layout] if self.layout else []
         marks += ["checkpointing"] * self.checkpointing + ["bf16"] * (self.dtype == "bfloat16")
         return ", ".join(marks + ["accumulating"] * self.accumulates)
 
@@ -178,6 +184,22 @@ WITH_ADAPTERS = [
     ),
     Combination("QLoRA", 128, "SGD", accumulates=True, dtype="bfloat16", about=1),
 ]
+WITH_TASKS = [
+    Combination("LoRA", 64, "AdamW", about=23, task="DPO"),
+    Combination("LoRA", 64, "AdamW fused", checkpointing=True, about=31, task="DPO"),
+    Combination("LoRA", 128, "AdamW", accumulates=True, about=9, task="DPO", layout="grouped"),
+    Combination("full", 64, "AdamW", about=12, task="DPO"),
+    Combination("full", 64, "SGD", in_backward=True, about=7, task="DPO"),
+    Combination("full", 32, "AdamW", dtype="bfloat16", about=19, task="DPO", layout="grouped"),
+    Combination("LoRA", 64, "AdamW", loss="chunked", about=37, task="distillation"),
+    Combination("LoRA", 64, "AdamW fused", about=16, task="distillation", layout="grouped"),
+    Combination(
+        "LoRA", 32, "AdamW", loss="chunked", about=20, task="distillation", layout="packed"
+    ),
+    Combination("full", 64, "AdamW", checkpointing=True, about=30, task="distillation"),
+    Combination("full", 64, "AdamW", accumulates=True, about=5, task="distillation"),
+    Combination("full", 32, "SGD momentum", about=11, task="distillation", layout="packed"),
+]
 ON_CUDA = [
     Combination(
         model, length, "AdamW fused", checkpointing=checkpointing, loss="chunked", dtype="bfloat16"
@@ -190,6 +212,8 @@ ON_CUDA = [
 
 class Bench:
     """A model in training, and rehearsals of it."""
+
+    _held: Sequence[nn.Module] = ()
 
     def __init__(self, combination: Combination, device: torch.device) -> None:
         torch.manual_seed(SEED)
@@ -249,6 +273,7 @@ class Bench:
             memory=self.memory,
             budget_bytes=budget_bytes,
             row=f"one row of {self.combination.length} tokens",
+            held=self._held,
         )
 
     def search(self, name: str, *, budget_bytes: int, maximum: int) -> tuple[ProbeResult, float]:
@@ -268,6 +293,34 @@ class Bench:
                 )
             result = run_search(rehearsal, search=search, resident_bytes=rehearsal.resident_bytes)
         return result, time.perf_counter() - start
+
+
+class BenchOfTask(Bench):
+    """A small model and what it is compared with, built and run as the recipes do."""
+
+    def __init__(self, combination: Combination, device: torch.device) -> None:
+        self.combination = combination
+        family = model_families.Combination(
+            "qwen2",
+            combination.length,
+            combination.optimizer,
+            combination.loss,
+            "checkpointing" if combination.checkpointing else "",
+            "bf16" if combination.dtype == "bfloat16" else "fp32",
+            combination.in_backward,
+            device=str(device),
+            layout=combination.layout or None,
+            task=combination.task,
+            adapters=combination.model == "LoRA",
+        )
+        run = model_families.RealRun(family)
+        step = run.trainer.tried()
+        self.memory = run.job.memory
+        self.model = run.trainer.model
+        self._runner = run.trainer.runner
+        self._optimizer = step.optimizer
+        self._held = step.held
+        self._row = run.data.dataset[0]
 
 
 def found(result: ProbeResult, seconds: float) -> dict[str, Any]:
@@ -363,7 +416,8 @@ def measure_on_cpu(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
         + f"{'brute s':>9}"
     )
     for combination in combinations:
-        bench = Bench(combination, torch.device("cpu"))
+        kind = BenchOfTask if combination.task else Bench
+        bench = kind(combination, torch.device("cpu"))
         budget = choose_budget(bench)
         true_maximum, peaks, seconds = brute_force(bench, budget)
         searches = {
@@ -525,6 +579,7 @@ def main() -> None:
         "--quick", action="store_true", help="fewer combinations, smaller all_reduce_max"
     )
     parser.add_argument("--adapters", action="store_true", help="on a frozen base, on a CPU")
+    parser.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     parser.add_argument("--threads", type=int, help="threads of PyTorch on the CPU")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
@@ -541,11 +596,13 @@ def main() -> None:
         )
         return
     combinations = WITH_ADAPTERS if arguments.adapters else ON_CPU
+    if arguments.tasks:
+        combinations = WITH_TASKS
     if arguments.quick:
         combinations = [replace(c, about=min(c.about, 8)) for c in combinations[::3]]
     rows = measure_on_cpu(combinations)
     print()
-    name = "bound_adapters" if arguments.adapters else "bound"
+    name = "bound" + "_adapters" * arguments.adapters + "_tasks" * arguments.tasks
     records.write(name, arguments.output, totals=summarize(rows), bound=rows)
 
 

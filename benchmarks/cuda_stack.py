@@ -2,7 +2,7 @@
 without a device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
-    {cases,compiled,bounds,probe,recipe,runs,ranks}] [--quick]
+    {cases,tasks,compiled,bounds,probe,recipe,runs,ranks}] [--quick]
     [--cases N] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
@@ -10,10 +10,11 @@ Each run is the recipe's own step of a model of real size, in a process whose CU
 (tests/support/cuda_stack/README.md). `cases`: a sample that is drawn by a seed: what the estimate
 says of each number of rows, and its replay of the allocator with default and with expandable
 segments, beside what PyTorch counted: bytes requested, allocated and reserved, and every segment
-with its blocks. `compiled`: the same for `compile: True`, at the rows that are estimated to fit
-without a retry; whether these run so, and more do not. `bounds`: the rows that are estimated to fit
-without a retry of the allocator beside brute force: the most rows that run six steps so, and those
-rows with varying lengths.
+with its blocks. `tasks`: the same for preference pairs and distillation, with adapters and of every
+weight, at the bound. `compiled`: the same for `compile: True`, at the rows that are estimated to
+fit without a retry; whether these run so, and more do not. `bounds`: the rows that are estimated to
+fit without a retry of the allocator beside brute force: the most rows that run six steps so, and
+those rows with varying lengths.
 `probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
 small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
 shares of the memory taken away and given back. `runs`: the same model, 100 times with lengths of
@@ -59,7 +60,7 @@ from adaptive_batch.estimate import (
     traces_alike,
 )
 from adaptive_batch.report import audit, read_records
-from adaptive_batch.torchtune import Settings, set_up_process
+from adaptive_batch.torchtune import Settings, builder_of, set_up_process
 from adaptive_batch.torchtune.estimates import Estimator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -70,6 +71,7 @@ from support.model_families import Combination
 from support.stack_runs import Outcome, StackRun, StackRuns
 
 SEED = 15
+LENGTH_OF_TASKS = 1024  # of a pair both answers
 STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
 DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
@@ -127,6 +129,30 @@ def sample(
     return list(cases)
 
 
+def tasks() -> list[Case]:
+    """Preference pairs and distillation of whole models, on devices that hold a step of theirs."""
+    devices = {  # with adapters, and of every weight
+        "llama3_2_1b": ("RTX4090", "A100-40GB"),
+        "llama3_2_3b": ("A100-40GB", "H100"),
+        "llama3_1_8b": ("H100", "B200"),
+    }
+    cases = []
+    for task, (model, pair) in product(("DPO", "distillation"), devices.items()):
+        for adapters, device in zip((True, False), pair, strict=True):
+            combination = Combination(
+                model,
+                LENGTH_OF_TASKS,
+                loss="chunked",
+                checkpointing="" if model == "llama3_2_1b" else "checkpointing",
+                dtype="bf16",
+                device="cuda",
+                task=task,
+                adapters=adapters,
+            )
+            cases.append(Case(combination, device, "bound"))
+    return cases
+
+
 # --- the estimate
 
 
@@ -146,7 +172,7 @@ class Estimated:
     def opened(self) -> Iterator[Estimated]:
         """Inside, logs can be had."""
         settings = Settings.from_config(self._cfg)
-        estimator = Estimator(self._cfg, settings, [self.device])
+        estimator = Estimator(self._cfg, settings, [self.device], builder_of(self._cfg))
         with estimator._step(self._cfg, [self._length], 1, self.device) as step:
             self._step, self._targets = step, estimator._targets
             self._run = step.run.forward_backward(step._rows[self._length][0])
@@ -702,7 +728,7 @@ def measure_runs(folder: Path, *, seeds: int) -> list[dict[str, Any]]:
     return table
 
 
-PARTS = ("cases", "compiled", "bounds", "probe", "recipe", "runs", "ranks")
+PARTS = ("cases", "tasks", "compiled", "bounds", "probe", "recipe", "runs", "ranks")
 
 
 def main() -> None:
@@ -726,6 +752,10 @@ def main() -> None:
         if arguments.only in (None, "cases"):
             cases = measure_cases(by_device(sample(120 // share)), runs)
             parts["cases"] = {"seed": SEED, "summary": summarised(cases), "cases": cases}
+            print()
+        if arguments.only in (None, "tasks"):
+            cases = measure_cases(by_device(tasks()[::share]), runs)
+            parts["tasks"] = {"summary": summarised(cases), "cases": cases}
             print()
         if arguments.only in (None, "compiled"):
             number = arguments.cases or 40 // share

@@ -1,13 +1,14 @@
 """Whether a replay leaves a trace: memory runs out at every single operation of a step, each time
 in a training of its own.
 
-    python benchmarks/faults.py [--quick] [--adapters] [--output DIR]
+    python benchmarks/faults.py [--quick] [--adapters | --tasks] [--output DIR]
 
 By rows and by tokens, with and without activation checkpointing, once and again in the replay; in
 the first step of the optimizer and in the second (see tests/support/fault_injection.py). What each
 training ends with, weights, optimizer, running statistics, random numbers and every figure of its
 steps, is compared bit by bit with one that never ran out and was given the same capacity in each
-step. With `--adapters`, a way of each of LoRA, DoRA and QLoRA on a frozen base.
+step. With `--adapters`, a way of each of LoRA, DoRA and QLoRA on a frozen base. With `--tasks`,
+preference pairs and distillation, whose second model may run out of memory too.
 """
 
 from __future__ import annotations
@@ -34,6 +35,12 @@ WITH_ADAPTERS = [
     Way("tokens", checkpointing=True, adapters="DoRA"),
     Way("rows", checkpointing=False, nested=True, adapters="QLoRA"),
 ]
+WITH_TASKS = [
+    Way("rows", checkpointing=False, adapters="LoRA", task="DPO"),
+    Way("rows", checkpointing=True, nested=True, task="DPO"),
+    Way("tokens", checkpointing=True, adapters="LoRA", task="distillation"),
+    Way("rows", checkpointing=False, nested=True, task="distillation"),
+]
 
 
 def main() -> None:
@@ -42,14 +49,18 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th operation")
     parser.add_argument("--adapters", action="store_true", help="on a frozen base")
+    parser.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the model is tiny
     width = max(map(len, PHASES))
     columns = " ".join(f"{phase:>{width}}" for phase in PHASES)
-    print(f"{'memory runs out':<34} {'places':>6} {columns} {'bit-identical':>13} {'seconds':>8}")
+    print(f"{'memory runs out':<38} {'places':>6} {columns} {'bit-identical':>13} {'seconds':>8}")
     rows = []
-    for way in WITH_ADAPTERS if arguments.adapters else WAYS:
+    ways = WITH_ADAPTERS if arguments.adapters else WAYS
+    if arguments.tasks:
+        ways = WITH_TASKS
+    for way in ways:
         start = time.perf_counter()
         swept = list(sweep(way, every=QUICK if arguments.quick else 1))
         seconds = time.perf_counter() - start
@@ -67,11 +78,11 @@ def main() -> None:
             }
         )
         counts = " ".join(f"{phases[phase]:>{width}}" for phase in PHASES)
-        print(f"{way!s:<34} {len(swept):>6} {counts} {identical:>13} {seconds:>8.1f}", flush=True)
+        print(f"{way!s:<38} {len(swept):>6} {counts} {identical:>13} {seconds:>8.1f}", flush=True)
         if differing:
             print(f"  DIFFERING {dict(differing)}")
     places, identical = (sum(row[name] for row in rows) for name in ("places", "identical"))
-    name = "faults_adapters" if arguments.adapters else "faults"
+    name = "faults" + "_adapters" * arguments.adapters + "_tasks" * arguments.tasks
     print(f"\n{places} places, bit-identical after {identical}")
     records.write(name, arguments.output, places=places, identical=identical, faults=rows)
     sys.exit(identical != places or not places)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -75,26 +75,40 @@ def drawn_lengths(sigma: float, num_rows: int, *, mean: float, longest: int) -> 
     return lengths(high).tolist()
 
 
-def write_rows(path: Path, lengths: list[int], text: str, num_tokens: Callable[[str], int]) -> None:
-    """Write a row of so many tokens for each length: words of a text in their order, but those that
-    no longer fit.
+def answers_of(lengths: list[int], text: str, num_tokens: Callable[[str], int]) -> Iterator[str]:
+    """Yield an answer of so many tokens for each length: words of a text in their order, but those
+    that no longer fit.
 
     Args:
-        path: of the JSONL file.
         lengths: tokens of each row, everything around the answer included.
         text: is repeated where it ends.
         num_tokens: of a word with the space before it; tokens do not reach across words.
     """
     words = cycle([(word, num_tokens(" " + word)) for word in text.split()])
+    for length in lengths:
+        left, taken = length - AROUND, [":"]
+        while left:
+            word, tokens = next(words)
+            if tokens <= left:
+                taken.append(word)
+                left -= tokens
+        yield " ".join(taken)
+
+
+def write_rows(path: Path, answers: Iterator[str], *, pairs: bool) -> None:
+    """Write a row for each answer into a JSONL file, or a pair for each two."""
     with path.open("w", encoding="utf-8") as file:
-        for length in lengths:
-            left, taken = length - AROUND, [":"]
-            while left:
-                word, tokens = next(words)
-                if tokens <= left:
-                    taken.append(word)
-                    left -= tokens
-            file.write(json.dumps({"signature": "text", "docstring": " ".join(taken)}) + "\n")
+        for answer in answers:
+            row: dict[str, Any] = {"signature": "text", "docstring": answer}
+            if pairs:
+                row = {
+                    column: [
+                        {"role": "user", "content": "text"},
+                        {"role": "assistant", "content": content},
+                    ]
+                    for column, content in (("chosen", answer), ("rejected", next(answers)))
+                }
+            file.write(json.dumps(row) + "\n")
 
 
 @dataclass(frozen=True)
@@ -107,6 +121,7 @@ class Setting:
         lengths: tokens of each row, in order.
         overrides: over the demo's configuration.
         blocks: of another model's configuration; they replace the demo's.
+        padded: tokens of each row as it is collated alone.
     """
 
     folder: Path
@@ -114,6 +129,7 @@ class Setting:
     lengths: list[int]
     overrides: tuple[str, ...]
     blocks: dict[str, Any]
+    padded: list[int]
 
     @property
     def mean(self) -> float:
@@ -140,6 +156,8 @@ def make_rows(
     longest: int,
     overrides: tuple[str, ...],
     blocks: dict[str, Any],
+    *,
+    pairs: bool = False,
 ) -> Setting:
     """Write rows of lognormal lengths, and make sure that the recipes' dataset has them so.
 
@@ -148,8 +166,12 @@ def make_rows(
         sigma: of the logarithm of a row's tokens; 0 makes all alike.
         num_rows: how many.
         mean, longest: tokens of a row; what would be longer is cut.
+        pairs: write preference pairs, of which each answer is as long as a row.
     """
-    lengths = drawn_lengths(sigma, num_rows, mean=mean, longest=longest)
+    columns = ("chosen_input_ids", "rejected_input_ids") if pairs else ("tokens",)
+    size = len(columns)
+    answers = drawn_lengths(sigma, size * num_rows, mean=mean, longest=longest)
+    of_rows = [answers[start : start + size] for start in range(0, len(answers), size)]
     path = folder / f"{name}.jsonl"
     own = (
         f"model.max_seq_len={longest}",
@@ -157,13 +179,21 @@ def make_rows(
         f"dataset.data_files={path}",
     )
     setting = Setting(
-        folder, name, lengths, (*own, "shuffle=False", "epochs=1", *overrides), blocks
+        folder,
+        name,
+        [sum(row) for row in of_rows],
+        (*own, "shuffle=False", "epochs=1", *overrides),
+        blocks,
+        [size * max(row) for row in of_rows],
     )
     cfg = setting.configuration("any")
     tokenizer = config.instantiate(cfg.tokenizer)
     text = " ".join(row["docstring"] for row in demo.read_rows(folder / "data" / "train.jsonl"))
-    write_rows(
-        path, lengths, text, lambda text: len(tokenizer.encode(text, add_bos=False, add_eos=False))
-    )
-    assert [len(row["tokens"]) for row in config.instantiate(cfg.dataset, tokenizer)] == lengths
+
+    def num_tokens(text: str) -> int:
+        return len(tokenizer.encode(text, add_bos=False, add_eos=False))
+
+    write_rows(path, answers_of(answers, text, num_tokens), pairs=pairs)
+    rows = config.instantiate(cfg.dataset, tokenizer)
+    assert [[len(row[column]) for column in columns] for row in rows] == of_rows
     return setting

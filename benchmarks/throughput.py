@@ -4,6 +4,8 @@ best.
     python benchmarks/throughput.py [key=value ...] [--quick] [--sweep] [--only-lengths NAME ...]
         [--budgets SIZE ...]
                                     [--only REGEX] [--model 0.5B] [--device cuda] [--output DIR]
+    python benchmarks/throughput.py [key=value ...] --pairs [--quick] [--budgets SIZE ...]
+        [--only REGEX] [--output DIR]
     python benchmarks/throughput.py [key=value ...] --losses [--model 0.5B] [--device cuda]
         [--output DIR]
 
@@ -16,8 +18,11 @@ with a 95% interval of turns drawn again. The stock recipe knows no budget, and 
 machine.
 
 ``--sweep`` adds ours with every layout and size of micro-batch that is written by hand.
-``--losses`` measures instead the held-out loss after the same tokens, padded and packed. ``--model
-0.5B`` is Qwen2.5's shape in bf16 with random weights, for an accelerator.
+``--pairs`` trains adapters on preference pairs instead, each answer as long as a row: ours beside
+torchtune's recipe, whose configs have 4 pairs at once and 8 such in a step, and beside the same
+step in other micro-batches. ``--losses`` measures instead the held-out loss after the same tokens,
+padded and packed. ``--model 0.5B`` is Qwen2.5's shape in bf16 with random weights, for an
+accelerator.
 """
 
 from __future__ import annotations
@@ -49,9 +54,12 @@ from turns import (
 )
 
 from adaptive_batch.report import read_records
+from adaptive_batch.torchtune import NextTokens, PreferencePairs, Task
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import demo
+from support import preferences
 
 SIGMAS = {
     "lognormal-0.5": 0.5,
@@ -69,6 +77,8 @@ LOSS_STEPS = range(4, 33, 4)  # after which the loss is measured
 MEASURES = {"wall": 1, "cpu": 2}  # columns of turns
 VARIED = "lognormal-1.0"
 LEAST = {"fixed": 1.6, "packed": 1.0}  # over stock, where lengths vary most
+LEAST_OF_PAIRS = {"default": 2.0, "fixed": 1.3}
+DEFAULT_PAIRS = 4  # at once, in torchtune's configs
 NOT_BELOW, OF_SWEEP, SAME_LOSS = 0.98, 0.97, 1e-4
 
 
@@ -90,6 +100,8 @@ class Model:
     sizes: tuple[int, ...]
 
 
+# What the command line takes as a component is a block here.
+OF_PAIRS = tuple(override.replace("loss=", "loss._component_=", 1) for override in preferences.LORA)
 BF16 = ("dtype=bf16", "optimizer.lr=2e-5")
 MODELS = {
     "demo": Model((), 84, 512, ("256MiB", "1GiB", "4GiB"), (512, 1024, 2048, 4096, 8192)),
@@ -101,14 +113,30 @@ MODELS = {
 class Way:
     """One way to train: torchtune's with fixed batches or packed rows, ours by itself, or ours with
     a written micro-batch.
+
+    Attributes:
+        way: its name.
+        kind: fixed, default, packed, auto or sweep.
+        batch_size: rows at once, of torchtune's, and of a step, of ours.
+        overrides: over the configuration.
+        budget: of ours.
+        size: padded tokens of a written micro-batch.
+        accumulation: batches of a step.
+        pairs: whether rows are preference pairs.
     """
 
     way: str
-    kind: str  # fixed, packed, auto or sweep
+    kind: str
     batch_size: int
     overrides: tuple[str, ...] = ()
     budget: str | None = None
     size: int = 0
+    accumulation: int = 1
+    pairs: bool = False
+
+    @property
+    def task(self) -> type[Task]:
+        return PreferencePairs if self.pairs else NextTokens
 
     @property
     def is_ours(self) -> bool:
@@ -130,6 +158,26 @@ def ways(model: Model, budgets: Iterable[str], *, sweep: bool) -> list[Way]:
             for layout, size in by_hand
         ),
     ]
+
+
+def ways_of_pairs(budgets: Iterable[str]) -> list[Way]:
+    """Torchtune's steps of ROWS pairs in each fixed micro-batch, and ours by itself."""
+    stock = [
+        Way(
+            f"stock: {rows} pairs, {ROWS // rows} times",
+            "default" if rows == DEFAULT_PAIRS else "fixed",
+            rows,
+            (f"gradient_accumulation_steps={ROWS // rows}",),
+            accumulation=ROWS // rows,
+            pairs=True,
+        )
+        for rows in FIXED
+    ]
+    ours = [
+        Way(f"ours: auto, {budget}", "auto", ROWS, auto(budget), budget, pairs=True)
+        for budget in budgets
+    ]
+    return [*stock, *ours]
 
 
 def auto(budget: str) -> tuple[str, ...]:
@@ -171,22 +219,26 @@ class Run:
         name = f"{setting.name}: {way.way}"
         cfg = setting.configuration(name, f"batch_size={way.batch_size}", *way.overrides)
         start = time.perf_counter()
-        recipe = our_recipe(cfg) if way.is_ours else stock_recipe(cfg)
+        build = our_recipe if way.is_ours else stock_recipe
+        recipe = build(cfg, way.task)
         seconds = time.perf_counter() - start
-        units, longest = setting.lengths, 0
+        units, lengths, longest = setting.lengths, setting.padded, 0
         if way.kind == "packed":
             dataset = recipe._dataloader.dataset
-            units, longest = (
-                [tokens_of_pack(pack, dataset.padding_idx) for pack in dataset.packs],
-                dataset.max_seq_len,
-            )
+            units = [tokens_of_pack(pack, dataset.padding_idx) for pack in dataset.packs]
+            lengths, longest = units, dataset.max_seq_len
         size = way.batch_size
-        steps = [units[end - size : end] for end in range(size, len(units) + 1, size)]
-        tokens, padded = (
-            [sum(step) for step in steps],
-            [size * (longest or max(step)) for step in steps],
-        )
-        per_turn = round(TURN_ROWS * setting.mean * len(steps) / sum(tokens))
+        rows = size * way.accumulation
+        starts = range(0, len(units) - rows + 1, rows)
+        tokens = [sum(units[start : start + rows]) for start in starts]
+        padded = [
+            sum(
+                size * (longest or max(lengths[batch : batch + size]))
+                for batch in range(start, start + rows, size)
+            )
+            for start in starts
+        ]
+        per_turn = round(TURN_ROWS * setting.mean * len(tokens) / sum(tokens))
         return cls(name, way, recipe, seconds, tokens, padded, max(1, per_turn))
 
     def train(self) -> None:
@@ -263,7 +315,7 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
     of_steps, padded, micro_batches = (
         run.tokens[:num_steps],
         float(sum(run.padded[:num_steps])),
-        num_steps,
+        num_steps * run.way.accumulation,
     )
     tokens = sum(of_steps)
     if run.way.is_ours:
@@ -287,16 +339,15 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
     }
 
 
-def search_by_memory(setting: Setting, budget: str) -> dict[str, Any]:
+def search_by_memory(setting: Setting, budget: str, *, pairs: bool) -> dict[str, Any]:
     """Set ours up with the search by memory alone, and train nothing."""
-    run = Run.set_up(
-        Way(f"ours: largest, {budget}", "auto", ROWS, (*auto(budget), LARGEST)), setting
-    )
+    overrides = (*auto(budget), LARGEST)
+    run = Run.set_up(Way(f"ours: largest, {budget}", "auto", ROWS, overrides, pairs=pairs), setting)
     found = run.search()
     run.recipe.cleanup()
     bound = next(event["max_batch_size"] for event in found["events"] if event["kind"] == "bound")
     return found | {
-        "fits_tokens": bound * max(setting.lengths) if bound < ROWS else None
+        "fits_tokens": bound * max(setting.padded) if bound < ROWS else None
     }  # None: all rows of a step
 
 
@@ -320,8 +371,10 @@ def compare(
     at once.
     """
     ratios = []
-    for kind, measure in product(("fixed", "packed", "sweep"), MEASURES):
-        others = [other for other in ways if other["kind"] == kind and other["turns"]]
+    kinds = {"default": ("default",), "fixed": ("fixed", "default")}
+    for kind, measure in product(("default", "fixed", "packed", "sweep"), MEASURES):
+        alike = kinds.get(kind, (kind,))
+        others = [other for other in ways if other["kind"] in alike and other["turns"]]
         others = [other for other in others if fits_tokens is None or other["size"] <= fits_tokens]
         if others:
             best = max(others, key=lambda other: other[f"tokens_per_{measure}_second"])
@@ -332,14 +385,16 @@ def compare(
     return ratios
 
 
-def verdicts(lengths: str, ratios: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+def verdicts(
+    lengths: str, ratios: list[dict[str, Any]], least: dict[str, float]
+) -> list[tuple[str, bool]]:
     """What is asked of a cell by the clock on the wall, and whether it is met."""
     asked = []
     for found in ratios:
         kind, over, ratio = found["kind"], found["over"], found["ratio"]
         if found["measure"] == "wall":
-            if kind in LEAST and lengths == VARIED:
-                asked.append((f"at least {LEAST[kind]} of {over}", ratio >= LEAST[kind]))
+            if kind in least and lengths == VARIED:
+                asked.append((f"at least {least[kind]} of {over}", ratio >= least[kind]))
             if kind == "fixed":
                 asked.append(
                     (
@@ -361,7 +416,7 @@ def cell_of(
     return {
         "budget": way["budget"],
         "ratios": ratios,
-        "verdicts": verdicts(lengths, ratios),
+        "verdicts": verdicts(lengths, ratios, LEAST_OF_PAIRS if way["pairs"] else LEAST),
         "search": search,
     }
 
@@ -470,6 +525,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--quick", action="store_true", help=f"{QUICK_REPEATS} repeats")
     add("--sweep", action="store_true", help="ours with each layout and size of micro-batch, too")
+    add("--pairs", action="store_true", help="preference pairs, whose lengths vary most")
     add("--losses", action="store_true", help="the loss after the same tokens instead")
     add(
         "--only-lengths",
@@ -493,10 +549,12 @@ def main() -> None:
     model, device = MODELS[asked.model], torch.device(asked.device)
     budgets = asked.budgets or model.budgets
     turns = WARM_UP + (QUICK_REPEATS if asked.quick else REPEATS)
-    chosen = [
-        way for way in ways(model, budgets, sweep=asked.sweep) if re.search(asked.only, way.way)
-    ]
+    every_way = ways_of_pairs(budgets) if asked.pairs else ways(model, budgets, sweep=asked.sweep)
+    chosen = [way for way in every_way if re.search(asked.only, way.way)]
     overrides = (*model.overrides, f"device={asked.device}", *asked.overrides)
+    if asked.pairs:
+        asked.only_lengths = (VARIED,)
+        overrides = (*OF_PAIRS, *overrides)
     print(f"{asked.model} model on {asked.device}, {torch.get_num_threads()} thread")
     results: list[dict[str, Any]] = []
     losses: dict[str, Any] = {}
@@ -505,7 +563,15 @@ def main() -> None:
 
         def rows(name: str, num_rows: int) -> Setting:
             return make_rows(
-                folder, name, SIGMAS[name], num_rows, model.mean, model.longest, overrides, blocks
+                folder,
+                name,
+                SIGMAS[name],
+                num_rows,
+                model.mean,
+                model.longest,
+                overrides,
+                blocks,
+                pairs=asked.pairs,
             )
 
         with printing_into(printed):
@@ -520,7 +586,10 @@ def main() -> None:
             with printing_into(printed):
                 setting = rows(name, (turns + 2) * TURN_ROWS)
                 gc.collect()  # the recipes of other rows
-                largest = {budget: search_by_memory(setting, budget) for budget in budgets}
+                largest = {
+                    budget: search_by_memory(setting, budget, pairs=asked.pairs)
+                    for budget in budgets
+                }
                 measured = measure(setting, chosen, turns=turns, device=device)
             autos = [way for way in measured if way["kind"] == "auto"]
             result = {
@@ -546,6 +615,7 @@ def main() -> None:
         [
             "throughput",
             *(["losses"] if losses else []),
+            *(["pairs"] if asked.pairs else []),
             *([asked.model] if asked.model != "demo" else []),
         ]
     )

@@ -1,13 +1,14 @@
 """Whether a probe leaves a trace: every combination of optimizer, optimizer in backward, dtype,
 checkpointing, resumed optimizer.
 
-    python benchmarks/traceless.py [--quick] [--adapters] [--device cuda] [--threads N]
+    python benchmarks/traceless.py [--quick] [--adapters | --tasks] [--device cuda] [--threads N]
         [--output DIR]
 
 In each, one training is probed again and again, however a probe can end (see
 tests/support/training_cases.py), and everything is compared bit by bit after each; then it goes on
 and is compared with one that was never probed. With `--adapters`, LoRA, DoRA and QLoRA on a frozen
-base take turns in the combinations.
+base take turns in the combinations; with `--tasks`, preference pairs and distillation, whose frozen
+model is compared too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from support.training_cases import (
     OPTIMIZERS,
     all_cases,
     cases_with_adapters,
+    cases_with_tasks,
     traces,
 )
 
@@ -37,6 +39,7 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="every seventh combination")
     parser.add_argument("--adapters", action="store_true", help="on a frozen base")
+    parser.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of PyTorch; the model is tiny"
@@ -48,6 +51,8 @@ def main() -> None:
         torch.device(arguments.device, 0) if arguments.device == "cuda" else torch.device("cpu")
     )
     combinations = cases_with_adapters if arguments.adapters else all_cases
+    if arguments.tasks:
+        combinations = cases_with_tasks
     cases = combinations(CUDA_OPTIMIZERS if device.type == "cuda" else OPTIMIZERS)[
         :: 7 if arguments.quick else 1
     ]
@@ -70,9 +75,8 @@ def main() -> None:
     checks = [names for row in rows for names in row["outcomes"].values()]
     identical = sum(not names for names in checks)
     print(f"\n{len(rows)} combinations, {len(checks)} comparisons, bit-identical in {identical}")
-    name = ("traceless_adapters" if arguments.adapters else "traceless") + (
-        "-cuda" if device.type == "cuda" else ""
-    )
+    name = "traceless" + "_adapters" * arguments.adapters + "_tasks" * arguments.tasks
+    name += "-cuda" * (device.type == "cuda")
     records.write(
         name,
         arguments.output,

@@ -25,6 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.training.metric_logging import DiskLogger
 
 from adaptive_batch.config_files import config_path
+from adaptive_batch.torchtune import NextTokens, PreferencePairs, Task, builder_of
 
 NUM_RESAMPLES = 10_000
 T_OF_95 = {
@@ -164,7 +165,7 @@ class TurnLogger(DiskLogger):
 
 
 def configuration(folder: Path, name: str, overrides: Sequence[str]) -> DictConfig:
-    """The demo's configuration in a folder, logging by turns."""
+    """The demo's configuration in a folder, logging by turns; an override `~KEY` removes a key."""
     path = config_path("demo_cpu")
     assert path is not None, "demo_cpu.yaml is shipped with adaptive_batch"
     own = {
@@ -172,26 +173,37 @@ def configuration(folder: Path, name: str, overrides: Sequence[str]) -> DictConf
         "output_dir": str(folder / name.replace(" ", "_")),
         "metric_logger": {"_component_": "turns.TurnLogger", "name": name},
     }
-    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(list(overrides)), own)
+    values = [override for override in overrides if not override.startswith("~")]
+    cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(values), own)
     assert isinstance(cfg, DictConfig)
+    for override in set(overrides) - set(values):
+        block, _, name = override.removeprefix("~").rpartition(".")
+        del (OmegaConf.select(cfg, block) if block else cfg)[name]
     return cfg
 
 
-def stock_recipe(cfg: DictConfig) -> Any:
-    """torchtune's recipe, which lies in a file beside its package."""
-    path = Path(torchtune.__file__).parents[1] / "recipes" / "full_finetune_single_device.py"
-    spec = importlib.util.spec_from_file_location("stock_full_finetune", path)
+STOCK = {
+    NextTokens: ("full_finetune_single_device", "FullFinetuneRecipeSingleDevice"),
+    PreferencePairs: ("lora_dpo_single_device", "LoRADPORecipeSingleDevice"),
+}
+
+
+def stock_recipe(cfg: DictConfig, task: type[Task] = NextTokens) -> Any:
+    """torchtune's recipe of a task, which lies in a file beside its package."""
+    module_name, class_name = STOCK[task]
+    path = Path(torchtune.__file__).parents[1] / "recipes" / f"{module_name}.py"
+    spec = importlib.util.spec_from_file_location(f"stock_{module_name}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    recipe = module.FullFinetuneRecipeSingleDevice(cfg=cfg)
+    recipe = getattr(module, class_name)(cfg=cfg)
     recipe.setup(cfg=cfg)
     return recipe
 
 
-def our_recipe(cfg: DictConfig) -> AdaptiveFullFinetuneRecipe:
-    recipe = AdaptiveFullFinetuneRecipe(cfg=cfg)
+def our_recipe(cfg: DictConfig, task: type[Task] = NextTokens) -> AdaptiveFullFinetuneRecipe:
+    recipe = AdaptiveFullFinetuneRecipe(cfg, builder_of(cfg), task=task)
     recipe.setup()
     return recipe
 

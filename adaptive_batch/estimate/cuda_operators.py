@@ -50,6 +50,7 @@ class CudaOperators:
             aten.linalg_vector_norm.default: self._norm,
             **dict.fromkeys((aten.mean.default, aten.mean.dim), partial(self._reduced, aten.mean)),
             aten._softmax_backward_data.default: _softmax_backward,
+            aten.isinf.default: _is_infinite,
             aten._foreach_norm.Scalar: _norms,
             aten.embedding_dense_backward.default: _embedding_backward,
             torch.ops.adaptive_batch.packed_attention_backward.default: _packed_attention_backward,
@@ -172,6 +173,14 @@ def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) 
     """native/cuda/SoftMax.cu: the product of gradient and output."""
     result: torch.Tensor = aten._softmax_backward_data.default(gradient, output, *args)
     torch.empty_like(gradient)
+    return result
+
+
+def _is_infinite(tensor: torch.Tensor) -> torch.Tensor:
+    """native/TensorCompare.cpp: the absolute values, which are compared with infinity."""
+    absolute = tensor.abs() if tensor.is_floating_point() else None
+    result: torch.Tensor = aten.isinf.default(tensor)
+    del absolute
     return result
 
 

@@ -13,7 +13,8 @@ KILLS = 3
 
 
 LONGER = pytest.param(
-    ("schedule", "tokens", "seesaw", "out of memory", "adapters"), marks=pytest.mark.nightly
+    ("schedule", "tokens", "seesaw", "out of memory", "adapters", "pairs", "distillation"),
+    marks=pytest.mark.nightly,
 )
 
 

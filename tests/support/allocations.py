@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from torchtune.modules import loss
 
 from adaptive_batch.estimate import CudaKernels
 from adaptive_batch.estimate.cuda_operators import CudaOperators
@@ -208,7 +209,35 @@ class InPlace:
         return call, lambda output: torch.autograd.grad(output, [tensor], torch.empty_like(output))
 
 
-Call = Attention | Packed | Norm | InPlace
+@dataclass(frozen=True)
+class Divergence:
+    """A loss of distillation, of a sum over labels: its count would be read."""
+
+    loss: str = "ForwardKLLoss"  # or "ReverseKLLoss"
+    dtype: str = "bfloat16"
+    tokens: int = 300
+    vocabulary: int = 5000
+
+    def forward(
+        self, device: str
+    ) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], Any]]:
+        """As of :class:`Attention`."""
+        options = {"dtype": getattr(torch, self.dtype), "device": device}
+        student, teacher = (
+            torch.empty(self.tokens, self.vocabulary, **options, requires_grad=is_student)
+            for is_student in (True, False)
+        )
+        labels = torch.empty(self.tokens, dtype=torch.int64, device=device)
+        loss_fn = getattr(loss, self.loss)()
+
+        def call() -> torch.Tensor:
+            divergence: torch.Tensor = loss_fn(student, teacher, labels, normalize=False)
+            return divergence
+
+        return call, lambda output: torch.autograd.grad(output, [student])
+
+
+Call = Attention | Packed | Norm | InPlace | Divergence
 
 
 def on_fake_tensors(calls: Sequence[Call], kernels: CudaKernels) -> list[tuple[Log, Log]]:
@@ -275,7 +304,7 @@ def _traced(call: Callable[[], Any]) -> tuple[Any, Log]:
 
 def main() -> None:
     """Write the logs of the calls that are read."""
-    kinds = {kind.__name__: kind for kind in (Attention, Packed, Norm, InPlace)}
+    kinds = {kind.__name__: kind for kind in (Attention, Packed, Norm, InPlace, Divergence)}
     calls = [kinds[kind](**fields) for kind, fields in json.load(sys.stdin)]
     json.dump(_logs(calls, "cuda", _traced), sys.stdout)
 

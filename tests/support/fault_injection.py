@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -134,17 +135,24 @@ class Way:
         checkpointing: of activations, non-reentrant.
         nested: it runs out again in the replay.
         adapters: which kind is on a frozen base, if any.
+        task: DPO or distillation, if any; else next tokens.
     """
 
     unit: str
     checkpointing: bool
     nested: bool = False
     adapters: str = ""
+    task: str = ""
 
     def __str__(self) -> str:
-        checkpointing = ", checkpointing" if self.checkpointing else ""
-        adapters = f", {self.adapters}" if self.adapters else ""
-        return f"by {self.unit}{checkpointing}{', twice' if self.nested else ''}{adapters}"
+        marks = (
+            f"by {self.unit}",
+            "checkpointing" * self.checkpointing,
+            "twice" * self.nested,
+            self.adapters,
+            self.task,
+        )
+        return ", ".join(filter(None, marks))
 
 
 # Of the rows of a step: two micro-batches of four either way, pairs after a failure in one, single
@@ -213,6 +221,20 @@ def train(
     if way.adapters:
         put_adapters(model, way.adapters)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    models: nn.Module = model
+    collate_rows = collate
+    mean = partial(mean_loss, model)
+    learned = None
+    if way.task:
+        # Which imports what other ways need not wait for.
+        from support.learned_tasks import LearnedTask
+
+        needs_second = way.task == "distillation" or not way.adapters
+        second = Decoder(checkpointing=False) if needs_second else None
+        learned = LearnedTask(way.task, model, second)
+        models = learned.models
+        collate_rows = learned.collate
+        mean = learned.mean_loss
     fault, trained = RunsOutAt(), Trained()
     attempts: list[list[int]] = []
 
@@ -222,17 +244,19 @@ def train(
 
     def collate_seen(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         attempts[-1].extend(row["row"] for row in rows)
-        return collate(rows)
+        return collate_rows(rows)
 
     runner = build_runner(
         model,
         CAPACITIES[way.unit],
         collate=collate_seen,
-        mean_loss=lambda batch: fault.in_forward(lambda: mean_loss(model, batch)),
+        mean_loss=lambda batch: fault.in_forward(lambda: mean(batch)),
         max_grad_norm=0.5,
         on_change=trained.changes.append,
         memory=AttemptedMemory(begin),
     )
+    if learned is not None:
+        runner.loss = learned.of_rows(runner.loss, collate_seen)
     for step in range(steps):
         if capacities:
             runner.sizer.current = capacities[step]
@@ -250,7 +274,7 @@ def train(
         trained.capacities.append(runner.sizer.limit())
         trained.run_rows.append(sorted(next(rows for rows in reversed(attempts) if rows)))
     trained.state = {
-        "model": bits(model.state_dict()),
+        "model": bits(models.state_dict()),
         "optimizer": bits(optimizer.state_dict()),
         "torch": bits(torch.get_rng_state()),
         "python": random.getstate(),

@@ -27,9 +27,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import adaptive_lora_finetune  # noqa: F401  # what each start would import anew
+import adaptive_distill  # noqa: F401  # what each start would import anew
+import adaptive_dpo  # noqa: F401
+import adaptive_lora_finetune  # noqa: F401
 import torchtune._cli.tune  # noqa: F401
-from support import adapters, components  # noqa: F401  # what the ways name
+from support import (  # what the ways name
+    adapters,
+    components,  # noqa: F401
+    distillation,
+    preferences,
+)
 from support.cli import OURS, SmallSetup, make_setup, same_weights, weights
 
 from adaptive_batch.report import audit, read_records
@@ -131,6 +138,25 @@ WAYS: dict[str, tuple[str, ...]] = {
         "model.lora_dropout=0.1",
         "batch_increase_function=support.components.four_more",
     ),
+    # beside a second model; files of both are written by `overrides_of`
+    "pairs": (
+        *SAVES,
+        *ROWS,
+        *preferences.PAIRS,
+        "clip_grad_norm=0.5",
+        "batch_increase_function=support.components.four_more",
+    ),
+    "distillation": (
+        *SAVES,
+        *ROWS,
+        *distillation.LORA,
+        *DROPOUT,
+        *VALIDATION,
+        "model.lora_dropout=0.1",
+        "micro_batch_size=3",
+        "batch_increase_function=support.components.four_more",
+        "grow_beyond_maximum=True",
+    ),
     # with torchao's low-bit states, whose step is compiled
     "8 bit": (
         "epochs=2",
@@ -143,6 +169,13 @@ WAYS: dict[str, tuple[str, ...]] = {
         "optimizer.lr=1e-3",
         "optimizer.bf16_stochastic_round=True",
     ),
+}
+
+# The recipe of a way that has an override, the first that it has; OURS of others.
+RECIPES = {
+    distillation.FULL[0]: distillation.OURS,
+    preferences.PAIRS[0]: preferences.OURS,
+    adapters.LORA[0]: adapters.OURS,
 }
 
 # Where a kill may hit a run, and how long after the run's files show it the kill comes at most, in
@@ -162,6 +195,16 @@ MOST_PER_RUN = 10
 FIGURES_OF_TIME = ("time", "seconds", "tokens_per_second_per_gpu")
 
 
+def overrides_of(setup: SmallSetup, way: str) -> tuple[str, ...]:
+    """The overrides of a way, of which files are written that the setup has not."""
+    files: tuple[str, ...] = ()
+    if way == "pairs":
+        files = (*preferences.write_pairs(setup), *preferences.reference_of(setup))
+    elif way == "distillation":
+        files = distillation.write_teacher(setup)
+    return (*WAYS[way], *files)
+
+
 def start(setup: SmallSetup, folder: Path, *overrides: str) -> int:
     """Fork a run, or one that goes on where something was saved; returns its process number."""
     saved = (folder / "recipe_state").exists() or any(folder.glob("step_*"))
@@ -174,7 +217,7 @@ def start(setup: SmallSetup, folder: Path, *overrides: str) -> int:
             os.dup2(printed.fileno(), 1)
             os.dup2(printed.fileno(), 2)
         resumes = ("resume_from_checkpoint=True",) if saved else ()
-        recipe = adapters.OURS if adapters.LORA[0] in overrides else OURS
+        recipe = next((RECIPES[mark] for mark in RECIPES if mark in overrides), OURS)
         setup.run_in_process(recipe, f"output_dir={folder}", *overrides, *resumes)
         status = 0
     except SystemExit as ended:
@@ -315,9 +358,9 @@ class Whole:
     num_steps: int
 
     @classmethod
-    def run(cls, setup: SmallSetup, way: str) -> Whole:
+    def run(cls, setup: SmallSetup, overrides: tuple[str, ...]) -> Whole:
         folder = setup.fresh_folder()
-        run_to_its_end(setup, folder, *WAYS[way])
+        run_to_its_end(setup, folder, *overrides)
         kinds = [record["kind"] for record in read_records(folder / "adaptive_batch" / "run.jsonl")]
         missing = {
             "in the probe": "bound" not in kinds,
@@ -403,8 +446,8 @@ def experiment(
     end.
     """
     begin = time.perf_counter()
-    chance, overrides = random.Random(f"{way} {seed}"), WAYS[way]
-    whole = Whole.run(setup, way)
+    chance, overrides = random.Random(f"{way} {seed}"), overrides_of(setup, way)
+    whole = Whole.run(setup, overrides)
     hits: dict[str, int] = dict.fromkeys(whole.moments, 0)
     differing: list[str] = []
     runs = 0

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import config, training
 from torchtune.models.qwen2 import qwen2
+from torchtune.modules.peft import get_adapter_params
 
 from adaptive_batch.data import Measured
 from adaptive_batch.estimate import LengthEstimate
@@ -29,6 +30,7 @@ from adaptive_batch.torchtune import (
     Job,
     Settings,
     Trainer,
+    builder_of,
     estimate_devices,
     sizer_of,
 )
@@ -91,6 +93,18 @@ LOSSES = {
     "plain": "torch.nn.CrossEntropyLoss",
     "chunked": "torchtune.modules.loss.CEWithChunkedOutputLoss",
 }
+KD_LOSSES = {
+    "plain": "torchtune.modules.loss.ForwardKLLoss",
+    "chunked": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss",
+}
+# Of distillation; other models are taught by one like themselves.
+TEACHERS = {"llama3_2_1b": "llama3_1_8b", "llama3_2_3b": "llama3_1_8b"}
+ADAPTERS = {
+    "lora_attn_modules": ["q_proj", "v_proj", "output_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 8,
+    "lora_alpha": 16,
+}
 CHECKPOINTING: dict[str, dict[str, Any]] = {
     "": {},
     "checkpointing": {"enable_activation_checkpointing": True},
@@ -119,10 +133,13 @@ class Combination:
     device: str = "cpu"
     layout: str | None = None
     compiled: bool = False
+    task: str = ""
+    adapters: bool = False
 
     def __str__(self) -> str:
         marks = [
-            self.model,
+            self.task,
+            self.model + ", LoRA" * self.adapters,
             str(self.length),
             self.optimizer + " in backward" * self.in_backward,
             self.loss,
@@ -133,6 +150,7 @@ class Combination:
             "packed" * self.packed,
             "clipping" * self.clips,
             "compiled" * self.compiled,
+            self.layout or "",
         ]
         marks += ["accumulating" * (self.accumulation > 1)]
         if self.ranks > 1:
@@ -178,10 +196,34 @@ class Combination:
             "custom_sharded_layers": list(self.apart),
             "probe": {"cache": False, "headroom": 0.0, "round_to_power_of_two": False, **probe},
             **CHECKPOINTING[self.checkpointing],
+            **self._of_task(),
         }
+        if self.adapters:
+            module, _, function = settings["model"]["_component_"].rpartition(".")
+            component = {"_component_": f"{module}.lora_{function}"}
+            settings["model"] = {**settings["model"], **component, **ADAPTERS}
         cfg = OmegaConf.create(settings)
         assert isinstance(cfg, DictConfig)
         return cfg
+
+    def _of_task(self) -> dict[str, Any]:
+        """The keys of its task."""
+        if not self.task:
+            return {}
+        model = MODELS[TEACHERS.get(self.model, self.model) if self.task != "DPO" else self.model]
+        zeros = {
+            "_component_": "support.model_families.ZeroWeights",
+            "model": model,
+            "dtype": self.dtype,
+        }
+        if self.task == "DPO":
+            loss = {"loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"}}
+            return loss if self.adapters else {**loss, "ref_checkpointer": zeros}
+        return {
+            "teacher_model": model,
+            "teacher_checkpointer": zeros,
+            "kd_loss": {"_component_": KD_LOSSES[self.loss]},
+        }
 
     def to_estimate(self, **estimate: Any) -> DictConfig:
         """The configuration, with its length and those keys in its ``estimate`` block."""
@@ -193,7 +235,9 @@ class Combination:
     def planned(self, **estimate: Any) -> LengthEstimate:
         """Its estimate, of a single row too: on 1 MiB no two rows fit."""
         settings = {"devices": ["1MiB"], "changes": False, "world_size": self.ranks, **estimate}
-        return estimate_devices(self.to_estimate(**settings), show=lambda text: None).lengths[0]
+        cfg = self.to_estimate(**settings)
+        builder = builder_of(cfg)
+        return estimate_devices(cfg, show=lambda text: None, builder=builder).lengths[0]
 
 
 class RealRun:
@@ -203,7 +247,8 @@ class RealRun:
 
     def __init__(self, combination: Combination, **probe: Any) -> None:
         cfg = combination.config(**probe)
-        self.job = job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg, resolve=True)))
+        settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
+        self.job = job = Job(cfg, settings, builder_of(cfg))
         generator = torch.Generator().manual_seed(0)
         length, packed = combination.length, bool(cfg.dataset.packed)
         tokens = torch.randint(1, 400, (length,), generator=generator)
@@ -212,6 +257,8 @@ class RealRun:
             spans = torch.tensor([length // 2, length - length // 2])
             positions = torch.cat([torch.arange(int(span)) for span in spans])
             row = {"tokens": tokens, "labels": tokens, "input_pos": positions, "seq_lens": spans}
+        elif combination.task == "DPO":
+            row = job.task.made_up_row(length)
         self.data = Data(job, [row] * (8192 * job.ranks), packed=packed)
         self.data.dataset._measured = Measured(
             torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3)
@@ -230,11 +277,12 @@ class RandomWeights:
         self._job = job
 
     def load_weights(self) -> Mapping[str, Any]:
-        """Those that the model begins with."""
+        """Those that the model begins with, but of adapters."""
         torch.manual_seed(0)
         with training.set_default_dtype(self._job.dtype):
             model: torch.nn.Module = config.instantiate(self._job.cfg.model)
-        return model.state_dict()
+        adapters = get_adapter_params(model)
+        return {name: part for name, part in model.state_dict().items() if name not in adapters}
 
     def load_adapters(self) -> Mapping[str, torch.Tensor]:
         """None but those that the model begins with."""
@@ -243,6 +291,29 @@ class RandomWeights:
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
         """They never are."""
         raise AssertionError
+
+
+class ZeroWeights:
+    """What stands for a checkpointer: zeros that take no memory.
+
+    Args:
+        model: block of the model.
+        dtype: of the weights.
+        should_load_recipe_state: as torchtune's checkpointers take it.
+    """
+
+    def __init__(
+        self, model: dict[str, Any], dtype: str, should_load_recipe_state: bool = False
+    ) -> None:
+        assert not should_load_recipe_state
+        self._zero = torch.zeros((), dtype=training.get_dtype(dtype, torch.device("cpu")))
+        with torch.device("meta"):
+            self._model: nn.Module = config.instantiate(OmegaConf.create(model))
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        shapes = {name: tensor.shape for name, tensor in self._model.state_dict().items()}
+        weights = {name: self._zero.expand(shape) for name, shape in shapes.items()}
+        return {training.MODEL_KEY: weights}
 
 
 class EachSize:

@@ -7,6 +7,7 @@ import json
 import torch
 from support.cli import SmallSetup
 from torch import nn
+from torch.nn import functional as F
 from torchtune.modules.peft import LoRALinear
 
 OURS = "adaptive_dpo"
@@ -90,9 +91,9 @@ class ExactPolicy(nn.Module):
             self.layer = nn.Linear(width, width, bias=False)
         self.output = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, input_pos: torch.Tensor | None = None) -> torch.Tensor:
         x = self.embed(tokens)
-        places = torch.arange(1, x.shape[1] + 1, dtype=x.dtype)
-        x = x + (x.cumsum(1) / places[:, None]).tanh()
+        heads = x[:, None]
+        x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
         logits: torch.Tensor = self.output(self.layer(x).tanh())
         return logits

@@ -25,14 +25,15 @@ from typing import Any
 
 import torch
 from support.runners import HeldSizer
+from torchtune import training
 
 from adaptive_batch.data import Measured, MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer
+from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer, builder_of
 
 from .allocator_on_stack import described
-from .model_families import Combination
+from .model_families import MODELS, Combination, ZeroWeights
 from .paths import subprocess_environment
 
 
@@ -102,12 +103,19 @@ class Outcome:
 
 
 class NoWeights:
-    """Weights that are left as memory had them."""
+    """Weights that are left as memory had them, but for the base of adapters: zeros."""
 
     is_divided = True
 
+    def __init__(self, combination: Combination) -> None:
+        self._combination = combination
+
     def load_weights(self) -> Mapping[str, Any]:
-        return {}
+        if not self._combination.adapters:
+            return {}
+        base = ZeroWeights(MODELS[self._combination.model], self._combination.dtype)
+        weights: Mapping[str, Any] = base.load_checkpoint()[training.MODEL_KEY]
+        return weights
 
     def load_adapters(self) -> Mapping[str, Any]:
         return {}
@@ -127,7 +135,8 @@ def train(run: StackRun) -> Outcome:
         True,
         run.headroom,
     )
-    job = Job(cfg, Settings.from_config(cfg))
+    job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
+    row_of = job.task.made_up_row
     if not run.probes:
         # What is compared is the step, without the block that training makes for later ones.
         job.memory.divides_large_blocks = False
@@ -144,7 +153,7 @@ def train(run: StackRun) -> Outcome:
     found: dict[str, int] = {}
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:
-        trainer = Trainer.load(job, data, NoWeights(), sizer)
+        trainer = Trainer.load(job, data, NoWeights(run.combination), sizer)
         trainer.model.train()
         if run.probes:
             result = search(BoundFinder(job, data), trainer)
@@ -191,10 +200,6 @@ def train(run: StackRun) -> Outcome:
         trace=trace,
         **found,
     )
-
-
-def row_of(length: int) -> dict[str, list[int]]:
-    return {"tokens": [0] * length, "labels": [0] * length}
 
 
 def search(finder: BoundFinder, trainer: Trainer) -> ProbeResult:

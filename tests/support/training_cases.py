@@ -37,6 +37,14 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see deterministic
 gc.freeze()  # each probe collects garbage; what is imported need not be looked through every time
 CPU = torch.device("cpu")
 ADAPTERS = ("LoRA", "DoRA", "QLoRA")
+# Five, so that each meets every flag of a combination.
+KINDS_OF_TASKS = (
+    ("DPO", "LoRA"),
+    ("distillation", ""),
+    ("DPO", ""),
+    ("distillation", "LoRA"),
+    ("DPO", "DoRA"),
+)
 
 
 class Counting(Optimizer):
@@ -92,14 +100,16 @@ class Case:
     checkpointing: bool = False
     resumed: bool = False
     adapters: str = ""  # which kind is on a frozen base
+    task: str = ""  # DPO or distillation; else next tokens
 
     def __str__(self) -> str:
         where = " in backward" if self.in_backward else ""
         checkpointing = ", checkpointing" if self.checkpointing else ""
         start = "resumed" if self.resumed else "fresh"
         adapters = f", {self.adapters}" if self.adapters else ""
+        task = f", {self.task}" if self.task else ""
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.optimizer}{where}, {dtype}{checkpointing}, {start}{adapters}"
+        return f"{self.optimizer}{where}, {dtype}{checkpointing}, {start}{adapters}{task}"
 
 
 def all_cases(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
@@ -118,6 +128,15 @@ def cases_with_adapters(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
     return [
         replace(case, adapters=kind)
         for case, kind in zip(all_cases(optimizers), kinds, strict=False)
+    ]
+
+
+def cases_with_tasks(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
+    """Every combination, with a task of each kind in turn."""
+    kinds = itertools.cycle(KINDS_OF_TASKS)
+    return [
+        replace(case, adapters=adapters, task=task)
+        for case, (task, adapters) in zip(all_cases(optimizers), kinds, strict=False)
     ]
 
 
@@ -192,7 +211,7 @@ class Decoder(nn.Module):
         ] = {}  # bytes that half-way through the layers are allocated in a phase, and freed
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The loss of predicting each token, ``[batch, sequence]``, from those before it."""
+        """The logits of each token, ``[batch, sequence]``, from those before it."""
         x = self.embed(tokens)
         if self.training:
             self.seen += len(tokens)
@@ -200,10 +219,10 @@ class Decoder(nn.Module):
         for index, layer in enumerate(self.layers):
             if index == 1 and self.burden:
                 torch.empty(self.burden.get("forward", 0), dtype=torch.uint8, device=x.device)
-                x.register_hook(self._allocate_in_backward)
+                if x.requires_grad:
+                    x.register_hook(self._allocate_in_backward)
             x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
-        logits = self.frozen(x) @ self.embed.weight.T
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+        return self.frozen(x) @ self.embed.weight.T
 
     def _allocate_in_backward(self, gradient: torch.Tensor) -> None:
         torch.empty(self.burden.get("backward", 0), dtype=torch.uint8, device=gradient.device)
@@ -227,6 +246,17 @@ class Training:
         if case.adapters:
             put_adapters(self.model, case.adapters)
         self.model.frozen.eval()
+        self.models: nn.Module = self.model
+        self._learned: Any = None
+        if case.task:
+            # Which imports what other cases need not wait for.
+            from support.learned_tasks import LearnedTask
+
+            second = None
+            if case.task == "distillation" or not case.adapters:
+                second = Decoder(checkpointing=False).to(device, case.dtype)
+            self._learned = LearnedTask(case.task, self.model, second)
+            self.models = self._learned.models
         self.phase = ""
         self.optimizer = self._optimizer(None)
         if case.resumed:
@@ -266,10 +296,18 @@ class Training:
             random.randrange(VOCABULARY),
             int(np.random.randint(VOCABULARY)),
         )
-        loss = self.model(tokens)
+        loss = self._loss(tokens)
         self.phase = "backward"
         loss.backward()
         self.phase = "done"
+
+    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self._learned is None:
+            logits = self.model(tokens)[:, :-1]
+            return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        rows = [{"tokens": row, "labels": row} for row in tokens.tolist()]
+        batch = self._learned.collate(rows)
+        return self._learned.mean_loss({key: part.to(self.device) for key, part in batch.items()})
 
     def step(self) -> None:
         """Clip and step."""
@@ -305,6 +343,7 @@ class Training:
             memory=memory or self.memory,
             budget_bytes=budget_bytes,
             row=f"one row of {LENGTH} tokens",
+            held=self._learned.held if self._learned else (),
         )
 
     def everything(self) -> dict[str, Any]:
@@ -317,15 +356,15 @@ class Training:
         }
         if self.device.type != "cpu":
             found["device"] = bits(getattr(torch, self.device.type).get_rng_state(self.device))
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.models.named_parameters():
             found[f"parameter {name}"] = bits(parameter)
             found[f"gradient {name}"] = bits(parameter.grad)
-        for name, buffer in self.model.named_buffers():
+        for name, buffer in self.models.named_buffers():
             found[f"buffer {name}"] = bits(buffer)
-        for name, module in self.model.named_modules():
+        for name, module in self.models.named_modules():
             found[f"training {name}"] = module.training
         for index, optimizer in enumerate(self.optimizers):
-            numbers = {id(p): n for n, p in self.model.named_parameters()}
+            numbers = {id(p): n for n, p in self.models.named_parameters()}
             found[f"optimizer {index}"] = {
                 k: v for k, v in vars(optimizer).items() if isinstance(v, (int, float, str))
             }
@@ -341,9 +380,9 @@ class Training:
         """Which tensors they are: gradients, buffers and optimizer states must be the same objects
         again.
         """
-        found = {f"gradient {name}": id(p.grad) for name, p in self.model.named_parameters()}
-        found |= {f"parameter {name}": id(p) for name, p in self.model.named_parameters()}
-        found |= {f"buffer {name}": id(buffer) for name, buffer in self.model.named_buffers()}
+        found = {f"gradient {name}": id(p.grad) for name, p in self.models.named_parameters()}
+        found |= {f"parameter {name}": id(p) for name, p in self.models.named_parameters()}
+        found |= {f"buffer {name}": id(buffer) for name, buffer in self.models.named_buffers()}
         for index, optimizer in enumerate(self.optimizers):
             for number, state in enumerate(optimizer.state.values()):
                 found |= {

@@ -12,7 +12,9 @@ import torchtune
 from omegaconf import DictConfig
 from support.runners import HeldSizer
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
+from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import DryRun, Predictive, run_search
@@ -22,7 +24,7 @@ from adaptive_batch.training import StepResult
 
 
 class Wired:
-    """Model, task and runner of a configuration.
+    """Model, task and runner of a configuration; on several ranks FSDP2 divides the models.
 
     Args:
         cfg: the configuration.
@@ -53,6 +55,9 @@ class Wired:
         second = None
         if job.second is not None:
             second = self._filled(job.second.cfg.model, job.dtype, seed=2)
+        if distributed.world_size() > 1:
+            for part in filter(None, (model, second)):
+                fully_shard(part)
         sizer = HeldSizer(limit, layout=self.data.shapes, memory=job.memory)
         reference_sizer = None
         if reference_limit is not None:

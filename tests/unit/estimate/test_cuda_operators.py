@@ -4,7 +4,15 @@ from itertools import product
 
 import pytest
 import torch
-from support.allocations import Attention, InPlace, Norm, Packed, on_cuda, on_fake_tensors
+from support.allocations import (
+    Attention,
+    Divergence,
+    InPlace,
+    Norm,
+    Packed,
+    on_cuda,
+    on_fake_tensors,
+)
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -82,6 +90,12 @@ PACKED = [
     )
 ]
 IN_PLACE = [InPlace(view) for view in ("transposed", "reshaped", "part", "itself")]
+DIVERGENCES = [
+    Divergence(loss, dtype, tokens)
+    for loss, dtype, tokens in product(
+        ("ForwardKLLoss", "ReverseKLLoss"), DTYPES[::2], (7, 300, 4096)
+    )
+]
 NORMS = [
     Norm(kind, dtype, weight, rows, dim, is_contiguous)
     for kind, (dtype, weight), (rows, dim), is_contiguous in product(
@@ -238,6 +252,15 @@ RECORDED = [  # on PyTorch 2.13.0+cu130, by on_cuda()
         [8388608, 8192, 8192],
     ),
     ("h100", InPlace(), [4194304], [4194304] * 5 + [-4, -5, -2, -1]),
+    (
+        "h100",
+        Divergence(tokens=7),
+        [
+            *[140000, 140000, -1, 70000, 35000, -3, 140000, 140000, -5, 140000, 140000, -7],
+            *[28, 7, 28, -10, 28, 4, -12, 4, -13, -8, -9],
+        ],
+        [4, 4, 28, -2, 140000, -3, 140000, -4, 140000, -5, 70000, -6, -1],
+    ),
 ]
 
 
@@ -257,8 +280,8 @@ def test_a_call_allocates_what_was_recorded_on_cuda(device, call, forward, backw
 )
 @pytest.mark.parametrize(
     "calls",
-    [GRID, drawn(300), PACKED, NORMS, IN_PLACE],
-    ids=["grid", "drawn", "packed", "norms", "in place"],
+    [GRID, drawn(300), PACKED, NORMS, IN_PLACE, DIVERGENCES],
+    ids=["grid", "drawn", "packed", "norms", "in place", "divergences"],
 )
 def test_calls_allocate_what_they_do_on_cuda_in_the_same_order(device, calls):
     capability, multiprocessors = DEVICES[device]

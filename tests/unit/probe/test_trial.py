@@ -22,6 +22,7 @@ from support.training_cases import (
     Mishap,
     Training,
     cases_with_adapters,
+    cases_with_tasks,
     differences,
     traces,
 )
@@ -47,7 +48,8 @@ SHORT_FORM = [
     )
     for index, optimizer in enumerate(OPTIMIZERS)
     for in_backward in (False, True)
-] + cases_with_adapters()[::37]
+]
+SHORT_FORM += [*cases_with_adapters()[::37], *cases_with_tasks()[::37]]
 
 
 @pytest.mark.slow

@@ -5,17 +5,24 @@ them.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torchtune
 from omegaconf import DictConfig, OmegaConf
+from support.exact_tasks import (
+    EXACT,
+    KINDS,
+    LORA,
+    RATIO,
+    config_of_distillation,
+    distilling,
+    of_all_tokens_at_once,
+    rows_of,
+)
 from support.fault_injection import AttemptedMemory, RunsOutAt
-from support.model_families import Combination
-from support.wired_jobs import Wired, bounds, largest_difference
+from support.wired_jobs import bounds, largest_difference
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLimit
@@ -40,30 +47,6 @@ CHUNKED = {
     "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
     "kd_loss": {"_component_": "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"},
 }
-LORA = {
-    "_component_": "torchtune.models.qwen2.lora_qwen2",
-    "lora_attn_modules": ["q_proj", "v_proj"],
-    "apply_lora_to_mlp": True,
-    "lora_rank": 4,
-    "lora_alpha": 8,
-}
-KINDS = ("LoRA", "full")
-RATIO = 0.3
-# Sums in another order differ by no more, in float64.
-EXACT = 1e-12
-
-
-def small_config(kind: str, **keys: Any) -> DictConfig:
-    """The configuration of a small student and a teacher of another width."""
-    cfg = Combination("qwen2", 64).config()
-    cfg.teacher_model = {**cfg.model, "embed_dim": 32}
-    cfg.teacher_checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
-    cfg.kd_loss = {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
-    cfg.kd_ratio = RATIO
-    if kind == "LoRA":
-        cfg.model.update(LORA)
-    cfg.update(keys)
-    return cfg
 
 
 def check(cfg: DictConfig) -> Job:
@@ -74,57 +57,11 @@ def check(cfg: DictConfig) -> Job:
     return job
 
 
-def rows_of(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Rows of skewed lengths, the first tokens of each without a label, and one without any."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in torch.randint(5, 40, (number,), generator=generator).tolist():
-        tokens = torch.randint(1, 60, (length,), generator=generator).tolist()
-        prompt = int(torch.randint(1, 4, (1,), generator=generator))
-        rows.append({"tokens": tokens, "labels": [-100] * prompt + tokens[prompt:]})
-    rows[1]["labels"] = [-100] * len(rows[1]["labels"])
-    return rows
-
-
-def distilling(kind: str, rows: Sequence[Any], **how: Any) -> Wired:
-    """A job of a student and a wider teacher, exact in float64."""
-    kd_loss = {"_component_": "support.distillation.ExactForwardKL"}
-    cfg = small_config(kind, dtype="fp64", kd_loss=kd_loss)
-    builder = builder_of(cfg)
-    exact = {"_component_": "support.preferences.ExactPolicy"}
-    cfg.model = {**exact, "adapters": kind == "LoRA"}
-    cfg.teacher_model = {**exact, "adapters": False, "width": 32}
-    return Wired(cfg, rows, builder=builder, **how)
-
-
-def of_all_tokens_at_once(
-    wired: Wired, rows: Sequence[Any]
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Cross-entropy, divergence and gradients, row by row without padding."""
-    wired.model.zero_grad()
-    sums = torch.zeros(2, dtype=torch.float64)
-    count = 0
-    for row in rows:
-        tokens = torch.tensor([row["tokens"]])
-        labels = torch.tensor(row["labels"][1:])
-        student = wired.model(tokens)[0, :-1].log_softmax(-1)
-        with torch.no_grad():
-            teacher = wired.trainer.reference_logits(tokens=tokens)[0, :-1].softmax(-1)
-        of_labels = student.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-        losses = torch.stack([-of_labels, -(teacher * student).sum(-1)])
-        sums = sums + (losses * (labels != -100)).sum(1)
-        count += int((labels != -100).sum())
-    class_loss, kd_loss = sums / count
-    # The runner divides by the tokens in float32, as torchtune does.
-    scale = 1 / torch.tensor(count)
-    (((1 - RATIO) * sums[0] + RATIO * sums[1]) * scale).backward()
-    return class_loss.detach(), kd_loss.detach(), wired.gradients()
-
-
+@pytest.mark.parametrize("layout", ["padded", "grouped", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind):
+def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind, layout):
     rows = rows_of(11)
-    wired = distilling(kind, rows, limit=MicroBatchLimit(len(rows)))
+    wired = distilling(kind, rows, layout=layout, limit=MicroBatchLimit(len(rows)))
     class_loss, kd_loss, expected = of_all_tokens_at_once(wired, rows)
     drawn = random.Random(0)
     limits = [MicroBatchLimit(len(rows))]
@@ -134,6 +71,7 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind):
         wired.trainer.runner.sizer.current = limit
         result = wired.run(drawn.sample(rows, len(rows)))
         assert (result.micro_batches > 1) == (limit != limits[0])
+        assert layout != "packed" or result.padding_fraction == 0
         assert largest_difference(expected, wired.gradients()) < EXACT
         # Means are divided in float32, as torchtune's are.
         means = {"class_loss": float(class_loss), "kd_loss": float(kd_loss)}
@@ -227,7 +165,7 @@ def test_a_config_of_torchtune_is_taken(name):
 
 
 def test_the_task_is_that_of_the_teacher_and_of_the_loss():
-    cfg = small_config("LoRA")
+    cfg = config_of_distillation("LoRA")
     cross_entropy = nn.CrossEntropyLoss()
     assert task_of(cfg, cross_entropy) is Distillation
     del cfg.teacher_model
@@ -235,7 +173,7 @@ def test_the_task_is_that_of_the_teacher_and_of_the_loss():
 
 
 def test_the_ratio_is_torchtunes_where_none_is_given():
-    cfg = small_config("LoRA", kd_ratio=None)
+    cfg = config_of_distillation("LoRA", kd_ratio=None)
     assert Distillation(cfg, nn.CrossEntropyLoss()).kd_ratio == 0.5
     del cfg.kd_ratio
     assert Distillation(cfg, nn.CrossEntropyLoss()).kd_ratio == 0.5
@@ -290,7 +228,7 @@ def test_the_ratio_is_torchtunes_where_none_is_given():
     ],
 )
 def test_what_distillation_does_not_take_is_refused_with_its_reason(kind, keys, key, says):
-    cfg = small_config(kind)
+    cfg = config_of_distillation(kind)
     cfg.update(keys)
     with pytest.raises(SettingError, match=says) as refused:
         check(cfg)
@@ -308,7 +246,7 @@ def test_what_distillation_does_not_take_is_refused_with_its_reason(kind, keys, 
     ],
 )
 def test_a_teacher_that_cannot_be_one_is_refused_by_its_key(changed, key, says):
-    cfg = small_config("LoRA")
+    cfg = config_of_distillation("LoRA")
     cfg.teacher_model.update(changed)
     with pytest.raises(SettingError, match=says) as refused:
         check(cfg)
@@ -316,7 +254,7 @@ def test_a_teacher_that_cannot_be_one_is_refused_by_its_key(changed, key, says):
 
 
 def test_rows_are_as_long_as_both_models_take():
-    cfg = small_config("LoRA")
+    cfg = config_of_distillation("LoRA")
     cfg.teacher_model.max_seq_len = 48
     job = check(cfg)
     assert job.max_seq_len == job.max_row_length == 48
@@ -325,19 +263,19 @@ def test_rows_are_as_long_as_both_models_take():
 @pytest.mark.parametrize("keys", [{}, CHUNKED])
 @pytest.mark.parametrize("kl", ["ForwardKL", "ReverseKL", "SymmetricKL"])
 def test_the_losses_of_torchtune_are_taken(keys, kl):
-    cfg = small_config("LoRA", **keys)
+    cfg = config_of_distillation("LoRA", **keys)
     suffix = "WithChunkedOutputLoss" if keys else "Loss"
     cfg.kd_loss = {"_component_": f"torchtune.modules.loss.{kl}{suffix}"}
     check(cfg)
 
 
 def test_both_losses_are_tried_in_as_many_chunks():
-    cfg = small_config("LoRA", **CHUNKED, device="cpu")
+    cfg = config_of_distillation("LoRA", **CHUNKED, device="cpu")
     with torch.device("meta"):
         model = torch.nn.Linear(1, 1)
     typed = [change.overrides for change in candidates(cfg, model, tokens=64, world_size=1)]
     in_chunks = ("loss.num_output_chunks=32", "kd_loss.num_output_chunks=32")
     assert [overrides for overrides in typed if "chunks" in str(overrides)] == [in_chunks]
-    cfg = small_config("LoRA", device="cpu")
+    cfg = config_of_distillation("LoRA", device="cpu")
     typed = [change.overrides for change in candidates(cfg, model, tokens=64, world_size=1)]
     assert not [overrides for overrides in typed if "loss" in str(overrides)]

@@ -5,7 +5,7 @@ split, the gradient and the metrics are those of all.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 import torch
 import torchtune
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from support.exact_tasks import (
+    EXACT,
+    KINDS,
+    config_of_pairs,
+    job_on_pairs,
+    of_all_pairs_at_once,
+    pair,
+    pairs,
+)
 from support.fault_injection import AttemptedMemory, RunsOutAt
-from support.model_families import Combination
 from support.wired_jobs import Wired, bounds, largest_difference
-from torch import nn
 from torchtune.data import padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
@@ -48,78 +55,6 @@ from adaptive_batch.training import (
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*dpo*.yaml"))
-LORA = {
-    "_component_": "torchtune.models.qwen2.lora_qwen2",
-    "lora_attn_modules": ["q_proj", "v_proj"],
-    "apply_lora_to_mlp": True,
-    "lora_rank": 4,
-    "lora_alpha": 8,
-}
-KINDS = ("LoRA", "full")
-# Sums in another order differ by no more, in float64.
-EXACT = 1e-12
-
-
-def small_config(kind: str, **keys: Any) -> DictConfig:
-    """The configuration of a small model whose loss is DPO."""
-    cfg = Combination("qwen2", 64).config()
-    cfg.loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
-    if kind == "LoRA":
-        cfg.model.update(LORA)
-    else:
-        cfg.ref_checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
-    cfg.update(keys)
-    return cfg
-
-
-def pair(lengths: tuple[int, int], generator: torch.Generator) -> dict[str, list[int]]:
-    """A pair of answers of these lengths to a prompt of three tokens."""
-    prompt = torch.randint(1, 60, (3,), generator=generator).tolist()
-    row = {}
-    for name, length in zip(("chosen", "rejected"), lengths, strict=True):
-        answer = torch.randint(1, 60, (length - 3,), generator=generator).tolist()
-        row[f"{name}_input_ids"] = prompt + answer
-        row[f"{name}_labels"] = [-100] * 3 + answer
-    return row
-
-
-def pairs(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Pairs of skewed lengths, of which either answer may be the longer."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(4, 30, (number, 2), generator=generator).tolist()
-    return [pair((chosen, rejected), generator) for chosen, rejected in lengths]
-
-
-def job_on_pairs(kind: str, rows: Sequence[Any], **how: Any) -> Wired:
-    """A job on pairs."""
-    cfg = small_config(kind, dtype="fp64")
-    builder = builder_of(cfg)
-    cfg.model = {
-        "_component_": "support.preferences.ExactPolicy",
-        "adapters": kind == "LoRA",
-    }
-    return Wired(cfg, rows, builder=builder, **how)
-
-
-def of_all_pairs_at_once(
-    wired: Wired, rows: Sequence[Any]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients written as the paper has them (equation 7)."""
-    wired.model.zero_grad()
-    tokens, labels = padded_collate_dpo(list(rows))
-
-    def log_probs(logits: torch.Tensor) -> torch.Tensor:
-        targets = labels[:, 1:]
-        each = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-        return (each * (targets != -100)).sum(-1)
-
-    with torch.no_grad():
-        reference = log_probs(wired.trainer.reference_logits(tokens=tokens))
-    ratios = log_probs(wired.model(tokens)) - reference
-    chosen, rejected = ratios.split(len(rows))
-    loss = -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
-    loss.backward()
-    return loss.detach(), wired.gradients()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -207,7 +142,7 @@ def test_the_bound_is_that_of_brute_force(kind):
 
 def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
     rows = pairs(5)
-    cfg = small_config("LoRA")
+    cfg = config_of_pairs("LoRA")
     task = PreferencePairs(cfg, torchtune.rlhf.loss.DPOLoss())
     collate = task.collate_function(0)
     for row in rows:
@@ -455,7 +390,7 @@ def test_a_config_of_torchtune_is_taken(name):
     ],
 )
 def test_what_pairs_do_not_take_is_refused_with_its_reason(kind, keys, key, says):
-    cfg = small_config(kind)
+    cfg = config_of_pairs(kind)
     settings = Settings.from_config(cfg)
     cfg.update(keys)
     complete(cfg, needs=TO_PLAN)
@@ -473,7 +408,7 @@ def test_what_pairs_do_not_take_is_refused_with_its_reason(kind, keys, key, says
     ],
 )
 def test_what_is_no_loss_of_pairs_is_refused(loss, says):
-    cfg = small_config("LoRA")
+    cfg = config_of_pairs("LoRA")
     with pytest.raises(SettingError, match=says):
         PreferencePairs(cfg, loss).check(None)
 
@@ -485,11 +420,11 @@ def test_a_loss_of_pairs_that_returns_other_shapes_is_refused():
         return (policy_chosen_logps.mean(),) * 3
 
     with pytest.raises(SettingError, match=r"of two pairs it returns shapes \[\(\), \(\), \(\)\]"):
-        PreferencePairs(small_config("LoRA"), mean).check(None)
+        PreferencePairs(config_of_pairs("LoRA"), mean).check(None)
 
 
 def test_both_answers_are_padded_to_a_multiple():
-    cfg = small_config("LoRA", dtype="fp64")
+    cfg = config_of_pairs("LoRA", dtype="fp64")
     cfg.pad_to_multiple_of = 8
     job = Job(cfg, Settings.from_config(cfg), builder_of(cfg), needs=TO_PLAN)
     rows = [pair((9, 5), torch.Generator().manual_seed(0))]

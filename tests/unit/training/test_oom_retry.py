@@ -37,18 +37,24 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # what a replay leaves
 
-LORA = pytest.param("rows", "LoRA", marks=pytest.mark.slow)
+OTHERS = [
+    pytest.param("rows", "LoRA", "", marks=pytest.mark.slow),
+    pytest.param("rows", "LoRA", "DPO", marks=pytest.mark.slow),
+    pytest.param("tokens", "", "distillation", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(
     "nested", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["once", "twice"]
 )
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-@pytest.mark.parametrize(("unit", "adapters"), [("rows", ""), ("tokens", ""), LORA])
+@pytest.mark.parametrize(
+    ("unit", "adapters", "task"), [("rows", "", ""), ("tokens", "", ""), *OTHERS]
+)
 def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(
-    unit, checkpointing, nested, adapters
+    unit, checkpointing, nested, adapters, task
 ):
-    swept = list(sweep(Way(unit, checkpointing, nested, adapters), every=79))
+    swept = list(sweep(Way(unit, checkpointing, nested, adapters, task), every=79))
     assert {phase for phase, _ in swept} == set(PHASES)
     assert [differing for _, differing in swept if differing] == []
 

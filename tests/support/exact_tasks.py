@@ -1,0 +1,158 @@
+"""Preference pairs and distillation in float64, and their gradients of all rows at once, written
+out without parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from support.model_families import Combination
+from support.wired_jobs import Wired
+from torch import nn
+from torchtune.data import padded_collate_dpo
+
+from adaptive_batch.torchtune import builder_of
+
+LORA = {
+    "_component_": "torchtune.models.qwen2.lora_qwen2",
+    "lora_attn_modules": ["q_proj", "v_proj"],
+    "apply_lora_to_mlp": True,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+}
+KINDS = ("LoRA", "full")
+RATIO = 0.3
+# Sums in another order differ by no more, in float64.
+EXACT = 1e-12
+
+
+# --- preference pairs
+
+
+def config_of_pairs(kind: str, **keys: Any) -> DictConfig:
+    """The configuration of a small model whose loss is DPO."""
+    cfg = Combination("qwen2", 64).config()
+    cfg.loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
+    if kind == "LoRA":
+        cfg.model.update(LORA)
+    else:
+        cfg.ref_checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+    cfg.update(keys)
+    return cfg
+
+
+def pair(lengths: tuple[int, int], generator: torch.Generator) -> dict[str, list[int]]:
+    """A pair of answers of these lengths to a prompt of three tokens."""
+    prompt = torch.randint(1, 60, (3,), generator=generator).tolist()
+    row = {}
+    for name, length in zip(("chosen", "rejected"), lengths, strict=True):
+        answer = torch.randint(1, 60, (length - 3,), generator=generator).tolist()
+        row[f"{name}_input_ids"] = prompt + answer
+        row[f"{name}_labels"] = [-100] * 3 + answer
+    return row
+
+
+def pairs(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Pairs of skewed lengths, of which either answer may be the longer."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, 30, (number, 2), generator=generator).tolist()
+    return [pair((chosen, rejected), generator) for chosen, rejected in lengths]
+
+
+def job_on_pairs(kind: str, rows: Sequence[Any], **how: Any) -> Wired:
+    """A job on pairs."""
+    cfg = config_of_pairs(kind, dtype="fp64")
+    builder = builder_of(cfg)
+    cfg.model = {
+        "_component_": "support.preferences.ExactPolicy",
+        "adapters": kind == "LoRA",
+    }
+    return Wired(cfg, rows, builder=builder, **how)
+
+
+def of_all_pairs_at_once(
+    wired: Wired, rows: Sequence[Any]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients written as the paper has them (equation 7)."""
+    wired.model.zero_grad()
+    tokens, labels = padded_collate_dpo(list(rows))
+
+    def log_probs(logits: torch.Tensor) -> torch.Tensor:
+        targets = labels[:, 1:]
+        each = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        return (each * (targets != -100)).sum(-1)
+
+    with torch.no_grad():
+        reference = log_probs(wired.trainer.reference_logits(tokens=tokens))
+    ratios = log_probs(wired.model(tokens)) - reference
+    chosen, rejected = ratios.split(len(rows))
+    loss = -nn.functional.logsigmoid(0.1 * (chosen - rejected)).mean()
+    loss.backward()
+    return loss.detach(), wired.gradients()
+
+
+# --- distillation
+
+
+def config_of_distillation(kind: str, **keys: Any) -> DictConfig:
+    """The configuration of a small student and a teacher of another width."""
+    cfg = Combination("qwen2", 64).config()
+    cfg.teacher_model = {**cfg.model, "embed_dim": 32}
+    cfg.teacher_checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
+    cfg.kd_loss = {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
+    cfg.kd_ratio = RATIO
+    if kind == "LoRA":
+        cfg.model.update(LORA)
+    cfg.update(keys)
+    return cfg
+
+
+def rows_of(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
+    """Rows of skewed lengths, the first tokens of each without a label, and one without any."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in torch.randint(5, 40, (number,), generator=generator).tolist():
+        tokens = torch.randint(1, 60, (length,), generator=generator).tolist()
+        prompt = int(torch.randint(1, 4, (1,), generator=generator))
+        rows.append({"tokens": tokens, "labels": [-100] * prompt + tokens[prompt:]})
+    rows[1]["labels"] = [-100] * len(rows[1]["labels"])
+    return rows
+
+
+def distilling(kind: str, rows: Sequence[Any], *, layout: str | None = None, **how: Any) -> Wired:
+    """A job of a student and a wider teacher, exact in float64."""
+    kd_loss = {"_component_": "support.distillation.ExactForwardKL"}
+    keys = {"dtype": "fp64", "kd_loss": kd_loss, "micro_batch_layout": layout}
+    cfg = config_of_distillation(kind, **keys)
+    builder = builder_of(cfg)
+    exact = {"_component_": "support.preferences.ExactPolicy"}
+    cfg.model = {**exact, "adapters": kind == "LoRA"}
+    cfg.teacher_model = {**exact, "adapters": False, "width": 32}
+    return Wired(cfg, rows, builder=builder, **how)
+
+
+def of_all_tokens_at_once(
+    wired: Wired, rows: Sequence[Any]
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Cross-entropy, divergence and gradients, row by row without padding."""
+    wired.model.zero_grad()
+    sums = torch.zeros(2, dtype=torch.float64)
+    count = 0
+    for row in rows:
+        tokens = torch.tensor([row["tokens"]])
+        labels = torch.tensor(row["labels"][1:])
+        student = wired.model(tokens)[0, :-1].log_softmax(-1)
+        with torch.no_grad():
+            teacher = wired.trainer.reference_logits(tokens=tokens)[0, :-1].softmax(-1)
+        of_labels = student.gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+        losses = torch.stack([-of_labels, -(teacher * student).sum(-1)])
+        sums = sums + (losses * (labels != -100)).sum(1)
+        count += int((labels != -100).sum())
+    class_loss, kd_loss = sums / count
+    # The runner divides by the tokens in float32, as torchtune does.
+    scale = 1 / torch.tensor(count)
+    (((1 - RATIO) * sums[0] + RATIO * sums[1]) * scale).backward()
+    return class_loss.detach(), kd_loss.detach(), wired.gradients()

@@ -1,0 +1,88 @@
+"""The recipes' preference pairs and distillation, on small models of tests that return logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune.rlhf.loss import DPOLoss
+
+from adaptive_batch.torchtune import Distillation, PreferencePairs
+from adaptive_batch.torchtune.reference import Reference
+from adaptive_batch.training import RowLoss
+
+IGNORED = -100
+
+
+class LearnedTask:
+    """A task, and the models that its loss is computed by.
+
+    Args:
+        task: DPO or distillation.
+        model: the one that trains.
+        second: the frozen one; None for the base of adapters.
+
+    Attributes:
+        models: all models, as one module.
+    """
+
+    def __init__(self, task: str, model: nn.Module, second: nn.Module | None) -> None:
+        self._reference = Reference(model, second)
+        self._model = model
+        self.models = self._reference.models
+        block = {"_component_": "torchtune.modules.loss.ForwardKLLoss"}
+        keys = ("teacher_model", "teacher_checkpointer", "kd_loss")
+        cfg = DictConfig(dict.fromkeys(keys, block))
+        self._task: Any = Distillation(cfg, nn.CrossEntropyLoss(ignore_index=IGNORED))
+        if task == "DPO":
+            self._task = PreferencePairs(cfg, DPOLoss())
+        self._task.prepare(model, second)
+
+    @property
+    def held(self) -> tuple[nn.Module, ...]:
+        """The second model, where there is one."""
+        second = self._reference.second
+        return () if second is None else (second,)
+
+    def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """One batch of rows of tokens and labels, which are pairs where the task takes them."""
+        if self._task.counts_rows:
+            rows = [self._pair(row) for row in rows]
+        batch: dict[str, Any] = self._task.collate_function(0)(rows)
+        return batch
+
+    def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = self._task.mean_loss(self, batch)
+        return loss
+
+    def logits(self, tokens: torch.Tensor) -> Any:
+        return self._model(tokens)
+
+    def reference_logits(self, **batch: torch.Tensor) -> Any:
+        return self._reference.logits(**batch)
+
+    def of_rows(self, loss: RowLoss, collate: Callable[[Sequence[Any]], Any]) -> RowLoss:
+        """A loss of rows, whose mean loss is that of this task already, with the rest of it."""
+        task = self._task
+        return replace(
+            loss,
+            collate=lambda rows, length: collate(rows),
+            count_labels=task.count_labels,
+            counts_rows=task.counts_rows,
+            metrics=task.metrics,
+            loss_of=task.loss_of,
+        )
+
+    @staticmethod
+    def _pair(row: dict[str, Any]) -> dict[str, Any]:
+        """A row that is chosen, and its tokens in another order, which are rejected."""
+        return {
+            "chosen_input_ids": row["tokens"],
+            "chosen_labels": row["labels"],
+            "rejected_input_ids": row["tokens"][::-1],
+            "rejected_labels": row["labels"],
+        }
