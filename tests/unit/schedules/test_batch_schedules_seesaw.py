@@ -178,10 +178,10 @@ def test_from_the_cap_on_the_rate_decays_as_the_schedule_does_from_where_it_was(
 
 def test_a_bound_caps_as_a_maximum_does_and_beyond_it_a_step_runs_as_micro_batches():
     capped, optimizer = loop_of(half_cosine(), micro_batch_size=8)
-    capped._sizer.max_batch_size = 32
+    capped._step.sizer.max_batch_size = 32
     beyond = Sampling(grow_beyond_maximum=True)
     free, free_optimizer = loop_of(half_cosine(), micro_batch_size=8, sampling=beyond)
-    free._sizer.max_batch_size = 32
+    free._step.sizer.max_batch_size = 32
     assert steps_of(capped, optimizer) == trained(half_cosine(), maximum=32)
     assert steps_of(free, free_optimizer) == trained(half_cosine())
 

@@ -555,7 +555,7 @@ def test_what_is_compiled_again_for_each_shape_is_not_chosen(caplog: Any) -> Non
         assert reason in caplog.text
     assert "size mismatch" in caplog.text
     assert found.throughput is None
-    assert one.loop._sizer.limit(8).amount == found.max_batch_size * max(
+    assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(
         len(row["tokens"]) for row in ROWS
     )
 
