@@ -103,15 +103,17 @@ class Outcome:
 
 
 class NoWeights:
-    """Weights that are left as memory had them, but for the base of adapters: zeros."""
+    """Weights that are left as memory had them, but for the base of adapters, if a combination with
+    some is given: zeros.
+    """
 
     is_divided = True
 
-    def __init__(self, combination: Combination) -> None:
+    def __init__(self, combination: Combination | None = None) -> None:
         self._combination = combination
 
     def load_weights(self) -> Mapping[str, Any]:
-        if not self._combination.adapters:
+        if self._combination is None or not self._combination.adapters:
             return {}
         base = ZeroWeights(MODELS[self._combination.model], self._combination.dtype)
         weights: Mapping[str, Any] = base.load_checkpoint()[training.MODEL_KEY]
