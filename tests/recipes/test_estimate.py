@@ -439,6 +439,8 @@ def _with_a_small_model(cfg):
     if "rlhf" in str(cfg.loss._component_):
         # Every weight of the small model is trained, and compared with a second one.
         changed.ref_checkpointer = changed.checkpointer
+    if "teacher_model" in changed:
+        changed.teacher_model = changed.model
     return changed
 
 
