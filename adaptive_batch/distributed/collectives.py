@@ -213,7 +213,7 @@ def minimum(value: int) -> int:
 
 def maximum(value: int) -> int:
     """Return the greatest `value` of all ranks, on every rank."""
-    if not _has_group():
+    if world_size() == 1:
         return value
     return all_reduce_max([value])[0]
 
@@ -258,7 +258,7 @@ def all_gather(value: Result) -> list[Result]:
 
 def any_of_ranks(flag: bool) -> bool:
     """Returns, on every rank, whether `flag` is true on one rank at least."""
-    return bool(maximum(flag)) if _has_group() else flag
+    return bool(maximum(flag))
 
 
 def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:

@@ -364,10 +364,9 @@ class BoundSearch:
             evaluation = self._evaluation
             if evaluation is None:
                 return self._dry_run(size)
-            run = evaluation.run
             try:
                 return self._dry_run.evaluation(
-                    lambda size: run(self._rows.first(size)),
+                    lambda size: evaluation.run(self._rows.first(size)),
                     size,
                     in_training_mode=evaluation.in_training_mode,
                 )

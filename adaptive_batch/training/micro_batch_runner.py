@@ -287,6 +287,8 @@ class MicroBatchRunner(StepRunner):
         options: see :class:`StepRunner`.
 
     Attributes:
+        loss: as given.
+        scales_gradients: as given.
         reference: runs the reference; None where the loss does, or there is none.
     """
 
@@ -307,9 +309,8 @@ class MicroBatchRunner(StepRunner):
         )
         super().__init__(model, sizer, **options)
         self.loss = loss
-        self._gradients = SummedGradients(model, self.sharding)
+        self.scales_gradients = scale_gradients
         self._max_grad_norm = max_grad_norm
-        self._scale_gradients = scale_gradients
         self._measures_noise = measures_noise
         self.reference: ReferencePass | None = None
         if reference is not None:
@@ -371,7 +372,10 @@ class MicroBatchRunner(StepRunner):
         values = None
         if self.reference is not None:
             values = self.reference.of_rows(rows)
-        attempt = partial(self._attempt, rows, values, num_rows or 0)
+
+        def attempt(division: Division) -> StepResult:
+            return _StepAttempt(self, rows, values, step_rows=num_rows or 0).run(division)
+
         return self.run_step(attempt, divide, rows_at_once=rows_at_once, division=division)
 
     def learn_from_a_row(self) -> None:
@@ -381,7 +385,7 @@ class MicroBatchRunner(StepRunner):
         Raises:
             RankLostError: out of memory.
         """
-        assert self._scale_gradients
+        assert self.scales_gradients
         row = self.loss.some_row()
 
         def run() -> None:
@@ -399,9 +403,9 @@ class MicroBatchRunner(StepRunner):
         """
         # The batch is there until the micro-batch has ended, as in training.
         with self.trial(is_last=is_last), self.loss.collated(rows, self.sizer.layout) as batch:
-            self._add_made_up_values(batch, len(rows))
+            self.make_up_values(batch, len(rows))
             loss, count = self.loss.loss_and_labels(batch)
-            if self._scale_gradients and not self.loss.counts_rows:
+            if self.scales_gradients and not self.loss.counts_rows:
                 loss = loss * count
             loss.backward()  # type: ignore[no-untyped-call]
 
@@ -460,104 +464,118 @@ class MicroBatchRunner(StepRunner):
             self.model, token_loss, rows, collate=self.loss.collate, pack=self.loss.pack
         )
 
-    def clip(self) -> torch.Tensor | None:
-        """Clip the gradients as configured; return the norm that they had."""
-        return clip_gradients(self.model, self.sharding, self._max_grad_norm)
-
-    def _attempt(
-        self,
-        rows: Sequence[Row],
-        values: torch.Tensor | None,
-        num_rows: int,
-        division: Division,
-    ) -> StepResult:
-        """Run the micro-batches of a step; where a rank fails, all of them come to its end.
-
-        Args:
-            rows: of this rank.
-            values: numbers of each of them that the reference has computed, if it runs apart.
-            num_rows: rows of all ranks, where the loss counts rows.
-            division: of the rows.
-        """
-        counts = division.counts or ()
-        assert self._scale_gradients or sum(counts) == 1, (
-            "with the optimizer in backward a step is one micro-batch"
-        )
-        sums = StepSums(
-            rows=len(rows),
-            tokens=sum(map(self.loss.num_real_tokens, rows)),
-            device=self.memory.device,
-            step_rows=num_rows,
-            metrics=self.loss.metrics,
-        )
-        small_pieces, *other_pieces = division.parts
-        measures = bool(other_pieces) and all(counts)
-
-        def run(piece: MicroBatch | None, is_last: bool) -> None:
-            self._run_piece(rows, values, piece, sums)
-            if measures and is_last and sums.small is None:
-                # The gradients so far are those of the small batch, and reduced.
-                num_small = sum(len(small.rows) for small in small_pieces)
-                squared = self._gradients.squared_norm()
-                if self.loss.counts_rows:
-                    # As if losses had been summed.
-                    squared = squared * (num_rows / distributed.world_size()) ** 2
-                sums.small = SmallBatch(num_small, sums.label_tokens, squared, sums.micro_batches)
-
-        idle = MicroBatch([], 0)
-        if not rows:
-            idle = MicroBatch([0], self.loss.row_length(self.loss.some_row()))
-        self.run_micro_batches(division, run, idle=idle)
-        return self._finish(sums, sum(counts))
-
-    def _run_piece(
-        self,
-        rows: Sequence[Row],
-        values: torch.Tensor | None,
-        piece: MicroBatch | None,
-        sums: StepSums,
-    ) -> None:
-        """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is
-        None or has no label.
-        """
-        if piece is not None:
-            own_rows = [rows[i] for i in piece.rows]
-            with self.loss.collated(own_rows, self.sizer.layout, piece.length) as batch:
-                sums.padded += batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
-                labels = self.loss.count_labels(batch)
-                if labels:
-                    if values is not None:
-                        batch[REFERENCE_VALUES] = values[piece.rows]
-                    self._backward(batch, labels, sums)
-                    return
-        if distributed.world_size() > 1:
-            # Its mean would be 0/0, and 0 times that is no zero.
-            with self.loss.collated([self.loss.some_row()], self.sizer.layout) as batch:
-                self._add_made_up_values(batch, 1)
-                self._backward(batch, None, sums)
-
-    def _add_made_up_values(self, batch: Batch, num_rows: int) -> None:
+    def make_up_values(self, batch: Batch, num_rows: int) -> None:
         """Add to a batch whose loss does not count what it takes from the reference that runs
         apart.
         """
         if self.reference is not None:
             batch[REFERENCE_VALUES] = self.reference.made_up(num_rows)
 
-    def _backward(self, batch: Batch, labels: torch.Tensor | None, sums: StepSums) -> None:
+    def clip(self) -> torch.Tensor | None:
+        """Clip the gradients as configured; return the norm that they had."""
+        return clip_gradients(self.model, self.sharding, self._max_grad_norm)
+
+
+class _StepAttempt:
+    """One attempt at a step: runs its micro-batches, and sums what they leave.
+
+    Args:
+        runner: runs them.
+        rows: rows of this rank.
+        values: numbers of each of them that the reference has computed, if it runs apart.
+        step_rows: rows of all ranks, where the loss counts rows.
+    """
+
+    def __init__(
+        self,
+        runner: MicroBatchRunner,
+        rows: Sequence[Row],
+        values: torch.Tensor | None,
+        *,
+        step_rows: int,
+    ) -> None:
+        self._runner = runner
+        self._loss = runner.loss
+        self._rows = rows
+        self._values = values
+        self._gradients = SummedGradients(runner.model, runner.sharding)
+        self._sums = StepSums(
+            rows=len(rows),
+            tokens=sum(map(self._loss.num_real_tokens, rows)),
+            device=runner.memory.device,
+            step_rows=step_rows,
+            metrics=self._loss.metrics,
+        )
+
+    def run(self, division: Division) -> StepResult:
+        """Run the micro-batches; where a rank fails, all of them come to its end."""
+        counts = division.counts or ()
+        assert self._runner.scales_gradients or sum(counts) == 1, (
+            "with the optimizer in backward a step is one micro-batch"
+        )
+        small_pieces, *other_pieces = division.parts
+        measures = bool(other_pieces) and all(counts)
+
+        def run(piece: MicroBatch | None, is_last: bool) -> None:
+            self._run_piece(piece)
+            if measures and is_last and self._sums.small is None:
+                self._sums.small = self._small_batch(small_pieces)
+
+        idle = MicroBatch([], 0)
+        if not self._rows:
+            idle = MicroBatch([0], self._loss.row_length(self._loss.some_row()))
+        self._runner.run_micro_batches(division, run, idle=idle)
+        return self._finish(sum(counts))
+
+    def _small_batch(self, pieces: Sequence[MicroBatch]) -> SmallBatch:
+        """Return the small batch, whose gradients are all that there are so far, and reduced."""
+        sums = self._sums
+        num_rows = sum(len(piece.rows) for piece in pieces)
+        squared = self._gradients.squared_norm()
+        if self._loss.counts_rows:
+            # As if losses had been summed.
+            squared = squared * (sums.step_rows / distributed.world_size()) ** 2
+        return SmallBatch(num_rows, sums.label_tokens, squared, sums.micro_batches)
+
+    def _run_piece(self, piece: MicroBatch | None) -> None:
+        """Add the gradients of one micro-batch; of a dummy one, with weight 0, where `piece` is
+        None or has no label.
+        """
+        loss = self._loss
+        layout = self._runner.sizer.layout
+        if piece is not None:
+            own_rows = [self._rows[i] for i in piece.rows]
+            with loss.collated(own_rows, layout, piece.length) as batch:
+                padded = batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
+                self._sums.padded += padded
+                labels = loss.count_labels(batch)
+                if labels:
+                    if self._values is not None:
+                        batch[REFERENCE_VALUES] = self._values[piece.rows]
+                    self._backward(batch, labels)
+                    return
+        if distributed.world_size() > 1:
+            # Its mean would be 0/0, and 0 times that is no zero.
+            with loss.collated([loss.some_row()], layout) as batch:
+                self._runner.make_up_values(batch, 1)
+                self._backward(batch, None)
+
+    def _backward(self, batch: Batch, labels: torch.Tensor | None) -> None:
         """Add the gradients of a batch of so many labels; None for one of weight 0."""
-        if self.loss.counts_rows:
-            self._backward_of_share(batch, labels, sums)
+        sums = self._sums
+        if self._loss.counts_rows:
+            self._backward_of_share(batch, labels)
             return
         together = distributed.world_size() > 1
-        mean, count = self.loss.loss_and_labels(batch)
+        mean, count = self._loss.loss_and_labels(batch)
         token_loss = mean * (0 if labels is None else count)
         if labels is not None:
             sums.add(token_loss.detach(), labels if together else count)
             sums.add_metrics(batch, weight=count)
         # With the optimizer in backward each parameter is stepped as soon as its gradient is there.
-        if not self._scale_gradients and not together:
+        if not self._runner.scales_gradients and not together:
             token_loss = mean
-        elif not self._scale_gradients:
+        elif not self._runner.scales_gradients:
             sums.all_reduce_sum()
             # On no rank is there anything to step by.
             if not sums.label_tokens:
@@ -565,15 +583,14 @@ class MicroBatchRunner(StepRunner):
             token_loss = token_loss * (distributed.world_size() / sums.label_tokens)
         token_loss.backward()  # type: ignore[no-untyped-call]
 
-    def _backward_of_share(
-        self, batch: Batch, num_rows: torch.Tensor | None, sums: StepSums
-    ) -> None:
+    def _backward_of_share(self, batch: Batch, num_rows: torch.Tensor | None) -> None:
         """Add the gradients of a mean over rows, by its share of the rows of all ranks.
 
         The order of operations is torchtune's: the mean, divided by how many such micro-batches a
         step has. FSDP then takes the mean over ranks.
         """
-        mean, _ = self.loss.loss_and_labels(batch)
+        sums = self._sums
+        mean, _ = self._loss.loss_and_labels(batch)
         loss = mean * 0
         if num_rows is not None:
             # Whole, and exact, where micro-batches are alike.
@@ -582,30 +599,32 @@ class MicroBatchRunner(StepRunner):
             sums.add(loss.detach(), num_rows)
             sums.add_metrics(batch, weight=1 / num_such)
         # With the optimizer in backward this is the step's only micro-batch.
-        if not self._scale_gradients:
+        if not self._runner.scales_gradients:
             sums.all_reduce_sum()
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _finish(self, sums: StepSums, count: int) -> StepResult:
+    def _finish(self, num_pieces: int) -> StepResult:
         """Count the label tokens of all ranks and divide the gradients by them; fails where any
         rank has failed.
         """
-        if self._scale_gradients:
-            sums.failed = int(self.retry.has_failed)
+        runner = self._runner
+        sums = self._sums
+        if runner.scales_gradients:
+            sums.failed = int(runner.retry.has_failed)
             sums.all_reduce_sum()
             if sums.failed:
                 raise OutOfMemoryElsewhereError
         ranks = distributed.world_size()
         # FSDP has taken the mean over the ranks.
         has_labels = sums.have_labels
-        if has_labels and self._scale_gradients and not self.loss.counts_rows:
+        if has_labels and runner.scales_gradients and not self._loss.counts_rows:
             self._gradients.multiply_by(ranks / sums.label_tokens)
         elif not has_labels and ranks > 1:
-            self.drop_gradients()
+            runner.drop_gradients()
         noise = None
         if sums.small is not None:
-            noise = sums.noise(self._gradients.squared_norm(), device=self.memory.device)
-        return sums.result(self.loss, count, grad_norm=self.clip(), noise=noise)
+            noise = sums.noise(self._gradients.squared_norm(), device=runner.memory.device)
+        return sums.result(self._loss, num_pieces, grad_norm=runner.clip(), noise=noise)
 
 
 def _split(

@@ -49,7 +49,7 @@ class PackedAttention:
         self._longest = max(lengths)
         self._attend = attend
         self.ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        self._ends = self.ends
+        self._device_ends = self.ends
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any
@@ -86,9 +86,9 @@ class PackedAttention:
             and is_even
             and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True))
         ):
-            self._ends = self._ends.to(query.device)
+            self._device_ends = self._device_ends.to(query.device)
             flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
-            bounds = (self._ends, self._ends, self._longest, self._longest)
+            bounds = (self._device_ends, self._device_ends, self._longest, self._longest)
             output = _varlen_attention()(*flat, *bounds, scale=how.get("scale"))
             return output.transpose(0, 1)[None]
         rows = zip(*(torch.split(tensor, self._lengths, 2) for tensor in tensors), strict=True)

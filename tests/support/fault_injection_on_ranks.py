@@ -12,7 +12,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from adaptive_batch.memory import (
 )
 from adaptive_batch.probe import DryRun
 from adaptive_batch.training import StepResult
+from adaptive_batch.training.agreement import Division
 
 RANKS = 2
 START = MicroBatchLimit(2)
@@ -155,19 +156,21 @@ class _Runner(SmallRunner):
 
     doing = "before"
 
-    def _attempt(self, *arguments: Any, **options: Any) -> StepResult:
-        self.doing = "between"
-        try:
-            return super()._attempt(*arguments, **options)
-        finally:
-            self.doing = "before"
-
-    def _finish(self, *arguments: Any, **options: Any) -> StepResult:
-        self.doing = "counting"
-        try:
-            return super()._finish(*arguments, **options)
-        finally:
+    def run_step(
+        self, attempt: Callable[[Division], StepResult], *arguments: Any, **options: Any
+    ) -> StepResult:
+        def noted(division: Division) -> StepResult:
             self.doing = "between"
+            try:
+                return attempt(division)
+            finally:
+                self.doing = "before"
+
+        return super().run_step(noted, *arguments, **options)
+
+    def run_micro_batches(self, *arguments: Any, **options: Any) -> None:
+        super().run_micro_batches(*arguments, **options)
+        self.doing = "counting"
 
     def clip(self) -> torch.Tensor | None:
         before, self.doing = self.doing, "clipping"
