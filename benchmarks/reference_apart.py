@@ -173,7 +173,7 @@ def main() -> None:
             for name, side in sides.items():
                 cpu_start = time.process_time()
                 start = time.perf_counter()
-                result = side.run(rows)
+                side.run(rows)
                 if turn:
                     cpu_seconds[name].append(time.process_time() - cpu_start)
                     wall_seconds[name].append(time.perf_counter() - start)

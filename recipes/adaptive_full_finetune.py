@@ -54,6 +54,7 @@ from adaptive_batch.torchtune import (
     check_output_dir,
     check_scheduler,
     couple_batch,
+    cut_to_rows,
     interruptible,
     never_due,
     reference_sizer_of,
@@ -63,7 +64,7 @@ from adaptive_batch.torchtune import (
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import CompilationLog, LimitChange, Question, StepResult
+from adaptive_batch.training import CompilationLog, Question, StepResult
 
 log = logging.getLogger("adaptive_batch")
 
@@ -187,7 +188,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 partial(self.lost.write_down, event=self.log.event, sizer=self.sizer)
             )
         reference_sizer = reference_sizer_of(
-            self.settings, data.shapes, job.memory, self._log_limit_of_reference
+            self.settings,
+            data.shapes,
+            job.memory,
+            partial(self.log.limit_apart, kind="reference_limit", sizer=self.sizer),
         )
         self.trainer = trainer = Trainer.load(
             job, data, self.checkpoints, self.sizer, reference_sizer=reference_sizer
@@ -209,10 +213,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.settings.validation.is_on:
             self.validation = Validation(job, data, trainer, self.bounds, self.log)
 
-    def _log_limit_of_reference(self, change: LimitChange) -> None:
-        self.sizer.count_out_of_memory(change.out_of_memory)
-        self.log.limit(change, kind="reference_limit")
-
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
         saved = self.resumed.saved
@@ -224,15 +224,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.queue.resume(progress, is_begun=True)
         num_steps = self.settings.epochs * epoch_steps
         rows = len(self.data.dataset)
-        for message in (
-            *never_due(self.settings, num_steps, rows=rows, ranks=self.job.ranks),
-            *self.profiler.never_due(num_steps),
-        ):
-            self.log.event("no_effect", message)
+        cut = cut_to_rows(self.settings, rows=rows, ranks=self.job.ranks)
+        if cut:
+            self.log.event("no_effect", cut)
+        self.log.without_effect(never_due(self.settings, num_steps))
+        self.log.without_effect(self.profiler.never_due(num_steps))
         is_changed = bool(self.resumed.differs)
         is_changed |= saved.get("configured_batch_size") != self.settings.batch_size
         self.preview.look_ahead(self.queue.progress, saved=saved, changed=is_changed)
-        tally = StepTally(
+        self.tally = StepTally(
             self.job,
             self.trainer,
             self.log,
@@ -240,7 +240,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             remedy=self.checkpoints.after_end,
             full_batch_rows=self.preview.full_batch_rows,
         )
-        self.tally = self.saver.add("epoch", tally)
 
     def _setup_rate(self) -> None:
         rate = build_rate(

@@ -4,12 +4,10 @@ from .adapter_model import AdapterModel, builder_of
 from .advice import advise, estimate_spending, tokens_per_second
 from .bound_finder import BoundFinder, left_by_rounding
 from .checkpoints import Checkpoints
-from .checks import check_output_dir, never_due, without_effect, without_effect_on
-from .config_errors import instantiate
+from .checks import check_output_dir, cut_to_rows, never_due, without_effect, without_effect_on
 from .critical_batch import measure_critical_batch
 from .data import Data
 from .distillation import Distillation
-from .epoch_checkpoints import STATE_KEY
 from .estimate_changes import with_overrides
 from .estimates import estimate_devices
 from .job import Job
@@ -45,7 +43,6 @@ from .trainer import Trainer
 from .validation import Validation
 
 __all__ = [
-    "STATE_KEY",
     "AdapterModel",
     "BoundFinder",
     "Checkpoints",
@@ -76,9 +73,9 @@ __all__ = [
     "check_output_dir",
     "check_scheduler",
     "couple_batch",
+    "cut_to_rows",
     "estimate_devices",
     "estimate_spending",
-    "instantiate",
     "interruptible",
     "left_by_rounding",
     "measure_critical_batch",

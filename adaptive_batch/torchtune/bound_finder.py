@@ -389,13 +389,14 @@ class BoundFinder:
             usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
         if isinstance(size, int):
             usable_rows = size
+        tried_rows = self.trials.maximum(usable_rows, "trial_rows_reference")
         worst = self.rows.probed()
         name = f"{worst.name}, even without gradients,"
         result = self.trials.find(
             trainer,
             # What fragments the allocator's cache is training.
             replace(worst, name=name, in_order=None),
-            maximum=self.trials.maximum(usable_rows, "trial_rows_reference"),
+            maximum=tried_rows,
             accumulates=False,
             evaluation=Evaluation(
                 reference.try_rows,
@@ -409,7 +410,13 @@ class BoundFinder:
         )
         if isinstance(size, int) and size > result.max_batch_size:
             fitting_rows = result.max_batch_size
-            remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
+            problem = rows_fit(fitting_rows)
+            if fitting_rows == tried_rows:
+                problem = (
+                    f"no more than {count(tried_rows, 'row')} are tried, by probe.maximum or as a"
+                    " trial of more has ended all ranks"
+                )
+            remedy = f"{problem}; give {fitting_rows} or less, or auto"
             raise SettingError("reference_micro_batch_size", size, remedy)
         return result
 

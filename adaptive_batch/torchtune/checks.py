@@ -802,21 +802,25 @@ def without_effect(
     return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in unused)]
 
 
-def never_due(settings: Settings, num_steps: int, *, rows: int, ranks: int) -> Iterator[str]:
-    """Yield what has no effect in a run of so many steps, each with the reason: a resume point,
-    validation or metrics that are due later, and a batch that is cut to the rows that there are.
+def cut_to_rows(settings: Settings, *, rows: int, ranks: int) -> str:
+    """Return that a batch is cut to the rows that there are; empty where it is not.
 
     Args:
         settings: settings of the run.
-        num_steps: optimizer steps of the run.
         rows: rows of the dataset.
         ranks: ranks that a batch is counted on.
     """
     step_rows = settings.step_rows * ranks
-    is_fixed = not (settings.batch_tokens or settings.batch_changes or settings.grows)
-    if is_fixed and step_rows > rows:
-        cut = f"a step of {step_rows} rows is cut to {count(rows, 'row')}"
-        yield f"{cut}: the dataset has no more"
+    changes = settings.batch_tokens or settings.batch_changes or settings.grows
+    if changes or step_rows <= rows:
+        return ""
+    return f"a step of {step_rows} rows is cut to {count(rows, 'row')}: the dataset has no more"
+
+
+def never_due(settings: Settings, num_steps: int) -> Iterator[NoEffect]:
+    """Yield what is due later than a run of so many steps ends: a resume point, validation or
+    metrics.
+    """
     # A batch that grows changes how many steps there are.
     if settings.grows:
         return
@@ -835,7 +839,7 @@ def never_due(settings: Settings, num_steps: int, *, rows: int, ranks: int) -> I
     ):
         if every is not None and every > num_steps:
             reason = f"the run has {count(num_steps, 'step')}, {effect}"
-            yield str(NoEffect(f"{key}={every}", reason))
+            yield NoEffect(f"{key}={every}", reason)
 
 
 def _of_another_kind(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

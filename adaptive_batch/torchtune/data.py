@@ -123,7 +123,9 @@ class Data:
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", pad_id)
         self.collator = Collator(job, pad_id=pad_id, packed=packed)
-        self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
+        self._collator_val = self.collator
+        if packed_val != packed:
+            self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
         self.dataset = Rows(
             job,
             "dataset",

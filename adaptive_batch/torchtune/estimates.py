@@ -55,6 +55,7 @@ from .checks import TO_PLAN, check_parallel, complete, without_effect_on
 from .config_errors import instantiate
 from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows
+from .job import own_compiler
 from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings, sizer_of
@@ -343,8 +344,10 @@ class Estimator:
     def _step(
         self, cfg: DictConfig, lengths: Sequence[int | str], world_size: int, of: EstimatedDevice
     ) -> Iterator[_Step]:
-        with distributed.fake_process_group(
-            world_size, ranks_of_a_model=check_parallel(cfg, world_size=world_size)
+        ranks_of_a_model = check_parallel(cfg, world_size=world_size)
+        with (
+            distributed.fake_process_group(world_size, ranks_of_a_model=ranks_of_a_model),
+            own_compiler(cfg),
         ):
             settings = Settings.from_config(cfg)
             reads_data = (
@@ -400,7 +403,10 @@ class _Step:
         curve = self.run.reference_curve(rows)
         maximum = self.run.job.settings.probe.maximum
         fitting = [curve.max_rows(target.budget_bytes) for target in targets]
-        return tuple(maximum if rows is None else min(rows, maximum) for rows in fitting)
+        return tuple(
+            maximum if fitting_rows is None else min(fitting_rows, maximum)
+            for fitting_rows in fitting
+        )
 
     def _rows_of(self, length: int | str) -> tuple[Rows, int]:
         if self.run.reads_data:

@@ -31,7 +31,7 @@ from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN
 from .data import Data
-from .job import Job
+from .job import Job, own_compiler
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings, reference_sizer_of, sizer_of
 from .trainer import Trainer
@@ -338,6 +338,18 @@ def expected_curve(
     builder: ModelBuilder | None = None,
 ) -> MemoryCurve:
     """Return what trials of these rows should peak at on the configured device."""
+    with own_compiler(cfg):
+        return _expected_curve(cfg, settings, rows, accumulates=accumulates, builder=builder)
+
+
+def _expected_curve(
+    cfg: DictConfig,
+    settings: Settings,
+    rows: Rows,
+    *,
+    accumulates: bool,
+    builder: ModelBuilder | None,
+) -> MemoryCurve:
     device = FakeDevice(
         CudaKernels.of_this_device() if str(cfg.device).startswith("cuda") else None
     )

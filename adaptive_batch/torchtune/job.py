@@ -5,7 +5,8 @@ model without memory.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
@@ -81,18 +82,18 @@ class Job:
                 "enable_activation_offloading", True, "it needs CUDA; set it to False"
             )
         if cfg.compile:
-            # Of the process: read whenever a part is compiled.
-            partitioner = private("torch._functorch.config", "activation_memory_budget")
-            partitioner.activation_memory_budget = settings.activation_memory_budget
-            # Where micro-batches have many shapes, the first one is no constant of its graph.
-            compiler = private("torch._dynamo.config", "assume_static_by_default")
-            varies = settings.chooses_fastest or settings.micro_batch_layout in (
-                "grouped",
-                "packed",
-            )
-            compiler.assume_static_by_default = not varies
+            self._set_up_compiler()
         self.loss_fn = instantiate("loss", cfg.loss)
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
+
+    def _set_up_compiler(self) -> None:
+        """Set what is of the process, and read whenever a part is compiled."""
+        settings = self.settings
+        partitioner, compiler = _compiler_configs()
+        partitioner.activation_memory_budget = settings.activation_memory_budget
+        # Where micro-batches have many shapes, the first one is no constant of its graph.
+        varies = settings.chooses_fastest or settings.micro_batch_layout in ("grouped", "packed")
+        compiler.assume_static_by_default = not varies
 
     def check_model(self) -> None:
         """Refuse a loss or a model of another kind of fine-tuning; a model that needs memory is
@@ -225,6 +226,30 @@ class Job:
         """Build the configured optimizer of some parameters."""
         optimizer: torch.optim.Optimizer = instantiate("optimizer", self.cfg.optimizer, parameters)
         return optimizer
+
+
+@contextmanager
+def own_compiler(cfg: DictConfig) -> Iterator[None]:
+    """Inside, a job may set up the compiler of the process; afterwards it is as before."""
+    if not cfg.get("compile", False):
+        yield
+        return
+    partitioner, compiler = _compiler_configs()
+    budget = partitioner.activation_memory_budget
+    is_static = compiler.assume_static_by_default
+    try:
+        yield
+    finally:
+        partitioner.activation_memory_budget = budget
+        compiler.assume_static_by_default = is_static
+
+
+def _compiler_configs() -> tuple[Any, Any]:
+    """Return the settings of torch's partitioner and of its compiler."""
+    return (
+        private("torch._functorch.config", "activation_memory_budget"),
+        private("torch._dynamo.config", "assume_static_by_default"),
+    )
 
 
 def _if_it_can_be_built(build: Callable[[], T]) -> T | None:

@@ -60,7 +60,7 @@ class LimitFinder:
 
     def find(self, resumed: ResumedRun) -> None:
         """Find how many rows fit at once, where any setting needs it; the planner takes the batch
-        size to train with, unless the checkpoint's is kept whatever fits.
+        size to train with: the checkpoint's, where that is kept.
 
         Raises:
             SettingError: what is configured, or what the checkpoint's schedule may ask for, does
@@ -108,12 +108,12 @@ class LimitFinder:
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
             self.try_longer(data.longest(1))
+        self._check_saved_maximum_fits()
         self._find_for_reference(resumed.state_of("reference_limits"))
         if results:
             advice = advise(self._job, data, results[-1], batch_size=planner.batch_size)
             if advice:
                 self._log.event("advice", advice)
-        self._check_saved_maximum_fits()
 
     def _log_notes(self) -> None:
         """Log a model whose results depend on micro-batches, and trials that ended all ranks."""

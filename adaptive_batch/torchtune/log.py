@@ -8,7 +8,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +25,13 @@ from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.report import RunLog
 from adaptive_batch.schedules import Progress
-from adaptive_batch.training import AdaptiveRate, FullBatchLoss, LimitChange, StepResult
+from adaptive_batch.training import (
+    AdaptiveRate,
+    FullBatchLoss,
+    LimitChange,
+    MicroBatchSizer,
+    StepResult,
+)
 
 from .checkpoints import Checkpoints
 from .checks import NoEffect
@@ -86,7 +92,7 @@ class _MetricLogger:
         self._cfg = cfg
         self._device = job.device
         self._logger: Any = None
-        self.every_n_steps: int = cfg.get("log_every_n_steps") or 1
+        self.every_n_steps = job.settings.log_every_n_steps or 1
         self._logs_memory = bool(cfg.get("log_peak_memory_stats", False))
         if self._logs_memory and job.device.type == "cpu":
             self._logs_memory = False
@@ -169,6 +175,13 @@ class TrainingLog:
         """Log at once what a micro-batch holds from now on."""
         self.event(kind, change.describe(), **change.facts())
 
+    def limit_apart(self, change: LimitChange, *, kind: str, sizer: MicroBatchSizer) -> None:
+        """Log what a micro-batch of something else than training holds from now on; `sizer`, that
+        of training, counts its out-of-memory errors too.
+        """
+        sizer.count_out_of_memory(change.out_of_memory)
+        self.limit(change, kind=kind)
+
     @contextmanager
     def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
         """Show how far an epoch has come; a line that is logged meanwhile stands above the bar."""
@@ -233,14 +246,18 @@ class TrainingLog:
         event = self.event
         for kind, message, facts in (*run.changes_of_steps(), *run.changes()):
             event(kind, message, **facts)
-        for keys in without_effect:
-            event("no_effect", str(keys), key=keys.key)
+        self.without_effect(without_effect)
         if self._settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = (
                 "with the optimizer in backward a step that runs out of memory has changed some"
                 " weights already"
             )
             event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again")
+
+    def without_effect(self, keys_set: Iterable[NoEffect]) -> None:
+        """Log keys that are set and do nothing, with the reason."""
+        for keys in keys_set:
+            self.event("no_effect", str(keys), key=keys.key)
 
     def whose_rate(self, saved: float) -> None:
         """Log where the checkpoint's learning rate is not the configured one."""

@@ -13,6 +13,7 @@ from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress
 
+from .checks import NoEffect
 from .config_errors import instantiate
 
 _COMPONENT = "torchtune.training.setup_torch_profiler"
@@ -48,15 +49,14 @@ class RunProfiler:
             profiles_memory and device.type == "cuda" and distributed.is_rank_zero()
         )
 
-    def never_due(self, num_steps: int) -> Iterator[str]:
+    def never_due(self, num_steps: int) -> Iterator[NoEffect]:
         """Yield why it has no effect, where it waits for more steps than a run has."""
         if not self._cfg["enabled"]:
             return
         waits = self._cfg.wait_steps + self._cfg.warmup_steps
         if waits >= num_steps:
-            has_steps = f"the run has {count(num_steps, 'step')}"
-            message = f"profiler has no effect: {has_steps}, and it waits and warms up {waits}"
-            yield f"{message}; lower wait_steps and warmup_steps"
+            has_steps = f"the run has {count(num_steps, 'step')}, and it waits and warms up {waits}"
+            yield NoEffect("profiler", f"{has_steps}; lower wait_steps and warmup_steps")
 
     def start(self) -> None:
         """Start as training begins."""
@@ -76,7 +76,7 @@ class RunProfiler:
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def end_step(self) -> None:
-        """Go on to the next step."""
+        """Tell the profiler that a step has ended."""
         self._profiler.step()
 
     def stop(self) -> None:

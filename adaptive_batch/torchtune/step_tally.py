@@ -86,6 +86,7 @@ class StepTally:
         self._num_unlabelled = 0
         self._tokens = 0
         self._padded_tokens = 0.0
+        saver.add("epoch", self)
 
     def small_rows(self, step: PlannedRows) -> tuple[int, ...] | None:
         """Return which of this rank's rows the noise of the gradients is sampled with in a step;
@@ -186,8 +187,15 @@ class StepTally:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain numbers."""
-        return {"unlabelled": self._num_unlabelled}
+        return {
+            "unlabelled": self._num_unlabelled,
+            "tokens": self._tokens,
+            "padded_tokens": self._padded_tokens,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume counting from a saved state."""
         self._num_unlabelled = state["unlabelled"]
+        # A checkpoint of an earlier version has them not.
+        self._tokens = state.get("tokens", 0)
+        self._padded_tokens = state.get("padded_tokens", 0.0)

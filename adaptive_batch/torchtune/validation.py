@@ -13,7 +13,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.training import Evaluation, Evaluator, LimitChange, MicroBatchSizer
+from adaptive_batch.training import Evaluation, Evaluator, MicroBatchSizer
 
 from .bound_finder import BoundFinder, TrialSearch
 from .data import Data
@@ -80,7 +80,7 @@ class Validation:
             micro_batch_tokens=tokens,
             layout=data.shapes_val,
             memory=job.memory,
-            on_change=self._log_limit,
+            on_change=partial(log.limit_apart, kind="validation_limit", sizer=self._runner.sizer),
         )
         loss = replace(data.loss_val(self._runner.loss), dummy_row=lambda: data.dataset_val[0])
         self._evaluator = Evaluator(self._runner, loss, sizer)
@@ -99,10 +99,6 @@ class Validation:
             accumulates=False,
             evaluation=Evaluation(evaluate, trials.rows.probed()),
         )
-
-    def _log_limit(self, change: LimitChange) -> None:
-        self._runner.sizer.count_out_of_memory(change.out_of_memory)
-        self._log.limit(change, kind="validation_limit")
 
     def run_where_due(self, step: int) -> None:
         """Every so many steps, log the loss on the rows that are not trained on."""

@@ -172,9 +172,9 @@ def test_where_large_blocks_are_not_divided_none_is_made(monkeypatch, settings):
 
 
 ASKS_FOR_SEGMENTS = """
-import logging, os
+import logging, sys
 from adaptive_batch.memory import check_segments, expand_segments, segments_expand
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=__import__("sys").stdout)
+logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 device = torch.device("cuda", 0)
 expand_segments()
 check_segments(device)

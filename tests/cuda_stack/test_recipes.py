@@ -51,7 +51,7 @@ def bound(folder) -> int:
     return json.loads((folder / "adaptive_batch" / "probe.json").read_text())["max_batch_size"]
 
 
-def test_the_bound_is_trained_with_and_twice_of_it_does_not_fit(setup):
+def test_the_bound_is_trained_with_and_many_more_rows_do_not_fit(setup):
     leave(ROOM)
     folder = setup.run_in_process(OURS, *ON_CUDA, MAXIMUM, "epochs=1").output_dir
     found = bound(folder)

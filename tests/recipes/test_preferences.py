@@ -121,11 +121,20 @@ def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(request, s
 )
 def test_a_reference_apart_goes_with_what_changes_a_step(small, full, keys):
     own = (*full, *SGD, "batch_size=8", *keys)
-    within, apart = (
-        small.run_in_process(OURS, *own, *more) for more in ((), ("reference_micro_batch_size=3",))
-    )
+    alone = ("reference_micro_batch_size=auto", "probe.device_memory=24MiB", "probe.cache=False")
+    within, apart = (small.run_in_process(OURS, *own, *more) for more in ((), alone))
+    assert len(records(apart, "reference_bound")) == 1
     for name in ("loss", "rewards/margins", "micro_batches"):
         assert steps(apart, name) == pytest.approx(steps(within, name), rel=1e-4, abs=1e-5)
+
+
+def resumed_after_step_three(small, begun, *own):
+    """A copy of a run that was ended after step 3, trained to its end."""
+    folder = small.fresh_folder()
+    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
+    shutil.rmtree(folder / "epoch_0")
+    shutil.rmtree(folder / "step_6")
+    return small.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
@@ -177,35 +186,25 @@ def test_a_run_whose_reference_runs_apart_resumes_with_the_same_bits(small, lora
         "reference_micro_batch_size=auto", "probe.device_memory=24MiB",
     )  # fmt: skip
     begun = small.run_in_process(OURS, *own)
-    folder = small.fresh_folder()
-    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-    shutil.rmtree(folder / "epoch_0")
-    shutil.rmtree(folder / "step_6")
-    resumed = small.run_in_process(
-        OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    resumed = resumed_after_step_three(small, begun, *own)
     assert steps(resumed, "loss")[-5:] == steps(begun, "loss")[-5:]
+    bounds = {record["max_batch_size"] for record in records(resumed, "reference_bound")}
+    assert len(bounds) == 1
 
 
 def test_a_run_resumes_with_its_reference_elsewhere(small, lora):
     """What is saved of the reference's limit is of no use, or is not there, and that is logged."""
     within = (*lora, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
-    for first, second in (
-        ((), ("reference_micro_batch_size=4",)),
-        (("reference_micro_batch_size=4",), ()),
+    for first, second, sizes in (
+        ((), ("reference_micro_batch_size=4",), (None, 4)),
+        (("reference_micro_batch_size=4",), (), (4, None)),
     ):
         begun = small.run_in_process(OURS, *within, *first)
-        folder = small.fresh_folder()
-        shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-        shutil.rmtree(folder / "epoch_0")
-        shutil.rmtree(folder / "step_6")
-        resumed = small.run_in_process(
-            OURS, *within, *second, f"output_dir={folder}", "resume_from_checkpoint=True"
-        )
+        resumed = resumed_after_step_three(small, begun, *within, *second)
         expected = pytest.approx(steps(begun, "loss")[-5:], rel=1e-5)
         assert steps(resumed, "loss")[-5:] == expected
         (change,) = records(resumed, "reference_micro_batch_size")
-        assert {change["before"], change["after"]} == {None, 4}
+        assert (change["before"], change["after"]) == sizes
 
 
 def test_the_probe_shows_what_fits_in_the_reference(small, lora, capsys):
@@ -238,7 +237,7 @@ def test_an_estimate_has_the_pairs_that_fit_in_the_reference_alone(small, full):
     estimated = {}
     for size in ("null", "auto"):
         finished = small.run_in_process(
-            "adaptive_estimate", *full, "estimate.devices=[32MiB]", "estimate.context=0",
+            "adaptive_estimate", *full, "estimate.devices=[20MiB]", "estimate.context=0",
             "estimate.sequence_lengths=[64]", "estimate.changes=False",
             f"reference_micro_batch_size={size}",
         )  # fmt: skip
@@ -249,24 +248,18 @@ def test_an_estimate_has_the_pairs_that_fit_in_the_reference_alone(small, full):
     assert estimated["null"]["reference_rows"] == []
     assert estimated["auto"]["reference_rows"][0] > apart
     # What a trial counts is what is estimated.
-    found = small.run_in_process(
-        OURS, *full, "reference_micro_batch_size=auto", "probe.device_memory=32MiB", "epochs=1",
+    finished = small.run_in_process(
+        OURS, *full, "reference_micro_batch_size=auto", "probe.device_memory=20MiB", "epochs=1",
         "probe.headroom=0.0", "probe.sequence_length=64", "probe.cache=False", "batch_size=32",
     )  # fmt: skip
-    (bound,) = records(found, "reference_bound")
-    assert bound["max_batch_size"] == min(32, estimated["auto"]["reference_rows"][0])
+    (bound,) = records(finished, "reference_bound")
+    assert bound["max_batch_size"] == estimated["auto"]["reference_rows"][0] < 32
 
 
 def test_a_run_resumes_from_a_point_within_an_epoch_with_the_same_bits(small, full):
     own = (*full, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
     begun = small.run_in_process(OURS, *own)
-    folder = small.fresh_folder()
-    shutil.copytree(begun.output_dir, folder, dirs_exist_ok=True)
-    shutil.rmtree(folder / "epoch_0")
-    shutil.rmtree(folder / "step_6")
-    resumed = small.run_in_process(
-        OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True"
-    )
+    resumed = resumed_after_step_three(small, begun, *own)
     assert steps(resumed, "loss")[-5:] == steps(begun, "loss")[-5:]
     assert same_weights(resumed.weights(0), begun.weights(0))
 

@@ -406,6 +406,7 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
         os.environ.clear()
         os.environ.update(environ)
         torch.set_num_threads(threads)
+        # The allocator keeps the last run's settings, whatever the environment is.
         if torch.cuda.is_available():
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
         log.handlers[:], log.level, log.propagate = logging_before

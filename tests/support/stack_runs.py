@@ -222,7 +222,8 @@ class StackRuns:
         self._servers: dict[tuple[str, ...], subprocess.Popen[str]] = {}
 
     def __call__(self, run: StackRun, device: str, *, conf: str = "", capacity: int = 0) -> Outcome:
-        key = device, conf, str(capacity or "")
+        # Said even so, as a recipe's process has asked for segments that expand.
+        key = device, conf or "expandable_segments:False", str(capacity or "")
         if key not in self._servers:
             variables = dict(
                 zip(

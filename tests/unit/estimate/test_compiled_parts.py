@@ -207,6 +207,13 @@ def test_less_is_kept_within_a_budget_of_activations():
     assert estimate().lengths[0].curve.peak_bytes(rows) == peaks[0]
 
 
+def test_an_estimate_leaves_the_compiler_of_the_process_as_it_was():
+    compiler = torch._dynamo.config
+    before = partitioner.activation_memory_budget, compiler.assume_static_by_default
+    estimate(activation_memory_budget=0.5, micro_batch_layout="grouped")
+    assert (partitioner.activation_memory_budget, compiler.assume_static_by_default) == before
+
+
 def test_cuda_graphs_are_refused(monkeypatch):
     monkeypatch.setenv("TORCH_COMPILE_BACKEND", "cudagraphs")
     with pytest.raises(SettingError, match="compile=True: CUDA graphs keep memory in pools"):

@@ -53,5 +53,7 @@ def test_nothing_is_asked_for_where_pytorch_has_no_such_segments(monkeypatch, mo
 
 def test_a_device_that_is_not_cuda_is_not_asked():
     expand_segments()
+    before = torch._C._accelerator_getAllocatorSettings()
     check_segments(torch.device("cpu"))
+    assert torch._C._accelerator_getAllocatorSettings() == before
     assert segments_expand()

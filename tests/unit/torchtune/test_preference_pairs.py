@@ -159,17 +159,19 @@ def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
 # --- the reference in micro-batches of its own
 
 
-def reference_calls(wired: Wired) -> list[int]:
-    """A list to which each forward of the reference adds its pairs, from now on."""
-    pairs_of_calls: list[int] = []
+def reference_calls(wired: Wired) -> list[tuple[int, int]]:
+    """A list to which each forward of the reference adds its pairs and its padded tokens, from now
+    on.
+    """
+    calls: list[tuple[int, int]] = []
     logits = wired.trainer.reference_logits
 
     def noted(tokens: torch.Tensor) -> Any:
-        pairs_of_calls.append(len(tokens) // 2)
+        calls.append((len(tokens) // 2, tokens.numel()))
         return logits(tokens=tokens)
 
     wired.trainer.reference_logits = noted
-    return pairs_of_calls
+    return calls
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,8 +184,9 @@ def test_a_reference_apart_changes_no_number_of_a_step(kind):
         apart = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=limit)
         calls = reference_calls(apart)
         result = apart.run(rows)
-        assert sum(calls) == len(rows)
-        assert max(calls) <= limit.amount
+        assert sum(num_pairs for num_pairs, _ in calls) == len(rows)
+        held = [call[limit.unit == "tokens"] for call in calls]
+        assert max(held) <= limit.amount
         assert result.micro_batches == expected.micro_batches == 6
         assert largest_difference(gradients, apart.gradients()) < EXACT
         assert result.loss == pytest.approx(expected.loss, rel=EXACT)
@@ -220,8 +223,11 @@ def test_a_validation_runs_the_reference_within_its_own_micro_batches():
     rows = pairs(6)
     within = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6))
     apart = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(6), reference_limit=MicroBatchLimit(2))
+    calls = reference_calls(apart)
     losses = [wired.trainer.runner.evaluate(rows) for wired in (within, apart)]
     assert losses[0] == losses[1]
+    # More than a micro-batch of the reference's own holds.
+    assert [num_pairs for num_pairs, _ in calls] == [6]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -273,7 +279,7 @@ def test_a_step_that_is_run_again_does_not_ask_the_reference_again():
         result = faulted.run(rows)
     assert mode.failed_in
     assert result.micro_batches > 1
-    assert sum(calls) == len(rows)
+    assert sum(num_pairs for num_pairs, _ in calls) == len(rows)
 
 
 def test_a_lowered_limit_of_the_reference_grows_back():
