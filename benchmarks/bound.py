@@ -576,10 +576,11 @@ def main() -> None:
         "--memory", help="on CUDA: what may be used, such as 24GiB; default all that is free"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="fewer combinations, smaller all_reduce_max"
+        "--quick", action="store_true", help="fewer combinations, with smaller maxima"
     )
-    parser.add_argument("--adapters", action="store_true", help="on a frozen base, on a CPU")
-    parser.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--adapters", action="store_true", help="on a frozen base, on a CPU")
+    kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     parser.add_argument("--threads", type=int, help="threads of PyTorch on the CPU")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()

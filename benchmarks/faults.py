@@ -48,8 +48,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help=f"every {QUICK}th operation")
-    parser.add_argument("--adapters", action="store_true", help="on a frozen base")
-    parser.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--adapters", action="store_true", help="on a frozen base")
+    kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # the model is tiny

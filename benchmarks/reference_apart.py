@@ -107,7 +107,8 @@ def peak_bytes(wired: Wired, row: Any, pairs_at_once: int, *, of_reference: bool
         else:
             for _ in range(2):
                 runner.try_rows([row] * pairs_at_once)
-    return int(usage.peak_bytes or 0)
+    assert usage.peak_bytes is not None
+    return usage.peak_bytes
 
 
 def most_pairs(wired: Wired, row: Any, budget: int, **how: Any) -> int:

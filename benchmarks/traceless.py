@@ -38,8 +38,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="every seventh combination")
-    parser.add_argument("--adapters", action="store_true", help="on a frozen base")
-    parser.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--adapters", action="store_true", help="on a frozen base")
+    kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument(
         "--threads", type=int, default=1, help="threads of PyTorch; the model is tiny"
