@@ -138,7 +138,7 @@ class Packed:
         call, backward = one.forward(device)
 
         with rows_apart(self.lengths) as packed:
-            packed._ends = packed._ends.to(device)  # once for all layers, four bytes a row
+            packed._device_ends = packed.ends.to(device)  # once for all layers, four bytes a row
 
         def apart() -> torch.Tensor:
             with patch.object(functional, "scaled_dot_product_attention", packed):
