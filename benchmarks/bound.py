@@ -188,9 +188,11 @@ WITH_TASKS = [
     Combination("LoRA", 64, "AdamW", about=23, task="DPO"),
     Combination("LoRA", 64, "AdamW fused", checkpointing=True, about=31, task="DPO"),
     Combination("LoRA", 128, "AdamW", accumulates=True, about=9, task="DPO", layout="grouped"),
+    Combination("LoRA", 64, "AdamW", about=25, task="DPO", layout="packed"),
     Combination("full", 64, "AdamW", about=12, task="DPO"),
     Combination("full", 64, "SGD", in_backward=True, about=7, task="DPO"),
     Combination("full", 32, "AdamW", dtype="bfloat16", about=19, task="DPO", layout="grouped"),
+    Combination("full", 32, "AdamW fused", about=23, task="DPO", layout="packed"),
     Combination("LoRA", 64, "AdamW", loss="chunked", about=37, task="distillation"),
     Combination("LoRA", 64, "AdamW fused", about=16, task="distillation", layout="grouped"),
     Combination(

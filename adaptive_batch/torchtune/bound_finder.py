@@ -307,7 +307,7 @@ class BoundFinder:
             layouts = ["padded"]
         else:
             layouts = ["grouped"]
-            reason = data.why_unpacked or trainer.runner.why_not_packed(data.longest(2))
+            reason = data.why_unpacked or trainer.why_not_packed(data.longest(2))
             if reason:
                 log.info("rows are not packed: %s", reason)
             else:

@@ -157,7 +157,7 @@ def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
         reference_sizer=reference_sizer_of(sizes, data.shapes, job.memory),
     )
     if settings.micro_batch_layout == "packed":
-        reason = trainer.runner.why_not_packed(data.longest(2))
+        reason = trainer.why_not_packed(data.longest(2))
         if reason:
             raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
     checkpoints.load_optimizer(trainer)

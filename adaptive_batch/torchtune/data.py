@@ -191,9 +191,12 @@ class Data:
             random_state.restore()
 
     def longest(self, count: int) -> list[Any]:
-        """Return the longest rows, so many or all, leaving no trace as :meth:`read_row` does."""
+        """Return the longest rows, so many or all, filled as :meth:`Task.filled` does, leaving no
+        trace as :meth:`read_row` does.
+        """
         lengths = self.dataset.lengths
-        return [self.read_row(row) for row in longest_rows(lengths, min(count, len(lengths)))]
+        longest = longest_rows(lengths, min(count, len(lengths)))
+        return [self._task.filled(self.read_row(row)) for row in longest]
 
     @cached_property
     def dummy_row(self) -> Any:
@@ -328,7 +331,7 @@ class Data:
         """Why the rows of a micro-batch cannot be packed; empty where they can."""
         if self._settings.pad_to_multiple_of > 1:
             return "pad_to_multiple_of is set"
-        reason = self._task.why_unpacked or why_unpacked(self._job.cfg)
+        reason = why_unpacked(self._job.cfg)
         columns = ", ".join(self._measured_by_more)
         if not reason and columns:
             reason = f"rows have {columns}"

@@ -80,7 +80,7 @@ class LimitFinder:
             if choices is not None:
                 sizer.load_throughput(saved, kinds=choices.kinds)
         if settings.micro_batch_layout == "packed":
-            reason = self._trainer.runner.why_not_packed(data.longest(2))
+            reason = self._trainer.why_not_packed(data.longest(2))
             if reason:
                 raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
         results = []

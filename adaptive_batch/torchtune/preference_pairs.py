@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig, ListConfig
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from torchtune import training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
@@ -28,6 +30,9 @@ _ARGUMENTS = (
     "reference_chosen_logps",
     "reference_rejected_logps",
 )
+
+# The key of a packed batch under which it has the places of each answer's tokens.
+_PLACES = "places"
 
 # Parts of a sequence whose log probabilities a reference that runs apart computes one by one; as
 # many as torchtune's losses in chunks have.
@@ -59,7 +64,6 @@ class PreferencePairs(Task):
         "logits/rejected",
     )
     num_reference_values = len(fields)
-    why_unpacked = "rows are preference pairs, whose answers are padded to one length"
     ignore_index = CROSS_ENTROPY_IGNORE_IDX
 
     # --- rows
@@ -81,7 +85,18 @@ class PreferencePairs(Task):
 
     def count_labels(self, batch: Batch) -> torch.Tensor:
         """Return the pairs of a batch."""
-        return torch.tensor(len(batch["tokens"]) // len(self.fields))
+        answers = batch[_PLACES] if _PLACES in batch else batch["tokens"]
+        return torch.tensor(len(answers) // len(self.fields))
+
+    def pack(self, rows: Sequence[Row]) -> tuple[Batch, list[int]]:
+        """Return the chosen answers and then the rejected ones, one after the other; and the tokens
+        of each. The batch has the places of each answer's tokens, too.
+        """
+        batch, lengths = super().pack(rows)
+        places = list(torch.split(torch.arange(sum(lengths)), lengths))
+        # Behind the last token, where there is nothing to sum.
+        batch[_PLACES] = pad_sequence(places, batch_first=True, padding_value=sum(lengths))
+        return batch, lengths
 
     # --- model and loss
 
@@ -115,14 +130,15 @@ class PreferencePairs(Task):
         if cfg.get("collate_fn") is not None:
             remedy = "pairs are collated by torchtune.data.padded_collate_dpo; remove it"
             raise SettingError("collate_fn", cfg.collate_fn, remedy)
-        if cfg.get("micro_batch_layout") == "packed":
-            remedy = f"{self.why_unpacked}; give grouped"
-            raise SettingError("micro_batch_layout", "packed", remedy)
         blocks = cfg.get("dataset") or []
         if not isinstance(blocks, ListConfig):
             blocks = [blocks]
         if any(block.get("packed", False) for block in blocks):
-            raise SettingError("dataset.packed", True, f"{self.why_unpacked}; set it to False")
+            remedy = (
+                "torchtune packs no preference pairs; set it to False, and give"
+                " micro_batch_layout=packed"
+            )
+            raise SettingError("dataset.packed", True, remedy)
 
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
         """Disable dropout in two models, of which log probabilities are compared."""
@@ -132,27 +148,25 @@ class PreferencePairs(Task):
 
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss over pairs; leave the metrics in the batch."""
-        tokens = batch.pop("tokens")
         labels = batch.pop("labels")
-        num_pairs = len(tokens) // 2
-        logits = models.logits(tokens=tokens)
-        log_probs = get_batch_log_probs(logits, labels)
-        # Padding is part of these means, as in torchtune's recipes.
-        batch["logits/chosen"] = logits[:num_pairs].detach().mean()
-        batch["logits/rejected"] = logits[num_pairs:].detach().mean()
+        places = batch.pop(_PLACES, None)
+        values = batch.pop(REFERENCE_VALUES, None)
+        inputs = dict(batch)
+        logits = models.logits(**inputs)
+        log_probs = self._log_probs(logits, labels, places)
+        batch["logits/chosen"], batch["logits/rejected"] = _mean_logits(logits.detach(), places)
         # They take more memory than all else, and the reference makes its own.
         del logits
-        values = batch.pop(REFERENCE_VALUES, None)
         if values is None:
             with torch.no_grad():
-                reference_log_probs = get_batch_log_probs(
-                    models.reference_logits(tokens=tokens), labels
+                reference_log_probs = self._log_probs(
+                    models.reference_logits(**inputs), labels, places
                 )
         else:
             reference_log_probs = values.T.flatten()
-        chosen, rejected = log_probs.split(num_pairs)
+        chosen, rejected = log_probs.chunk(2)
         losses, chosen_rewards, rejected_rewards = self.loss_fn(
-            chosen, rejected, *reference_log_probs.split(num_pairs)
+            chosen, rejected, *reference_log_probs.chunk(2)
         )
         batch["rewards/chosen"] = chosen_rewards.mean()
         batch["rewards/rejected"] = rejected_rewards.mean()
@@ -163,25 +177,69 @@ class PreferencePairs(Task):
         loss: torch.Tensor = losses.mean()
         return loss
 
+    def token_loss(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return what the labels of single answers have less than probability 1, in logarithms."""
+        labels = batch.pop("labels")
+        return -self._of_tokens(models.logits(**batch), labels).sum()
+
     @torch.no_grad()
     def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the log probabilities of the chosen and the rejected answer of each pair."""
         logits = models.reference_logits(tokens=batch["tokens"])
-        # Each position predicts the label of the next.
-        labels = batch["labels"][:, 1:]
+        log_probs = self._of_tokens(logits, batch["labels"]).sum(-1)
+        return log_probs.view(len(self.fields), -1).T
+
+    def _log_probs(
+        self, logits: torch.Tensor, labels: torch.Tensor, places: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the log probability of each answer.
+
+        Args:
+            logits: `[answers, length, vocabulary]`; of packed answers `[1, tokens, vocabulary]`.
+            labels: `[answers, length]`, or `[1, tokens]`.
+            places: places of each answer's tokens, where they are packed: `[answers, length]`.
+        """
+        if places is None:
+            log_probs: torch.Tensor = get_batch_log_probs(logits, labels)
+            return log_probs
+        # The last token predicts nothing, nor does what is behind it.
+        of_tokens = pad(self._of_tokens(logits, labels)[0], (0, 2))
+        return of_tokens[places].sum(-1)
+
+    def _of_tokens(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the log probability of the label that each position but the last predicts; 0
+        without one.
+
+        The softmax of all logits would take twice what they do, so it is that of a chunk after the
+        other. Sums have the bits of `get_batch_log_probs`.
+        """
+        labels = labels[:, 1:]
         is_label = labels != self.ignore_index
         targets = labels.masked_fill(~is_label, 0)[..., None]
-        # The softmax of all logits would take twice what they do. Bits are those of
-        # `get_batch_log_probs`: the sum is taken over all tokens at once.
         of_chunks = [
             chunk.log_softmax(-1).gather(-1, of_chunk)
             for chunk, of_chunk in zip(
                 logits[:, :-1].chunk(_CHUNKS, dim=1), targets.chunk(_CHUNKS, dim=1), strict=True
             )
         ]
-        of_tokens = torch.cat(of_chunks, dim=1).squeeze(-1)
-        log_probs: torch.Tensor = (of_tokens * is_label).sum(-1)
-        return log_probs.view(len(self.fields), -1).T
+        of_tokens: torch.Tensor = torch.cat(of_chunks, dim=1).squeeze(-1) * is_label
+        return of_tokens
+
+
+def _mean_logits(
+    logits: torch.Tensor, places: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the mean of the logits of chosen and of rejected answers; see
+    :meth:`PreferencePairs._log_probs` for the arguments.
+    """
+    if places is None:
+        # Padding is part of these means, as in torchtune's recipes.
+        chosen, rejected = logits.chunk(2)
+        return chosen.mean(), rejected.mean()
+    of_tokens = pad(logits.mean(-1)[0], (0, 1))
+    is_token = places < logits.shape[1]
+    chosen, rejected = (of_tokens[places].sum(-1) / is_token.sum(-1)).chunk(2)
+    return chosen.mean(), rejected.mean()
 
 
 def takes_pairs(loss_fn: Any) -> bool:

@@ -14,7 +14,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from adaptive_batch.data import lengthened
 from adaptive_batch.errors import SettingError
-from adaptive_batch.training import count_shifted_labels
+from adaptive_batch.training import count_shifted_labels, pack_rows
 
 from .checks import check_chunks, check_loss, takes_chunks
 from .config_errors import building
@@ -54,7 +54,6 @@ class Task(ABC):
         counts_rows, metrics: see :class:`RowLoss`.
         num_reference_values: numbers of each row that are all that the loss takes from a reference,
             so that this may run in micro-batches of its own; 0 where it takes more, or has none.
-        why_unpacked: why rows cannot be packed; empty where they can.
     """
 
     fields: ClassVar[tuple[tuple[str, str], ...]]
@@ -63,7 +62,6 @@ class Task(ABC):
     counts_rows: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
     num_reference_values: ClassVar[int] = 0
-    why_unpacked: ClassVar[str] = ""
     ignore_index: int
 
     def __init__(self, cfg: DictConfig, loss_fn: Any) -> None:
@@ -106,6 +104,15 @@ class Task(ABC):
             key: (list(value) * (length // len(value) + 1))[:length] for key, value in row.items()
         }
 
+    def filled(self, row: Row) -> Row:
+        """Return a row whose sequences are all as long as its longest, so that no row of its length
+        takes more, however it lies in a micro-batch.
+        """
+        if len(self.fields) == 1:
+            return row
+        sequences = {key: row[key] for pair in self.fields for key in pair}
+        return {**row, **self.resized(sequences, self.length(row))}
+
     def made_up_row(self, length: int, *, packed: bool = False) -> Row:
         """Return a row of so many tokens, each with a label."""
         assert not packed, "rows of this task are not packed"
@@ -117,6 +124,24 @@ class Task(ABC):
         """Return a row like this one that has a label, for a rank that has no row."""
 
     # --- batches
+
+    def rows_of_sequences(self, rows: Sequence[Row]) -> list[Row]:
+        """Return the sequences of rows, each as a row of ``tokens`` and ``labels``: the first of
+        all rows, then the second.
+        """
+        return [
+            {"tokens": row[tokens], "labels": row[labels]}
+            for tokens, labels in self.fields
+            for row in rows
+        ]
+
+    def pack(self, rows: Sequence[Row]) -> tuple[Batch, list[int]]:
+        """Return one batch on the host in which the sequences of rows lie one after the other, see
+        :func:`pack_rows`; and the tokens of each.
+        """
+        sequences = self.rows_of_sequences(rows)
+        batch = pack_rows(sequences, ignore_index=self.ignore_index)
+        return batch, [len(sequence["tokens"]) for sequence in sequences]
 
     @abstractmethod
     def collate_function(self, pad_id: int) -> Collate:
@@ -162,6 +187,12 @@ class Task(ABC):
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss of a batch on the device, which it may empty; leave each of
         `metrics` in it.
+        """
+
+    @abstractmethod
+    def token_loss(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return the sum of the losses of all labels of a batch of single sequences on the device,
+        by which packed ones are compared with others.
         """
 
     def reference_values(self, models: Models, batch: Batch) -> torch.Tensor:
@@ -261,6 +292,11 @@ class NextTokens(Task):
         labels = self.shifted(labels, logits)
         loss: torch.Tensor = self.loss_fn(logits, labels)
         return loss
+
+    def token_loss(self, models: Models, batch: Batch) -> torch.Tensor:
+        """Return the sum of the losses of all labels of a batch."""
+        count = self.count_labels(batch)
+        return self.mean_loss(models, batch) * count
 
     def shifted(self, labels: torch.Tensor, logits: Any) -> torch.Tensor:
         """Return the label that each position predicts, in the shape that goes with logits as

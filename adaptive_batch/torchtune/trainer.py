@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torchtune import training, utils
+from torchtune.data import padded_collate_sft
 
 from adaptive_batch import distributed
 from adaptive_batch.distributed import Sharding
@@ -21,6 +22,7 @@ from adaptive_batch.training import (
     TriedStep,
     norm_to_clip,
     pack_rows,
+    why_not_packed,
 )
 
 from .config_errors import one_line
@@ -97,7 +99,7 @@ class Trainer:
                 row_length=job.task.length,
                 num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
-                pack=None if job.task.why_unpacked else self._pack,
+                pack=self._pack,
                 counts_rows=job.task.counts_rows,
                 metrics=job.task.metrics,
                 loss_of=job.task.loss_of,
@@ -173,16 +175,45 @@ class Trainer:
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)
 
-    def _pack(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """Pack rows into one sequence; torchtune's models compare its length with what a row may
+    def _pack(self, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
+        """Pack rows into one sequence, see :meth:`Task.pack`."""
+        batch, lengths = self._job.task.pack(rows)
+        self._take_tokens(batch)
+        return batch, lengths
+
+    def _take_tokens(self, batch: dict[str, Any]) -> None:
+        """Let the models take a packed batch: torchtune's compare its tokens with what a row may
         have, which each row was.
         """
-        batch = pack_rows(rows, ignore_index=self._job.task.ignore_index)
         models: tuple[Any, ...] = (self.model, self._reference.second)
         for model in models:
             if hasattr(model, "max_seq_len"):
                 model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
-        return batch
+
+    def why_not_packed(self, rows: Sequence[dict[str, Any]]) -> str:
+        """Return why packed rows would not train the model as padded ones do; empty where they
+        would. All ranks call it.
+
+        Args:
+            rows: the two longest of the dataset.
+        """
+        task = self._job.task
+
+        def token_loss(batch: dict[str, Any]) -> torch.Tensor:
+            self.runner.loss.to_device(batch)
+            return task.token_loss(self, batch)
+
+        def collate(sequences: Sequence[dict[str, Any]], _: int) -> dict[str, Any]:
+            batch: dict[str, Any] = padded_collate_sft(list(sequences))
+            return batch
+
+        def pack(sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
+            batch = pack_rows(sequences, ignore_index=task.ignore_index)
+            self._take_tokens(batch)
+            return batch
+
+        sequences = task.rows_of_sequences(rows)
+        return why_not_packed(self.model, token_loss, sequences, collate=collate, pack=pack)
 
     def is_finite(self) -> bool:
         """Return whether every number that trains is finite, of what this rank holds."""

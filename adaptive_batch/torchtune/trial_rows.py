@@ -95,7 +95,10 @@ class TrialRows:
         def first(size: int) -> list[dict[str, Any]]:
             while len(made) < size:
                 row = dataset[order[len(made) % len(order)]]
-                made.append(row if length == "longest" else self._resized(row, target))
+                if length == "longest":
+                    made.append(self._job.task.filled(row))
+                else:
+                    made.append(self._resized(row, target))
             return made[:size]
 
         # The order of an epoch is made only where a search asks for it, and once.
@@ -118,7 +121,8 @@ class TrialRows:
         made: list[dict[str, Any]] = []
 
         def first(size: int) -> list[dict[str, Any]]:
-            made.extend(dataset[row] for row in order[len(made) : size])
+            rows = map(dataset.__getitem__, order[len(made) : size])
+            made.extend(map(self._job.task.filled, rows))
             return made[:size]
 
         name = f"one row of {count(length, 'token')} of dataset_val, even without gradients,"

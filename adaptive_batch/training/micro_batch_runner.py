@@ -26,7 +26,6 @@ from .clipping import clip_gradients
 from .gradients import SummedGradients
 from .oom_retry import OutOfMemoryElsewhereError
 from .packing import rows_apart
-from .packing_check import why_not_packed
 from .reference_pass import REFERENCE_VALUES, ReferencePass, RowReference
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
@@ -51,8 +50,8 @@ class RowLoss:
         num_real_tokens: those of them that are not padding.
         dummy_row: a row that has a label, for a rank that has none left; needed where there are
             several.
-        pack: ``pack(rows)`` makes one batch on the host in which rows lie one after the other; None
-            where they cannot.
+        pack: ``pack(rows)`` makes one batch on the host in which sequences lie one after the other,
+            and returns it with the tokens of each; None where rows cannot be packed.
         counts_rows: whether `mean_loss` is a mean over rows and `count_labels` counts these. The
             share of a micro-batch is then known before its backward, and weights its loss.
         metrics: names of further means, over rows where these are counted, else over labels.
@@ -67,7 +66,7 @@ class RowLoss:
     row_length: Callable[[Row], int]
     num_real_tokens: Callable[[Row], int]
     dummy_row: Callable[[], Row] | None = None
-    pack: Callable[[Sequence[Row]], Batch] | None = None
+    pack: Callable[[Sequence[Row]], tuple[Batch, list[int]]] | None = None
     counts_rows: bool = False
     metrics: tuple[str, ...] = ()
     loss_of: Callable[..., torch.Tensor | None] = lambda **metrics: None
@@ -77,14 +76,15 @@ class RowLoss:
         self, rows: Sequence[Row], layout: MicroBatchLayout, length: int = 0
     ) -> Iterator[Batch]:
         """Give one batch on the host, as the layout asks for, of at least so many tokens a row;
-        packed rows stay apart within.
+        packed sequences stay apart within.
         """
-        lengths = list(map(self.row_length, rows))
         if layout.kind != "packed" or self.pack is None:
-            yield self.collate(rows, length or layout.padded(max(lengths)))
+            longest = max(map(self.row_length, rows))
+            yield self.collate(rows, length or layout.padded(longest))
             return
+        batch, lengths = self.pack(rows)
         with rows_apart(lengths):
-            yield self.pack(rows)
+            yield batch
 
     def loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean loss of a batch, which is moved to the device, and its labels."""
@@ -446,23 +446,6 @@ class MicroBatchRunner(StepRunner):
                 if not count:
                     return 0.0, 0
                 return (mean * count).item(), int(count)
-
-    def why_not_packed(self, rows: Sequence[Row]) -> str:
-        """Return why packed rows would not train the model as padded ones do; empty where they
-        would. All ranks call it.
-
-        Args:
-            rows: the two longest of the dataset.
-        """
-
-        def token_loss(batch: Batch) -> torch.Tensor:
-            mean, count = self.loss.loss_and_labels(batch)
-            return mean * count
-
-        assert self.loss.pack is not None, "rows that cannot be packed"
-        return why_not_packed(
-            self.model, token_loss, rows, collate=self.loss.collate, pack=self.loss.pack
-        )
 
     def make_up_values(self, batch: Batch, num_rows: int) -> None:
         """Add to a batch whose loss does not count what it takes from the reference that runs

@@ -32,6 +32,7 @@ NUM_ROWS = 13
 ENDS = {2: (0, 8, 13), 4: (0, 5, 9, 11, 13)}
 WAYS = {
     "DPO": (pairs, job_on_pairs, of_all_pairs_at_once),
+    "DPO, packed": (pairs, partial(job_on_pairs, layout="packed"), of_all_pairs_at_once),
     "distillation": (rows_of, distilling, of_all_tokens_at_once),
     "distillation, packed": (rows_of, partial(distilling, layout="packed"), of_all_tokens_at_once),
 }

@@ -18,6 +18,7 @@ SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05", "epochs=1")
 SPLITS = {
     "rows": ("micro_batch_size=3",),
     "tokens": ("micro_batch_tokens=300",),
+    "tokens, packed": ("micro_batch_tokens=300", "micro_batch_layout=packed"),
     "as much as fits": ("micro_batch_size=auto", "probe.device_memory=8MiB"),
     "as many tokens as fit": ("micro_batch_tokens=auto", "probe.device_memory=8MiB"),
 }
@@ -56,6 +57,7 @@ def test_losses_and_metrics_do_not_depend_on_the_split(request, small, kind, spl
     whole = small.run_in_process(OURS, *own)
     divided = small.run_in_process(OURS, *own, *SPLITS[split])
     assert min(steps(divided, "micro_batches")) > 1
+    assert "packed" not in split or not any(steps(divided, "padding_fraction"))
     assert steps(divided, "loss") == pytest.approx(steps(whole, "loss"), rel=1e-5)
     for name in METRICS:
         # Means of logits cover padding, of which a split has less.
@@ -312,8 +314,13 @@ def test_the_probe_finds_the_bound_of_pairs(small, lora):
 @pytest.mark.parametrize(
     ("recipe", "overrides", "key", "says"),
     [
-        (OURS, ("micro_batch_layout=packed",), "micro_batch_layout", "rows are preference pairs"),
-        (OURS, ("dataset.packed=True",), "dataset.packed", "rows are preference pairs"),
+        (OURS, ("dataset.packed=True",), "dataset.packed", "give micro_batch_layout=packed"),
+        (
+            OURS,
+            ("micro_batch_layout=packed", "pad_to_multiple_of=8"),
+            "micro_batch_layout",
+            "packed rows have no padding",
+        ),
         (OURS, ("loss=torch.nn.CrossEntropyLoss",), "loss", "not a loss of preference pairs"),
         ("adaptive_lora_finetune", (), "loss", "`tune run adaptive_dpo`"),
         (OURS, ("reference_micro_batch_size=0",), "reference_micro_batch_size", "1 or more"),

@@ -62,9 +62,9 @@ def pairs(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
     return [pair((chosen, rejected), generator) for chosen, rejected in lengths]
 
 
-def job_on_pairs(kind: str, rows: Sequence[Any], **how: Any) -> Wired:
+def job_on_pairs(kind: str, rows: Sequence[Any], *, layout: str | None = None, **how: Any) -> Wired:
     """A job on pairs."""
-    cfg = config_of_pairs(kind, dtype="fp64")
+    cfg = config_of_pairs(kind, dtype="fp64", micro_batch_layout=layout)
     builder = builder_of(cfg)
     cfg.model = {
         "_component_": "support.preferences.ExactPolicy",

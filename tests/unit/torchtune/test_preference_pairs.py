@@ -43,6 +43,7 @@ from adaptive_batch.torchtune import (
     without_effect,
 )
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
+from adaptive_batch.torchtune.trial_rows import TrialRows
 from adaptive_batch.training import (
     REFERENCE,
     BoundSearch,
@@ -57,10 +58,11 @@ STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 CONFIGS = sorted(str(path.relative_to(STOCK)) for path in STOCK.glob("*/*dpo*.yaml"))
 
 
+@pytest.mark.parametrize("layout", ["padded", "grouped", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind):
+def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
     rows = pairs(11)
-    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(len(rows)))
+    wired = job_on_pairs(kind, rows, layout=layout, limit=MicroBatchLimit(len(rows)))
     loss, expected = of_all_pairs_at_once(wired, rows)
     whole = wired.run(rows)
     assert whole.micro_batches == 1
@@ -78,9 +80,10 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind):
         assert largest_difference(expected, wired.gradients()) < EXACT
         assert split.loss == pytest.approx(whole.loss, rel=EXACT)
         assert split.label_tokens == split.rows == len(rows)
+        assert layout != "packed" or split.padding_fraction == whole.padding_fraction == 0
         for name, value in whole.metrics.items():
             # Means of logits cover padding, of which a split has less.
-            if not name.startswith("logits/"):
+            if layout == "packed" or not name.startswith("logits/"):
                 assert split.metrics[name] == pytest.approx(value, rel=1e-9), name
 
 
@@ -138,6 +141,52 @@ def test_the_bound_is_that_of_brute_force(kind):
     # A trial leaves no trace, in the reference neither.
     after = wired.trainer.models.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_packed_pairs_have_the_metrics_of_each_pair_alone():
+    """Where nothing is padded, the means of torchtune's recipes are those of packed pairs."""
+    rows = pairs(5)
+    alike = [pair((length, length), torch.Generator().manual_seed(length)) for length in (9, 17)]
+    for some_rows in (alike, rows):
+        packed = job_on_pairs("LoRA", rows, layout="packed", limit=MicroBatchLimit(len(rows)))
+        alone = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(1))
+        metrics = packed.run(some_rows).metrics
+        for name, value in alone.run(some_rows).metrics.items():
+            if some_rows is alike or not name.startswith("logits/"):
+                assert metrics[name] == pytest.approx(value, rel=1e-9), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bound_of_packed_pairs_is_that_of_brute_force(kind):
+    (row,) = [pair((30, 30), torch.Generator())]
+    wired = job_on_pairs(kind, [row], layout="packed", limit=MicroBatchLimit(1))
+    for largest, found in bounds(wired, row, (1, 2, 11)).items():
+        assert found == largest
+
+
+def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
+    rows = [pair((4, 29), torch.Generator()), pair((29, 28), torch.Generator())]
+    wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(1))
+    task = wired.job.task
+    for row in wired.data.longest(2):
+        assert task.num_real_tokens(row) == task.length(row) == 58
+        assert task.filled(row) == row
+    first, *_ = TrialRows(wired.job, wired.data).probed().first(1)
+    assert task.num_real_tokens(first) == 58
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
+    rows = pairs(2)
+    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))
+    # With adapters at zero the policy is its reference, and the loss that of any pair.
+    with torch.no_grad():
+        for name, parameter in wired.model.named_parameters():
+            if "lora_b" in name:
+                parameter.zero_()
+    assert wired.trainer.why_not_packed(rows) == ""
+    wired.model.output.register_forward_pre_hook(lambda _, given: (given[0].cumsum(1),))
+    assert "mix tokens by torch's" in wired.trainer.why_not_packed(rows)
 
 
 def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
