@@ -150,7 +150,10 @@ def tasks() -> list[Case]:
                 adapters=adapters,
             )
             cases.append(Case(combination, device, "bound"))
-    return cases
+    packed = [
+        replace(case, combination=replace(case.combination, layout="packed")) for case in cases[:2]
+    ]
+    return [*cases, *packed]
 
 
 # --- the estimate
