@@ -40,7 +40,13 @@ from torchtune.utils import batch_to_device
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.memory import GIB, OptimizerInBackward, device_memory, parse_size
+from adaptive_batch.memory import (
+    GIB,
+    DeviceMemory,
+    OptimizerInBackward,
+    device_memory,
+    parse_size,
+)
 from adaptive_batch.probe import (
     BinarySearch,
     DryRun,
@@ -51,6 +57,7 @@ from adaptive_batch.probe import (
     Trial,
     run_search,
 )
+from adaptive_batch.training import MicroBatchRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support import model_families
@@ -213,52 +220,15 @@ ON_CUDA = [
 
 
 class Bench:
-    """A model in training, and rehearsals of it."""
+    """A model in training, and rehearsals of it; subclasses build it."""
 
+    combination: Combination
+    memory: DeviceMemory
+    model: nn.Module
+    _runner: MicroBatchRunner
+    _optimizer: torch.optim.Optimizer | OptimizerInBackward
     _held: Sequence[nn.Module] = ()
-
-    def __init__(self, combination: Combination, device: torch.device) -> None:
-        torch.manual_seed(SEED)
-        self.combination, self.device, self.memory = combination, device, device_memory(device)
-        with training.set_default_dtype(getattr(torch, combination.dtype)), device:
-            self.model = MODELS[combination.model]()
-        if combination.checkpointing:
-            layer = {modules.TransformerSelfAttentionLayer}
-            training.set_activation_checkpointing(self.model, auto_wrap_policy=layer)
-        self._chunked = (
-            CEWithChunkedOutputLoss(ignore_index=IGNORED) if combination.loss == "chunked" else None
-        )
-        if self._chunked:
-            self.model.set_num_output_chunks(self._chunked.num_output_chunks)
-        make, trained = (
-            OPTIMIZERS[combination.optimizer],
-            [p for p in self.model.parameters() if p.requires_grad],
-        )
-        self._optimizer: torch.optim.Optimizer | OptimizerInBackward
-        if combination.in_backward:
-            self._optimizer = OptimizerInBackward({p: make([p]) for p in trained})
-        else:
-            self._optimizer = make(trained)
-        self._runner = build_runner(
-            self.model,
-            MicroBatchLimit(1),
-            collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=IGNORED),
-            to_device=partial(batch_to_device, device=device),
-            mean_loss=self._mean_loss,
-            scale_gradients=not combination.in_backward,
-        )
-        tokens = torch.randint(1, 500, (combination.length,)).tolist()
-        self._row = {"tokens": tokens, "labels": [IGNORED, *tokens[1:]]}
-
-    def _mean_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        labels = batch.pop("labels")
-        logits = self.model(**batch)
-        labels = torch.hstack((labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)))
-        if self._chunked:
-            return self._chunked(logits, labels)
-        return nn.functional.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED
-        )
+    _row: Any
 
     def _step(self) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
@@ -295,6 +265,52 @@ class Bench:
                 )
             result = run_search(rehearsal, search=search, resident_bytes=rehearsal.resident_bytes)
         return result, time.perf_counter() - start
+
+
+class BenchOfModel(Bench):
+    """A small model of this file, and its loss of next tokens."""
+
+    def __init__(self, combination: Combination, device: torch.device) -> None:
+        torch.manual_seed(SEED)
+        self.combination, self.device, self.memory = combination, device, device_memory(device)
+        with training.set_default_dtype(getattr(torch, combination.dtype)), device:
+            self.model = MODELS[combination.model]()
+        if combination.checkpointing:
+            layer = {modules.TransformerSelfAttentionLayer}
+            training.set_activation_checkpointing(self.model, auto_wrap_policy=layer)
+        self._chunked = (
+            CEWithChunkedOutputLoss(ignore_index=IGNORED) if combination.loss == "chunked" else None
+        )
+        if self._chunked:
+            self.model.set_num_output_chunks(self._chunked.num_output_chunks)
+        make, trained = (
+            OPTIMIZERS[combination.optimizer],
+            [p for p in self.model.parameters() if p.requires_grad],
+        )
+        if combination.in_backward:
+            self._optimizer = OptimizerInBackward({p: make([p]) for p in trained})
+        else:
+            self._optimizer = make(trained)
+        self._runner = build_runner(
+            self.model,
+            MicroBatchLimit(1),
+            collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=IGNORED),
+            to_device=partial(batch_to_device, device=device),
+            mean_loss=self._mean_loss,
+            scale_gradients=not combination.in_backward,
+        )
+        tokens = torch.randint(1, 500, (combination.length,)).tolist()
+        self._row = {"tokens": tokens, "labels": [IGNORED, *tokens[1:]]}
+
+    def _mean_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        labels = batch.pop("labels")
+        logits = self.model(**batch)
+        labels = torch.hstack((labels[:, 1:], labels.new_full((len(labels), 1), IGNORED)))
+        if self._chunked:
+            return self._chunked(logits, labels)
+        return nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED
+        )
 
 
 class BenchOfTask(Bench):
@@ -418,7 +434,7 @@ def measure_on_cpu(combinations: Sequence[Combination]) -> list[dict[str, Any]]:
         + f"{'brute s':>9}"
     )
     for combination in combinations:
-        kind = BenchOfTask if combination.task else Bench
+        kind = BenchOfTask if combination.task else BenchOfModel
         bench = kind(combination, torch.device("cpu"))
         budget = choose_budget(bench)
         true_maximum, peaks, seconds = brute_force(bench, budget)
@@ -485,7 +501,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
 @contextmanager
 def bench_on(combination: Combination, device: torch.device) -> Iterator[Bench]:
     """A model that is gone after."""
-    bench = Bench(combination, device)
+    bench = BenchOfModel(combination, device)
     try:
         yield bench
     finally:

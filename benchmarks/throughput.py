@@ -531,7 +531,6 @@ def arguments() -> argparse.Namespace:
         "--only-lengths",
         nargs="+",
         choices=tuple(SIGMAS),
-        default=tuple(SIGMAS),
         metavar="NAME",
         help=", ".join(SIGMAS),
     )
@@ -541,7 +540,10 @@ def arguments() -> argparse.Namespace:
     add("--device", default="cpu")
     add("--output", type=Path, default=records.RESULTS, metavar="DIR")
     add("overrides", nargs="*", metavar="key=value", help="over the configuration, for all")
-    return parser.parse_args()
+    asked = parser.parse_args()
+    if asked.pairs and (asked.sweep or asked.losses or asked.only_lengths):
+        parser.error("--pairs has lengths and ways of its own; leave out what chooses others")
+    return asked
 
 
 def main() -> None:
@@ -551,9 +553,10 @@ def main() -> None:
     turns = WARM_UP + (QUICK_REPEATS if asked.quick else REPEATS)
     every_way = ways_of_pairs(budgets) if asked.pairs else ways(model, budgets, sweep=asked.sweep)
     chosen = [way for way in every_way if re.search(asked.only, way.way)]
+    distributions = asked.only_lengths or tuple(SIGMAS)
     overrides = (*model.overrides, f"device={asked.device}", *asked.overrides)
     if asked.pairs:
-        asked.only_lengths = (VARIED,)
+        distributions = (VARIED,)
         overrides = (*OF_PAIRS, *overrides)
     print(f"{asked.model} model on {asked.device}, {torch.get_num_threads()} thread")
     results: list[dict[str, Any]] = []
@@ -581,7 +584,7 @@ def main() -> None:
                 losses = measure_losses(
                     rows(VARIED, (LOSS_STEPS[-1] + 1) * ROWS), model.sizes[2], device
                 )
-        for name in asked.only_lengths if not asked.losses else ():
+        for name in distributions if not asked.losses else ():
             start = time.perf_counter()
             with printing_into(printed):
                 setting = rows(name, (turns + 2) * TURN_ROWS)

@@ -177,8 +177,8 @@ def configuration(folder: Path, name: str, overrides: Sequence[str]) -> DictConf
     cfg = OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_dotlist(values), own)
     assert isinstance(cfg, DictConfig)
     for override in set(overrides) - set(values):
-        block, _, name = override.removeprefix("~").rpartition(".")
-        del (OmegaConf.select(cfg, block) if block else cfg)[name]
+        block, _, key = override.removeprefix("~").rpartition(".")
+        del (OmegaConf.select(cfg, block) if block else cfg)[key]
     return cfg
 
 

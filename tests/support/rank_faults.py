@@ -41,6 +41,14 @@ def more_than_two_pairs_in_the_reference_on_rank_one() -> None:
         _fail(Trainer, "reference_logits", from_call=5, where=lambda tokens: len(tokens) > 4)
 
 
+def trials_of_more_than_two_pairs_in_the_reference_on_rank_one() -> None:
+    """Rank one runs out of memory before the reference, with more than two pairs, from the start:
+    in a search, too.
+    """
+    if os.environ["RANK"] == "1":
+        _fail(Trainer, "reference_logits", from_call=1, where=lambda tokens: len(tokens) > 4)
+
+
 def more_than_two_rows_in_the_teacher_on_rank_one() -> None:
     """Rank one runs out of memory before the teacher, with more than two rows."""
     if os.environ["RANK"] == "1":
