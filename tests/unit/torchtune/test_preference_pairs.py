@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,14 +224,16 @@ def reference_calls(wired: Wired) -> list[tuple[int, int]]:
     return calls
 
 
+@pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reference_apart_changes_no_number_of_a_step(kind):
+def test_a_reference_apart_changes_no_number_of_a_step(kind, layout):
     rows = pairs(11, seed=5)
-    within = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))
+    job_on = partial(job_on_pairs, kind, rows, layout=layout, limit=MicroBatchLimit(2))
+    within = job_on()
     expected = within.run(rows)
     gradients = within.gradients()
     for limit in (MicroBatchLimit(1), MicroBatchLimit(5), MicroBatchLimit(350, "tokens")):
-        apart = job_on_pairs(kind, rows, limit=MicroBatchLimit(2), reference_limit=limit)
+        apart = job_on(reference_limit=limit)
         calls = reference_calls(apart)
         result = apart.run(rows)
         assert sum(num_pairs for num_pairs, _ in calls) == len(rows)
