@@ -94,7 +94,7 @@ class PreferencePairs(Task):
         """
         batch, lengths = super().pack(rows)
         places = list(torch.split(torch.arange(sum(lengths)), lengths))
-        # Behind the last token, where there is nothing to sum.
+        # A shorter answer has places behind the last token, where there is nothing to sum.
         batch[_PLACES] = pad_sequence(places, batch_first=True, padding_value=sum(lengths))
         return batch, lengths
 
@@ -178,7 +178,7 @@ class PreferencePairs(Task):
         return loss
 
     def token_loss(self, models: Models, batch: Batch) -> torch.Tensor:
-        """Return what the labels of single answers have less than probability 1, in logarithms."""
+        """Return the negative log probability of all labels of single answers."""
         labels = batch.pop("labels")
         return -self._of_tokens(models.logits(**batch), labels).sum()
 
