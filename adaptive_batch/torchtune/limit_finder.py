@@ -88,8 +88,7 @@ class LimitFinder:
             results = self._bounds.of_training(
                 self._trainer,
                 length=settings.probe.sequence_length,
-                batch_size=planner.batch_size,
-                keeps_batch=keeps_batch,
+                kept_batch_size=planner.batch_size if keeps_batch else None,
             )
             self._log_searches(results)
             sizer.found(results[-1])
@@ -139,7 +138,7 @@ class LimitFinder:
     def _check_saved_maximum_fits(self) -> None:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
-        saved_maximum = self._planner.saved_maximum
+        saved_maximum = self._planner.batch.saved_maximum
         bound = self._sizer.max_batch_size
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
         if cannot_split and bound and saved_maximum > bound:

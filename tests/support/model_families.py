@@ -367,7 +367,7 @@ def found(run: RealRun) -> ProbeResult:
     finder = BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
-        *_, result = finder.of_training(run.trainer, length="longest", batch_size=1)
+        *_, result = finder.of_training(run.trainer, length="longest")
     return result
 
 

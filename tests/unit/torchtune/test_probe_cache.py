@@ -71,7 +71,7 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     trainer = Trainer.load(
         job, data, Checkpoints(cfg, settings), sizer_of(settings, data.shapes, job.memory)
     )
-    return bounds.of_training(trainer, length="longest", batch_size=settings.batch_size)[-1]
+    return bounds.of_training(trainer, length="longest")[-1]
 
 
 @pytest.fixture(autouse=True)
