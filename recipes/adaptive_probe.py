@@ -72,8 +72,8 @@ def build(
         job,
         data,
         checkpoints,
-        sizer_of(settings, data.shapes, job.memory),
-        reference_sizer=reference_sizer_of(settings, data.shapes, job.memory),
+        sizer_of(job, data),
+        reference_sizer=reference_sizer_of(job, data),
     )
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer

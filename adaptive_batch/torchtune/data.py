@@ -26,7 +26,6 @@ from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
 from .job import Job
 from .rows import Rows
-from .settings import batching_of
 from .task import COLLATE_REMEDY
 
 # What a row may have beside its sequences for its tokens to tell what it takes: images, for
@@ -247,9 +246,12 @@ class Data:
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
             divisible = settings.uniform_micro_batches in ("rows", "both")
-            batching = batching_of(settings, shuffle=bool(self._job.cfg.shuffle))
             steps = plan_token_batches(
-                self.dataset.lengths, batching, ranks=ranks, order=None, divisible=divisible
+                self.dataset.lengths,
+                self._job.batching(),
+                ranks=ranks,
+                order=None,
+                divisible=divisible,
             )
             if len(steps) == 0:
                 remedy = (

@@ -33,7 +33,8 @@ from .checks import TO_PLAN
 from .data import Data
 from .job import Job, own_compiler
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
-from .settings import Settings, reference_sizer_of, sizer_of
+from .settings import Settings
+from .sizers import reference_sizer_of, sizer_of
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
@@ -205,11 +206,9 @@ class FakeRun:
             self.job,
             self.data,
             model,
-            sizer_of(self.job.settings, self.data.shapes, self.job.memory),
+            sizer_of(self.job, self.data),
             second=second,
-            reference_sizer=reference_sizer_of(
-                self.job.settings, self.data.shapes, self.job.memory
-            ),
+            reference_sizer=reference_sizer_of(self.job, self.data),
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )

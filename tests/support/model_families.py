@@ -263,9 +263,7 @@ class RealRun:
         self.data.dataset._measured = Measured(
             torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3)
         )
-        self.trainer = Trainer.load(
-            job, self.data, RandomWeights(job), sizer_of(job.settings, self.data.shapes, job.memory)
-        )
+        self.trainer = Trainer.load(job, self.data, RandomWeights(job), sizer_of(job, self.data))
 
 
 class RandomWeights:

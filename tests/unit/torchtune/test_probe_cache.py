@@ -68,9 +68,7 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     data = Data.read(job)
     bounds = BoundFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(
-        job, data, Checkpoints(cfg, settings), sizer_of(settings, data.shapes, job.memory)
-    )
+    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), sizer_of(job, data))
     return bounds.of_training(trainer, length="longest")[-1]
 
 
