@@ -379,7 +379,7 @@ class StepPlanner:
         """
         rule = self.batching.batch_size_schedule
         if rule is None or self.batching.batch_tokens:
-            return self.batch.size * self.batching.gradient_accumulation_steps
+            return self.batch.step_rows
         return self.batch.follow(rule, progress)
 
     def plan_again(self, progress: Progress) -> bool:

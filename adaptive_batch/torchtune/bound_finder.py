@@ -227,7 +227,7 @@ class BoundFinder:
         trainer: Trainer,
         *,
         length: int | str,
-        kept_batch_size: int | None = None,
+        kept_step_rows: int | None = None,
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit in training, and within it
         the fastest micro-batches, see :meth:`choices`, unless the sizer knows them.
@@ -237,8 +237,8 @@ class BoundFinder:
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            kept_batch_size: batch size of a checkpoint that is kept whatever fits; None where the
-                configured one counts.
+            kept_step_rows: rows of a step of the checkpoint, where its batch is kept whatever fits;
+                None where the configured one counts.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first;
@@ -251,8 +251,7 @@ class BoundFinder:
                 split.
         """
         settings = self.settings
-        batch_size = kept_batch_size or settings.batch_size
-        step_rows = batch_size * settings.gradient_accumulation_steps
+        step_rows = kept_step_rows or settings.step_rows
         several = self._job.has_several_micro_batches or (
             settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
         )
@@ -274,7 +273,7 @@ class BoundFinder:
             )
 
         # A batch that is still to be found is never above what fits, so it needs no second search.
-        keeps_batch = kept_batch_size is not None
+        keeps_batch = kept_step_rows is not None
         is_kept = keeps_batch or self._fits_whole_step
         return find_in_step(
             find,

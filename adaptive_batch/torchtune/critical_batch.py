@@ -151,10 +151,7 @@ def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
         sizer_of(job, data, searches=False),
         reference_sizer=reference_sizer_of(job, data, searches=False),
     )
-    if settings.micro_batch_layout == "packed":
-        reason = trainer.runner.why_not_packed(data.longest(2))
-        if reason:
-            raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
+    trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):

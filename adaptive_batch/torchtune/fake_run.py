@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import training
+from torchtune.data import padded_collate_packed
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
@@ -90,13 +91,6 @@ class FakeRun:
                 "flex attention: packed rows are counted with a mask of tokens x tokens, and it"
                 " needs less"
             )
-        real = self.data.collator.collate
-
-        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            with disable_current_modes():
-                return self._collate_packed(rows) if self.data.packed else real(rows)
-
-        self.data.collator.collate = collate
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
         """Return the configuration with what fake tensors on a CPU can run; note what that leaves
@@ -161,12 +155,12 @@ class FakeRun:
             for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
         )
         row = self.job.task.made_up_row(8, packed=packed)
-        return Data(self.job, [row], packed=packed)
+        return Data(self.job, [row], packed=packed, on_host=self._on_host)
 
     def _read_what_is_at_hand(self) -> Data:
         try:
             with _offline():
-                return Data.read(self.job)
+                return Data.read(self.job, on_host=self._on_host)
         except SettingError as error:
             if error.key not in ("tokenizer", "dataset") or error.__cause__ is None:
                 raise
@@ -181,6 +175,13 @@ class FakeRun:
                 "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
             )
             raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from error
+
+    def _on_host(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that makes batches of real values, whatever is fake around it."""
+        if make is padded_collate_packed:
+            make = self._collate_packed
+        wrapped: Callable[..., Any] = disable_current_modes()(make)
+        return wrapped
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake
@@ -202,7 +203,7 @@ class FakeRun:
         see :class:`FakeStep`.
         """
         model, second = self._build()
-        trainer = self.trainer = Trainer(
+        self.trainer = Trainer(
             self.job,
             self.data,
             model,
@@ -215,8 +216,6 @@ class FakeRun:
         if self.job.cfg.compile:
             for loss_fn in self.job.task.losses:
                 self._compiled_parts.take_over_attributes(loss_fn)
-        loss = trainer.runner.loss
-        trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))
         return self._fake_step(rows, accumulates=accumulates, keeps_gradients=keeps_gradients)
 
     def reference_curve(self, rows: Rows) -> MemoryCurve:

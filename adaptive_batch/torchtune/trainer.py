@@ -97,7 +97,7 @@ class Trainer:
                 row_length=job.task.length,
                 num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
-                pack=None if job.task.why_unpacked else self._pack,
+                pack=None if job.task.why_unpacked else data.on_host(self._pack),
                 counts_rows=job.task.counts_rows,
                 metrics=job.task.metrics,
                 loss_of=job.task.loss_of,
@@ -222,6 +222,18 @@ class Trainer:
     def model_state(self) -> Mapping[str, torch.Tensor]:
         """Return what a resume point holds of the model, as this rank holds it."""
         return self._job.builder.state(self.model)
+
+    def check_layout(self, data: Data) -> None:
+        """Refuse packed rows that would not train the model as padded ones do; all ranks call it.
+
+        Raises:
+            SettingError: ``packed`` is configured, and the model does not keep rows apart.
+        """
+        if self._job.settings.micro_batch_layout != "packed":
+            return
+        reason = self.runner.why_not_packed(data.longest(2))
+        if reason:
+            raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
 
     def learn_collectives(self) -> None:
         """Let even the first micro-batch be retried that runs out of memory on one of several
