@@ -49,7 +49,6 @@ from adaptive_batch.torchtune import (
     TrainingPreview,
     Validation,
     all_ranks,
-    batching_of,
     build_rate,
     check_output_dir,
     check_scheduler,
@@ -140,16 +139,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
-        batching = batching_of(
-            settings,
-            shuffle=bool(self.cfg.shuffle),
-            seed=self.resumed.seed,
-            max_steps_per_epoch=self.resumed.max_steps_per_epoch,
-        )
-        self.sizer = sizer_of(settings, data.shapes, job.memory, self.log.limit)
+        self.sizer = sizer_of(job, data, self.log.limit)
         planner = StepPlanner(
             data.dataset,
-            batching,
+            job.batching(
+                seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch
+            ),
             self.sizer,
             ranks=job.ranks,
             counts_tokens=settings.rate.lr_clock.counts_tokens,
@@ -188,10 +183,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 partial(self.lost.write_down, event=self.log.event, sizer=self.sizer)
             )
         reference_sizer = reference_sizer_of(
-            self.settings,
-            data.shapes,
-            job.memory,
-            partial(self.log.limit_apart, kind="reference_limit", sizer=self.sizer),
+            job, data, partial(self.log.limit_apart, kind="reference_limit", sizer=self.sizer)
         )
         self.trainer = trainer = Trainer.load(
             job, data, self.checkpoints, self.sizer, reference_sizer=reference_sizer

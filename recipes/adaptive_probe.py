@@ -72,8 +72,8 @@ def build(
         job,
         data,
         checkpoints,
-        sizer_of(settings, data.shapes, job.memory),
-        reference_sizer=reference_sizer_of(settings, data.shapes, job.memory),
+        sizer_of(job, data),
+        reference_sizer=reference_sizer_of(job, data),
     )
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer
@@ -104,7 +104,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bounds.of_training(trainer, length=length, batch_size=settings.batch_size)
+            *_, result = bounds.of_training(trainer, length=length)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -160,9 +160,7 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         trainer = None
         try:
             _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
-            *_, found = bounds.of_training(
-                trainer, length=length, batch_size=bounds.settings.batch_size
-            )
+            *_, found = bounds.of_training(trainer, length=length)
         except DoesNotFitError as error:
             if distributed.world_size() > 1:
                 raise

@@ -177,9 +177,14 @@ class EpochPlanner:
         self.lengths.load_state_dict(state)
         self._token_steps = self._new_token_steps()
 
-    def next_step(self, progress: Progress, rule: Callable[[Progress], int]) -> tuple[int, int]:
-        """Return the batch that is requested for the next step on one device, and the step's rows
-        over all ranks; 0 rows where the epoch is over.
+    def next_step(self, progress: Progress, *, requested: int) -> tuple[int, int]:
+        """Return the batch of the next step on one device, and the step's rows over all ranks; 0
+        rows where the epoch is over.
+
+        Args:
+            progress: progress before the step.
+            requested: rows that are requested for it on one device; with `batch_tokens` its tokens
+                are those that were planned.
         """
         if self.batching.batch_tokens:
             steps = self._token_steps.of_epoch(progress)
@@ -187,7 +192,6 @@ class EpochPlanner:
             if step >= steps.plan.steps:
                 return progress.batch, 0
             return steps.budgets[step], steps.plan.rows_of_step(step)
-        requested = rule(progress)
         return requested, self._rows_of_next_step(progress, requested * self.ranks)
 
     def is_over(self, progress: Progress) -> bool:
@@ -371,7 +375,7 @@ class EpochPlanner:
         if order is not None:
             tokens = self._tokens.in_order(order, begin=progress.epoch_rows)
         while True:
-            batch, size = self.next_step(progress, rule)
+            batch, size = self.next_step(progress, requested=rule(progress))
             if not size:
                 return
             step_begin = replace(progress, batch=batch)

@@ -74,6 +74,11 @@ class RequestedBatch:
         # The batch of a schedule that was logged last.
         self._logged = 0
 
+    @property
+    def step_rows(self) -> int:
+        """Rows of a step on one device, unless it is filled with tokens."""
+        return self.size * self._batching.gradient_accumulation_steps
+
     def take(self, size: int, *, is_first: bool = False) -> None:
         """Take the size that a search has found, or that the user has set; it may be the one that
         training begins with.

@@ -231,11 +231,6 @@ class StepPlanner:
         return self.batch.size
 
     @property
-    def saved_maximum(self) -> int:
-        """The bound when the checkpoint was saved."""
-        return self.batch.saved_maximum
-
-    @property
     def batching(self) -> Batching:
         """What a step holds, as configured."""
         return self.epochs.batching
@@ -360,7 +355,7 @@ class StepPlanner:
         """Return the rows of the step at a progress; None where the epoch is over."""
         if self.is_over(progress):
             return None
-        batch, size = self.epochs.next_step(progress, self._follow)
+        batch, size = self.epochs.next_step(progress, requested=self._follow(progress))
         if not size:
             # With drop_last fewer rows are left than are requested.
             return None
@@ -384,7 +379,7 @@ class StepPlanner:
         """
         rule = self.batching.batch_size_schedule
         if rule is None or self.batching.batch_tokens:
-            return self.batch.size * self.batching.gradient_accumulation_steps
+            return self.batch.step_rows
         return self.batch.follow(rule, progress)
 
     def plan_again(self, progress: Progress) -> bool:

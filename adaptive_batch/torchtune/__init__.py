@@ -29,14 +29,8 @@ from .rate import build_rate, check_scheduler, couple_batch
 from .resumed_run import ResumedRun
 from .run_profiler import RunProfiler
 from .run_saver import RunSaver
-from .settings import (
-    Settings,
-    batching_of,
-    reference_sizer_of,
-    reference_tables,
-    sizer_of,
-    write_reference,
-)
+from .settings import Settings, reference_tables, write_reference
+from .sizers import reference_sizer_of, sizer_of
 from .step_tally import StepTally
 from .task import NextTokens, Task
 from .trainer import Trainer
@@ -67,7 +61,6 @@ __all__ = [
     "Validation",
     "advise",
     "all_ranks",
-    "batching_of",
     "build_rate",
     "builder_of",
     "check_output_dir",

@@ -26,7 +26,8 @@ from .estimate_changes import Candidate, spending, with_overrides
 from .estimates import Estimator
 from .job import Job
 from .model import ModelBuilder
-from .settings import Settings, sizer_of
+from .settings import Settings
+from .sizers import sizer_of
 from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
@@ -111,7 +112,7 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
         result: result of the search of this run; one from the cache gets no advice.
         batch_size: batch size to train with.
     """
-    sizer = sizer_of(job.settings, data.shapes, job.memory)
+    sizer = sizer_of(job, data)
     sizer.assume(result)
     budget = result.budget_bytes
     # The batch may need fewer rows at once than fit.

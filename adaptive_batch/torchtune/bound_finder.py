@@ -227,8 +227,7 @@ class BoundFinder:
         trainer: Trainer,
         *,
         length: int | str,
-        batch_size: int,
-        keeps_batch: bool = False,
+        kept_step_rows: int | None = None,
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit in training, and within it
         the fastest micro-batches, see :meth:`choices`, unless the sizer knows them.
@@ -238,8 +237,8 @@ class BoundFinder:
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            batch_size: rows that training begins with, unless they are to be found.
-            keeps_batch: flag that `batch_size` is a checkpoint's, and is kept whatever fits.
+            kept_step_rows: rows of a step of the checkpoint, where its batch is kept whatever fits;
+                None where the configured one counts.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first;
@@ -252,7 +251,7 @@ class BoundFinder:
                 split.
         """
         settings = self.settings
-        step_rows = batch_size * settings.gradient_accumulation_steps
+        step_rows = kept_step_rows or settings.step_rows
         several = self._job.has_several_micro_batches or (
             settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
         )
@@ -274,6 +273,7 @@ class BoundFinder:
             )
 
         # A batch that is still to be found is never above what fits, so it needs no second search.
+        keeps_batch = kept_step_rows is not None
         is_kept = keeps_batch or self._fits_whole_step
         return find_in_step(
             find,
@@ -328,7 +328,7 @@ class BoundFinder:
         if probe.assumed_maximum is not None:
             rows = min(probe.assumed_maximum, self.most_rows)
             return rows, tokens, "probe.assumed_maximum says so"
-        result = load_latest(self.path, settings=settings_name(self._job, self._data, tokens))
+        result = self._earlier(self.path, tokens)
         if result is None:
             remedy = "plan with one by probe.assumed_maximum=N"
             return 0, tokens, f"{self.path} has no search of these settings; {remedy}"
@@ -345,9 +345,7 @@ class BoundFinder:
         if isinstance(size, int):
             return f"reference: {count(size, 'row')} at once"
         tokens = self.rows.probed().length
-        result = load_latest(
-            self._reference_path, settings=settings_name(self._job, self._data, tokens)
-        )
+        result = self._earlier(self._reference_path, tokens)
         if result is None:
             return (
                 "reference: as much at once as fits, which a search finds"
@@ -355,6 +353,10 @@ class BoundFinder:
             )
         fitting = f"{count(result.max_batch_size, 'row')} of {count(tokens, 'token')}"
         return f"reference: {fitting} at once (a search found that before: {self._reference_path})"
+
+    def _earlier(self, path: Path, tokens: int) -> ProbeResult | None:
+        """Return the result of an earlier search of rows of so many tokens; None for none."""
+        return load_latest(path, settings=settings_name(self._job, self._data, tokens))
 
     def of_row(
         self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool

@@ -38,7 +38,8 @@ from .data import Data
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
-from .settings import Settings, batching_of, reference_sizer_of, sizer_of
+from .settings import Settings
+from .sizers import reference_sizer_of, sizer_of
 from .trainer import Trainer
 
 # Steps of the configured batch that a branch has rows for; they make four of 16 times as many rows.
@@ -143,23 +144,14 @@ def _check_settings(settings: Settings) -> None:
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
     settings = job.settings
-    sizes = settings
-    # Nothing is searched for, so what fits itself is the configured batch.
-    if settings.fits_itself:
-        sizes = replace(sizes, micro_batch_size=None, micro_batch_tokens=None)
-    if settings.reference_micro_batch_size == "auto":
-        sizes = replace(sizes, reference_micro_batch_size=settings.batch_size)
     trainer = Trainer.load(
         job,
         data,
         checkpoints,
-        sizer_of(sizes, data.shapes, job.memory),
-        reference_sizer=reference_sizer_of(sizes, data.shapes, job.memory),
+        sizer_of(job, data, searches=False),
+        reference_sizer=reference_sizer_of(job, data, searches=False),
     )
-    if settings.micro_batch_layout == "packed":
-        reason = trainer.why_not_packed(data.longest(2))
-        if reason:
-            raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
+    trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):
@@ -219,12 +211,7 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     """
     validation = job.settings.validation
     rows = _num_rows_to_train(job, len(data.dataset))
-    batching = batching_of(
-        job.settings,
-        shuffle=bool(job.cfg.shuffle),
-        seed=resumed.seed,
-        max_steps_per_epoch=resumed.max_steps_per_epoch,
-    )
+    batching = job.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
     epochs = EpochPlanner(data.dataset, batching, ranks=job.ranks, divisible=False)
     state = resumed.state_of("steps")
     if state is not None:

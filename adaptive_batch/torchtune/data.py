@@ -5,7 +5,7 @@ rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import NoneType
@@ -26,7 +26,6 @@ from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
 from .job import Job
 from .rows import Rows
-from .settings import batching_of
 from .task import COLLATE_REMEDY
 
 # What a row may have beside its sequences for its tokens to tell what it takes: images, for
@@ -36,6 +35,9 @@ _MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
 # Rows that are collated before weights load, to see that they can be.
 _COLLATED_FIRST = 4
 
+# Wraps a function that makes a batch on the host.
+OnHost = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 
 class Collator:
     """Makes rows a batch on the host: padded, or stacked where the dataset has packed them.
@@ -44,19 +46,20 @@ class Collator:
         job: job of the run.
         pad_id: token that rows are padded with.
         packed: whether the rows are packed.
+        on_host: wraps a function that makes a batch on the host.
 
     Attributes:
         packed: as given.
         collate: function that makes rows a batch as they are.
     """
 
-    def __init__(self, job: Job, *, pad_id: int, packed: bool) -> None:
+    def __init__(self, job: Job, *, pad_id: int, packed: bool, on_host: OnHost) -> None:
         self.packed = packed
         self._job = job
         self._pad_id = pad_id
         # A function that cannot be used is refused even where it is not.
         padded = job.task.collate_function(pad_id)
-        self.collate = padded_collate_packed if packed else padded
+        self.collate = on_host(padded_collate_packed if packed else padded)
 
     def to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
         """Collate rows to at least that many tokens each."""
@@ -99,6 +102,7 @@ class Data:
         collator: makes rows of training a batch.
         shapes: what micro-batches are padded to; packed rows are as long as they may be.
         shapes_val: the same of validation.
+        on_host: wraps a function that makes a batch on the host, as one that packs rows.
     """
 
     def __init__(
@@ -110,6 +114,7 @@ class Data:
         tokenizer: Any = None,
         dataset_val: Any = None,
         packed_val: bool = False,
+        on_host: OnHost = lambda make: make,
     ) -> None:
         self._job = job
         self._settings = job.settings
@@ -122,10 +127,11 @@ class Data:
             first = dataset._datasets[0]
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", pad_id)
-        self.collator = Collator(job, pad_id=pad_id, packed=packed)
+        self.on_host = on_host
+        self.collator = Collator(job, pad_id=pad_id, packed=packed, on_host=on_host)
         self._collator_val = self.collator
         if packed_val != packed:
-            self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
+            self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val, on_host=on_host)
         self.dataset = Rows(
             job,
             "dataset",
@@ -140,8 +146,12 @@ class Data:
         self.shapes_val = _layout_of(job, None, packed=packed_val)
 
     @classmethod
-    def read(cls, job: Job) -> Data:
+    def read(cls, job: Job, *, on_host: OnHost = lambda make: make) -> Data:
         """Read the configured tokenizer and datasets.
+
+        Args:
+            job: job of the run.
+            on_host: wraps a function that makes a batch on the host.
 
         Raises:
             SettingError: not all of the model is trained, the loss is no next-token loss, or the
@@ -173,6 +183,7 @@ class Data:
             tokenizer=tokenizer,
             dataset_val=dataset_val,
             packed_val=packed_val,
+            on_host=on_host,
         )
 
     def loss_val(self, loss: RowLoss) -> RowLoss:
@@ -250,9 +261,12 @@ class Data:
                 raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
         if settings.batch_tokens:
             divisible = settings.uniform_micro_batches in ("rows", "both")
-            batching = batching_of(settings, shuffle=bool(self._job.cfg.shuffle))
             steps = plan_token_batches(
-                self.dataset.lengths, batching, ranks=ranks, order=None, divisible=divisible
+                self.dataset.lengths,
+                self._job.batching(),
+                ranks=ranks,
+                order=None,
+                divisible=divisible,
             )
             if len(steps) == 0:
                 remedy = (

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, cast
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import training
+from torchtune.data import padded_collate_packed
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
@@ -33,7 +34,8 @@ from .checks import TO_PLAN
 from .data import Data
 from .job import Job, own_compiler
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
-from .settings import Settings, reference_sizer_of, sizer_of
+from .settings import Settings
+from .sizers import reference_sizer_of, sizer_of
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
@@ -89,13 +91,6 @@ class FakeRun:
                 "flex attention: packed rows are counted with a mask of tokens x tokens, and it"
                 " needs less"
             )
-        real = self.data.collator.collate
-
-        def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            with disable_current_modes():
-                return self._collate_packed(rows) if self.data.packed else real(rows)
-
-        self.data.collator.collate = collate
 
     def _eager_on_cpu(self, cfg: DictConfig) -> DictConfig:
         """Return the configuration with what fake tensors on a CPU can run; note what that leaves
@@ -160,12 +155,12 @@ class FakeRun:
             for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
         )
         row = self.job.task.made_up_row(8, packed=packed)
-        return Data(self.job, [row], packed=packed)
+        return Data(self.job, [row], packed=packed, on_host=self._on_host)
 
     def _read_what_is_at_hand(self) -> Data:
         try:
             with _offline():
-                return Data.read(self.job)
+                return Data.read(self.job, on_host=self._on_host)
         except SettingError as error:
             if error.key not in ("tokenizer", "dataset") or error.__cause__ is None:
                 raise
@@ -180,6 +175,13 @@ class FakeRun:
                 "estimate.sequence_lengths=[512,1024,2048] and no collate_fn, and no file is read"
             )
             raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from error
+
+    def _on_host(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that makes batches of real values, whatever is fake around it."""
+        if make is padded_collate_packed:
+            make = self._collate_packed
+        wrapped: Callable[..., Any] = disable_current_modes()(make)
+        return wrapped
 
     def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Collate packed rows as torchtune does; the mask, of tokens x tokens for each, is fake
@@ -201,23 +203,19 @@ class FakeRun:
         see :class:`FakeStep`.
         """
         model, second = self._build()
-        trainer = self.trainer = Trainer(
+        self.trainer = Trainer(
             self.job,
             self.data,
             model,
-            sizer_of(self.job.settings, self.data.shapes, self.job.memory),
+            sizer_of(self.job, self.data),
             second=second,
-            reference_sizer=reference_sizer_of(
-                self.job.settings, self.data.shapes, self.job.memory
-            ),
+            reference_sizer=reference_sizer_of(self.job, self.data),
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )
         if self.job.cfg.compile:
             for loss_fn in self.job.task.losses:
                 self._compiled_parts.take_over_attributes(loss_fn)
-        loss = trainer.runner.loss
-        trainer.runner.loss = replace(loss, pack=loss.pack and disable_current_modes()(loss.pack))
         return self._fake_step(rows, accumulates=accumulates, keeps_gradients=keeps_gradients)
 
     def reference_curve(self, rows: Rows) -> MemoryCurve:

@@ -18,6 +18,7 @@ from torchtune import training, utils
 from adaptive_batch import distributed
 from adaptive_batch._torch import private
 from adaptive_batch._util import format_bytes
+from adaptive_batch.data import Batching
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
 
@@ -207,6 +208,37 @@ class Job:
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
         cuts |= settings.measures_noise and settings.micro_batch_tokens is not None
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
+
+    def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
+        """Return what a step holds and in which order rows come, as configured.
+
+        Args:
+            seed: seed of the order of rows, unless that is torchtune's.
+            max_steps_per_epoch: steps after which an epoch ends; None for all of its rows.
+        """
+        settings = self.settings
+        sampling = settings.sampling
+        # The seed of torchtune's sampler.
+        if sampling.sample_order == "dataloader":
+            seed = 0
+        return Batching(
+            batch_size=settings.batch_size,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            batch_tokens=settings.batch_tokens,
+            batch_increase_function=settings.batch_increase_function,
+            batch_size_schedule=settings.batch_size_schedule,
+            grow_beyond_maximum=settings.grow_beyond_maximum,
+            shuffle=bool(self.cfg.shuffle),
+            seed=seed,
+            sample_order=sampling.sample_order,
+            sample_window=sampling.sample_window,
+            min_rows_per_batch=sampling.min_rows_per_batch,
+            max_rows_per_batch=sampling.max_rows_per_batch,
+            long_rows=sampling.long_rows,
+            drop_last=settings.drop_last,
+            max_steps_per_epoch=max_steps_per_epoch,
+            epochs=settings.epochs,
+        )
 
     def check_optimizer(self) -> None:
         """Refuse an optimizer that cannot be built, and one of torch's that cannot step."""

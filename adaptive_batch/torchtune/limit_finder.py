@@ -79,17 +79,13 @@ class LimitFinder:
             choices = self._bounds.choices(self._trainer)
             if choices is not None:
                 sizer.load_throughput(saved, kinds=choices.kinds)
-        if settings.micro_batch_layout == "packed":
-            reason = self._trainer.why_not_packed(data.longest(2))
-            if reason:
-                raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
+        self._trainer.check_layout(data)
         results = []
         if settings.needs_bound:
             results = self._bounds.of_training(
                 self._trainer,
                 length=settings.probe.sequence_length,
-                batch_size=planner.batch_size,
-                keeps_batch=keeps_batch,
+                kept_step_rows=planner.batch.step_rows if keeps_batch else None,
             )
             self._log_searches(results)
             sizer.found(results[-1])
@@ -139,7 +135,7 @@ class LimitFinder:
     def _check_saved_maximum_fits(self) -> None:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
-        saved_maximum = self._planner.saved_maximum
+        saved_maximum = self._planner.batch.saved_maximum
         bound = self._sizer.max_batch_size
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
         if cannot_split and bound and saved_maximum > bound:
@@ -160,8 +156,9 @@ class LimitFinder:
             return
         sizer = reference.sizer
         if settings.reference_micro_batch_size == "auto" or settings.needs_bound:
-            step_rows = self._planner.batch_size * settings.gradient_accumulation_steps
-            result = self._bounds.of_reference(self._trainer, step_rows=step_rows)
+            result = self._bounds.of_reference(
+                self._trainer, step_rows=self._planner.batch.step_rows
+            )
             sizer.found(result)
             self._sizer.count_out_of_memory(_trials_out_of_memory(result))
             peak = result.peak_bytes()
@@ -305,9 +302,8 @@ class LimitFinder:
             or self._settings.batch_tokens
         ):
             return
-        batch_size = self._planner.batch_size
-        limit = self._sizer.limit(batch_size)
-        rows = batch_size * self._settings.gradient_accumulation_steps
+        limit = self._planner.limit
+        rows = self._planner.batch.step_rows
         fitting_rows = self._data.shapes.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
             self._log.event(

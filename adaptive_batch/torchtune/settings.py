@@ -17,10 +17,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from adaptive_batch._util import check_bool, check_headroom, check_share, check_whole
-from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS, UNIFORM, Batching, MicroBatchLayout
+from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS, UNIFORM
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
-from adaptive_batch.memory import DeviceMemory, check_device_memory, parse_size
+from adaptive_batch.memory import check_device_memory, parse_size
 from adaptive_batch.probe import OBJECTIVES
 from adaptive_batch.schedules import (
     RULES,
@@ -34,7 +34,7 @@ from adaptive_batch.schedules import (
     parse_reference,
     rate_rule,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES, LimitChange, MicroBatchSizer
+from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES
 
 from .checks import check_together
 from .config_errors import as_dict
@@ -775,94 +775,6 @@ class Settings:
             settings = replace(settings, drop_last=not settings.adaptive)
         check_together(settings, config)
         return settings
-
-
-def batching_of(
-    settings: Settings, *, shuffle: bool, seed: int = 0, max_steps_per_epoch: int | None = None
-) -> Batching:
-    """Return what a step holds and in which order rows come, as configured.
-
-    Args:
-        settings: settings of the run.
-        shuffle: torchtune's key.
-        seed: seed of the order of rows, unless that is torchtune's.
-        max_steps_per_epoch: steps after which an epoch ends; None for all of its rows.
-    """
-    sampling = settings.sampling
-    # The seed of torchtune's sampler.
-    if sampling.sample_order == "dataloader":
-        seed = 0
-    return Batching(
-        batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        batch_tokens=settings.batch_tokens,
-        batch_increase_function=settings.batch_increase_function,
-        batch_size_schedule=settings.batch_size_schedule,
-        grow_beyond_maximum=settings.grow_beyond_maximum,
-        shuffle=shuffle,
-        seed=seed,
-        sample_order=sampling.sample_order,
-        sample_window=sampling.sample_window,
-        min_rows_per_batch=sampling.min_rows_per_batch,
-        max_rows_per_batch=sampling.max_rows_per_batch,
-        long_rows=sampling.long_rows,
-        drop_last=settings.drop_last,
-        max_steps_per_epoch=max_steps_per_epoch,
-        epochs=settings.epochs,
-    )
-
-
-def sizer_of(
-    settings: Settings,
-    layout: MicroBatchLayout,
-    memory: DeviceMemory,
-    on_change: Callable[[LimitChange], object] = lambda change: None,
-) -> MicroBatchSizer:
-    """Return what decides what a micro-batch may hold, as configured, before anything was found.
-
-    Args:
-        settings: settings of the run.
-        layout: how rows lie in a micro-batch.
-        memory: memory of the device.
-        on_change: function that is called with each change of the limit.
-    """
-    return MicroBatchSizer(
-        micro_batch_size=settings.micro_batch_size,
-        micro_batch_tokens=settings.micro_batch_tokens,
-        layout=layout,
-        memory=memory,
-        on_change=on_change,
-    )
-
-
-def reference_sizer_of(
-    settings: Settings,
-    layout: MicroBatchLayout,
-    memory: DeviceMemory,
-    on_change: Callable[[LimitChange], object] = lambda change: None,
-) -> MicroBatchSizer | None:
-    """Return what decides what a micro-batch of the reference may hold, as configured; None where
-    it runs within those of training. See :func:`sizer_of`.
-    """
-    size = settings.reference_micro_batch_size
-    if size is None:
-        return None
-    rows: int | None = None
-    tokens: str | None = None
-    if isinstance(size, int):
-        rows = size
-    else:
-        tokens = size
-    if layout.uniform is None:
-        # What is computed of a row does not depend on the rows beside it.
-        layout = layout.of_kind("grouped", time=layout.time)
-    return MicroBatchSizer(
-        micro_batch_size=rows,
-        micro_batch_tokens=tokens,
-        layout=layout,
-        memory=memory,
-        on_change=on_change,
-    )
 
 
 OURS = tuple(name for name in keys_of(Settings) if name not in TORCHTUNE_KEYS)

@@ -99,7 +99,7 @@ class Trainer:
                 row_length=job.task.length,
                 num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
-                pack=self._pack,
+                pack=data.on_host(self._pack),
                 counts_rows=job.task.counts_rows,
                 metrics=job.task.metrics,
                 loss_of=job.task.loss_of,
@@ -214,6 +214,18 @@ class Trainer:
 
         sequences = task.rows_of_sequences(rows)
         return why_not_packed(self.model, token_loss, sequences, collate=collate, pack=pack)
+
+    def check_layout(self, data: Data) -> None:
+        """Refuse packed rows that would not train the model as padded ones do; all ranks call it.
+
+        Raises:
+            SettingError: ``packed`` is configured, and the model does not keep rows apart.
+        """
+        if self._job.settings.micro_batch_layout != "packed":
+            return
+        reason = self.why_not_packed(data.longest(2))
+        if reason:
+            raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
 
     def is_finite(self) -> bool:
         """Return whether every number that trains is finite, of what this rank holds."""

@@ -20,7 +20,6 @@ from adaptive_batch.training import WorstRows
 
 from .data import Data
 from .job import Job
-from .settings import batching_of
 
 
 class TrialRows:
@@ -139,10 +138,7 @@ class TrialRows:
         """The order of epochs, and their steps where the batch stays as it is configured."""
         data = self._data
         # A schedule changes the order little, and may need a rate, which is not there yet.
-        batching = replace(
-            batching_of(self._job.settings, shuffle=bool(self._job.cfg.shuffle)),
-            batch_size_schedule=None,
-        )
+        batching = replace(self._job.batching(), batch_size_schedule=None)
         divisible = data.shapes.uniform in ("rows", "both")
         return EpochPlanner(
             data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible

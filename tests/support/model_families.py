@@ -263,9 +263,7 @@ class RealRun:
         self.data.dataset._measured = Measured(
             torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3)
         )
-        self.trainer = Trainer.load(
-            job, self.data, RandomWeights(job), sizer_of(job.settings, self.data.shapes, job.memory)
-        )
+        self.trainer = Trainer.load(job, self.data, RandomWeights(job), sizer_of(job, self.data))
 
 
 class RandomWeights:
@@ -367,7 +365,7 @@ def found(run: RealRun) -> ProbeResult:
     finder = BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
-        *_, result = finder.of_training(run.trainer, length="longest", batch_size=1)
+        *_, result = finder.of_training(run.trainer, length="longest")
     return result
 
 

@@ -209,7 +209,7 @@ def search(finder: BoundFinder, trainer: Trainer) -> ProbeResult:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADAPTIVE_BATCH_CACHE"] = folder
         finder.path = Path(folder) / "probe.json"
-        *_, result = finder.of_training(trainer, length="longest", batch_size=1)
+        *_, result = finder.of_training(trainer, length="longest")
     return result
 
 

@@ -66,7 +66,7 @@ def test_going_on_in_mid_epoch_takes_the_same_steps(batches, lengths, data):
 def test_an_epoch_is_over_after_its_last_row_or_its_last_step():
     def rows_of_next_step(rows, **ends):
         epochs = planner([1] * rows, batch_size=4, **ends)
-        _, size = epochs.next_step(Progress(epoch_rows=8, epoch_steps=2), lambda progress: 4)
+        _, size = epochs.next_step(Progress(epoch_rows=8, epoch_steps=2), requested=4)
         assert size or epochs.is_over(Progress(epoch_rows=8, epoch_steps=2)) or ends["drop_last"]
         return size
 

@@ -68,10 +68,8 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     data = Data.read(job)
     bounds = BoundFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(
-        job, data, Checkpoints(cfg, settings), sizer_of(settings, data.shapes, job.memory)
-    )
-    return bounds.of_training(trainer, length="longest", batch_size=settings.batch_size)[-1]
+    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), sizer_of(job, data))
+    return bounds.of_training(trainer, length="longest")[-1]
 
 
 @pytest.fixture(autouse=True)
