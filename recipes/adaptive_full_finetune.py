@@ -63,7 +63,7 @@ from adaptive_batch.torchtune import (
     use_shipped_config,
     without_effect,
 )
-from adaptive_batch.training import CompilationLog, Question, StepResult
+from adaptive_batch.training import Question, StepResult
 
 log = logging.getLogger("adaptive_batch")
 
@@ -256,7 +256,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.cfg.compile:
             log.info("the model is compiled in its first forward: expect a slow first step")
         # Searches have compiled for trials, and what they compiled is forgotten.
-        self.compilations = CompilationLog(self.log.event)
+        self.trainer.runner.compilations.forget()
         self.profiler.start()
         first_epoch = self.queue.progress.epoch
         epochs = self.settings.epochs
@@ -312,7 +312,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 if self.validation:
                     self.validation.run_where_due(self.queue.progress.steps)
                 self.profiler.end_step()
-                self.compilations.log_new()
+                self.trainer.runner.compilations.log_new(self.log.event)
                 self.saver.save_where_due(self.trainer)
                 began = time.perf_counter()
 

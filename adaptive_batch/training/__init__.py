@@ -3,7 +3,6 @@
 from .adaptive_step import AdaptiveStep, check_sizes
 from .agreement import Question, differences, same_answers
 from .bound_search import SEARCHES, BoundSearch, ProbeOptions, find_in_step, find_max_batch_size
-from .compilations import CompilationLog
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
@@ -33,7 +32,6 @@ __all__ = [
     "AdaptiveStep",
     "BoundSearch",
     "Choices",
-    "CompilationLog",
     "Evaluation",
     "Evaluator",
     "FullBatchLoss",

@@ -33,6 +33,7 @@ from adaptive_batch.probe import ProbeResult
 
 from .agreement import Question
 from .bound_search import ProbeOptions
+from .loop_events import log_event
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions
 from .part_runner import PartRunner
@@ -162,6 +163,7 @@ class AdaptiveStep:
             num_labels=num_labels,
             statistics=statistics,
             counts_over_ranks=counts_over_ranks,
+            event=partial(log_event, options.event),
         )
         self._search = SampleSearch(self.parts, self._split_batch, forward_backward)
         if self.sizer.waits_for_search:
@@ -322,7 +324,7 @@ class AdaptiveStep:
         length_plan = None
         if lengths is not None:
             length_plan = sampled.length_plan(lengths, batch_size)
-        return estimate_step(
+        result = estimate_step(
             self.model,
             optimizer,
             sampled.run,
@@ -335,6 +337,8 @@ class AdaptiveStep:
             headroom=headroom,
             length_plan=length_plan,
         )
+        self.parts.runner.compilations.forget()
+        return result
 
     # --- state
 

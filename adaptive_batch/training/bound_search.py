@@ -302,6 +302,7 @@ class BoundSearch:
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
         runner = self._tried.runner
+        runner.compilations.forget()
         runner.cache.look_again()
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))

@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import nn
+
 from adaptive_batch._torch import private
 from adaptive_batch._util import count
+
+from .model_checks import is_compiled
 
 # What torch says where a function has as many variants as it may have.
 _LIMIT_IS_REACHED = "recompile limit exceeded"
@@ -91,24 +95,35 @@ class CompilationLog:
     """Counts and logs what is compiled again while a model trains.
 
     Args:
-        event: function ``event(kind, message, **facts)`` that writes down an event.
+        model: model that trains; nothing is looked at unless a part of it is compiled by now.
 
     Attributes:
         num_again: how often a function was compiled again.
     """
 
-    def __init__(self, event: Callable[..., object]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.num_again = 0
-        self._event = event
-        self._compilations = Compilations()
+        self._compilations = Compilations() if is_compiled(model) else None
 
-    def log_new(self) -> None:
-        """Log what was compiled again since the last call, a line for each with its cause."""
+    def forget(self) -> None:
+        """Leave out what was compiled since the last call of either, as for trials."""
+        if self._compilations is not None:
+            self._compilations = Compilations()
+
+    def log_new(self, event: Callable[..., object]) -> None:
+        """Log what was compiled again since the last call of either, a line for each with its
+        cause.
+
+        Args:
+            event: function ``event(kind, message, **facts)`` that writes down an event.
+        """
+        if self._compilations is None:
+            return
         for compilation in self._compilations.new():
             if not compilation.is_again:
                 continue
             self.num_again += not compilation.gives_up
-            self._event(
+            event(
                 "recompiled",
                 f"{compilation.describe()} ({self.num_again} in this run)",
                 function=compilation.function,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
@@ -10,6 +12,8 @@ from adaptive_batch.data import Event
 from adaptive_batch.schedules import Progress
 
 from .step_result import StepResult
+
+log = logging.getLogger("adaptive_batch")
 
 
 class LoopEvents:
@@ -95,3 +99,13 @@ class LoopEvents:
             left_out=sum(reasons.values()),
             reasons=reasons,
         )
+
+
+def log_event(
+    event: Event | None, kind: str, message: str, *, prints: bool = True, **facts: Any
+) -> None:
+    """Log an event on rank zero, unless `prints` is False, and tell the function for events."""
+    if prints and distributed.is_rank_zero():
+        log.warning("%s", message)
+    if event is not None:
+        event(kind, message, prints=False, **facts)

@@ -12,14 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from adaptive_batch import distributed
-from adaptive_batch.data import AdaptiveBatches, Event, PlannedRows, StepRows
+from adaptive_batch.data import AdaptiveBatches, PlannedRows, StepRows
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import NonfiniteLossError
 from adaptive_batch.schedules import Progress
 
 from .agreement import Question
-from .loop_events import LoopEvents
+from .loop_events import LoopEvents, log_event
 from .loop_rate import LoopRate
 from .loop_search import LoopSearch
 from .model_checks import check_gradients_are_clear
@@ -73,7 +72,7 @@ class LoopStep:
         self._nonfinite = NonfiniteSteps(
             options.on_nonfinite_loss,
             drop_gradients=step.step.parts.runner.drop_gradients,
-            event=partial(_log_event, options.event),
+            event=partial(log_event, options.event),
         )
         self._pending_step = PendingStep(model, optimizer)
         self._warned_unlabelled = False
@@ -174,12 +173,3 @@ class LoopStep:
         self._events.forget_beginning()
         self._search.load_state_dict(state["step"])
         self._rate.load_state_dict(state["rate"])
-
-
-def _log_event(
-    event: Event | None, kind: str, message: str, *, prints: bool = True, **facts: Any
-) -> None:
-    if prints and distributed.is_rank_zero():
-        log.warning("%s", message)
-    if event is not None:
-        event(kind, message, prints=False, **facts)

@@ -59,7 +59,7 @@ class StepOptions:
         event: function that is told of what happens, as ``event(kind, message, **facts)``: a
             :class:`adaptive_batch.report.RunLog` writes it down. AdaptiveLoop, AdaptiveTrainer
             and AdaptiveCallback tell of each step with its rows; a step alone of what a part holds
-            from then on.
+            from then on, and of what is compiled again.
         lr_clock: what the schedule of the rate counts: ``samples``, ``tokens`` or ``steps``.
 
     Raises:

@@ -39,6 +39,7 @@ class PartRunner:
         num_labels: function that returns the labels of a batch; see :class:`.AdaptiveStep`.
         statistics: function that returns statistics of a part; see :class:`.AdaptiveStep`.
         counts_over_ranks: whether labels and statistics are those of all ranks.
+        event: function that writes down what was compiled again; see :class:`.CompilationLog`.
 
     Attributes:
         runner: as given.
@@ -54,11 +55,13 @@ class PartRunner:
         num_labels: Callable[[Any], Any] | None,
         statistics: Callable[[Part], Mapping[str, Any]] | None,
         counts_over_ranks: bool,
+        event: Callable[..., object],
     ) -> None:
         self.runner = runner
         self.pieces: list[MicroBatch] = []
         self.num_pieces = 0
         self._forward_backward = forward_backward
+        self._event = event
         self._sizer = runner.sizer
         self._sharding = runner.sharding
         self._counts_over_ranks = counts_over_ranks
@@ -94,7 +97,11 @@ class PartRunner:
         divide = partial(self._divide, rows)
         division, _ = self.runner.agree_on(divide, question, rows_at_once=rows_at_once)
         attempt = partial(self._attempt, rows)
-        return self.runner.run_step(attempt, divide, rows_at_once=rows_at_once, division=division)
+        results = self.runner.run_step(
+            attempt, divide, rows_at_once=rows_at_once, division=division
+        )
+        self.runner.compilations.log_new(self._event)
+        return results
 
     def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> Division:
         layout = self._sizer.layout

@@ -382,4 +382,5 @@ class RowStep:
                 length_plan=length_plan,
             )
         finally:
+            self.step.parts.runner.compilations.forget()
             self.dataset.forget()

@@ -22,6 +22,7 @@ from adaptive_batch.memory import (
 )
 
 from .agreement import Division, Question, same_answers
+from .compilations import CompilationLog
 from .gradients import GradientsApart
 from .oom_retry import OOMRetry
 from .sizing import MicroBatchSizer
@@ -44,6 +45,7 @@ class StepRunner:
     Attributes:
         model, sizer, memory, sharding: as given.
         retry: runs micro-batches.
+        compilations: counts and logs what is compiled again.
         cache: keeps the allocator's cache from fragmenting.
         is_trial: whether what runs now is a trial, and not training.
     """
@@ -67,6 +69,7 @@ class StepRunner:
             sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
         )
         self.cache = AllocatorCache(self.memory)
+        self.compilations = CompilationLog(model)
         self.is_trial = False
         self._snapshot = StepSnapshot(model, self.memory.device)
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.loops import train, training
+from support.sharded_model import Decoder, collate, make_rows, token_losses
 
-from adaptive_batch.training import CompilationLog
+from adaptive_batch import AdaptiveStep, StepOptions
 from adaptive_batch.training.compilations import (
+    CompilationLog,
     Compilations,
     any_number_of_variants,
     describe_all,
@@ -33,6 +36,13 @@ def compiled(**how):
     return torch.compile(doubled, backend="aot_eager", **how)
 
 
+def compiled_decoder():
+    """A model that is compiled for each shape anew."""
+    model = Decoder()
+    model.compile(backend="aot_eager", dynamic=False)
+    return model
+
+
 def test_what_was_compiled_since_the_last_call_is_told_with_its_cause():
     function = compiled()
     compilations = Compilations()
@@ -51,10 +61,14 @@ def test_what_was_compiled_since_the_last_call_is_told_with_its_cause():
 
 def test_each_compilation_again_is_one_line_and_counted():
     events = []
-    log = CompilationLog(lambda kind, message, **facts: events.append((kind, message, facts)))
+
+    def event(kind, message, **facts):
+        events.append((kind, message, facts))
+
+    log = CompilationLog(compiled_decoder())
     run(compiled(dynamic=False), 3, 4, 5)
-    log.log_new()
-    log.log_new()
+    log.log_new(event)
+    log.log_new(event)
     assert [kind for kind, _, _ in events] == ["recompiled"] * 2
     assert log.num_again == 2
     _, message, facts = events[-1]
@@ -66,9 +80,9 @@ def test_each_compilation_again_is_one_line_and_counted():
 
 def test_a_function_that_is_not_compiled_any_more_is_told():
     events = []
-    log = CompilationLog(lambda kind, message, **facts: events.append((message, facts)))
+    log = CompilationLog(compiled_decoder())
     run(compiled(dynamic=False), *range(3, 14))
-    log.log_new()
+    log.log_new(lambda kind, message, **facts: events.append((message, facts)))
     message, facts = events[-1]
     assert message.startswith("doubled runs without the compiler from now on")
     assert facts["gives_up"]
@@ -83,3 +97,80 @@ def test_trials_may_have_any_number_of_variants():
     graphs = compilations.new()
     assert not any(graph.gives_up for graph in graphs)
     assert describe_all(graphs).startswith("11 graphs compiled in ")
+
+
+# --- in a script's own loop
+
+ROWS = make_rows([5, 5, 7, 7, 9, 9, 5, 5])
+
+
+class Events(list):
+    """Takes events, and keeps what is said of compilations."""
+
+    def __call__(self, kind, message, **facts):
+        if kind == "recompiled":
+            self.append(facts)
+
+
+def decoder_step(model, events):
+    """A bare step of a decoder."""
+
+    def forward_backward(part):
+        (token_losses(model, part.batch, "mean") * part.share).backward()
+
+    return AdaptiveStep(model, forward_backward, options=StepOptions(event=events))
+
+
+@pytest.mark.parametrize("owner", ["loop", "step"])
+def test_scripts_log_each_compilation_again_with_its_cause(caplog, owner):
+    model = compiled_decoder()
+    events = Events()
+    if owner == "loop":
+        made = training(model=model, rows=ROWS, batch_size=2, event=events, shuffle=False)
+        train(made, epochs=1)
+    else:
+        step = decoder_step(model, events)
+        for place in range(0, len(ROWS), 2):
+            step(collate(ROWS[place : place + 2]))
+    # Of three lengths the first is no reason, and the fourth step is of the first again.
+    assert [facts["count"] for facts in events] == [1, 2]
+    assert all("size mismatch at index 1" in facts["reason"] for facts in events)
+    lines = [record.getMessage() for record in caplog.records if "again in" in record.getMessage()]
+    assert [line.rpartition(" (")[2] for line in lines] == ["1 in this run)", "2 in this run)"]
+
+
+def test_what_a_search_compiles_is_not_logged():
+    events = Events()
+    made = training(
+        model=compiled_decoder(), rows=ROWS, batch_size=2, event=events, micro_batch_tokens="auto"
+    )
+    compilations = Compilations()
+    made.loop.find_bound(device_memory="1GiB", maximum=4)
+    assert any(graph.is_again for graph in compilations.new())
+    train(made, until=1)
+    assert not events
+
+
+@pytest.mark.parametrize("owner", ["loop", "step"])
+def test_what_an_estimate_compiles_is_not_logged(owner):
+    model = Decoder()
+    # An estimate is of what Inductor compiles.
+    model.compile(dynamic=False)
+    events = Events()
+    made = training(model=model, rows=ROWS, batch_size=2)
+    step = made.loop._step.step
+    compilations = Compilations()
+    if owner == "loop":
+        made.loop.estimate("1GiB", maximum=4)
+    else:
+        step = decoder_step(model, events)
+        step.estimate(made.optimizer, lambda rows: collate(ROWS[:rows]), "1GiB", maximum=4)
+    assert any(graph.is_again for graph in compilations.new())
+    step.parts.runner.compilations.log_new(events)
+    assert not events
+
+
+def test_a_model_that_is_not_compiled_is_not_looked_at(monkeypatch):
+    made = training(rows=ROWS, batch_size=2)
+    monkeypatch.setattr(Compilations, "new", lambda self: pytest.fail("looked at"))
+    train(made, epochs=1)
