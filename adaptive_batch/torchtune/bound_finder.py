@@ -162,7 +162,7 @@ class BoundFinder:
     ) -> None:
         self._job = job
         self._data = data
-        self.settings = job.settings
+        self._settings = job.settings
         self.trials = TrialSearch(job, data, lost=lost, watch=watch)
         self.rows = self.trials.rows
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
@@ -178,14 +178,14 @@ class BoundFinder:
         """
         self._check_configured_batch()
         self.rows.check()
-        if self.settings.validation.fits_itself:
+        if self._settings.validation.fits_itself:
             # Lengths are read now, so that a row that the model does not take is refused now.
             _ = self._data.dataset_val.lengths
         self._job.check_weights_fit()
 
     def _check_configured_batch(self) -> None:
         """Refuse a batch to grow from that is above what can be tried."""
-        settings = self.settings
+        settings = self._settings
         grows_from_configured = (
             settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         )
@@ -204,7 +204,7 @@ class BoundFinder:
 
         It is bounded by the rows of a step or an epoch, and by ``probe.maximum``.
         """
-        settings = self.settings
+        settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
         if self._fits_whole_step:
             usable_rows = min(epoch_rows, settings.step_rows)
@@ -217,7 +217,7 @@ class BoundFinder:
     @property
     def _fits_whole_step(self) -> bool:
         """Whether a step fits itself and is always the same."""
-        settings = self.settings
+        settings = self._settings
         return settings.fits_itself and not (
             settings.batch_changes or settings.grows or settings.batch_tokens
         )
@@ -250,7 +250,7 @@ class BoundFinder:
             SettingError: a step does not fit, and with the optimizer in backward it cannot be
                 split.
         """
-        settings = self.settings
+        settings = self._settings
         step_rows = kept_step_rows or settings.step_rows
         several = self._job.has_several_micro_batches or (
             settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
@@ -284,7 +284,7 @@ class BoundFinder:
 
     def _check_it_splits(self, step_rows: int, keeps_batch: bool, first: ProbeResult) -> None:
         """Refuse a step that does not fit where the optimizer runs in the backward."""
-        if not self.settings.optimizer_in_bwd:
+        if not self._settings.optimizer_in_bwd:
             return
         whose = "the checkpoint's batch_size" if keeps_batch else "batch_size"
         raise SettingError(
@@ -297,7 +297,7 @@ class BoundFinder:
 
     def choices(self, trainer: Trainer) -> Choices | None:
         """Return the choices of the fastest micro-batches; None for as much at once as fits."""
-        settings = self.settings
+        settings = self._settings
         data = self._data
         if not settings.chooses_fastest:
             return None
@@ -323,7 +323,7 @@ class BoundFinder:
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""
-        probe = self.settings.probe
+        probe = self._settings.probe
         tokens = self.rows.probed().length
         if probe.assumed_maximum is not None:
             rows = min(probe.assumed_maximum, self.most_rows)
@@ -339,7 +339,7 @@ class BoundFinder:
         """Return what a micro-batch of the reference holds, as far as that is known without a
         trial; empty where it runs within those of training.
         """
-        size = self.settings.reference_micro_batch_size
+        size = self._settings.reference_micro_batch_size
         if size is None:
             return ""
         if isinstance(size, int):
@@ -382,7 +382,7 @@ class BoundFinder:
             DoesNotFitError: one row does not fit.
             SettingError: a number of rows is configured, and fewer fit.
         """
-        settings = self.settings
+        settings = self._settings
         size = settings.reference_micro_batch_size
         reference = trainer.runner.reference
         assert reference is not None, "the reference runs within training's micro-batches"
