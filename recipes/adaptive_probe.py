@@ -58,7 +58,9 @@ def say(text: str) -> None:
 def build(
     cfg: DictConfig, watch: Watchdog | None, builder: ModelBuilder | None
 ) -> tuple[Job, Data, BoundFinder, Trainer]:
-    """Build what training would build, and refuse settings before weights are loaded."""
+    """Build what training would build, and refuse what it would refuse: settings before weights are
+    loaded, and then a layout that the model cannot train in.
+    """
     settings = Settings.from_config(cfg)
     check_output_dir(cfg.output_dir)
     job = Job(cfg, settings, builder or builder_of(cfg))
@@ -75,6 +77,7 @@ def build(
         sizer_of(job, data),
         reference_sizer=reference_sizer_of(job, data),
     )
+    trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer
 
