@@ -479,11 +479,9 @@ def test_a_model_whose_attention_cannot_be_kept_apart_is_refused_with_a_reason(s
         "epochs=1",
         "max_steps_per_epoch=1",
     )
+    refusal = r"^micro_batch_layout='packed': no call of .* is seen in it: .*; or give grouped$"
     for recipe in (OURS, "adaptive_probe"):
-        with pytest.raises(
-            SettingError,
-            match=r"^micro_batch_layout='packed': no call of .* is seen in it: .*; or give grouped$",
-        ):
+        with pytest.raises(SettingError, match=refusal):
             small.run_in_process(recipe, *keys, PACKED)
     folder = small.run_in_process(OURS, *keys, *AUTO, "max_steps_per_epoch=null").output_dir
     assert chosen(folder)[0][0] == "grouped"
