@@ -16,9 +16,10 @@ from .dataset import (
 from .epoch_planner import EpochPlanner
 from .lengths import Measured, count_rows, longest_rows, measure_rows, row_lengths
 from .micro_batches import (
-    KINDS,
+    LAYOUT_KINDS,
     NO_LIMIT,
     UNIFORM,
+    LayoutKind,
     MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
@@ -40,7 +41,7 @@ from .token_steps import plan_token_batches
 
 __all__ = [
     "IGNORE_INDEX",
-    "KINDS",
+    "LAYOUT_KINDS",
     "LONG_ROWS",
     "NO_LIMIT",
     "ORDERS",
@@ -50,6 +51,7 @@ __all__ = [
     "DatasetAdapter",
     "EpochPlanner",
     "Event",
+    "LayoutKind",
     "Measured",
     "MicroBatch",
     "MicroBatchLayout",

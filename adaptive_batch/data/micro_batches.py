@@ -35,6 +35,11 @@ class LayoutKind:
     sorts: bool
     cut: Callable[[Sequence[int], MicroBatchLimit, MicroBatchLayout], list[list[int]]]
 
+    @property
+    def is_usual(self) -> bool:
+        """Whether micro-batches are cut and padded as torchtune does."""
+        return self.pads and not self.sorts
+
 
 @dataclass(frozen=True)
 class MicroBatchLimit:
@@ -123,17 +128,17 @@ class MicroBatchLayout:
     @property
     def pads(self) -> bool:
         """Whether the rows of a micro-batch are padded to the longest."""
-        return _LAYOUT_KINDS[self.kind].pads
+        return LAYOUT_KINDS[self.kind].pads
 
     @property
     def sorts(self) -> bool:
         """Whether rows are sorted by length before they are cut, whatever the limit counts."""
-        return _LAYOUT_KINDS[self.kind].sorts
+        return LAYOUT_KINDS[self.kind].sorts
 
     @property
     def is_usual(self) -> bool:
         """Whether micro-batches are cut and padded as torchtune does."""
-        return self.pads and not self.sorts
+        return LAYOUT_KINDS[self.kind].is_usual
 
     def keeps_order(self, limit: MicroBatchLimit) -> bool:
         """Return whether rows stay in their order, whatever their lengths."""
@@ -255,7 +260,7 @@ def micro_batches(
         # Rows of a step have few lengths among them.
         padded_lengths = {length: layout.padded(length) for length in set(lengths)}
         padded = [padded_lengths[length] for length in lengths]
-    cut = _LAYOUT_KINDS[layout.kind].cut(padded, limit, layout)
+    cut = LAYOUT_KINDS[layout.kind].cut(padded, limit, layout)
     if layout.pads:
         pieces = _padded_pieces(cut, padded, alike=layout.uniform in ("lengths", "both"))
     else:
@@ -407,9 +412,9 @@ def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     return [sorted(piece) for piece in pieces]
 
 
-_LAYOUT_KINDS = {
+# How rows may lie in a micro-batch, by the words of the configuration.
+LAYOUT_KINDS = {
     "padded": LayoutKind(pads=True, sorts=False, cut=_cut_padded),
     "grouped": LayoutKind(pads=True, sorts=True, cut=_cut_grouped),
     "packed": LayoutKind(pads=False, sorts=False, cut=_cut_packed),
 }
-KINDS = tuple(_LAYOUT_KINDS)

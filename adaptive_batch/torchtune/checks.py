@@ -547,7 +547,7 @@ def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
     one_by_one = False
     if isinstance(size, int) and 1 < size < step_rows:
         one_by_one = largest_divisor(step_rows, at_most=size) == 1
-    packs = s.micro_batch_layout == "packed"
+    packs = not s.layout_kind.pads
     reason = why_unpacked(config)
     _refuse(
         config,
@@ -561,7 +561,7 @@ def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
         (
-            s.micro_batch_layout not in (None, "padded") and s.uniform_micro_batches,
+            not s.layout_kind.is_usual and s.uniform_micro_batches,
             "micro_batch_layout",
             f"uniform_micro_batches={s.uniform_micro_batches} needs padded rows; remove one",
         ),
@@ -738,7 +738,7 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
         ),
         (s.measures_noise, noise_key, "there is no gradient left to measure; remove it"),
         *((config.get(key), key, f"{stepped}; remove it") for key in (*TOKEN_KEYS, *_SPLIT)),
-        (s.micro_batch_layout == "grouped", "micro_batch_layout", f"{stepped}; remove it"),
+        (s.layout_kind.sorts, "micro_batch_layout", f"{stepped}; remove it"),
         (is_split, "micro_batch_size", f"{stepped}; remove it"),
     )
     for wrong, key, reason in checks:
@@ -988,7 +988,7 @@ def _hides_noise(settings: Settings) -> str:
         and settings.gradient_accumulation_steps == 1
         and not settings.grow_beyond_maximum
     )
-    by_length = settings.micro_batch_tokens is not None or settings.micro_batch_layout == "grouped"
+    by_length = settings.micro_batch_tokens is not None or settings.layout_kind.sorts
     sorting_values = ["lengths", "both"]
     # Where length cuts micro-batches, equal rows too leave no random part of a step.
     if by_length:

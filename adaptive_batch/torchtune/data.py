@@ -245,9 +245,9 @@ class Data:
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
         self._check_first_rows()
-        if settings.micro_batch_layout == "packed" and self.why_unpacked:
+        if not settings.layout_kind.pads and self.why_unpacked:
             remedy = f"{self.why_unpacked}; give grouped"
-            raise SettingError("micro_batch_layout", "packed", remedy)
+            raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
         # A row that the model does not take is refused now, not when training needs its length.
         if settings.uniform_micro_batches or settings.rate.lr_clock.counts_tokens:
             _ = self.dataset.lengths
@@ -354,7 +354,7 @@ class Data:
     def _check_tokens_measure_rows(self) -> None:
         settings = self._settings
         keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
-        if settings.micro_batch_layout not in (None, "padded"):
+        if not settings.layout_kind.is_usual:
             keys.append("micro_batch_layout")
         if settings.pad_to_multiple_of > 1:
             keys.append("pad_to_multiple_of")

@@ -78,7 +78,7 @@ class FakeRun:
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
         # Each number of rows would run other operations.
-        if settings.micro_batch_layout == "packed" and not one_kernel:
+        if not settings.layout_kind.pads and not one_kernel:
             self._leave_out(
                 "micro_batch_layout=packed: rows are counted beside each other, of which all have"
                 " the longest's length"

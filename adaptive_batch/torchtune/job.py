@@ -93,7 +93,7 @@ class Job:
         partitioner, compiler = _compiler_configs()
         partitioner.activation_memory_budget = settings.activation_memory_budget
         # Where micro-batches have many shapes, the first one is no constant of its graph.
-        varies = settings.chooses_fastest or settings.micro_batch_layout in ("grouped", "packed")
+        varies = settings.chooses_fastest or not settings.layout_kind.is_usual
         compiler.assume_static_by_default = not varies
 
     def check_model(self) -> None:
@@ -204,7 +204,7 @@ class Job:
         # Ranks that share one copy of the model each run more rows than batch_size.
         holds_more = self.ranks > distributed.data_parallel_size()
         grows_beyond = settings.grows and settings.grow_beyond_maximum
-        cuts = settings.chooses_fastest or settings.micro_batch_layout == "grouped"
+        cuts = settings.chooses_fastest or settings.layout_kind.sorts
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
         cuts |= settings.measures_noise and settings.micro_batch_tokens is not None
         return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts

@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from adaptive_batch._util import check_bool, check_headroom, check_share, check_whole
-from adaptive_batch.data import KINDS, LONG_ROWS, ORDERS, UNIFORM
+from adaptive_batch.data import LAYOUT_KINDS, LONG_ROWS, ORDERS, UNIFORM, LayoutKind
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
 from adaptive_batch.memory import check_device_memory, parse_size
@@ -565,7 +565,7 @@ class Settings:
         resume="report",
     )
     micro_batch_layout: str | None = key(
-        one_of(*KINDS),
+        one_of(*LAYOUT_KINDS),
         "how the rows of a micro-batch lie in it; which rows a step has never changes. `padded`: to"
         " the longest; `grouped`: the same, sorted by length within the step and cut where that"
         " takes least time; `packed`: one after the other without padding, positions restart and no"
@@ -706,6 +706,11 @@ class Settings:
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
 
     @property
+    def layout_kind(self) -> LayoutKind:
+        """How rows lie in a micro-batch, unless ``auto`` chooses another."""
+        return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
+
+    @property
     def chooses_fastest(self) -> bool:
         """Whether a micro-batch holds what is fastest, rather than as much as fits; with the
         optimizer in backward a step is one.
@@ -743,7 +748,7 @@ class Settings:
             or self.pad_to_multiple_of > 1
             or bool(self.micro_batch_size or self.micro_batch_tokens or self.batch_tokens)
             or self.uniform_micro_batches is not None
-            or self.micro_batch_layout not in (None, "padded")
+            or not self.layout_kind.is_usual
         )
 
     @classmethod

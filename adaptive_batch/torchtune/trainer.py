@@ -221,11 +221,13 @@ class Trainer:
         Raises:
             SettingError: ``packed`` is configured, and the model does not keep rows apart.
         """
-        if self._job.settings.micro_batch_layout != "packed":
+        settings = self._job.settings
+        if settings.layout_kind.pads:
             return
         reason = self.why_not_packed(data.longest(2))
         if reason:
-            raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
+            remedy = f"{reason}; or give grouped"
+            raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
 
     def is_finite(self) -> bool:
         """Return whether every number that trains is finite, of what this rank holds."""

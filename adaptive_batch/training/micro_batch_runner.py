@@ -78,7 +78,7 @@ class RowLoss:
         """Give one batch on the host, as the layout asks for, of at least so many tokens a row;
         packed sequences stay apart within.
         """
-        if layout.kind != "packed" or self.pack is None:
+        if layout.pads or self.pack is None:
             longest = max(map(self.row_length, rows))
             yield self.collate(rows, length or layout.padded(longest))
             return

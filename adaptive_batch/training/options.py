@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from adaptive_batch._util import check_bool, check_choice, instance_of
-from adaptive_batch.data import KINDS
+from adaptive_batch.data import LAYOUT_KINDS
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.schedules import UNITS, check_scaled
@@ -92,7 +92,7 @@ class StepOptions:
         check_bool("overlap_reduction", self.overlap_reduction)
         check_scaled("scale_with_batch", self.scale_with_batch or {})
         if self.micro_batch_layout is not None:
-            check_choice("micro_batch_layout", self.micro_batch_layout, KINDS)
+            check_choice("micro_batch_layout", self.micro_batch_layout, tuple(LAYOUT_KINDS))
         norm = self.max_grad_norm
         is_number = isinstance(norm, int | float) and not isinstance(norm, bool)
         if norm is not None and not (is_number and 0 < norm < math.inf):
@@ -116,8 +116,9 @@ class StepOptions:
                 raise SettingError(
                     field.name, value, f"it is of AdaptiveLoop; {_OF_LOOP[field.name]}"
                 )
-        if self.micro_batch_layout == "packed":
+        layout = self.micro_batch_layout
+        if layout is not None and not LAYOUT_KINDS[layout].pads:
             remedy = (
                 "a batch that is made cannot be packed; give padded or grouped, or use AdaptiveLoop"
             )
-            raise SettingError("micro_batch_layout", "packed", remedy)
+            raise SettingError("micro_batch_layout", layout, remedy)

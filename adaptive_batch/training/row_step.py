@@ -75,10 +75,10 @@ class RowLayouts:
         self._written = written
         if written is not None:
             sizer.use_layout(written)
-        if written == "packed":
+        if not sizer.layout.pads:
             reason = self._why_not_packed()
             if reason:
-                raise SettingError("micro_batch_layout", "packed", f"{reason}; or give grouped")
+                raise SettingError("micro_batch_layout", written, f"{reason}; or give grouped")
 
     def choices(self, step_rows: int, objective: str) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits
@@ -237,7 +237,7 @@ class RowStep:
     @property
     def is_packed(self) -> bool:
         """Whether the rows of a micro-batch lie one after the other."""
-        return self.sizer.layout.kind == "packed"
+        return not self.sizer.layout.pads
 
     def _move(self, batch: Batch) -> Batch:
         return move_to_device(batch, self.step.memory.device)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 import pytest
 
 from adaptive_batch.data import (
-    KINDS,
+    LAYOUT_KINDS,
     MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
@@ -86,7 +86,7 @@ def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: in
             token,
             token / 1000,
         )
-        for kind in KINDS
+        for kind in LAYOUT_KINDS
     }
     machine = Machine(times, slowdown=random.choice([0, 0.02, 0.05]), noise=0.01)
     found = search(machine, steps)
@@ -103,7 +103,7 @@ def test_the_choice_is_near_the_best_of_all_in_few_trials(sigma: float, seed: in
 
 def test_what_does_not_fit_is_not_taken_and_nothing_larger_is_tried() -> None:
     random.seed(0)
-    times = dict.fromkeys(KINDS, MicroBatchTime(1.0, 0, 1e-4, 0))
+    times = dict.fromkeys(LAYOUT_KINDS, MicroBatchTime(1.0, 0, 1e-4, 0))
     steps, machine = drawn_steps(1.0), Machine(times, fits=1500)
     found = search(machine, steps)
     assert found is not None
@@ -125,7 +125,7 @@ def test_the_time_of_a_micro_batch_is_found_again() -> None:
 
 def test_a_result_is_read_as_it_was_written() -> None:
     random.seed(0)
-    found = search(Machine(dict.fromkeys(KINDS, MicroBatchTime())), drawn_steps(1.0))
+    found = search(Machine(dict.fromkeys(LAYOUT_KINDS, MicroBatchTime())), drawn_steps(1.0))
     assert found is not None
     assert Throughput.from_dict(asdict(found)) == found
     assert f"fastest: {found.kind}" in found.with_peak(2**30).table()
