@@ -17,6 +17,8 @@ from adaptive_batch.estimate import AllocatorSettings, not_estimated
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 # Optimizers that have a fused step.
 _FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
+# Each is estimated, as a smaller share may need more memory.
+_BUDGETS = (0.5, 0.3, 0.15)
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,10 @@ def _of_activations(
         yield Candidate(("enable_activation_checkpointing=True",), cost)
         cost = f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute"
         yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
-    estimates_compiled = world_size == 1 and str(cfg.device) != "cpu" and not_estimated() is None
-    has_budget = cfg.get("activation_memory_budget", None) not in (None, 1.0)
-    if cfg.get("compile", False) and estimates_compiled and not has_budget:
-        cost = "each compiled part computes in backward what is cheapest to compute again"
-        yield Candidate(("activation_memory_budget=0.5",), cost)
+    cost = "each compiled part computes in backward what is cheapest to compute again"
+    for budget in _BUDGETS if _estimates_compiled(cfg, world_size) else ():
+        if budget < _activation_budget(cfg):
+            yield Candidate((f"activation_memory_budget={budget}",), cost)
 
 
 def _of_optimizer(cfg: DictConfig, world_size: int) -> Iterator[Candidate]:
@@ -188,15 +189,37 @@ def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
     # Offloading needs that every layer is recomputed.
     if cfg.get("enable_activation_offloading", False):
         recomputing = [(*keys, "enable_activation_offloading=False") for keys in (*recomputing, ())]
+    budgets: list[tuple[str, ...]] = []
+    if _estimates_compiled(cfg, world_size):
+        budget = _activation_budget(cfg)
+        if budget < 1:
+            halfway = round((1 + budget) / 2, 2)
+            budgets = [(f"activation_memory_budget={share}",) for share in (1.0, halfway)]
+        elif recomputing:
+            # A compiled part recomputes some of what it was checkpointed for.
+            recomputing.insert(1, (*recomputing[0], f"activation_memory_budget={_BUDGETS[0]}"))
     is_chunked = str(cfg.loss._component_).endswith("CEWithChunkedOutputLoss")
     ways = [[off] if mode == "selective" and not every else recomputing]
     if is_chunked and cfg.loss.get("num_output_chunks", 8) > 1:
         ways.append([_in_chunks(cfg, 1)])
+    if budgets:
+        ways.append(budgets)
     if world_size > 1 and cfg.get("fsdp_reshard_after_forward", True):
         ways.append([("fsdp_reshard_after_forward=False",)])
     return [
         Candidate(tuple(chain(*some)), "memory") for some in product(*((*way, ()) for way in ways))
     ][:-1][:8]
+
+
+def _estimates_compiled(cfg: DictConfig, world_size: int) -> bool:
+    """Return whether a step is compiled, and estimated so."""
+    is_on_cuda = world_size == 1 and str(cfg.device) != "cpu"
+    return bool(cfg.get("compile", False)) and is_on_cuda and not_estimated() is None
+
+
+def _activation_budget(cfg: DictConfig) -> float:
+    """Return the share of what each compiled part would keep for backward, 1 where not given."""
+    return float(cfg.get("activation_memory_budget", 1.0))
 
 
 def _in_chunks(cfg: DictConfig, num_chunks: int) -> tuple[str, ...]:

@@ -91,6 +91,9 @@ class Job:
         """Set what is of the process, and read whenever a part is compiled."""
         settings = self.settings
         partitioner, compiler = _compiler_configs()
+        if partitioner.activation_memory_budget != settings.activation_memory_budget:
+            # A graph of another budget would be taken as it is.
+            torch.compiler.reset()
         partitioner.activation_memory_budget = settings.activation_memory_budget
         # Where micro-batches have many shapes, the first one is no constant of its graph.
         varies = settings.chooses_fastest or not settings.layout_kind.is_usual

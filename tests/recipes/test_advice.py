@@ -10,6 +10,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from adaptive_batch.estimate import not_estimated
 from adaptive_batch.report import read_records
 from adaptive_batch.torchtune import advice
 from adaptive_batch.torchtune.estimate_changes import spending
@@ -34,7 +35,7 @@ def joined(settings):
 
 
 def chosen(world_size=1, **keys):
-    base = {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
+    base = {"device": "cpu", "loss": {"_component_": "torch.nn.CrossEntropyLoss"}}
     return joined(spending(OmegaConf.create({**base, **keys}), world_size=world_size))
 
 
@@ -60,6 +61,30 @@ def test_activations_are_offloaded_only_where_every_layer_is_recomputed_and_eigh
     off = "enable_activation_offloading=False"
     assert chosen(**keys) == [f"{OFF} {off}", f"{OFF} {SELECTIVE} {off}", off]
     assert len(chosen(2, **keys, loss=CHUNKED)) == 8
+
+
+BUDGET = "activation_memory_budget={}".format
+
+
+@pytest.mark.skipif(
+    not_estimated() is not None, reason="compiled steps are estimated on torch 2.13 alone"
+)
+def test_under_compile_a_budget_of_activations_is_tried_in_place_of_what_saves_memory():
+    compiled = {"device": "cuda", "compile": True}
+    assert chosen(**compiled) == []
+    assert chosen(**compiled, enable_activation_checkpointing=True) == [
+        OFF,
+        f"{OFF} {BUDGET(0.5)}",
+        f"{OFF} {SELECTIVE}",
+    ]
+    raised = [BUDGET(1.0), BUDGET(0.6)]
+    assert chosen(**compiled, activation_memory_budget=0.2) == raised
+    assert chosen(**compiled, activation_memory_budget=0) == [BUDGET(1.0), BUDGET(0.5)]
+    both = chosen(**compiled, activation_memory_budget=0.2, enable_activation_checkpointing=True)
+    assert both[:3] == [f"{OFF} {raised[0]}", f"{OFF} {raised[1]}", OFF]
+    # What is not estimated as compiled needs the same with any budget.
+    assert chosen(device="cpu", compile=True, activation_memory_budget=0.2) == []
+    assert BUDGET(1.0) not in chosen(2, **compiled, activation_memory_budget=0.2)
 
 
 @pytest.fixture(scope="module")

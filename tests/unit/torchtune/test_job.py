@@ -1,0 +1,50 @@
+"""What a job sets up in its process before anything is built."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from adaptive_batch.config_files import config_path
+from adaptive_batch.torchtune import Job, Settings
+from adaptive_batch.torchtune.job import own_compiler
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.second = nn.Linear(16, 16)
+
+    def forward(self, rows):
+        return self.second(torch.sigmoid(self.first(torch.sin(self.second(rows)))))
+
+
+def bytes_kept_within(budget):
+    """Return what a layer keeps for backward that is compiled for a job."""
+    cfg = OmegaConf.load(config_path("demo_cpu"))
+    cfg.merge_with({"compile": True, "activation_memory_budget": budget})
+    Job(cfg, Settings.from_config(cfg))
+    layer = Layer()
+    layer.compile(backend="aot_eager_decomp_partition")
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        layer(torch.ones(64, 16, requires_grad=True)).sum().backward()
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("budgets", [(1.0, 0.0), (0.0, 1.0)])
+def test_a_model_is_compiled_within_the_budget_of_its_own_job(budgets):
+    torch.compiler.reset()
+    cfg = OmegaConf.create({"compile": True})
+    with own_compiler(cfg):
+        kept = dict(zip(budgets, map(bytes_kept_within, budgets), strict=True))
+    torch.compiler.reset()
+    assert kept[0.0] < kept[1.0] / 2
