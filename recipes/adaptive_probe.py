@@ -163,14 +163,13 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
             *_, found = bounds.of_training(
                 trainer, length=length, batch_size=bounds.settings.batch_size
             )
+            rows = bounds.rows.of_length(length).first(found.batch_size)
+            speed = tokens_per_second(trainer, found, rows)
         except DoesNotFitError as error:
             if distributed.world_size() > 1:
                 raise
             say(f"{name}: {error}")
             continue
-        speed = tokens_per_second(
-            trainer, found, bounds.rows.of_length(length).first(found.batch_size)
-        )
         peak = format_bytes(found.peak_bytes() or 0)
         lines.append((speed, f"{found.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides))
     if not lines:
