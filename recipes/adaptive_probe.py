@@ -164,14 +164,13 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         try:
             _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
             *_, found = bounds.of_training(trainer, length=length)
+            rows = bounds.rows.of_length(length).first(found.batch_size)
+            speed = tokens_per_second(trainer, found, rows)
         except DoesNotFitError as error:
             if distributed.world_size() > 1:
                 raise
             say(f"{name}: {error}")
             continue
-        speed = tokens_per_second(
-            trainer, found, bounds.rows.of_length(length).first(found.batch_size)
-        )
         peak = format_bytes(found.peak_bytes() or 0)
         lines.append((speed, f"{found.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides))
     if not lines:

@@ -11,7 +11,8 @@ what Inductor's would, by one rule, which is the same on every build of PyTorch:
   operator of the first kind reads it, where it is a reduction, or where several read it and it
   reads much itself. Otherwise the kernels that need its result compute it.
 * Fused kernels that read the same memory in loops of one size are one, which runs as soon as all
-  that they read is there.
+  that they read is there. Sums over rows, as for the gradient of a norm's weight, are first of all
+  fused with each other; what they need runs before what else runs after the first of them.
 * Memory is freed after its last reader. A kernel writes a result in the place of what it reads for
   that result alone and for the last time, if that has the same dtype and size, and is no argument
   of the caller.
@@ -408,8 +409,8 @@ class GraphMemory:
         memory in a loop of the same size, if what it reads is there by then.
         """
         reads = self._reads[node]
-        joined: list[fx.Node] = []
-        for kernel in reversed(self._kernels if _is_fused(node) else []):
+        joined = self._sums_over_rows_with(node)
+        for kernel in reversed(self._kernels if _is_fused(node) and not joined else []):
             is_alike = _is_fused(kernel) and _loop_size(kernel) == _loop_size(node)
             if is_alike and reads & {kernel, *self._reads[kernel]}:
                 joined = self._joined[kernel]
@@ -438,6 +439,38 @@ class GraphMemory:
             if is_alike and joined[0] not in needed and reads & self._reads[kernel]:
                 self._delay(joined)
                 return joined
+        return []
+
+    def _sums_over_rows_with(self, node: fx.Node) -> list[fx.Node]:
+        """Take the last sums over rows that read what a sum over rows reads out of their kernel,
+        and run all that the node needs before them; return them, to be fused with it.
+
+        Returns none where there are none, or the node needs one of them.
+        """
+        if not _is_over_rows(node):
+            return []
+        size = _loop_size(node)
+        for kernel in reversed(self._kernels):
+            shared = self._reads[node] & self._reads[kernel]
+            is_alike = _is_over_rows(kernel) and _loop_size(kernel) == size
+            if not is_alike or size not in map(_num_elements, shared):
+                continue
+            joined = self._joined[kernel]
+            sums = [other for other in joined if _is_over_rows(other)]
+            for other in sums:
+                joined.remove(other)
+                self._joined[other] = sums
+            reads = self._reads[node]
+            needed = self._needed_for(reads)
+            needed.update(self._joined[maker][0] for maker in self._makers(reads))
+            if sums[0] in needed:
+                return []
+            place = self._kernels.index(sums[0])
+            later = [other for other in self._kernels[place:] if other not in sums]
+            sooner = [other for other in later if self._joined[other][0] in needed]
+            others = [other for other in later if self._joined[other][0] not in needed]
+            self._kernels[place:] = [*sooner, *sums, *others]
+            return sums
         return []
 
     def _needed_for(self, reads: Iterable[fx.Node]) -> set[fx.Node]:
@@ -595,9 +628,11 @@ def _takes_the_place(value: torch.Tensor, operand: Any) -> bool:
 
 def _loop_size(node: fx.Node) -> int:
     """Return how many elements a fused kernel computes or, in a reduction, reads."""
+    return _num_elements(node.all_input_nodes[0] if _is_reduction(node) else node)
+
+
+def _num_elements(node: fx.Node) -> int:
     value = node.meta["val"]
-    if _is_reduction(node):
-        value = node.all_input_nodes[0].meta["val"]
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
@@ -615,6 +650,16 @@ def _is_view(node: fx.Node) -> bool:
 
 def _is_reduction(node: fx.Node) -> bool:
     return _name(node) in _REDUCTIONS
+
+
+def _is_over_rows(node: fx.Node) -> bool:
+    """Return whether a node is a sum over all dimensions but the last."""
+    if _name(node) != "sum" or len(node.args) < 2:
+        return False
+    num_dimensions = node.all_input_nodes[0].meta["val"].dim()
+    dimensions = node.args[1]
+    assert isinstance(dimensions, Sequence)
+    return {dimension % num_dimensions for dimension in dimensions} == {*range(num_dimensions - 1)}
 
 
 def _is_fused(node: fx.Node) -> bool:

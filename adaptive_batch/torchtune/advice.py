@@ -17,10 +17,12 @@ from omegaconf import DictConfig
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, format_bytes
+from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.estimate import Fit, this_device
-from adaptive_batch.memory import RandomState
+from adaptive_batch.memory import RandomState, is_out_of_memory
 from adaptive_batch.probe import ProbeResult
 
+from .config_errors import one_line
 from .data import Data
 from .estimate_changes import Candidate, spending, with_overrides
 from .estimates import Estimator
@@ -158,6 +160,9 @@ def tokens_per_second(
     """Return the real tokens a second of what a search chose, measured if it did not time it.
 
     The time of the rows is the median of the repeats, after one that is not counted.
+
+    Raises:
+        DoesNotFitError: compiling for these rows needs more memory than the step itself.
     """
     if result.throughput is not None:
         return result.throughput.tokens_per_second
@@ -165,7 +170,16 @@ def tokens_per_second(
     seconds = []
     for _ in range(1 + repeats):
         start = time.perf_counter()
-        runner.try_rows(rows)
+        try:
+            runner.try_rows(rows)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise DoesNotFitError(
+                f"{count(len(rows), 'row')} fit, but ran out of memory as they were timed"
+                f" ({one_line(error)}); a compiled step tunes its kernels when it runs first: set"
+                " probe.headroom=0.05"
+            ) from error
         if runner.memory.device.type != "cpu":
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)

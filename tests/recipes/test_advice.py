@@ -5,11 +5,13 @@ probe.tune.
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.estimate import not_estimated
 from adaptive_batch.report import read_records
 from adaptive_batch.torchtune import advice
@@ -85,6 +87,15 @@ def test_under_compile_a_budget_of_activations_is_tried_in_place_of_what_saves_m
     # What is not estimated as compiled needs the same with any budget.
     assert chosen(device="cpu", compile=True, activation_memory_budget=0.2) == []
     assert BUDGET(1.0) not in chosen(2, **compiled, activation_memory_budget=0.2)
+
+
+def test_rows_that_run_out_of_memory_as_they_are_timed_are_one_error():
+    def try_rows(rows):
+        raise torch.OutOfMemoryError("Tried to allocate 50.00 MiB")
+
+    trainer = SimpleNamespace(runner=SimpleNamespace(try_rows=try_rows))
+    with pytest.raises(DoesNotFitError, match=r"^2 rows fit, but .*50\.00 MiB.* headroom=0\.05$"):
+        advice.tokens_per_second(trainer, SimpleNamespace(throughput=None), [{}, {}])
 
 
 @pytest.fixture(scope="module")

@@ -102,6 +102,26 @@ def test_a_fused_kernel_waits_for_the_one_that_reads_the_same(device):
     assert sizes == [SIZE, 32 * 2**20, SIZE, SIZE]
 
 
+def test_sums_over_rows_of_the_same_memory_are_one_kernel_which_other_products_wait_for(device):
+    def computes(x, y, z):
+        first = (x * y).sum(0)
+        beside = y[:128] @ z
+        return first, beside, (x * (z @ y)).sum(0)
+
+    sizes, _ = allocated(device, computes)
+    of_a_sum = SIZE // 256
+    assert sizes == [SIZE, 32 * 2**20, of_a_sum, of_a_sum, SIZE // 2]
+
+
+def test_a_sum_over_rows_that_needs_another_is_a_kernel_of_its_own(device):
+    def computes(x, y, z):
+        first = (x * y).sum(0)
+        return first, (x * (first * z)).sum(0)
+
+    sizes, _ = allocated(device, computes)
+    assert sizes == [SIZE // 256] * 2
+
+
 def test_what_needs_a_delayed_kernel_follows_it_with_all_that_runs_beside_it(device, monkeypatch):
     graphs = []
     init = GraphMemory.__init__

@@ -85,6 +85,7 @@ PACKS = {
     "bf16": (16, [128, 300, 40, 700], (*QWEN, PLAIN, PACKED)),
     "recomputed": (8, 512, (*LLAMA, PACKED, RECOMPUTED)),
     "many short rows": (512, 16, (*LLAMA, PACKED)),
+    "many short rows, recomputed": (512, 16, (*LLAMA, PACKED, RECOMPUTED)),
 }
 
 
