@@ -218,6 +218,18 @@ class BoundSearch:
             return _HEADROOM_EXPANDABLE if self._fragments and segments_expand() else _HEADROOM
         return headroom
 
+    @property
+    def left_free(self) -> str:
+        """How much memory is left free, and what would leave less of it, in texts."""
+        text = f"{100 * self.headroom:.4g}% of the memory left free"
+        is_auto = isinstance(self._options.headroom, str)
+        if is_auto and self._fragments and not segments_expand():
+            text += (
+                f" ({100 * _HEADROOM_EXPANDABLE:.4g}% with"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
+            )
+        return text
+
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
         stepped = self._stepped_rows
@@ -272,13 +284,13 @@ class BoundSearch:
         random_state = RandomState(self._memory.device)
         budgets = distributed.all_gather(self._budget)
         log.info(
-            "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
+            "probing %s%s on %s, up to %s in %s, with %s",
             self._evaluation.name if self._evaluation else "rows",
             self._of_tokens,
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
-            100 * self.headroom,
+            self.left_free,
         )
         is_counted = self._memory.granularity_bytes == 1
         if is_counted and is_compiled(self._tried.runner.model):
