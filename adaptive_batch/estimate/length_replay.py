@@ -251,6 +251,9 @@ class TracedShapes:
     length, or where a kernel changes with the size. A shape between lengths that run other
     operations, none of them alike, is traced itself.
 
+    The first micro-batch of a step, which finds no gradients, is traced at one shape. Its log at
+    the others is that of a later micro-batch with other frees, where both allocate the same.
+
     Packed rows are traced alike, of so many tokens in all. What they need grows with tokens and
     with rows, whatever the length of each.
 
@@ -278,6 +281,8 @@ class TracedShapes:
         self._phases: dict[tuple[Shape, bool], Phase] = {}
         self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
         distinct = sorted(set(shapes), key=lambda shape: (shape.length, shape.rows))
+        self._longest = distinct[-1]
+        self._first_and_later: tuple[Phase, Phase] | None = None
         self.num_shapes = len(distinct)
         self.is_exact = self.num_shapes <= most_traced
         lengths = sorted(shape.length for shape in distinct)
@@ -299,12 +304,33 @@ class TracedShapes:
         Raises:
             SettingError: no two numbers of rows ran the same operations.
         """
-        if self.is_exact:
-            return self._trace(shape, is_first)
         key = (shape, is_first)
-        if key not in self._phases:
-            self._phases[key] = self._between(shape, is_first)
-        return self._phases[key]
+        if key in self._phases:
+            return self._phases[key]
+        phase = None
+        if is_first:
+            phase = self._first_like_later(self.phase(shape, is_first=False))
+        if phase is None:
+            phase = self._trace(*key) if self.is_exact else self._between(*key)
+        self._phases[key] = phase
+        return phase
+
+    def _first_like_later(self, later: Phase) -> Phase | None:
+        """Return the log of a step's first micro-batch, given that of a later one of its shape;
+        None where it does not follow.
+
+        As a rule the two allocate the same, and a gradient stays where it is added to an earlier
+        one. So one shape is traced as the first for all others.
+        """
+        if self._first_and_later is None:
+            shape = self._longest
+            if not self.is_exact:
+                shape = Shape(self._pair(shape.length, False)[0], shape.length)
+            self._first_and_later = (self._trace(shape, True), self._trace(shape, False))
+        first, own_later = self._first_and_later
+        if not first.allocates_like(own_later):
+            return None
+        return first.sized(own_later, later)
 
     def _between(self, shape: Shape, is_first: bool) -> Phase:
         """Return the log on the line through the nearest two lengths that run the same operations;

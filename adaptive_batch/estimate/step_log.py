@@ -43,6 +43,10 @@ class Phase:
             a == b or (a > 0 and b > 0) for a, b in pairs
         )
 
+    def allocates_like(self, other: Phase) -> bool:
+        """Whether another allocates the same sizes in the same order, whatever it frees."""
+        return _sizes(self) == _sizes(other)
+
     def between(self, more: Phase, share: Fraction) -> Phase:
         """Return this one with the sizes that lie at a share of the way to another's, or beyond."""
         if self.log == more.log:

@@ -372,6 +372,29 @@ def test_packed_rows_have_their_tokens_in_all(rows, tokens):
     assert max(lengths) - min(lengths) <= 1
 
 
+def test_one_shape_is_traced_as_the_first_of_a_step_for_all():
+    traced_first = []
+    device = FakeDevice()
+    step = fake_step("AdamW foreach", accumulates=True, device=device)
+    shapes = [Shape(rows, 10 * rows) for rows in range(1, 20)]
+    for most_traced in (1, 100):
+        logs = shapes_on(step, device, shapes, most_traced=most_traced)
+        trace = step.phase
+
+        def phase(run_shape, *, is_first, trace=trace):
+            traced_first.append(is_first)
+            return trace(run_shape, is_first=is_first)
+
+        step.phase = phase
+        firsts = [logs.phase(shape, is_first=True) for shape in shapes[1:]]
+        step.phase = trace
+        assert sum(traced_first) == 1
+        traced_first.clear()
+        for shape, first in zip(shapes[1:], firsts, strict=True):
+            run_shape = partial(run, step.model, device.batch, shape.rows, length=shape.length)
+            assert first == step.phase(run_shape, is_first=True)
+
+
 def test_few_shapes_are_traced_each():
     device = FakeDevice()
     step = fake_step(accumulates=True, device=device)
