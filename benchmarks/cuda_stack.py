@@ -3,7 +3,7 @@ without a device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
     {cases,tasks,compiled,bounds,probe,recipe,runs,ranks}] [--quick]
-    [--cases N] [--output DIR]
+    [--cases N] [--settings {default,expandable}] [--lengths {fixed,varying}] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
 (tests/support/stack_runs.py); no kernel computes, and memory is accounted
@@ -35,7 +35,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -74,6 +74,7 @@ SEED = 15
 LENGTH_OF_TASKS = 1024  # of a pair both answers
 STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
+KINDS_OF_LENGTHS = ("fixed", "varying")
 DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
 PARAMETERS = {  # in billions
     "llama3_2_1b": 1.24,
@@ -432,7 +433,13 @@ def run_of_bounds(
     return runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
 
 
-def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+def measure_bounds(
+    cases: Sequence[Case],
+    runs: StackRuns,
+    *,
+    confs: Mapping[str, str] = CONFS,
+    kinds: Sequence[str] = KINDS_OF_LENGTHS,
+) -> list[dict[str, Any]]:
     """Bounds that are estimated, beside the most rows that run without a retry, and what the
     estimate's rows do.
     """
@@ -442,7 +449,8 @@ def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any
         " rows"
     )
     for case in cases:
-        for (name, conf), kind in product(CONFS.items(), ("fixed", "varying")):
+        for (name, conf), kind in product(confs.items(), kinds):
+            start = time.perf_counter()
             entry: dict[str, Any] = {**asdict(case), "settings": name, "lengths": kind}
             table.append(entry)
             try:
@@ -462,9 +470,10 @@ def measure_bounds(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any
                 entry.get("failed")
                 or f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
             )
-            print(f"{case!s:<78} {name:<10} {kind:<7} {said}", flush=True)
+            entry["seconds"] = round(time.perf_counter() - start, 1)
+            print(f"{case!s:<78} {name:<10} {kind:<7} {said} {entry['seconds']} s", flush=True)
     done = [entry for entry in table if "failed" not in entry]
-    for name, kind in product(CONFS, ("fixed", "varying")):
+    for name, kind in product(confs, kinds):
         these = [entry for entry in done if (entry["settings"], entry["lengths"]) == (name, kind)]
         equal = sum(entry["planned"] == entry["true"] for entry in these)
         bad = sum(entry["at_planned"] in ("OOM", "retries") for entry in these)
@@ -741,8 +750,10 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one of the parts")
     parser.add_argument("--quick", action="store_true", help="a tenth of the cases")
     parser.add_argument(
-        "--cases", type=int, metavar="N", help="of compiled steps, 40 without --quick"
+        "--cases", type=int, metavar="N", help="of compiled steps and of bounds, 40 without --quick"
     )
+    parser.add_argument("--settings", choices=CONFS, help="of bounds: one of the two")
+    parser.add_argument("--lengths", choices=KINDS_OF_LENGTHS, help="of bounds: one of the two")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -766,7 +777,15 @@ def main() -> None:
             parts["compiled"] = measure_compiled(by_device(compiled), runs)
             print()
         if arguments.only in (None, "bounds"):
-            parts["bounds"] = measure_bounds(by_device(sample(40 // share, rows=("bound",))), runs)
+            number = arguments.cases or 40 // share
+            confs = CONFS
+            if arguments.settings:
+                confs = {arguments.settings: CONFS[arguments.settings]}
+            kinds = KINDS_OF_LENGTHS
+            if arguments.lengths:
+                kinds = (arguments.lengths,)
+            cases = by_device(sample(number, rows=("bound",)))
+            parts["bounds"] = measure_bounds(cases, runs, confs=confs, kinds=kinds)
             print()
         if arguments.only in (None, "probe"):
             parts["probe"] = measure_probe(by_device(sample(20 // share, rows=("bound",))), runs)

@@ -15,6 +15,7 @@ from .length_replay import (
     batches_in_order,
     checked_lengths,
     lengths_of_quantiles,
+    packed_row_lengths,
     replay_lengths,
     step_logs,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "lengths_of_quantiles",
     "needs_values",
     "not_estimated",
+    "packed_row_lengths",
     "parse_devices",
     "ranked",
     "read_estimate",

@@ -187,17 +187,19 @@ class CudaKernels(TorchFunctionMode):
         return self._attention(*args, **kwargs, run=_attention_operator)
 
     def _varlen_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]
-    ) -> Tensor | None:
+        self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
         tensors = query, key, value
         if not self.takes_packed_rows(*tensors):
             return None
+        if ends is None:
+            ends = torch.empty(len(lengths) + 1, dtype=torch.int32)
         # Of the square of all tokens, only the squares of single sequences are computed.
         flops = attention_flops(*tensors, is_causal=True)
         flops = flops * sum(length * length for length in lengths) // sum(lengths) ** 2
         flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
         output = self._counted(_VarlenAttention, *flat, len(lengths), flops=flops)
-        return output.transpose(0, 1)[None]
+        return output.transpose(0, 1)[None], ends
 
     def takes_packed_rows(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Return whether one kernel attends to rows of several lengths, laid end to end in ``[1,

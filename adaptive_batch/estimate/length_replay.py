@@ -38,7 +38,12 @@ _NUM_LENGTHS = 3
 
 
 class Shape(NamedTuple):
-    """What a micro-batch is padded to."""
+    """What a micro-batch runs, which decides what it allocates.
+
+    Attributes:
+        rows: how many rows it has.
+        length: tokens that each is padded to; of packed rows the tokens of all.
+    """
 
     rows: int
     length: int
@@ -52,11 +57,15 @@ class PlannedSteps:
         batch_size: rows of a step; of the first one where they differ.
         limit: what a micro-batch may hold.
         steps: shapes of the micro-batches of each step, in the order in which they run.
+        largest: most tokens of a micro-batch of each step.
+        is_packed: whether the rows of a micro-batch lie one after the other.
     """
 
     batch_size: int
     limit: MicroBatchLimit
     steps: tuple[tuple[Shape, ...], ...]
+    largest: tuple[int, ...]
+    is_packed: bool = False
 
     @classmethod
     def of(
@@ -68,17 +77,27 @@ class PlannedSteps:
         """Plan steps.
 
         Args:
-            batches: lengths of the rows of each step, in tokens.
+            batches: lengths of the rows of each step, in tokens; or what else `divide` takes of
+                each row.
             limit: what a micro-batch may hold.
             divide: function that returns the micro-batches of rows of these lengths.
         """
         batch_size = 0
+        is_packed = False
         steps = []
+        largest = []
         for lengths in batches:
             batch_size = batch_size or len(lengths)
-            pieces = divide(lengths)
-            steps.append(tuple(Shape(len(piece.rows), piece.length) for piece in pieces))
-        return cls(batch_size, limit, tuple(steps))
+            shapes = []
+            sizes = [0]
+            for piece in divide(lengths):
+                is_packed |= bool(piece.packed)
+                length = sum(piece.packed) or piece.length
+                shapes.append(Shape(len(piece.rows), length))
+                sizes.append(piece.padded_tokens)
+            steps.append(tuple(shapes))
+            largest.append(max(sizes))
+        return cls(batch_size, limit, tuple(steps), tuple(largest), is_packed)
 
 
 @dataclass(frozen=True)
@@ -87,8 +106,8 @@ class LengthPlan:
 
     Attributes:
         steps: function that returns the steps where so many rows fit.
-        forward_backward: ``forward_backward(device, rows, length)`` runs one micro-batch of rows
-            that are padded to a length.
+        forward_backward: ``forward_backward(device, rows, length)`` runs one micro-batch; see
+            :class:`Shape`.
     """
 
     steps: Callable[[Fit], PlannedSteps]
@@ -113,15 +132,18 @@ class LengthPlan:
         """
         plans: list[PlannedSteps | None] = []
         all_shapes: list[Shape] = []
+        is_packed = False
         for fit in fits:
             planned = None
             if fit.max_batch_size:
                 planned = self.steps(fit)
                 all_shapes += chain.from_iterable(planned.steps)
+                is_packed |= planned.is_packed
             plans.append(planned)
         if not all_shapes:
             return [None] * len(targets)
-        shapes = TracedShapes(step, partial(self.forward_backward, device), all_shapes)
+        run = partial(self.forward_backward, device)
+        shapes = TracedShapes(step, run, all_shapes, is_packed=is_packed)
         replays: list[LengthReplay | None] = []
         for planned, target in zip(plans, targets, strict=True):
             replay = None
@@ -213,6 +235,12 @@ def lengths_of_quantiles(quantiles: Mapping[Any, Any], num_rows: int) -> list[in
     return lengths
 
 
+def packed_row_lengths(num_rows: int, num_tokens: int) -> list[int]:
+    """Return lengths, as alike as can be, of rows that have so many tokens in all."""
+    fewer, num_longer = divmod(num_tokens, num_rows)
+    return [fewer + 1] * num_longer + [fewer] * (num_rows - num_longer)
+
+
 class TracedShapes:
     """The logs of micro-batches of many shapes, from traces of a few.
 
@@ -223,11 +251,18 @@ class TracedShapes:
     length, or where a kernel changes with the size. A shape between lengths that run other
     operations, none of them alike, is traced itself.
 
+    The first micro-batch of a step, which finds no gradients, is traced at one shape. Its log at
+    the others is that of a later micro-batch with other frees, where both allocate the same.
+
+    Packed rows are traced alike, of so many tokens in all. What they need grows with tokens and
+    with rows, whatever the length of each.
+
     Args:
         step: the step, with the gradients of earlier micro-batches if steps have several.
         run: ``run(rows, length)`` runs forward and backward of a micro-batch.
         shapes: all that will be asked for.
         most_traced: shapes up to which each is traced.
+        is_packed: whether they are of packed rows.
     """
 
     def __init__(
@@ -237,13 +272,17 @@ class TracedShapes:
         shapes: Iterable[Shape],
         *,
         most_traced: int = MOST_TRACED,
+        is_packed: bool = False,
     ) -> None:
         self._step = step
+        self._is_packed = is_packed
         self._run = run
         self._traced: dict[tuple[Shape, bool], Phase] = {}
         self._phases: dict[tuple[Shape, bool], Phase] = {}
         self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
         distinct = sorted(set(shapes), key=lambda shape: (shape.length, shape.rows))
+        self._longest = distinct[-1]
+        self._first_and_later: tuple[Phase, Phase] | None = None
         self.num_shapes = len(distinct)
         self.is_exact = self.num_shapes <= most_traced
         lengths = sorted(shape.length for shape in distinct)
@@ -265,12 +304,33 @@ class TracedShapes:
         Raises:
             SettingError: no two numbers of rows ran the same operations.
         """
-        if self.is_exact:
-            return self._trace(shape, is_first)
         key = (shape, is_first)
-        if key not in self._phases:
-            self._phases[key] = self._between(shape, is_first)
-        return self._phases[key]
+        if key in self._phases:
+            return self._phases[key]
+        phase = None
+        if is_first:
+            phase = self._first_like_later(self.phase(shape, is_first=False))
+        if phase is None:
+            phase = self._trace(*key) if self.is_exact else self._between(*key)
+        self._phases[key] = phase
+        return phase
+
+    def _first_like_later(self, later: Phase) -> Phase | None:
+        """Return the log of a step's first micro-batch, given that of a later one of its shape;
+        None where it does not follow.
+
+        As a rule the two allocate the same, and a gradient stays where it is added to an earlier
+        one. So one shape is traced as the first for all others.
+        """
+        if self._first_and_later is None:
+            shape = self._longest
+            if not self.is_exact:
+                shape = Shape(self._pair(shape.length, False)[0], shape.length)
+            self._first_and_later = (self._trace(shape, True), self._trace(shape, False))
+        first, own_later = self._first_and_later
+        if not first.allocates_like(own_later):
+            return None
+        return first.sized(own_later, later)
 
     def _between(self, shape: Shape, is_first: bool) -> Phase:
         """Return the log on the line through the nearest two lengths that run the same operations;
@@ -299,11 +359,7 @@ class TracedShapes:
         key = (length, is_first)
         if key in self._pairs:
             return self._pairs[key]
-        most_rows = self._most_rows[length]
-        pairs = ((most_rows // 2, most_rows), (most_rows, most_rows + 1), (FEW, MORE))
-        for few, more in pairs:
-            if few < 1:
-                continue
+        for few, more in self._pairs_to_try(length):
             few_phase = self._trace(Shape(few, length), is_first)
             if few_phase.is_like(self._trace(Shape(more, length), is_first)):
                 self._pairs[key] = (few, more)
@@ -313,6 +369,17 @@ class TracedShapes:
             " out"
         )
         raise SettingError("model", type(self._step.model).__name__, remedy)
+
+    def _pairs_to_try(self, length: int) -> Iterator[tuple[int, int]]:
+        most_rows = self._most_rows[length]
+        pairs = [(most_rows // 2, most_rows), (most_rows, most_rows + 1)]
+        if self._is_packed:
+            # Fewer rows of so many tokens could be longer than any row may be.
+            pairs = [(most_rows, 2 * most_rows), (most_rows, most_rows + 1), (length // 2, length)]
+        for few, more in pairs:
+            if few >= 1 and not (self._is_packed and more > length):
+                yield few, more
+        yield FEW, MORE
 
     def _trace(self, shape: Shape, is_first: bool) -> Phase:
         key = (shape, is_first)
@@ -421,10 +488,7 @@ def replay_lengths(
 ) -> LengthReplay:
     """Return what the allocator of a device does in the steps, and with expandable segments."""
     logs = list(step_logs(step, shapes, planned.steps))
-    largest = []
-    for micro_batches in planned.steps:
-        largest.append(max((shape.rows * shape.length for shape in micro_batches), default=0))
-    replay = StepReplay(logs, budget_bytes=budget_bytes, settings=settings, largest=largest)
+    replay = StepReplay(logs, budget_bytes=budget_bytes, settings=settings, largest=planned.largest)
     expandable = None
     if not settings.expandable_segments:
         expandable = StepReplay(

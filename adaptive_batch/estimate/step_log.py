@@ -8,11 +8,12 @@ one. A negative entry n frees the allocation that is numbered ``~n``.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from fractions import Fraction
+
+import torch
 
 # An entry that allocates is stream x STREAM + bytes.
 STREAM = 2**48
@@ -42,14 +43,21 @@ class Phase:
             a == b or (a > 0 and b > 0) for a, b in pairs
         )
 
+    def allocates_like(self, other: Phase) -> bool:
+        """Whether another allocates the same sizes in the same order, whatever it frees."""
+        return _sizes(self) == _sizes(other)
+
     def between(self, more: Phase, share: Fraction) -> Phase:
         """Return this one with the sizes that lie at a share of the way to another's, or beyond."""
+        if self.log == more.log:
+            return self
+        entries = torch.frombuffer(self.log, dtype=torch.int64)
+        differences = torch.frombuffer(more.log, dtype=torch.int64) - entries
+        # Rounded up, in whole numbers: bytes of any device times tokens are below 2 ** 63.
+        steps = -torch.div(differences * -share.numerator, share.denominator, rounding_mode="floor")
+        sizes = (entries + steps).clamp_(min=1)
         log = array("q")
-        for entry, larger in zip(self.log, more.log, strict=True):
-            if entry == larger:
-                log.append(entry)
-            else:
-                log.append(max(1, math.ceil(entry + (larger - entry) * share)))
+        log.frombytes(torch.where(differences == 0, entries, sizes).numpy().tobytes())
         return replace(self, log=log)
 
     def sized(self, like: Phase, wanted: Phase) -> Phase | None:

@@ -24,7 +24,7 @@ from omegaconf import DictConfig
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_whole
-from adaptive_batch.data import micro_batches
+from adaptive_batch.data import MicroBatch, micro_batches
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     REPLAYED_STEPS,
@@ -470,8 +470,8 @@ class _Step:
             return "the longest rows are not among estimate.sequence_lengths"
         if distributed.world_size() > 1:
             return "there are several ranks"
-        if self.run.data.packed or not self.run.data.shapes.pads:
-            return "rows are packed"
+        if self.run.data.packed:
+            return "the dataset has packed its rows, so that all are of one length"
         if self._step.optimizer_peak_bytes is None:
             return "the optimizer steps in backward"
         return ""
@@ -493,9 +493,14 @@ class _Step:
         def rows_of(length: int) -> Rows:
             return self._rows_of(length)[0]
 
+        pads = self.run.data.shapes.pads
+
         def run(device: FakeDevice, num_rows: int, length: int) -> None:
             with disable_current_modes():
-                some_rows = rows_of(length)(num_rows)
+                if pads:
+                    some_rows = rows_of(length)(num_rows)
+                else:
+                    some_rows = self.run.job.task.rows_to_pack(num_rows, length)
             self.run.trainer.runner.try_rows(some_rows)
 
         plan = LengthPlan(self._first_steps, run)
@@ -515,10 +520,20 @@ class _Step:
         steps = self._trial_rows.epochs.rows_ahead(
             Progress(), batch_size=batch_size, num_steps=REPLAYED_STEPS
         )
-        batches = [data.dataset.lengths[numbers].tolist() for numbers in steps]
-        return PlannedSteps.of(
-            batches, limit, lambda lengths: micro_batches(lengths, limit, sizer.layout)
-        )
+
+        def divide(numbers: Sequence[int]) -> list[MicroBatch]:
+            lengths = data.dataset.lengths[numbers].tolist()
+            pieces = micro_batches(lengths, limit, sizer.layout)
+            if sizer.layout.pads:
+                return pieces
+            # A row's length counts the padding of its sequences to each other, if it has several.
+            real_lengths = data.dataset.real_lengths[numbers].tolist()
+            return [
+                replace(piece, packed=tuple(real_lengths[row] for row in piece.rows))
+                for piece in pieces
+            ]
+
+        return PlannedSteps.of(steps, limit, divide)
 
     def _of_steps(
         self, longest: Run, tokens: int

@@ -132,6 +132,30 @@ class NoCache:
         return None
 
 
+def _share_left_free(headroom: float | str, *, fragments: bool) -> float:
+    """Return the share of memory that is left free.
+
+    Args:
+        headroom: what was asked for, see :class:`ProbeOptions`.
+        fragments: whether trials fragment the cache of the device's allocator.
+    """
+    if not isinstance(headroom, str):
+        return headroom
+    return _HEADROOM_EXPANDABLE if fragments and segments_expand() else _HEADROOM
+
+
+def left_free(headroom: float | str, *, fragments: bool) -> str:
+    """Return how much memory is left free, and what would leave less of it, for the log."""
+    share = _share_left_free(headroom, fragments=fragments)
+    text = f"{100 * share:.4g}% of the memory left free"
+    if isinstance(headroom, str) and fragments and not segments_expand():
+        text += (
+            f" ({100 * _HEADROOM_EXPANDABLE:.4g}% with"
+            " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
+        )
+    return text
+
+
 class BoundSearch:
     """Finds how many rows fit, in training or in evaluation; training is left as it was, bit for
     bit.
@@ -213,10 +237,7 @@ class BoundSearch:
     @property
     def headroom(self) -> float:
         """The share of memory that is left free."""
-        headroom = self._options.headroom
-        if isinstance(headroom, str):
-            return _HEADROOM_EXPANDABLE if self._fragments and segments_expand() else _HEADROOM
-        return headroom
+        return _share_left_free(self._options.headroom, fragments=self._fragments)
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
@@ -272,13 +293,13 @@ class BoundSearch:
         random_state = RandomState(self._memory.device)
         budgets = distributed.all_gather(self._budget)
         log.info(
-            "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
+            "probing %s%s on %s, up to %s in %s, with %s",
             self._evaluation.name if self._evaluation else "rows",
             self._of_tokens,
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
-            100 * self.headroom,
+            left_free(self._options.headroom, fragments=self._fragments),
         )
         is_counted = self._memory.granularity_bytes == 1
         if is_counted and is_compiled(self._tried.runner.model):

@@ -49,7 +49,8 @@ class PackedAttention:
         self._longest = max(lengths)
         self._attend = attend
         self.ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        self._device_ends = self.ends
+        # Copied by the first call, and kept for the others.
+        self._device_ends: Tensor | None = None
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, *given: Any, **how: Any
@@ -78,15 +79,17 @@ class PackedAttention:
             and not how.get("dropout_p")
         )
         if is_even:
-            estimated = estimated_attention(*tensors, self._lengths)
+            estimated = estimated_attention(*tensors, self._lengths, self._device_ends)
             if estimated is not None:
-                return estimated
+                output, self._device_ends = estimated
+                return output
         if (
             query.is_cuda
             and is_even
             and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True))
         ):
-            self._device_ends = self._device_ends.to(query.device)
+            if self._device_ends is None:
+                self._device_ends = self.ends.to(query.device)
             flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
             bounds = (self._device_ends, self._device_ends, self._longest, self._longest)
             output = _varlen_attention()(*flat, *bounds, scale=how.get("scale"))

@@ -18,8 +18,10 @@ from adaptive_batch.estimate import (
     LengthPlan,
     PlannedSteps,
     checked_lengths,
+    packed_row_lengths,
 )
 
+from .packing import tokens_key
 from .sizing import MicroBatchSizer
 
 
@@ -72,7 +74,7 @@ class SampledRows:
             batches: function that returns the row numbers of each step where so many rows fit.
 
         Raises:
-            SettingError: lengths that cannot be used, or micro-batches without padding.
+            SettingError: lengths that cannot be used.
         """
         dataset = self._dataset
         tokens = checked_lengths(
@@ -81,10 +83,6 @@ class SampledRows:
         if len(tokens) != len(dataset):
             remedy = f"give one for each of the {count(len(dataset), 'row')} of the dataset"
             raise SettingError("lengths", f"{len(tokens)} numbers", remedy)
-        layout = self._sizer.layout
-        if not layout.pads:
-            remedy = "leave lengths out: steps are replayed where rows are padded"
-            raise SettingError("lengths", f"with {layout.kind} rows", remedy)
         # What an empty row is padded to.
         tokens = [max(1, length) for length in tokens]
         row_of_length = dict(zip(tokens, range(len(tokens)), strict=True))
@@ -103,7 +101,16 @@ class SampledRows:
             row = dataset[row_of_length[length]]
             self._run_rows([row] * num_rows, device)
 
-        return LengthPlan(steps, run)
+        return LengthPlan(steps, run if self._sizer.layout.pads else self._run_packed)
+
+    def _run_packed(self, device: FakeDevice, num_rows: int, num_tokens: int) -> None:
+        """Run forward and backward of packed rows that have so many tokens in all."""
+        (longest,) = self._dataset.longest(1)
+        key = tokens_key(longest)
+        rows = []
+        for length in packed_row_lengths(num_rows, num_tokens):
+            rows.append({key: [0] * length, "labels": [0] * length})
+        self._run_rows(rows, device)
 
     def _run_rows(self, rows: Sequence[Any], device: FakeDevice) -> None:
         """Run forward and backward of rows, which are collated on the host."""

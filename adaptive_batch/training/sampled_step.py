@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from adaptive_batch._torch import disable_current_modes
-from adaptive_batch._util import check_whole
+from adaptive_batch._torch import disable_current_modes, tree_leaves, tree_map_only
+from adaptive_batch._util import check_whole, count
 from adaptive_batch.data import MicroBatch, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
@@ -26,6 +26,9 @@ from adaptive_batch.estimate import (
 
 from .parts import OwnSplit, Part, RowsOfBatch, Splittable, length_in_sample
 from .sizing import MicroBatchSizer
+
+# Rows of a sample that are looked at for others than the longest.
+_MOST_LOOKED_AT = 16
 
 
 class SampledStep:
@@ -78,7 +81,7 @@ class SampledStep:
         with disable_current_modes():
             batch = self._sample(num_rows)
             if width is not None:
-                batch = RowsOfBatch(batch).shortened(width)
+                batch = self._shortened(batch, width)
         on_device = {"batch": batch}
         device.batch(on_device)
         with DevicesAsHost():
@@ -90,12 +93,15 @@ class SampledStep:
         Raises:
             SettingError: lengths or batch size cannot be used.
         """
-        if isinstance(self._split_batch, OwnSplit):
-            remedy = "leave lengths out: with split= it is not known how shorter rows look"
-            raise SettingError("lengths", "together with split", remedy)
         if not self.longest:
             remedy = "nothing in sample(1) shows the tokens of a row; leave lengths out"
+            if isinstance(self._split_batch, OwnSplit):
+                remedy = "SplitBatch has none of sample(1); give them there, or leave them out here"
             raise SettingError("lengths", "of a sample", remedy)
+        keeps_columns = self._keeps_columns
+        if isinstance(self._split_batch, OwnSplit):
+            self._check_shortened()
+            keeps_columns = keeps_columns or not self._parts_are_cut()
         remedy = "give the rows of the script's batches, which lengths are drawn into"
         rows = check_whole("batch_size", batch_size, remedy=remedy)
         owner = "the longest row of sample(1)"
@@ -113,10 +119,68 @@ class SampledStep:
 
             def divide(batch: Sequence[int]) -> list[MicroBatch]:
                 pieces = self._plan(batch, limit)
-                if self._keeps_columns:
+                if keeps_columns:
                     return [replace(piece, length=max(batch)) for piece in pieces]
                 return pieces
 
             return PlannedSteps.of(batches_in_order(tokens, rows), limit, divide)
 
         return LengthPlan(steps, self.run)
+
+    def _shortened(self, batch: Any, length: int) -> Any:
+        """Return a batch of the longest rows as one of rows of a length."""
+        if not isinstance(self._split_batch, OwnSplit):
+            return RowsOfBatch(batch).shortened(length)
+
+        # Where the tensors of one row have as many, so that rows are not taken for tokens.
+        of_tensors = [_dimensions_of(tensor, self.longest) for tensor in _tensors(self._sample(1))]
+        tensors = _tensors(batch)
+        if len(tensors) != len(of_tensors):
+            # Each row has tensors of its own.
+            of_tensors = [_dimensions_of(tensor, self.longest) for tensor in tensors]
+        dimensions = iter(of_tensors)
+
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            for dimension in next(dimensions):
+                tensor = tensor.narrow(dimension, 0, length)
+            return tensor.contiguous()
+
+        return tree_map_only(torch.Tensor, cut, batch)
+
+    def _check_shortened(self) -> None:
+        """Refuse a sample of which it is not known how shorter rows look.
+
+        Raises:
+            SettingError: a row of it that is cut to a length does not have that length.
+        """
+        length = max(1, self.longest // 2)
+        lengths = self._split_batch(self._shortened(self._sample(1), length)).lengths
+        if list(lengths or ()) != [length]:
+            problem = (
+                f"the row of sample(1) has {count(self.longest, 'token')}; with every dimension of"
+                f" that size cut to {length}, SplitBatch gives it {lengths}"
+            )
+            remedy = (
+                "give lengths in SplitBatch that follow from the shapes, or leave them out here"
+            )
+            raise SettingError("lengths", "together with split", f"{problem}; {remedy}")
+
+    def _parts_are_cut(self) -> bool:
+        """Return whether `part` is seen to drop what no row of a part uses, from rows of different
+        lengths.
+        """
+        batch = self._split_batch(self._sample(_MOST_LOOKED_AT))
+        lengths = list(batch.lengths or ())
+        shortest = min(lengths, default=0)
+        if shortest == max(lengths, default=0):
+            return False
+        part = batch.part([lengths.index(shortest)])
+        return not any(_dimensions_of(tensor, self.longest) for tensor in _tensors(part))
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def _dimensions_of(tensor: torch.Tensor, size: int) -> list[int]:
+    return [dimension for dimension, own_size in enumerate(tensor.shape) if own_size == size > 1]

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from adaptive_batch import AdaptiveStep
-from adaptive_batch.data import MicroBatchLimit, micro_batches
+from adaptive_batch._torch import disable_current_modes
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.estimate import (
     AllocatorSettings,
     CudaKernels,
@@ -22,10 +23,12 @@ from adaptive_batch.estimate import (
     StepReplay,
     TracedShapes,
     batches_in_order,
+    packed_row_lengths,
     step_logs,
 )
 from adaptive_batch.estimate.length_replay import MOST_TRACED
 from adaptive_batch.memory import AllocatorCache, device_memory
+from adaptive_batch.training import pack_rows, rows_apart
 
 pytestmark = pytest.mark.cuda_stack
 
@@ -34,6 +37,7 @@ STEPS = 20
 # Micro-batches in the order of their rows fragment the cache; those by tokens come largest first.
 IN_ORDER = MicroBatchLimit(2)
 LARGEST_FIRST = MicroBatchLimit(4096, "tokens")
+PACKED = MicroBatchLayout(kind="packed")
 
 
 class Block(nn.Module):
@@ -58,17 +62,30 @@ def made() -> nn.Module:
     ).to(torch.bfloat16)
 
 
-def planned(limit: MicroBatchLimit, *, grows: bool) -> PlannedSteps:
+def batches(*, grows: bool = False) -> list[list[int]]:
+    """The lengths of the rows of each step."""
     draw = random.Random(0)
     lengths = [draw.randint(30, 2000) for _ in range(BATCH * STEPS)]
     if grows:
         lengths.sort()
-    batches = batches_in_order(lengths, BATCH, num_steps=STEPS)
-    return PlannedSteps.of(batches, limit, lambda batch: micro_batches(batch, limit))
+    return [*batches_in_order(lengths, BATCH, num_steps=STEPS)]
+
+
+def planned(
+    limit: MicroBatchLimit, *, grows: bool = False, layout: MicroBatchLayout | None = None
+) -> PlannedSteps:
+    return PlannedSteps.of(
+        batches(grows=grows), limit, lambda batch: micro_batches(batch, limit, layout)
+    )
 
 
 def batch_of(rows: int, length: int) -> dict[str, torch.Tensor]:
     return {name: torch.ones(rows, length, dtype=torch.long) for name in ("tokens", "labels")}
+
+
+def packed_batch_of(lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    rows = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
+    return pack_rows(rows, ignore_index=-100)
 
 
 def forward_backward(net: nn.Module, tokens: torch.Tensor, labels: torch.Tensor) -> None:
@@ -91,7 +108,7 @@ def on_cuda(
     """Yield the peak that each step allocates, and what is reserved after it."""
     net = made().to(CUDA)
     optimizer = torch.optim.AdamW(net.parameters())
-    for micro, size in zip(steps.steps, largest(steps), strict=True):
+    for micro, size in zip(steps.steps, steps.largest, strict=True):
         if cache:
             cache.begin_step([size])
         torch.cuda.reset_peak_memory_stats()
@@ -105,8 +122,19 @@ def on_cuda(
         yield torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
 
 
-def largest(steps: PlannedSteps) -> list[int]:
-    return [max(rows * length for rows, length in micro) for micro in steps.steps]
+def packed_on_cuda(limit: MicroBatchLimit) -> Iterator[tuple[int, int]]:
+    """Yield the same of packed rows, each of its own length."""
+    net = made().to(CUDA)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for lengths in batches():
+        torch.cuda.reset_peak_memory_stats()
+        for piece in micro_batches(lengths, limit, PACKED):
+            batch = packed_batch_of(piece.packed)
+            with rows_apart(piece.packed):
+                forward_backward(net, batch["tokens"].to(CUDA), batch["labels"].to(CUDA))
+        optimizer.step()
+        optimizer.zero_grad()
+        yield torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
 
 
 def logs_of(steps: PlannedSteps, *, most_traced: int) -> list[Sequence[int]]:
@@ -121,6 +149,15 @@ def logs_of(steps: PlannedSteps, *, most_traced: int) -> list[Sequence[int]]:
         device.batch(batch)
         forward_backward(net, batch["tokens"], batch["labels"])
 
+    def run_packed(rows: int, tokens: int) -> None:
+        lengths = packed_row_lengths(rows, tokens)
+        with disable_current_modes():
+            whole = packed_batch_of(lengths)
+        batch = {name: whole[name] for name in ("tokens", "labels")}
+        device.batch(batch)
+        with rows_apart(lengths):
+            forward_backward(net, batch["tokens"], batch["labels"])
+
     step = FakeStep(
         model=net,
         optimizer=optimizer,
@@ -130,7 +167,13 @@ def logs_of(steps: PlannedSteps, *, most_traced: int) -> list[Sequence[int]]:
         device=device,
     )
     all_shapes = [shape for some in steps.steps for shape in some]
-    shapes = TracedShapes(step, run, all_shapes, most_traced=most_traced)
+    shapes = TracedShapes(
+        step,
+        run_packed if steps.is_packed else run,
+        all_shapes,
+        most_traced=most_traced,
+        is_packed=steps.is_packed,
+    )
     return list(step_logs(step, shapes, steps.steps))
 
 
@@ -161,11 +204,27 @@ def test_each_step_allocates_and_reserves_what_it_does_on_cuda(limit, grows):
         assert memory == pytest.approx(real, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "limit",
+    [
+        pytest.param(IN_ORDER, id="in order"),
+        pytest.param(LARGEST_FIRST, id="largest first", marks=pytest.mark.slow),
+    ],
+)
+def test_each_step_of_packed_rows_allocates_and_reserves_what_it_does_on_cuda(limit):
+    steps = planned(limit, layout=PACKED)
+    expected = list(packed_on_cuda(limit))
+    assert replayed(steps, most_traced=10_000) == expected
+    interpolated = replayed(steps, most_traced=MOST_TRACED)
+    for memory, real in zip(interpolated, expected, strict=True):
+        assert memory == pytest.approx(real, rel=1e-3)
+
+
 def test_steps_whose_cache_is_kept_whole_reserve_and_end_as_they_do_on_cuda():
     steps = planned(LARGEST_FIRST, grows=False)
     logs = logs_of(steps, most_traced=MOST_TRACED)
     settings = AllocatorSettings.from_environment()
-    sizes = largest(steps)
+    sizes = steps.largest
     expected = list(on_cuda(steps, cache=AllocatorCache(device_memory(CUDA))))
     replay = StepReplay(logs, budget_bytes=2**50, settings=settings, largest=sizes)
     for memory, real in zip(replay.steps, expected, strict=True):

@@ -337,6 +337,20 @@ def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
 
 
 @pytest.mark.slow
+def test_steps_of_packed_rows_are_replayed(small):
+    of_cuda = ("estimate.devices=64MiB", "estimate.context=0", "device=cuda", "dtype=bf16")
+    replays = {}
+    for layout in ("padded", "packed"):
+        text = _plan_file(small, *of_cuda, f"micro_batch_layout={layout}").read_text()
+        replays[layout] = json.loads(text)["devices"][0]["replay"]
+        memory = replays[layout]["memory"]
+        assert replays[layout]["num_steps"] == 50
+        assert 0 < memory["allocated_bytes"] <= memory["reserved_bytes"]
+    # Attention to rows of several lengths takes more in backward than so little padding.
+    assert replays["packed"]["memory"] != replays["padded"]["memory"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("expands", [True, False])
 def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(
     small, monkeypatch, expands

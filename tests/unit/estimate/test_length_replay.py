@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from array import array
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,11 +15,12 @@ import torch
 from support.fake_steps import Decoder, fake_step, run
 from torch.nn import functional as F
 
-from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError
-from adaptive_batch.data import MicroBatchLimit, micro_batches
+from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError, SplitBatch, StepOptions
+from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.estimate import (
     REPLAYED_STEPS,
     AllocatorSettings,
+    CudaKernels,
     FakeDevice,
     PlannedSteps,
     StepReplay,
@@ -26,10 +28,13 @@ from adaptive_batch.estimate import (
     batches_in_order,
     checked_lengths,
     lengths_of_quantiles,
+    packed_row_lengths,
     read_estimate,
     step_logs,
 )
 from adaptive_batch.estimate.length_replay import Shape
+from adaptive_batch.estimate.step_log import Phase
+from adaptive_batch.training import rows_apart
 
 MIB = 2**20
 LONGEST = 200
@@ -40,8 +45,8 @@ def drawn_lengths(num_rows=120):
     return [draw.randint(8, LONGEST - 1) for _ in range(num_rows - 1)] + [LONGEST]
 
 
-def batch_of(lengths):
-    tokens = torch.zeros(len(lengths), max(lengths), dtype=torch.long)
+def batch_of(lengths, *, token=0):
+    tokens = torch.full((len(lengths), max(lengths)), token)
     labels = torch.full_like(tokens, -100)
     for row, length in enumerate(lengths):
         labels[row, :length] = 1
@@ -172,10 +177,93 @@ def test_lengths_need_the_rows_of_a_batch(batch_size):
         step.estimate(optimizer, sample, "H100", lengths=[8], batch_size=batch_size)
 
 
-def test_a_step_with_a_split_of_its_own_has_no_rows_of_other_lengths():
-    step, optimizer = adaptive_step(split=lambda batch: None)
-    with pytest.raises(SettingError, match=r"^lengths='together with split': "):
+# --- a split of its own
+
+
+def split_batch(batch, *, cuts=False, lengths=None):
+    if lengths is None:
+        lengths = (batch["labels"] != -100).sum(dim=1).tolist()
+
+    def part(rows):
+        width = batch["tokens"].shape[1]
+        if cuts:
+            width = max(lengths[row] for row in rows)
+        return {name: tensor[rows][:, :width] for name, tensor in batch.items()}
+
+    return SplitBatch(len(batch["tokens"]), part, lengths)
+
+
+def mixed_sample(rows):
+    """The longest row, and the others shorter."""
+    return batch_of([LONGEST, *[LONGEST // 2] * (rows - 1)])
+
+
+def replay_of_split(sample, **arguments):
+    step, optimizer = adaptive_step(micro_batch_tokens=600, **arguments)
+    estimate = step.estimate(
+        optimizer, sample, "2GiB", lengths=drawn_lengths(), batch_size=8, maximum=16
+    )
+    return estimate.devices[0].replay
+
+
+def test_a_split_whose_parts_are_cut_is_replayed_as_rows_that_are_split_by_themselves():
+    own = replay_of_split(sample)
+    # That parts are cut shows where rows of a sample have several lengths.
+    assert replay_of_split(mixed_sample, split=partial(split_batch, cuts=True)) == own
+    uncut = replay_of_split(mixed_sample, split=split_batch)
+    assert uncut.num_steps == own.num_steps
+    assert uncut.memory.allocated_bytes >= own.memory.allocated_bytes
+    assert uncut.num_shapes != own.num_shapes
+    assert replay_of_split(sample, split=partial(split_batch, cuts=True)) == uncut
+
+
+def test_a_sample_of_a_split_is_cut_where_one_row_has_so_many_tokens():
+    columns = 5
+    seen = []
+    model = Decoder()
+
+    def by_columns(rows):
+        return {"x": torch.zeros(columns, rows, dtype=torch.long), "kinds": torch.zeros(rows, 7)}
+
+    def split(batch):
+        length, rows = batch["x"].shape
+        return SplitBatch(rows, lambda some: {"x": batch["x"][:, some]}, [length] * rows)
+
+    def forward_backward(part):
+        seen.append((tuple(part.batch["x"].shape), tuple(part.batch["kinds"].shape)))
+        model(part.batch["x"].to("cuda").T).sum().backward()
+
+    step = AdaptiveStep(model, forward_backward, split=split, num_labels=lambda batch: 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step.estimate(optimizer, by_columns, "2GiB", lengths=[3, 4], batch_size=columns, maximum=8)
+    # As many rows as a row has tokens.
+    assert ((4, columns), (columns, 7)) in seen
+
+
+@pytest.mark.parametrize(
+    ("split", "value", "message"),
+    [
+        (
+            lambda batch: SplitBatch(len(batch["tokens"]), lambda rows: batch),
+            "of a sample",
+            "SplitBatch has none of sample(1); give them there, or leave them out here",
+        ),
+        (
+            partial(split_batch, lengths=[LONGEST]),
+            "together with split",
+            "the row of sample(1) has 200 tokens; with every dimension of that size cut to 100,"
+            " SplitBatch gives it [200]; give lengths in SplitBatch that follow from the shapes,"
+            " or leave them out here",
+        ),
+    ],
+)
+def test_a_split_that_does_not_show_how_shorter_rows_look_is_refused(split, value, message):
+    calls = []
+    step, optimizer = adaptive_step(calls, split=split)
+    with pytest.raises(SettingError) as raised:
         step.estimate(optimizer, sample, "H100", lengths=[8], batch_size=4)
+    assert str(raised.value) == f"lengths={value!r}: {message}"
+    assert not calls
 
 
 # --- steps that are planned
@@ -234,6 +322,77 @@ def test_sizes_between_traced_shapes_are_those_of_a_trace():
         step_logs(step, between, steps), step_logs(step, traced, steps), strict=True
     ):
         assert interpolated == exact
+
+
+def test_sizes_of_packed_rows_between_traced_ones_are_those_of_a_trace():
+    device = FakeDevice(CudaKernels((9, 0), 132))
+    with torch.device("meta"):
+        model = Decoder().to(torch.bfloat16)
+    step = fake_step("AdamW foreach", accumulates=True, device=device, model=model)
+    limit = MicroBatchLimit(600, "tokens")
+    layout = MicroBatchLayout(kind="packed")
+    batches = batches_in_order(drawn_lengths(), 8, num_steps=8)
+    planned = PlannedSteps.of(batches, limit, lambda batch: micro_batches(batch, limit, layout))
+    assert planned.is_packed
+    for shapes, size in zip(planned.steps, planned.largest, strict=True):
+        assert size == max(tokens for _, tokens in shapes) <= 600
+
+    def run_shape(rows, tokens):
+        with rows_apart(packed_row_lengths(rows, tokens)):
+            run(step.model, device.batch, 1, length=tokens)
+
+    all_shapes = [shape for shapes in planned.steps for shape in shapes]
+    between = TracedShapes(step, run_shape, all_shapes, is_packed=True)
+    traced = TracedShapes(step, run_shape, all_shapes, is_packed=True, most_traced=10_000)
+    assert not between.is_exact
+    for interpolated, exact in zip(
+        step_logs(step, between, planned.steps), step_logs(step, traced, planned.steps), strict=True
+    ):
+        assert interpolated == exact
+
+
+def test_no_more_packed_rows_are_traced_than_there_are_tokens():
+    asked = []
+    step = SimpleNamespace(
+        model=None,
+        phase=lambda run, *, is_first: asked.append(run.args) or Phase(array("q"), (), {}),
+    )
+    shapes = [Shape(rows, rows) for rows in range(2, 9)]
+    traced = TracedShapes(step, lambda rows, tokens: None, shapes, is_packed=True, most_traced=1)
+    for shape in shapes:
+        traced.phase(shape, is_first=True)
+    assert asked
+    assert all(rows <= tokens for rows, tokens in asked)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 7), (3, 7), (7, 7), (4, 4096)])
+def test_packed_rows_have_their_tokens_in_all(rows, tokens):
+    lengths = packed_row_lengths(rows, tokens)
+    assert (len(lengths), sum(lengths)) == (rows, tokens)
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_one_shape_is_traced_as_the_first_of_a_step_for_all():
+    traced_first = []
+    device = FakeDevice()
+    step = fake_step("AdamW foreach", accumulates=True, device=device)
+    shapes = [Shape(rows, 10 * rows) for rows in range(1, 20)]
+    for most_traced in (1, 100):
+        logs = shapes_on(step, device, shapes, most_traced=most_traced)
+        trace = step.phase
+
+        def phase(run_shape, *, is_first, trace=trace):
+            traced_first.append(is_first)
+            return trace(run_shape, is_first=is_first)
+
+        step.phase = phase
+        firsts = [logs.phase(shape, is_first=True) for shape in shapes[1:]]
+        step.phase = trace
+        assert sum(traced_first) == 1
+        traced_first.clear()
+        for shape, first in zip(shapes[1:], firsts, strict=True):
+            run_shape = partial(run, step.model, device.batch, shape.rows, length=shape.length)
+            assert first == step.phase(run_shape, is_first=True)
 
 
 def test_few_shapes_are_traced_each():
@@ -372,8 +531,8 @@ def test_a_step_that_never_splits_holds_what_one_with_room_for_all_rows_holds():
 # --- a loop
 
 
-def loop_of(lengths, **arguments):
-    model = Decoder()
+def loop_of(lengths, *, dtype=torch.float32, **arguments):
+    model = Decoder().to(dtype)
     rows = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
 
     def mean_loss(batch):
@@ -383,7 +542,7 @@ def loop_of(lengths, **arguments):
         model,
         torch.optim.AdamW(model.parameters()),
         rows,
-        collate=lambda some: batch_of([len(row["tokens"]) for row in some]),
+        collate=lambda some: batch_of([len(row["tokens"]) for row in some], token=1),
         mean_loss=mean_loss,
         **arguments,
     )
@@ -406,6 +565,21 @@ def test_a_loop_that_takes_what_fits_is_replayed_with_that():
     loop = loop_of(drawn_lengths(), batch_size="max")
     estimate = loop.estimate("H100", lengths=drawn_lengths(), maximum=16)
     assert estimate.devices[0].replay.batch_size == 16
+
+
+def test_a_loop_replays_packed_rows():
+    lengths = drawn_lengths()
+    limits = {"micro_batch_tokens": 600, "batch_size": 8}
+    replays = {}
+    for layout in ("grouped", "packed"):
+        options = StepOptions(micro_batch_layout=layout)
+        loop = loop_of(lengths, options=options, dtype=torch.bfloat16, **limits)
+        estimate = loop.estimate("H100", lengths=lengths, maximum=16)
+        replays[layout] = estimate.devices[0].replay
+    assert replays["packed"].limit == "600 padded tokens"
+    assert replays["packed"].num_shapes > 6
+    memory = replays["packed"].memory
+    assert 0 < memory.allocated_bytes <= memory.reserved_bytes
 
 
 def test_a_loop_needs_the_length_of_each_of_its_rows():

@@ -4,11 +4,14 @@ line.
 
 from __future__ import annotations
 
+import math
 from array import array
 from fractions import Fraction
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.fake_steps import Decoder, fake_step
 from support.step_logs import peak_bytes
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -139,3 +142,15 @@ def test_sizes_beyond_those_that_were_traced_stay_allocations():
     far = short.between(long, Fraction(-2))
     assert list(far.log) == [25, 1, ~0, ~1]
     assert peak_bytes(joined([(far, True)])) == 26
+
+
+@given(
+    sizes=st.lists(st.tuples(*[st.integers(1, 2**40)] * 2), min_size=1, max_size=8),
+    share=st.fractions(-4, 8, max_denominator=2**14),
+)
+def test_sizes_between_two_logs_are_rounded_up_exactly(sizes, share):
+    few, more = (Phase(array("q", [*column, ~0]), (), {}) for column in zip(*sizes, strict=True))
+    log = few.between(more, share).log
+    assert log[-1] == ~0
+    for size, larger, between in zip(few.log[:-1], more.log[:-1], log[:-1], strict=True):
+        assert between == max(1, math.ceil(size + (larger - size) * share))

@@ -24,6 +24,7 @@ from adaptive_batch.training import (
     BoundSearch,
     MicroBatchSizer,
     ProbeOptions,
+    bound_search,
     find_max_batch_size,
 )
 from adaptive_batch.training.step_runner import StepRunner
@@ -132,6 +133,11 @@ def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_leng
     search = BoundSearch(tried, rows, options, accumulates=False)
     assert search.headroom == left_free
     assert search.budget_bytes() == int(2**30 * (1 - left_free))
+    text = f"{100 * left_free:.4g}% of the memory left free"
+    if isinstance(memory, CachingMemory) and segments == "expandable_segments:False":
+        text += " (1% with PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
+    fragments = isinstance(memory, CachingMemory) and has_order
+    assert bound_search.left_free(headroom, fragments=fragments) == text
 
 
 def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
