@@ -322,9 +322,6 @@ class AdaptiveStep:
             device=self.memory.device,
             keeps_columns=self._is_compiled,
         )
-        length_plan = None
-        if lengths is not None:
-            length_plan = sampled.length_plan(lengths, batch_size)
         result = estimate_step(
             self.model,
             optimizer,
@@ -336,7 +333,7 @@ class AdaptiveStep:
             maximum=check_whole("maximum", maximum),
             context=CONTEXT_BYTES if context is None else context,
             headroom=headroom,
-            length_plan=length_plan,
+            length_plan=sampled.length_plan(lengths, batch_size),
         )
         self.parts.runner.compilations.forget()
         return result

@@ -87,12 +87,14 @@ class SampledStep:
         with DevicesAsHost():
             self._forward_backward(Part(on_device["batch"], num_rows, is_trial=True))
 
-    def length_plan(self, lengths: Any, batch_size: int | None) -> LengthPlan:
-        """Return how rows of these lengths are divided and run.
+    def length_plan(self, lengths: Any, batch_size: int | None) -> LengthPlan | None:
+        """Return how rows of these lengths are divided and run; None without lengths.
 
         Raises:
             SettingError: lengths or batch size cannot be used.
         """
+        if lengths is None:
+            return None
         if not self.longest:
             remedy = "nothing in sample(1) shows the tokens of a row; leave lengths out"
             if isinstance(self._split_batch, OwnSplit):
