@@ -11,6 +11,8 @@ import pytest
 import torch
 from support.step_logs import estimated, on_cuda, peak_bytes, read
 
+from adaptive_batch.estimate import AllocatorSettings, CachingAllocator
+
 pytestmark = [
     pytest.mark.cuda_stack,
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
@@ -77,6 +79,23 @@ def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
     torch.cuda.empty_cache()
     assert expected == pytest.approx(peak, rel=0.03)
     assert abs(expected - peak) < abs(expected_of_eager - peak)
+
+
+def test_what_is_reserved_is_that_of_a_step_whose_kernels_inductor_has_cached():
+    rows, tokens, _, overrides = CASES["bf16"]
+    compiled = read("llama3_2_1B", "compile=True", *overrides)
+    expected = CachingAllocator(2**40, AllocatorSettings.from_environment())
+    expected.replay(estimated(compiled, rows, tokens))
+    # The first run fills the cache, and tunes kernels beside the step.
+    for _ in range(2):
+        torch.compiler.reset()
+        torch._C._cuda_clearCublasWorkspaces()
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved()
+        on_cuda(compiled, rows, tokens)
+    reserved = torch.cuda.max_memory_reserved() - held
+    assert expected.peak_reserved_bytes == pytest.approx(reserved, rel=0.01)
 
 
 PACKED = "micro_batch_layout=packed"
