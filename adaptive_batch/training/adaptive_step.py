@@ -129,9 +129,8 @@ class AdaptiveStep:
         self._split_batch: Callable[[Any], Splittable] = (
             partial(RowsOfBatch, trims=not self._is_compiled) if split is None else OwnSplit(split)
         )
-        device = next(model.parameters()).device
         self.memory = options.memory or device_memory(
-            device, shared_by=distributed.local_world_size()
+            next(model.parameters()).device, shared_by=distributed.local_world_size()
         )
         self.sizer = MicroBatchSizer(
             micro_batch_size=micro_batch_size,
@@ -156,13 +155,12 @@ class AdaptiveStep:
             retries=options.on_out_of_memory == "shrink",
             remedies=REMEDIES,
         )
-        counts_over_ranks = options.count_labels_over == "ranks" and distributed.world_size() > 1
         self.parts = PartRunner(
             forward_backward,
             runner,
             num_labels=num_labels,
             statistics=statistics,
-            counts_over_ranks=counts_over_ranks,
+            counts_over_ranks=options.count_labels_over == "ranks" and distributed.world_size() > 1,
             event=partial(log_event, options.event),
         )
         self._search = SampleSearch(self.parts, self._split_batch, forward_backward)

@@ -301,8 +301,7 @@ class BoundSearch:
             format_bytes(self._budget),
             left_free(self._options.headroom, fragments=self._fragments),
         )
-        is_counted = self._memory.granularity_bytes == 1
-        if is_counted and is_compiled(self._tried.runner.model):
+        if self._memory.granularity_bytes == 1 and is_compiled(self._tried.runner.model):
             log.info(
                 "peaks are those of the eager program, which is what can be counted here: compiled"
                 " it needs less as a rule, and more rows may fit"
