@@ -21,7 +21,7 @@ from torchtune import config, training
 from adaptive_batch import distributed
 from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import Watchdog
-from adaptive_batch.errors import DoesNotFitError
+from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     BoundFinder,
@@ -166,7 +166,7 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
             *_, found = bounds.of_training(trainer, length=length)
             rows = bounds.rows.of_length(length).first(found.batch_size)
             speed = tokens_per_second(trainer, found, rows)
-        except DoesNotFitError as error:
+        except (DoesNotFitError, SettingError) as error:
             if distributed.world_size() > 1:
                 raise
             say(f"{name}: {error}")

@@ -21,6 +21,7 @@ from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.estimate import Fit, this_device
 from adaptive_batch.memory import RandomState, is_out_of_memory
 from adaptive_batch.probe import ProbeResult
+from adaptive_batch.training import is_compiled
 
 from .config_errors import one_line
 from .data import Data
@@ -162,7 +163,8 @@ def tokens_per_second(
     The time of the rows is the median of the repeats, after one that is not counted.
 
     Raises:
-        DoesNotFitError: compiling for these rows needs more memory than the step itself.
+        DoesNotFitError: they run out of memory as they are timed, as where a compiled step tunes
+            its kernels.
     """
     if result.throughput is not None:
         return result.throughput.tokens_per_second
@@ -175,10 +177,12 @@ def tokens_per_second(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
+            cause = ""
+            if is_compiled(runner.model):
+                cause = " a compiled step tunes its kernels when it runs first:"
             raise DoesNotFitError(
                 f"{count(len(rows), 'row')} fit, but ran out of memory as they were timed"
-                f" ({one_line(error)}); a compiled step tunes its kernels when it runs first: set"
-                " probe.headroom=0.05"
+                f" ({one_line(error)});{cause} set probe.headroom=0.05"
             ) from error
         if runner.memory.device.type != "cpu":
             torch.accelerator.synchronize()

@@ -366,6 +366,7 @@ class BoundFinder:
         Raises:
             DoesNotFitError: not one does.
         """
+        row = self._job.task.filled(row)
         length = self._job.task.length(row)
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {count(length, 'token')}")
         return self.trials.find(trainer, rows, maximum=maximum, accumulates=accumulates)

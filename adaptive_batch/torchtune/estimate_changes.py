@@ -194,7 +194,8 @@ def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
         budget = _activation_budget(cfg)
         if budget < 1:
             halfway = round((1 + budget) / 2, 2)
-            budgets = [(f"activation_memory_budget={share}",) for share in (1.0, halfway)]
+            shares = [share for share in (1.0, halfway) if share != budget]
+            budgets = [(f"activation_memory_budget={share}",) for share in shares]
         elif recomputing:
             # A compiled part recomputes some of what it was checkpointed for.
             recomputing.insert(1, (*recomputing[0], f"activation_memory_budget={_BUDGETS[0]}"))
@@ -219,7 +220,8 @@ def _estimates_compiled(cfg: DictConfig, world_size: int) -> bool:
 
 def _activation_budget(cfg: DictConfig) -> float:
     """Return the share of what each compiled part would keep for backward, 1 where not given."""
-    return float(cfg.get("activation_memory_budget", 1.0))
+    budget = cfg.get("activation_memory_budget")
+    return 1.0 if budget is None else float(budget)
 
 
 def _in_chunks(cfg: DictConfig, num_chunks: int) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, ListConfig
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
 from torchtune import training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
@@ -31,11 +30,11 @@ _ARGUMENTS = (
     "reference_rejected_logps",
 )
 
-# The key of a packed batch under which it has the places of each answer's tokens.
-_PLACES = "places"
+# The key of a packed batch under which it has the tokens of each answer, in order.
+_ANSWER_LENGTHS = "answer_lengths"
 
-# Parts of a sequence whose log probabilities a reference that runs apart computes one by one; as
-# many as torchtune's losses in chunks have.
+# Parts of a sequence whose log probabilities are computed one by one; as many as torchtune's losses
+# in chunks have.
 _CHUNKS = 8
 
 
@@ -85,17 +84,15 @@ class PreferencePairs(Task):
 
     def count_labels(self, batch: Batch) -> torch.Tensor:
         """Return the pairs of a batch."""
-        answers = batch[_PLACES] if _PLACES in batch else batch["tokens"]
+        answers = batch[_ANSWER_LENGTHS] if _ANSWER_LENGTHS in batch else batch["tokens"]
         return torch.tensor(len(answers) // len(self.fields))
 
     def pack(self, rows: Sequence[Row]) -> tuple[Batch, list[int]]:
         """Return the chosen answers and then the rejected ones, one after the other; and the tokens
-        of each. The batch has the places of each answer's tokens, too.
+        of each, which the batch has, too.
         """
         batch, lengths = super().pack(rows)
-        places = list(torch.split(torch.arange(sum(lengths)), lengths))
-        # A shorter answer has places behind the last token, where there is nothing to sum.
-        batch[_PLACES] = pad_sequence(places, batch_first=True, padding_value=sum(lengths))
+        batch[_ANSWER_LENGTHS] = torch.tensor(lengths)
         return batch, lengths
 
     # --- model and loss
@@ -149,18 +146,18 @@ class PreferencePairs(Task):
     def mean_loss(self, models: Models, batch: Batch) -> torch.Tensor:
         """Return the mean loss over pairs; leave the metrics in the batch."""
         labels = batch.pop("labels")
-        places = batch.pop(_PLACES, None)
+        lengths = batch.pop(_ANSWER_LENGTHS, None)
         values = batch.pop(REFERENCE_VALUES, None)
         inputs = dict(batch)
         logits = models.logits(**inputs)
-        log_probs = self._log_probs(logits, labels, places)
-        batch["logits/chosen"], batch["logits/rejected"] = _mean_logits(logits.detach(), places)
+        log_probs = self._log_probs(logits, labels, lengths)
+        batch["logits/chosen"], batch["logits/rejected"] = _mean_logits(logits.detach(), lengths)
         # They take more memory than all else, and the reference makes its own.
         del logits
         if values is None:
             with torch.no_grad():
                 reference_log_probs = self._log_probs(
-                    models.reference_logits(**inputs), labels, places
+                    models.reference_logits(**inputs), labels, lengths
                 )
         else:
             reference_log_probs = values.T.flatten()
@@ -190,28 +187,27 @@ class PreferencePairs(Task):
         return log_probs.view(len(self.fields), -1).T
 
     def _log_probs(
-        self, logits: torch.Tensor, labels: torch.Tensor, places: torch.Tensor | None
+        self, logits: torch.Tensor, labels: torch.Tensor, lengths: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the log probability of each answer.
 
         Args:
             logits: `[answers, length, vocabulary]`; of packed answers `[1, tokens, vocabulary]`.
             labels: `[answers, length]`, or `[1, tokens]`.
-            places: places of each answer's tokens, where they are packed: `[answers, length]`.
+            lengths: tokens of each answer, where they are packed: `[answers]`.
         """
-        if places is None:
+        if lengths is None:
             log_probs: torch.Tensor = get_batch_log_probs(logits, labels)
             return log_probs
-        # The last token predicts nothing, nor does what is behind it.
-        of_tokens = pad(self._of_tokens(logits, labels)[0], (0, 2))
-        return of_tokens[places].sum(-1)
+        # The last token predicts nothing.
+        return _sums_of_answers(pad(self._of_tokens(logits, labels)[0], (0, 1)), lengths)
 
     def _of_tokens(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the log probability of the label that each position but the last predicts; 0
         without one.
 
-        The softmax of all logits would take twice what they do, so it is that of a chunk after the
-        other. Sums have the bits of `get_batch_log_probs`.
+        Without gradients the softmax of all logits would take twice what they do, so it is that of
+        a chunk after the other. Sums have the bits of `get_batch_log_probs`.
         """
         labels = labels[:, 1:]
         is_label = labels != self.ignore_index
@@ -226,19 +222,28 @@ class PreferencePairs(Task):
         return of_tokens
 
 
+def _sums_of_answers(of_tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """Return the sum over the tokens of each packed answer, in the dtype of `of_tokens`.
+
+    Nothing here has a size of answers x longest answer, so that memory follows the tokens alone.
+    """
+    # It adds in the dtype that it is given, and halves would lose most of a long sum.
+    exact = of_tokens.to(torch.promote_types(of_tokens.dtype, torch.float32))
+    sums = torch.segment_reduce(exact, "sum", lengths=lengths, unsafe=True)
+    return sums.to(of_tokens.dtype)
+
+
 def _mean_logits(
-    logits: torch.Tensor, places: torch.Tensor | None
+    logits: torch.Tensor, lengths: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the mean of the logits of chosen and of rejected answers; see
     :meth:`PreferencePairs._log_probs` for the arguments.
     """
-    if places is None:
+    if lengths is None:
         # Padding is part of these means, as in torchtune's recipes.
         chosen, rejected = logits.chunk(2)
         return chosen.mean(), rejected.mean()
-    of_tokens = pad(logits.mean(-1)[0], (0, 1))
-    is_token = places < logits.shape[1]
-    chosen, rejected = (of_tokens[places].sum(-1) / is_token.sum(-1)).chunk(2)
+    chosen, rejected = (_sums_of_answers(logits.mean(-1)[0], lengths) / lengths).chunk(2)
     return chosen.mean(), rejected.mean()
 
 

@@ -25,8 +25,8 @@ def sizer_of(
         job: job of the run.
         data: rows of the run.
         on_change: function that is called with each change of the limit.
-        searches: whether a search finds what ``auto`` stands for; without one it is the rows of a
-            step.
+        searches: whether a search finds what ``auto`` stands for; without one it is the configured
+            `batch_size`.
     """
     settings = job.settings
     size = settings.micro_batch_size

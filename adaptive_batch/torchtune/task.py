@@ -41,8 +41,8 @@ class Models(Protocol):
 class Task(ABC):
     """How rows of a task are measured, collated and learned from.
 
-    A row has one or more sequences, which are padded to one length: its tokens are those of all of
-    them, padding to the longest included.
+    A row has one or more sequences. Its tokens count as if all of them were padded to the longest,
+    also where they are packed.
 
     Args:
         cfg: the recipe's configuration.

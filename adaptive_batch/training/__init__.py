@@ -8,7 +8,7 @@ from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .loop_events import LoopEvents
 from .micro_batch_runner import MicroBatchRunner, RowLoss, count_shifted_labels
-from .model_checks import has_batch_norm
+from .model_checks import has_batch_norm, is_compiled
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
 from .options import StepOptions
@@ -59,6 +59,7 @@ __all__ = [
     "find_in_step",
     "find_max_batch_size",
     "has_batch_norm",
+    "is_compiled",
     "norm_to_clip",
     "pack_rows",
     "rows_apart",

@@ -347,7 +347,8 @@ def test_steps_of_packed_rows_are_replayed(small):
         assert replays[layout]["num_steps"] == 50
         assert 0 < memory["allocated_bytes"] <= memory["reserved_bytes"]
     # Attention to rows of several lengths takes more in backward than so little padding.
-    assert replays["packed"]["memory"] != replays["padded"]["memory"]
+    peaks = {layout: replay["memory"]["allocated_bytes"] for layout, replay in replays.items()}
+    assert peaks["packed"] > peaks["padded"]
 
 
 @pytest.mark.slow

@@ -26,6 +26,8 @@ from support.exact_tasks import (
 )
 from support.fault_injection import AttemptedMemory, RunsOutAt
 from support.wired_jobs import Wired, bounds, largest_difference
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torchtune.data import padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
@@ -155,6 +157,41 @@ def test_packed_pairs_have_the_metrics_of_each_pair_alone():
         for name, value in alone.run(some_rows).metrics.items():
             if some_rows is alike or not name.startswith("logits/"):
                 assert metrics[name] == pytest.approx(value, rel=1e-9), name
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the elements of the largest tensor that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        made = function(*args, **(kwargs or {}))
+        sizes = (leaf.numel() for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor))
+        self.elements = max(self.elements, *sizes, 0)
+        return made
+
+
+def test_what_packed_pairs_take_follows_their_tokens_alone():
+    """One long answer beside many short ones: answers x the longest would be far more."""
+    rows = [pair((516, 4), torch.Generator()), *[pair((4, 4), torch.Generator())] * 63]
+    task = job_on_pairs("LoRA", rows, layout="packed", limit=MicroBatchLimit(1)).job.task
+    batch, lengths = task.pack(rows)
+    tokens = sum(lengths)
+    vocabulary = 4
+    logits = torch.randn(1, tokens, vocabulary, requires_grad=True)
+
+    class Policy:
+        def logits(self, **batch):
+            return logits
+
+        reference_logits = logits
+
+    batch["labels"] %= vocabulary
+    with LargestTensor() as largest:
+        task.mean_loss(Policy(), batch).backward()
+    assert largest.elements <= logits.numel() < len(lengths) * max(lengths)
 
 
 @pytest.mark.parametrize("kind", KINDS)
