@@ -320,21 +320,24 @@ class AdaptiveStep:
             device=self.memory.device,
             keeps_columns=self._is_compiled,
         )
-        result = estimate_step(
-            self.model,
-            optimizer,
-            sampled.run,
-            lambda: None,
-            devices,
-            sequence_length=max(1, sampled.longest),
-            accumulates=self.sizer.may_split,
-            maximum=check_whole("maximum", maximum),
-            context=CONTEXT_BYTES if context is None else context,
-            headroom=headroom,
-            length_plan=sampled.length_plan(lengths, batch_size),
-        )
-        self.parts.runner.compilations.forget()
-        return result
+        maximum = check_whole("maximum", maximum)
+        length_plan = sampled.length_plan(lengths, batch_size, maximum=maximum)
+        try:
+            return estimate_step(
+                self.model,
+                optimizer,
+                sampled.run,
+                lambda: None,
+                devices,
+                sequence_length=max(1, sampled.longest),
+                accumulates=self.sizer.may_split,
+                maximum=maximum,
+                context=CONTEXT_BYTES if context is None else context,
+                headroom=headroom,
+                length_plan=length_plan,
+            )
+        finally:
+            self.parts.runner.compilations.forget()
 
     # --- state
 

@@ -321,8 +321,8 @@ class BoundSearch:
             if is_compiled(self._tried.runner.model):
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
+            self._tried.runner.compilations.forget()
         runner = self._tried.runner
-        runner.compilations.forget()
         runner.cache.look_again()
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))

@@ -23,11 +23,12 @@ from adaptive_batch.estimate import (
     checked_lengths,
     lengths_of_quantiles,
 )
+from adaptive_batch.memory import RandomState
 
 from .parts import OwnSplit, Part, RowsOfBatch, Splittable, length_in_sample
 from .sizing import MicroBatchSizer
 
-# Rows of a sample that are looked at for others than the longest.
+# Rows of a sample among which a shorter one is looked for.
 _MOST_LOOKED_AT = 16
 
 
@@ -42,7 +43,7 @@ class SampledStep:
         plan: function that returns the micro-batches of rows of some lengths within a limit.
         device: of the model.
         keeps_columns: whether parts keep the batch's columns, as where another shape would be
-            compiled.
+            compiled; a script's own function that splits batches does as it does.
 
     Attributes:
         longest: tokens of the sample's longest row; 0 where nothing shows them.
@@ -68,6 +69,7 @@ class SampledStep:
         # A model on the meta device draws no random numbers; the sample may.
         if device.type == "meta":
             device = torch.device("cpu")
+        self._device = device
         self.longest = length_in_sample(sample, split_batch, device)
 
     def run(self, device: FakeDevice, num_rows: int, width: int | None = None) -> None:
@@ -87,8 +89,15 @@ class SampledStep:
         with DevicesAsHost():
             self._forward_backward(Part(on_device["batch"], num_rows, is_trial=True))
 
-    def length_plan(self, lengths: Any, batch_size: int | None) -> LengthPlan | None:
+    def length_plan(
+        self, lengths: Any, batch_size: int | None, *, maximum: int
+    ) -> LengthPlan | None:
         """Return how rows of these lengths are divided and run; None without lengths.
+
+        Args:
+            lengths: tokens of each row, or their quantiles.
+            batch_size: rows of the script's batches.
+            maximum: more rows are of no interest.
 
         Raises:
             SettingError: lengths or batch size cannot be used.
@@ -102,8 +111,12 @@ class SampledStep:
             raise SettingError("lengths", "of a sample", remedy)
         keeps_columns = self._keeps_columns
         if isinstance(self._split_batch, OwnSplit):
-            self._check_shortened()
-            keeps_columns = keeps_columns or not self._parts_are_cut()
+            random_state = RandomState(self._device)
+            try:
+                self._check_shortened()
+                keeps_columns = not self._parts_are_cut(min(_MOST_LOOKED_AT, maximum))
+            finally:
+                random_state.restore()
         remedy = "give the rows of the script's batches, which lengths are drawn into"
         rows = check_whole("batch_size", batch_size, remedy=remedy)
         owner = "the longest row of sample(1)"
@@ -153,7 +166,7 @@ class SampledStep:
         """Refuse a sample of which it is not known how shorter rows look.
 
         Raises:
-            SettingError: a row of it that is cut to a length does not have that length.
+            SettingError: rows of it that are cut to a length do not have that length.
         """
         length = max(1, self.longest // 2)
         lengths = self._split_batch(self._shortened(self._sample(1), length)).lengths
@@ -167,11 +180,26 @@ class SampledStep:
             )
             raise SettingError("lengths", "together with split", f"{problem}; {remedy}")
 
-    def _parts_are_cut(self) -> bool:
+        # Rows that lie end to end in one dimension are seen where there are two.
+        batch = self._sample(2)
+        own_lengths = list(self._split_batch(batch).lengths or ())
+        lengths = self._split_batch(self._shortened(batch, length)).lengths
+        if list(lengths or ()) != [min(own_length, length) for own_length in own_lengths]:
+            problem = (
+                f"the rows of sample(2) have {own_lengths} tokens; with every dimension cut to"
+                f" {length} that is the row's in sample(1), SplitBatch gives them {lengths}"
+            )
+            remedy = (
+                "give batches in which no rows lie end to end in one dimension, or leave lengths"
+                " out here"
+            )
+            raise SettingError("lengths", "together with split", f"{problem}; {remedy}")
+
+    def _parts_are_cut(self, num_rows: int) -> bool:
         """Return whether `part` is seen to drop what no row of a part uses, from rows of different
-        lengths.
+        lengths, of which a sample of so many rows is looked at.
         """
-        batch = self._split_batch(self._sample(_MOST_LOOKED_AT))
+        batch = self._split_batch(self._sample(num_rows))
         lengths = list(batch.lengths or ())
         shortest = min(lengths, default=0)
         if shortest == max(lengths, default=0):

@@ -240,6 +240,46 @@ def test_a_sample_of_a_split_is_cut_where_one_row_has_so_many_tokens():
     assert ((4, columns), (columns, 7)) in seen
 
 
+def end_to_end(rows):
+    return {"x": torch.zeros(rows * LONGEST, 4), "row": torch.arange(rows * LONGEST) // LONGEST}
+
+
+def test_a_split_of_rows_that_lie_end_to_end_is_refused_as_it_would_be_cut_to_one_row():
+    calls = []
+
+    def split(batch):
+        lengths = torch.bincount(batch["row"]).tolist()
+        return SplitBatch(len(lengths), lambda rows: batch, lengths)
+
+    step, optimizer = adaptive_step(calls, split=split)
+    with pytest.raises(SettingError) as raised:
+        step.estimate(optimizer, end_to_end, "H100", lengths=[8], batch_size=4)
+    assert str(raised.value) == (
+        "lengths='together with split': the rows of sample(2) have [200, 200] tokens; with every"
+        " dimension cut to 100 that is the row's in sample(1), SplitBatch gives them [100]; give"
+        " batches in which no rows lie end to end in one dimension, or leave lengths out here"
+    )
+    assert not calls
+
+
+def test_what_is_looked_at_of_a_sample_is_no_more_than_the_maximum_and_draws_nothing():
+    numbers = []
+
+    def drawing_sample(rows):
+        numbers.append(rows)
+        batch = mixed_sample(rows)
+        batch["tokens"].random_(2)
+        return batch
+
+    step, optimizer = adaptive_step([], split=split_batch)
+    state = torch.get_rng_state()
+    with pytest.raises(SettingError, match="H10"):
+        # Refused after the lengths, and before a step is run.
+        step.estimate(optimizer, drawing_sample, "H10", lengths=[8], batch_size=4, maximum=3)
+    assert max(numbers) == 3
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 @pytest.mark.parametrize(
     ("split", "value", "message"),
     [
@@ -580,6 +620,11 @@ def test_a_loop_replays_packed_rows():
     assert replays["packed"].num_shapes > 6
     memory = replays["packed"].memory
     assert 0 < memory.allocated_bytes <= memory.reserved_bytes
+    assert replays["grouped"].limit == replays["packed"].limit
+    # Each holds 600 tokens at most, of which packed rows are more often without padding.
+    assert replays["packed"].num_shapes != replays["grouped"].num_shapes
+    grouped_bytes = replays["grouped"].memory.allocated_bytes
+    assert memory.allocated_bytes == pytest.approx(grouped_bytes, rel=0.01)
 
 
 def test_a_loop_needs_the_length_of_each_of_its_rows():
