@@ -23,7 +23,7 @@ from __future__ import annotations
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -432,7 +432,7 @@ class GraphMemory:
         Returns none where each such kernel is needed for a part of what the node reads.
         """
         reads = self._reads[node]
-        needed = self._needed_for(reads)
+        needed = self._needed_for(reads, self._joined)
         for kernel in reversed(self._kernels):
             joined = self._joined[kernel]
             is_alike = _is_fused(kernel) and _loop_size(kernel) == _loop_size(node)
@@ -445,7 +445,8 @@ class GraphMemory:
         """Take the last sums over rows that read what a sum over rows reads out of their kernel,
         and run all that the node needs before them; return them, to be fused with it.
 
-        Returns none where there are none, or the node needs one of them.
+        Returns none, and leaves kernels as they are, where there are none, the node needs one of
+        them, or they cannot run apart from what else is in their kernel.
         """
         if not _is_over_rows(node):
             return []
@@ -455,33 +456,50 @@ class GraphMemory:
             is_alike = _is_over_rows(kernel) and _loop_size(kernel) == size
             if not is_alike or size not in map(_num_elements, shared):
                 continue
-            joined = self._joined[kernel]
-            sums = [other for other in joined if _is_over_rows(other)]
-            for other in sums:
-                joined.remove(other)
-                self._joined[other] = sums
+            kernel_nodes = self._joined[kernel]
+            sums = [other for other in kernel_nodes if _is_over_rows(other)]
+            rest = [other for other in kernel_nodes if other not in sums]
+            joined = {**self._joined, **dict.fromkeys(sums, sums), **dict.fromkeys(rest, rest)}
             reads = self._reads[node]
-            needed = self._needed_for(reads)
-            needed.update(self._joined[maker][0] for maker in self._makers(reads))
-            if sums[0] in needed:
+            needed = self._needed_for(reads, joined)
+            needed.update(joined[maker][0] for maker in self._makers(reads))
+            rest_reads_sums = self._read_results(rest, sums)
+            sums_read_rest = self._read_results(sums, rest)
+            if sums[0] in needed or (rest_reads_sums and sums_read_rest):
                 return []
-            place = self._kernels.index(sums[0])
+            # The rest stays one kernel, on the side of the sums where it began if it can be there.
+            if rest and (sums_read_rest or (kernel_nodes[0] is rest[0] and not rest_reads_sums)):
+                needed.add(rest[0])
+            place = self._kernels.index(kernel_nodes[0])
             later = [other for other in self._kernels[place:] if other not in sums]
-            sooner = [other for other in later if self._joined[other][0] in needed]
-            others = [other for other in later if self._joined[other][0] not in needed]
+            sooner = [other for other in later if joined[other][0] in needed]
+            others = [other for other in later if joined[other][0] not in needed]
             self._kernels[place:] = [*sooner, *sums, *others]
+            self._joined = joined
             return sums
         return []
 
-    def _needed_for(self, reads: Iterable[fx.Node]) -> set[fx.Node]:
-        """Return the first node of each kernel without which the makers of memory cannot run."""
+    def _read_results(self, readers: Iterable[fx.Node], makers: Iterable[fx.Node]) -> bool:
+        """Return whether nodes read what others write to memory."""
+        results = _results(makers)
+        return any(self._reads[reader] & results for reader in readers)
+
+    def _needed_for(
+        self, reads: Iterable[fx.Node], kernels: Mapping[fx.Node, Sequence[fx.Node]]
+    ) -> set[fx.Node]:
+        """Return the first node of each kernel without which the makers of memory cannot run.
+
+        Args:
+            reads: that memory.
+            kernels: nodes that run in one kernel with a node.
+        """
         needed: set[fx.Node] = set()
         makers = self._makers(reads)
         while makers:
-            joined = self._joined[makers.pop()]
+            joined = kernels[makers.pop()]
             for node in joined:
                 for maker in self._makers(self._reads[node]):
-                    first = self._joined[maker][0]
+                    first = kernels[maker][0]
                     if first is not joined[0] and first not in needed:
                         needed.add(first)
                         makers.append(first)
@@ -658,6 +676,9 @@ def _is_over_rows(node: fx.Node) -> bool:
         return False
     num_dimensions = node.all_input_nodes[0].meta["val"].dim()
     dimensions = node.args[1]
+    # Without dimensions all are summed.
+    if not dimensions or not num_dimensions:
+        return False
     assert isinstance(dimensions, Sequence)
     return {dimension % num_dimensions for dimension in dimensions} == {*range(num_dimensions - 1)}
 

@@ -113,16 +113,9 @@ def test_sums_over_rows_of_the_same_memory_are_one_kernel_which_other_products_w
     assert sizes == [SIZE, 32 * 2**20, of_a_sum, of_a_sum, SIZE // 2]
 
 
-def test_a_sum_over_rows_that_needs_another_is_a_kernel_of_its_own(device):
-    def computes(x, y, z):
-        first = (x * y).sum(0)
-        return first, (x * (first * z)).sum(0)
-
-    sizes, _ = allocated(device, computes)
-    assert sizes == [SIZE // 256] * 2
-
-
-def test_what_needs_a_delayed_kernel_follows_it_with_all_that_runs_beside_it(device, monkeypatch):
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that are compiled in a test."""
     graphs = []
     init = GraphMemory.__init__
 
@@ -131,7 +124,66 @@ def test_what_needs_a_delayed_kernel_follows_it_with_all_that_runs_beside_it(dev
         graphs.append(memory)
 
     monkeypatch.setattr(GraphMemory, "__init__", recorded)
+    return graphs
 
+
+def check_order(graph):
+    """Nodes of one kernel stand beside each other, after the makers of what they read."""
+    places = {kernel: place for place, kernel in enumerate(graph._kernels)}
+    for kernel in graph._kernels:
+        joined = [places[node] for node in graph._joined[kernel]]
+        assert joined == list(range(joined[0], joined[0] + len(joined)))
+        for maker in graph._makers(graph._reads[kernel]):
+            is_one_kernel = graph._joined[maker] is graph._joined[kernel]
+            assert is_one_kernel or places[maker] < places[kernel]
+
+
+def kernels_of(graph):
+    """The operators of each kernel."""
+    joined = {id(nodes): nodes for nodes in map(graph._joined.get, graph._kernels)}
+    return [[node.target._schema.name for node in nodes] for nodes in joined.values()]
+
+
+def test_a_sum_over_rows_that_needs_another_runs_in_one_kernel_with_all_that_ran_in_it(
+    device, graphs
+):
+    def computes(x, y, z):
+        beside = x.sin() * y
+        first = (x * y).sum(0)
+        return beside, first, (x * (first * z)).sum(0)
+
+    sizes, _ = allocated(device, computes)
+    assert sizes == [SIZE, SIZE // 256, SIZE // 256]
+    assert kernels_of(graphs[0]) == [["aten::mul", "aten::sum", "aten::sum"]]
+    check_order(graphs[0])
+
+
+def test_what_ran_before_and_after_sums_over_rows_stays_one_kernel_without_them(device, graphs):
+    def computes(x, y, z):
+        before = x.sin() * y
+        first = (x * y).sum(0)
+        after = x.cos() * y
+        return before, first, after, (x * (z @ y)).sum(0)
+
+    allocated(device, computes)
+    assert kernels_of(graphs[0]) == [
+        ["aten::mul", "aten::mul"],
+        ["aten::mm"],
+        ["aten::sum", "aten::sum"],
+    ]
+    check_order(graphs[0])
+
+
+@pytest.mark.parametrize(
+    "total", [lambda x: x.sum(dim=None, keepdim=True), lambda x: x.sum().sum(0)], ids=str
+)
+def test_a_sum_of_all_is_none_over_rows(device, total):
+    sizes, left_out = allocated(device, lambda x, y, z: total(x * y))
+    assert sizes
+    assert not left_out
+
+
+def test_what_needs_a_delayed_kernel_follows_it_with_all_that_runs_beside_it(device, graphs):
     def computes(x, y, z):
         first = x.sin() * y
         product = first @ z
@@ -142,13 +194,7 @@ def test_what_needs_a_delayed_kernel_follows_it_with_all_that_runs_beside_it(dev
 
     allocated(device, computes)
     (graph,) = graphs
-    places = {kernel: place for place, kernel in enumerate(graph._kernels)}
-    for kernel in graph._kernels:
-        joined = [places[node] for node in graph._joined[kernel]]
-        assert joined == list(range(joined[0], joined[0] + len(joined)))
-        for maker in graph._makers(graph._reads[kernel]):
-            is_one_kernel = graph._joined[maker] is graph._joined[kernel]
-            assert is_one_kernel or places[maker] < places[kernel]
+    check_order(graph)
 
 
 def test_backward_computes_again_what_is_cheap(device):
