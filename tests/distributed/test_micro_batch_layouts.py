@@ -5,6 +5,7 @@ ranks: the gradients are the same.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -72,11 +73,16 @@ def mean_loss(model: Positioned, batch: dict[str, torch.Tensor]) -> torch.Tensor
     )
 
 
+def packed(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
+    """Rows laid end to end, and the tokens of each."""
+    return pack_rows(rows, ignore_index=IGNORED), [len(row["tokens"]) for row in rows]
+
+
 def runner(
     model: Positioned, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any
 ) -> MicroBatchRunner:
     run = runner_of(model, limit, mean_loss=partial(mean_loss, model), layout=layout, **options)
-    run.loss = replace(run.loss, pack=partial(pack_rows, ignore_index=IGNORED))
+    run.loss = replace(run.loss, pack=packed)
     return run
 
 
@@ -212,7 +218,7 @@ def everything_fails() -> list[tuple[float, int]]:
             return value
 
         run = runner_of(model, limit, mean_loss=loss, layout=MicroBatchLayout(kind="packed"))
-        run.loss = replace(run.loss, pack=partial(pack_rows, ignore_index=IGNORED))
+        run.loss = replace(run.loss, pack=packed)
         run.learn_from_a_row()
         rows = make_rows([3 + (5 * number) % 13 for number in range(16)])
         expected, *_ = by_hand(reference, rows)

@@ -89,13 +89,19 @@ def test_under_compile_a_budget_of_activations_is_tried_in_place_of_what_saves_m
     assert BUDGET(1.0) not in chosen(2, **compiled, activation_memory_budget=0.2)
 
 
-def test_rows_that_run_out_of_memory_as_they_are_timed_are_one_error():
+@pytest.mark.parametrize("compiles", [False, True])
+def test_rows_that_run_out_of_memory_as_they_are_timed_are_one_error(compiles):
     def try_rows(rows):
         raise torch.OutOfMemoryError("Tried to allocate 50.00 MiB")
 
-    trainer = SimpleNamespace(runner=SimpleNamespace(try_rows=try_rows))
-    with pytest.raises(DoesNotFitError, match=r"^2 rows fit, but .*50\.00 MiB.* headroom=0\.05$"):
+    model = torch.nn.Linear(1, 1)
+    if compiles:
+        model.compile()
+    trainer = SimpleNamespace(runner=SimpleNamespace(try_rows=try_rows, model=model))
+    says = r"^2 rows fit, but .*50\.00 MiB.* headroom=0\.05$"
+    with pytest.raises(DoesNotFitError, match=says) as refused:
         advice.tokens_per_second(trainer, SimpleNamespace(throughput=None), [{}, {}])
+    assert ("tunes its kernels" in str(refused.value)) == compiles
 
 
 @pytest.fixture(scope="module")

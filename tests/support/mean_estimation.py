@@ -156,10 +156,11 @@ def _collate(rows: Sequence[Row]) -> Row:
     return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED), "x": padded("x", 0)}
 
 
-def _pack(rows: Sequence[Row]) -> Row:
+def _pack(rows: Sequence[Row]) -> tuple[Row, list[int]]:
     zero = torch.zeros(
         1, rows[0]["x"].shape[1], dtype=torch.float64
     )  # where a row's last token predicts the next row's first
     x = torch.cat([part for row in rows for part in (row["x"], zero)])
     labels = torch.cat([torch.as_tensor(row["labels"]) for row in rows])
-    return {"tokens": torch.zeros_like(labels)[None], "labels": labels[None], "x": x[None]}
+    batch = {"tokens": torch.zeros_like(labels)[None], "labels": labels[None], "x": x[None]}
+    return batch, [len(row["labels"]) for row in rows]
