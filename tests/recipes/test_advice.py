@@ -98,7 +98,7 @@ def test_rows_that_run_out_of_memory_as_they_are_timed_are_one_error(compiles):
     if compiles:
         model.compile()
     trainer = SimpleNamespace(runner=SimpleNamespace(try_rows=try_rows, model=model))
-    says = r"^2 rows fit, but .*50\.00 MiB.* headroom=0\.05$"
+    says = r"^2 rows fit, but .*50\.00 MiB.* probe\.headroom=0\.05$"
     with pytest.raises(DoesNotFitError, match=says) as refused:
         advice.tokens_per_second(trainer, SimpleNamespace(throughput=None), [{}, {}])
     assert ("tunes its kernels" in str(refused.value)) == compiles
