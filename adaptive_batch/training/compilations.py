@@ -112,8 +112,8 @@ class CompilationLog:
             self._compilations = Compilations()
 
     def log_new(self, event: Callable[..., object]) -> None:
-        """Log what was compiled again since the last call of this or :meth:`forget`, a line for each
-        with its cause.
+        """Log what was compiled again since the last call of this or `forget`, a line for each with
+        its cause.
 
         Args:
             event: function ``event(kind, message, **facts)`` that writes down an event.
