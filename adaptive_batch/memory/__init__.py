@@ -7,6 +7,7 @@ from .allocator_settings import (
     allocator_settings,
     check_segments,
     expand_segments,
+    segments_can_expand,
     segments_expand,
 )
 from .cache import AllocatorCache
@@ -60,6 +61,7 @@ __all__ = [
     "parse_size",
     "plain_tensors",
     "recover",
+    "segments_can_expand",
     "segments_expand",
     "storage_bytes",
     "wanted_bytes",

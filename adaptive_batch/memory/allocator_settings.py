@@ -39,6 +39,13 @@ def segments_expand() -> bool:
     return settings.get("expandable_segments") == "True"
 
 
+def segments_can_expand() -> bool:
+    """Whether PyTorch's allocator has expandable segments here: on Linux alone, and AMD's devices
+    are untried.
+    """
+    return sys.platform == "linux" and torch.version.hip is None
+
+
 def large_blocks_are_divided() -> bool:
     """Whether the environment leaves PyTorch's allocator as it is, with segments that stay as they
     were made, and whose blocks are divided whatever their size.
@@ -51,11 +58,11 @@ def large_blocks_are_divided() -> bool:
 def expand_segments() -> None:
     """Ask PyTorch's allocator of CUDA memory for expandable segments, before it is first used.
 
-    Where the environment has settings of the allocator, these are left as they are. PyTorch has
-    such segments on Linux alone, and AMD's devices are untried.
+    Where the environment has settings of the allocator, these are left as they are, and so is
+    an allocator that has none.
     """
     variable, _ = allocator_settings()
-    if not variable and sys.platform == "linux" and torch.version.hip is None:
+    if not variable and segments_can_expand():
         os.environ[ALLOCATOR_VARIABLES[0]] = _EXPANDABLE
 
 

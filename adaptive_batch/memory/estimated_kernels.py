@@ -11,15 +11,18 @@ from torch.overrides import handle_torch_function, has_torch_function
 def estimated_attention(
     query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the causal attention of each row alone as an estimate has it, and where rows end as
-    its device has that; None in a real step.
+    """Attend to each row alone in an estimate; a real step is left to its kernel.
 
-    The mode of an estimate overrides this function, as any mode overrides a function of torch.
+    An estimate runs in a mode that overrides this function, as modes override torch's functions.
 
     Args:
         query, key, value: Tensors ``[1, heads, tokens, head_dim]`` with the rows laid end to end.
         lengths: Tokens of each row, in order.
-        ends: Where rows end, as the first call for them has returned it; None in that.
+        ends: Int32 ``[rows + 1]``, which the first call for these rows has returned; None in the
+            first call.
+
+    Returns:
+        Causal attention ``[1, heads, tokens, head_dim]`` and `ends`; None in a real step.
     """
     tensors = (query, key, value)
     if not has_torch_function(tensors):

@@ -321,7 +321,6 @@ class AdaptiveStep:
             keeps_columns=self._is_compiled,
         )
         maximum = check_whole("maximum", maximum)
-        length_plan = sampled.length_plan(lengths, batch_size, maximum=maximum)
         try:
             return estimate_step(
                 self.model,
@@ -334,7 +333,7 @@ class AdaptiveStep:
                 maximum=maximum,
                 context=CONTEXT_BYTES if context is None else context,
                 headroom=headroom,
-                length_plan=length_plan,
+                length_plan=sampled.length_plan(lengths, batch_size, maximum=maximum),
             )
         finally:
             self.parts.runner.compilations.forget()

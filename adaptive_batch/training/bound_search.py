@@ -32,6 +32,7 @@ from adaptive_batch.memory import (
     budget_bytes,
     check_device_memory,
     optimizer_state_tensors,
+    segments_can_expand,
     segments_expand,
     storage_bytes,
 )
@@ -148,7 +149,8 @@ def left_free(headroom: float | str, *, fragments: bool) -> str:
     """Return how much memory is left free, and what would leave less of it, for the log."""
     share = _share_left_free(headroom, fragments=fragments)
     text = f"{100 * share:.4g}% of the memory left free"
-    if isinstance(headroom, str) and fragments and not segments_expand():
+    would_leave_less = fragments and segments_can_expand() and not segments_expand()
+    if isinstance(headroom, str) and would_leave_less:
         text += (
             f" ({100 * _HEADROOM_EXPANDABLE:.4g}% with"
             " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"

@@ -92,7 +92,8 @@ class Compilations:
 
 
 class CompilationLog:
-    """Counts and logs what is compiled again while a model trains.
+    """Counts and logs what is compiled again in this process while a model trains, whatever asked
+    for it.
 
     Args:
         model: model that trains; nothing is looked at unless a part of it is compiled by now.
@@ -106,13 +107,13 @@ class CompilationLog:
         self._compilations = Compilations() if is_compiled(model) else None
 
     def forget(self) -> None:
-        """Leave out what was compiled since the last call of either, as for trials."""
+        """Leave out what was compiled since the last call of this or `log_new`, as for trials."""
         if self._compilations is not None:
             self._compilations = Compilations()
 
     def log_new(self, event: Callable[..., object]) -> None:
-        """Log what was compiled again since the last call of either, a line for each with its
-        cause.
+        """Log what was compiled again since the last call of this or `forget`, a line for each with
+        its cause.
 
         Args:
             event: function ``event(kind, message, **facts)`` that writes down an event.

@@ -49,7 +49,7 @@ class PackedAttention:
         self._longest = max(lengths)
         self._attend = attend
         self.ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-        # Copied by the first call, and kept for the others.
+        # Copied by the first call on a device, and kept for the next ones there.
         self._device_ends: Tensor | None = None
 
     def __call__(
@@ -88,7 +88,8 @@ class PackedAttention:
             and is_even
             and can_use_flash_attention(SDPAParams(*tensors, None, 0.0, True, True))
         ):
-            if self._device_ends is None:
+            # Layers may be on several devices.
+            if self._device_ends is None or self._device_ends.device != query.device:
                 self._device_ends = self.ends.to(query.device)
             flat = [tensor.squeeze(0).transpose(0, 1) for tensor in tensors]
             bounds = (self._device_ends, self._device_ends, self._longest, self._longest)

@@ -7,8 +7,12 @@ values, and times.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+from support.paths import subprocess_environment
 from torch import nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -150,3 +154,23 @@ def test_in_backward_a_row_takes_as_much_as_128_tokens_of_one_layers_float32_que
 
     per_row = (of_attention(256) - of_attention(64)) / (256 - 64)
     assert per_row == pytest.approx(128 * 8 * 64 * 4, rel=0.05)
+
+
+def test_ends_of_rows_are_on_the_device_of_each_layer():
+    program = """
+import torch
+from torch.nn import functional
+from adaptive_batch.training import rows_apart
+with rows_apart([3, 5]) as packed:
+    for number in range(2):
+        heads = torch.zeros(3, 1, 2, 8, 64, dtype=torch.float16, device=f"cuda:{number}")
+        functional.scaled_dot_product_attention(*heads, is_causal=True)
+        print(packed._device_ends.device)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=subprocess_environment(STUB_CUDA_COUNT="2"),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == ["cuda:0", "cuda:1"], done.stderr[-3000:]

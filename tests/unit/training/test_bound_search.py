@@ -5,6 +5,7 @@ sample.
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import numpy as np
@@ -124,6 +125,7 @@ def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_leng
     monkeypatch, memory, has_order, segments, headroom, left_free
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
+    monkeypatch.setattr(sys, "platform", "linux")
     training = Training()
     runner = StepRunner(training.model, MicroBatchSizer(), memory=memory)
     tried = TriedStep(runner, training.optimizer, training.forward_backward)
@@ -138,6 +140,17 @@ def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_leng
         text += " (1% with PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
     fragments = isinstance(memory, CachingMemory) and has_order
     assert bound_search.left_free(headroom, fragments=fragments) == text
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"), [(sys, "platform", "win32"), (torch.version, "hip", "6.4")]
+)
+def test_segments_that_expand_are_not_advised_where_pytorch_has_none(
+    monkeypatch, module, name, value
+):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.setattr(module, name, value)
+    assert bound_search.left_free("auto", fragments=True) == "5% of the memory left free"
 
 
 def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
