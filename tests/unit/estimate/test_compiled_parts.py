@@ -175,7 +175,9 @@ def test_what_ran_before_and_after_sums_over_rows_stays_one_kernel_without_them(
 
 
 @pytest.mark.parametrize(
-    "total", [lambda x: x.sum(dim=None, keepdim=True), lambda x: x.sum().sum(0)], ids=str
+    "total",
+    [lambda x: x.sum(dim=None, keepdim=True), lambda x: x.sum().sum(0)],
+    ids=["all dimensions", "none left"],
 )
 def test_a_sum_of_all_is_none_over_rows(device, total):
     sizes, left_out = allocated(device, lambda x, y, z: total(x * y))
