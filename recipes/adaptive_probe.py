@@ -163,16 +163,16 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         trainer = None
         try:
             _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
-            *_, found = bounds.of_training(trainer, length=length)
-            rows = bounds.rows.of_length(length).first(found.batch_size)
-            speed = tokens_per_second(trainer, found, rows)
+            *_, bound = bounds.of_training(trainer, length=length)
+            rows = bounds.rows.of_length(length).first(bound.batch_size)
+            speed = tokens_per_second(trainer, bound, rows)
         except (DoesNotFitError, SettingError) as error:
             if distributed.world_size() > 1:
                 raise
             say(f"{name}: {error}")
             continue
-        peak = format_bytes(found.peak_bytes() or 0)
-        lines.append((speed, f"{found.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides))
+        peak = format_bytes(bound.peak_bytes() or 0)
+        lines.append((speed, f"{bound.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides))
     if not lines:
         say("no setting fits now that the search has ended, not even the configuration as it is")
         return

@@ -186,6 +186,14 @@ def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
     return [tuple(memory) for memory in replay.steps]
 
 
+def check_replay(steps, expected):
+    """Traced shapes are those of the device to the byte, and interpolated ones nearly."""
+    assert replayed(steps, most_traced=10_000) == expected
+    interpolated = replayed(steps, most_traced=MOST_TRACED)
+    for memory, real in zip(interpolated, expected, strict=True):
+        assert memory == pytest.approx(real, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("limit", "grows"),
     [
@@ -197,11 +205,7 @@ def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
 )
 def test_each_step_allocates_and_reserves_what_it_does_on_cuda(limit, grows):
     steps = planned(limit, grows=grows)
-    expected = list(on_cuda(steps))
-    assert replayed(steps, most_traced=10_000) == expected
-    interpolated = replayed(steps, most_traced=MOST_TRACED)
-    for memory, real in zip(interpolated, expected, strict=True):
-        assert memory == pytest.approx(real, rel=1e-3)
+    check_replay(steps, list(on_cuda(steps)))
 
 
 @pytest.mark.parametrize(
@@ -213,11 +217,7 @@ def test_each_step_allocates_and_reserves_what_it_does_on_cuda(limit, grows):
 )
 def test_each_step_of_packed_rows_allocates_and_reserves_what_it_does_on_cuda(limit):
     steps = planned(limit, layout=PACKED)
-    expected = list(packed_on_cuda(limit))
-    assert replayed(steps, most_traced=10_000) == expected
-    interpolated = replayed(steps, most_traced=MOST_TRACED)
-    for memory, real in zip(interpolated, expected, strict=True):
-        assert memory == pytest.approx(real, rel=1e-3)
+    check_replay(steps, list(packed_on_cuda(limit)))
 
 
 def test_steps_whose_cache_is_kept_whole_reserve_and_end_as_they_do_on_cuda():
