@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import _random
 import copy
 import ctypes
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -25,7 +26,7 @@ from .tracker import plain_tensors, storage_bytes
 
 _PLAIN = (bool, int, float, str, type(None))
 
-# The words of NumPy's Mersenne Twister and its position among them.
+# The words of a Mersenne Twister and its position among them.
 _TWISTER_BYTES = 4 * (624 + 1)
 
 
@@ -104,13 +105,13 @@ class RandomState:
         self._device = device
         # There is one MPS, and it takes no device.
         self._which = () if device.type == "mps" else (device,)
-        self._state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+        self._state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _state_of_python()}
         if device.type != "cpu":
             self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
         # It is loaded when it is first used, and nothing has been drawn from it before.
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
-            self._state["numpy"] = _numpy_state.now(numpy_random)
+            self._state["numpy"] = _state_of_numpy(numpy_random)
 
     def restore(self) -> None:
         self.load_state_dict(self._state)
@@ -131,55 +132,72 @@ class RandomState:
         if self._device.type in state:
             getattr(torch, self._device.type).set_rng_state(state[self._device.type], *self._which)
         random.setstate(state["python"])
+        _python_state.forget()
         numpy = sys.modules.get("numpy")
         if "numpy" in state and numpy is not None:
             numpy.random.set_state(state["numpy"])
             _numpy_state.forget()
 
 
-class _NumpyState:
-    """NumPy's random state, which is asked for again where a number was drawn since the last time.
+class _WatchedState:
+    """The state of a Mersenne Twister, which is asked for again where a number was drawn since the
+    last time.
 
-    ``numpy.random.get_state`` takes as long as ten of torch's small operators, in each step of a
+    Python and NumPy take as long to make it as ten of torch's small operators, in each step of a
     loop that draws none; a look at the generator's memory takes a fiftieth of that.
     """
 
     def __init__(self) -> None:
-        self._generator: Any = None
-        self._memory: Any = None
         self.forget()
 
     def forget(self) -> None:
         self._words: bytes | None = None
         self._state: Any = None
 
-    def now(self, numpy_random: Any) -> Any:
-        """Return what ``numpy.random.set_state`` takes."""
-        # Before NumPy 1.24.
-        if not hasattr(numpy_random, "get_bit_generator"):
-            return numpy_random.get_state()
-        generator = numpy_random.get_bit_generator()
-        if generator is not self._generator:
-            if not isinstance(generator, numpy_random.MT19937):
-                return numpy_random.get_state(legacy=False)
-            self._generator = generator
-            address = generator.ctypes.state_address
-            self._memory = (ctypes.c_char * _TWISTER_BYTES).from_address(address)
-            self.forget()
-        words = self._memory.raw
-        if words != self._words:
-            state = numpy_random.get_state()
-            *_, has_gauss, _ = state
-            # The second number of a normal pair lies elsewhere: that it is taken shows in no word.
-            if has_gauss:
-                self.forget()
-                return state
-            self._words = words
-            self._state = state
+    def now(self, address: int, get_state: Callable[[], Any], *, has_second: bool = False) -> Any:
+        """Return the state.
+
+        Args:
+            address: of the generator's words.
+            get_state: function that makes the state.
+            has_second: whether the second number of a normal pair waits, which no word shows.
+        """
+        words = ctypes.string_at(address, _TWISTER_BYTES)
+        if has_second or words != self._words:
+            self._state = get_state()
+            self._words = None if has_second else words
         return self._state
 
 
-_numpy_state = _NumpyState()
+_python_state = _WatchedState()
+_numpy_state = _WatchedState()
+
+
+def _state_of_python() -> Any:
+    """Return what ``random.setstate`` takes."""
+    generator = random._inst
+    # Elsewhere than in CPython a generator holds its words in another way.
+    spare_bytes = _random.Random.__basicsize__ - object.__basicsize__ - _TWISTER_BYTES
+    if not 0 <= spare_bytes < object.__basicsize__:
+        return random.getstate()
+    address = id(generator) + object.__basicsize__
+    has_second = generator.gauss_next is not None  # type: ignore[attr-defined]
+    return _python_state.now(address, random.getstate, has_second=has_second)
+
+
+def _state_of_numpy(numpy_random: Any) -> Any:
+    """Return what ``numpy.random.set_state`` takes."""
+    # Before NumPy 1.24.
+    if not hasattr(numpy_random, "get_bit_generator"):
+        return numpy_random.get_state()
+    generator = numpy_random.get_bit_generator()
+    if not isinstance(generator, numpy_random.MT19937):
+        return numpy_random.get_state(legacy=False)
+    state = _numpy_state.now(generator.ctypes.state_address, numpy_random.get_state)
+    *_, has_second, _ = state
+    if has_second:
+        _numpy_state.forget()
+    return state
 
 
 class TrainingSnapshot:
