@@ -2,13 +2,16 @@
 device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/fragmentation.py [--quick]
-        [--output DIR]
+        [--replays] [--output DIR]
 
 Twenty distributions of lengths, each with a model of real width and two layers, drawn by a seed.
 500 steps run as micro-batches of a written number of tokens, on the default allocator: in a random
 order (as sampled), and by `AdaptiveStep`. Reported: the 99th percentile over the steps of what is
 reserved at the end of one, over the peak of what was allocated until then; the first two steps, in
 which the optimizer's state is made, are left out.
+
+With ``--replays`` the first 100 steps of each are held against what `AdaptiveStep.estimate` replays
+of them: what is reserved after each step, and what expandable segments would reserve.
 """
 
 from __future__ import annotations
@@ -16,12 +19,15 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +35,20 @@ import records
 import torch
 from torch import nn
 
-from adaptive_batch import AdaptiveStep
+from adaptive_batch import AdaptiveStep, Part
 from adaptive_batch.data import MicroBatchLimit, micro_batches
+from adaptive_batch.estimate import StepReplay, length_replay
+from adaptive_batch.estimate.length_replay import StepMemory
+from adaptive_batch.training import sampled_step
 
 SEED = 32
 STEPS = 500
+REPLAYED = 100
 ROWS = 24
 LONGEST = 4096
 WAYS = ("as sampled", "AdaptiveStep")
+# Settings of the allocator that steps are replayed on.
+SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
 KINDS = ("equal", "lognormal", "bimodal", "one long row in 500")
 
 
@@ -182,45 +194,87 @@ def batch_of(lengths: list[int]) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "labels": labels}
 
 
-def run_case(case: Case, way: str, steps: int) -> dict[str, float]:
-    """Train so many steps in this process; return ratios and sizes, in GiB."""
+def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
+    """Return the step of a case, and the optimizer of its model."""
     from torchtune.modules.loss import CEWithChunkedOutputLoss
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         model = MODELS[case.model]()
     model.set_num_output_chunks(8)  # type: ignore[operator]
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     loss_of = CEWithChunkedOutputLoss()
 
-    def forward_backward(batch: dict[str, torch.Tensor], share: float) -> None:
-        loss = loss_of(model(batch["tokens"].to("cuda")), batch["labels"].to("cuda"))
-        (loss * share).backward()
+    def forward_backward(part: Part) -> None:
+        device = next(model.parameters()).device
+        logits = model(part.batch["tokens"].to(device))
+        (loss_of(logits, part.batch["labels"].to(device)) * part.share).backward()
 
-    step = AdaptiveStep(
-        model,
-        lambda part: forward_backward(part.batch, part.share),
-        micro_batch_tokens=case.tokens,
-    )
+    step = AdaptiveStep(model, forward_backward, micro_batch_tokens=case.tokens)
+    return step, torch.optim.AdamW(model.parameters(), fused=True)
+
+
+def run_case(case: Case, way: str, steps: int) -> list[StepMemory]:
+    """Train so many steps in this process; return what each has allocated at most, and what is
+    reserved after it.
+    """
+    step, optimizer = built(case)
     draw = random.Random(case.seed)
 
     def run_as_sampled(lengths: list[int]) -> None:
         pieces = micro_batches(lengths, MicroBatchLimit(case.tokens, "tokens"))
         draw.shuffle(pieces)
         for piece in pieces:
-            forward_backward(batch_of([lengths[row] for row in piece.rows]), 1 / len(pieces))
+            batch = batch_of([lengths[row] for row in piece.rows])
+            step.parts.run_alone(Part(batch, len(piece.rows), share=1 / len(pieces)))
 
-    ratios = []
-    peak = 0
+    memory = []
     for _, lengths in zip(range(steps), case.lengths(), strict=False):
+        torch.cuda.reset_peak_memory_stats()
         if way == "as sampled":
             run_as_sampled(lengths)
         else:
             step(batch_of(lengths))
         optimizer.step()
         optimizer.zero_grad()
-        peak = max(peak, torch.cuda.max_memory_allocated())
-        ratios.append(torch.cuda.memory_reserved() / peak)
+        memory.append(StepMemory(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()))
+    return memory
+
+
+def replay_case(case: Case, steps: int) -> dict[str, list[StepMemory]]:
+    """Return the same of the steps as the step's estimate replays them, on either allocator."""
+    replays = []
+
+    class KeptReplay(StepReplay):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            replays.append(self)
+
+    length_replay.StepReplay = KeptReplay  # type: ignore[misc]
+    sampled_step.batches_in_order = partial(  # type: ignore[assignment]
+        length_replay.batches_in_order, num_steps=steps
+    )
+    step, optimizer = built(case)
+    batches = [lengths for _, lengths in zip(range(steps), case.lengths(), strict=False)]
+    lengths = list(chain(*batches))
+    longest = max(lengths)
+    step.estimate(
+        optimizer,
+        lambda rows: batch_of([longest] * rows),
+        "H100",
+        lengths=lengths,
+        batch_size=ROWS,
+        maximum=8,
+    )
+    return dict(zip(SETTINGS, (replay.steps for replay in replays), strict=True))
+
+
+def summarised(memory: Sequence[StepMemory]) -> dict[str, float]:
+    """Return what is reserved over the peak until then, and that peak, in GiB."""
+    ratios = []
+    peak = 0
+    for step in memory:
+        peak = max(peak, step.allocated_bytes)
+        ratios.append(step.reserved_bytes / peak)
     later = sorted(ratios[2:])
     return {
         "p99": later[math.ceil(0.99 * len(later)) - 1],
@@ -229,46 +283,100 @@ def run_case(case: Case, way: str, steps: int) -> dict[str, float]:
     }
 
 
-def measure(case: Case, way: str, steps: int) -> dict[str, float]:
-    """Run a case in a process of its own, whose allocator is new."""
+def in_process(way: str, case: Case, steps: int, *, settings: str = "") -> Any:
+    """Run a way of a case in a process of its own, whose allocator is new; return its answer."""
     request = json.dumps({"case": asdict(case), "way": way, "steps": steps})
     done = subprocess.run(
         [sys.executable, "-W", "ignore", __file__, "--run", request],
         capture_output=True,
         text=True,
         check=True,
+        env={**os.environ, "PYTORCH_ALLOC_CONF": settings},
     )
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def answer(request: Mapping[str, Any]) -> None:
+    """Print what a process that :func:`in_process` has started was asked for."""
+    case = Case(**request["case"])
+    if request["way"] == "replay":
+        print(json.dumps(replay_case(case, request["steps"])))
+    else:
+        print(json.dumps(run_case(case, request["way"], request["steps"])))
+
+
+def measure_fragmentation(cases: Sequence[Case], steps: int) -> list[dict[str, Any]]:
+    table = []
+    for case in cases:
+        ways = {}
+        for way in WAYS:
+            ways[way] = summarised([StepMemory(*step) for step in in_process(way, case, steps)])
+        table.append({**asdict(case), **ways})
+        figures = "  ".join(f"{way} {ways[way]['p99']:.3f}" for way in WAYS)
+        print(f"{described(case)}  {figures}", flush=True)
+    for way in WAYS:
+        ratios = [row[way]["p99"] for row in table]
+        print(f"{way}: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}")
+    return table
+
+
+def measure_replays(cases: Sequence[Case], steps: int) -> list[dict[str, Any]]:
+    """Hold replayed steps against those that ran."""
+    table = []
+    print(f"{'':<49} settings     equal  within 0.1%  worst step  most reserved")
+    for case in cases:
+        replays = in_process("replay", case, steps)
+        entry = asdict(case)
+        for name, settings in SETTINGS.items():
+            ran = in_process("AdaptiveStep", case, steps, settings=settings)
+            reserved = [step[1] for step in ran]
+            replayed = [step[1] for step in replays[name]]
+            errors = [own / real - 1 for own, real in zip(replayed, reserved, strict=True)]
+            row = {
+                "equal": errors.count(0.0),
+                "near": sum(abs(error) <= 1e-3 for error in errors),
+                "worst": max(errors, key=abs),
+                "most_reserved": max(replayed) / max(reserved) - 1,
+                "reserved_gib": max(reserved) / 2**30,
+            }
+            entry[name] = row
+            print(
+                f"{described(case)}  {name:<11} {row['equal']:>6} {row['near']:>12}"
+                f" {row['worst']:>11.3%} {row['most_reserved']:>14.3%}",
+                flush=True,
+            )
+        table.append(entry)
+    return table
+
+
+def described(case: Case) -> str:
+    return f"{case.model:<14} {case.kind:<20} {case.mean:>4} {case.spread:<4} {case.tokens:>5}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="four cases of 60 steps")
+    parser.add_argument("--quick", action="store_true", help="four cases of few steps")
+    parser.add_argument(
+        "--replays", action="store_true", help="hold replayed steps against those that ran"
+    )
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("run it by the Python of `make cuda-stack`")
     if arguments.run:
-        request = json.loads(arguments.run)
-        print(json.dumps(run_case(Case(**request["case"]), request["way"], request["steps"])))
+        answer(json.loads(arguments.run))
+        return
+    cases = sample(4 if arguments.quick else 20)
+    if arguments.replays:
+        steps = 20 if arguments.quick else REPLAYED
+        replays = measure_replays(cases, steps)
+        records.write("fragmentation_replays", arguments.output, steps=steps, cases=replays)
         return
     steps = 60 if arguments.quick else STEPS
-    table: list[dict[str, Any]] = []
-    for case in sample(4 if arguments.quick else 20):
-        ways = {way: measure(case, way, steps) for way in WAYS}
-        table.append({**asdict(case), **ways})
-        figures = "  ".join(f"{way} {ways[way]['p99']:.3f}" for way in WAYS)
-        print(
-            f"{case.model:<14} {case.kind:<20} {case.mean:>4} {case.spread} {case.tokens:>6}"
-            f"  {figures}",
-            flush=True,
-        )
-    for way in WAYS:
-        ratios = [row[way]["p99"] for row in table]
-        print(f"{way}: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}")
+    table = measure_fragmentation(cases, steps)
     records.write("fragmentation", arguments.output, steps=steps, cases=table)
 
 
