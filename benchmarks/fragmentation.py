@@ -199,8 +199,10 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
     from torchtune.modules.loss import CEWithChunkedOutputLoss
 
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
+    # Nothing is made but what stays, as where a checkpoint is loaded.
+    with torch.device("meta"):
         model = MODELS[case.model]()
+    model.to_empty(device="cuda")
     model.set_num_output_chunks(8)  # type: ignore[operator]
     loss_of = CEWithChunkedOutputLoss()
 

@@ -364,6 +364,38 @@ def test_sizes_between_traced_shapes_are_those_of_a_trace():
         assert interpolated == exact
 
 
+@pytest.mark.parametrize("masks", [False, True], ids=["chunked loss", "and a mask of all tokens"])
+def test_sizes_that_lie_on_no_line_of_all_lengths_are_those_of_a_trace(masks):
+    device = FakeDevice()
+    step = fake_step("AdamW foreach", accumulates=True, device=device)
+
+    def run_shape(rows, length):
+        batch = {"tokens": torch.ones(rows, length, dtype=torch.int64), "rows": rows}
+        device.batch(batch)
+        tokens = batch["tokens"]
+        logits = step.model(tokens)
+        if masks:
+            mask = torch.ones(length, length, device=logits.device)
+            logits = logits * mask.mean()
+        # The last of eight chunks is smaller, and one row lies in one piece of memory.
+        losses = []
+        for chunk, labels in zip(logits.chunk(8, dim=1), tokens.chunk(8, dim=1), strict=True):
+            losses.append(F.cross_entropy(chunk.flatten(0, 1), labels.flatten()))
+        sum(losses).backward()
+
+    shapes = [Shape(1 + number % 3, 64 + 2 * number) for number in range(70)]
+    lines = TracedShapes(step, run_shape, shapes)
+    traced = TracedShapes(step, run_shape, shapes, most_traced=len(shapes))
+    for shape in shapes:
+        for is_first in (False, True):
+            phase = lines.phase(shape, is_first=is_first)
+            assert phase == traced.phase(shape, is_first=is_first)
+    if masks:
+        assert lines.num_traced >= lines.num_shapes
+    else:
+        assert lines.num_traced < lines.num_shapes
+
+
 def test_sizes_of_packed_rows_between_traced_ones_are_those_of_a_trace():
     device = FakeDevice(CudaKernels((9, 0), 132))
     with torch.device("meta"):
