@@ -17,9 +17,10 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path, PurePath
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from adaptive_batch.errors import SettingError
 
@@ -217,6 +218,20 @@ class ProgressBar:
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, an object or a module has other attributes of its own."""
+    own = vars(owner)
+    earlier = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        own.update(earlier)
+        for name in values.keys() - earlier.keys():
+            del own[name]
 
 
 def nearest(name: str, names: list[str]) -> str:

@@ -36,6 +36,7 @@ from adaptive_batch._torch import (
     private,
     tree_map_only,
 )
+from adaptive_batch._util import replaced
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
 
@@ -191,7 +192,9 @@ class FakeDevice:
                 if kernels:
                     kernels.costs = counter.costs
                     contexts.enter_context(_in_recomputing(kernels))
-                    contexts.enter_context(_clipping_together())
+                    # Gradients are clipped by operators for many tensors there.
+                    by_many = replaced(clip_grad, _has_foreach_support=lambda *_: True)
+                    contexts.enter_context(by_many)
                 if names:
                     contexts.enter_context(names.following())
                 yield counter
@@ -526,22 +529,8 @@ def _swapping(mode: FakeTensorMode) -> Iterator[None]:
         converter.tensor_memo.clear()
         swap(first, second)  # type: ignore[no-untyped-call]
 
-    torch.utils.swap_tensors = swap_unremembered
-    try:
+    with replaced(torch.utils, swap_tensors=swap_unremembered):
         yield
-    finally:
-        torch.utils.swap_tensors = swap
-
-
-@contextmanager
-def _clipping_together() -> Iterator[None]:
-    """Inside, gradients are clipped by operators for many tensors, as they are on CUDA."""
-    supported = clip_grad._has_foreach_support
-    clip_grad._has_foreach_support = lambda tensors, device: True
-    try:
-        yield
-    finally:
-        clip_grad._has_foreach_support = supported
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adaptive_batch import distributed
+from adaptive_batch._util import replaced
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .packing import Batch, Row, not_causal, rows_apart, tokens_key
@@ -77,14 +78,9 @@ class WatchedAttention:
 @contextmanager
 def _watching(model: nn.Module, num_tokens: int) -> Iterator[WatchedAttention]:
     """Inside, attention of a single row of so many tokens is watched."""
-    attend: Any = functional.scaled_dot_product_attention
-    watched: Any = WatchedAttention(num_tokens, attend)
-    functional.scaled_dot_product_attention = watched
-    try:
-        with watched.names_of(model):
-            yield watched
-    finally:
-        functional.scaled_dot_product_attention = attend
+    watched = WatchedAttention(num_tokens, functional.scaled_dot_product_attention)
+    with replaced(functional, scaled_dot_product_attention=watched), watched.names_of(model):
+        yield watched
 
 
 def why_not_packed(
