@@ -291,8 +291,6 @@ class BoundSearch:
             RankLostError: a rank ran out of memory where the others cannot be told.
         """
         start = time.perf_counter()
-        # Reading a row of some datasets draws from it.
-        random_state = RandomState(self._memory.device)
         budgets = distributed.all_gather(self._budget)
         log.info(
             "probing %s%s on %s, up to %s in %s, with %s",
@@ -309,7 +307,8 @@ class BoundSearch:
                 " it needs less as a rule, and more rows may fit"
             )
         try:
-            with ExitStack() as stack:
+            # Reading a row of some datasets draws random numbers.
+            with RandomState(self._memory.device), ExitStack() as stack:
                 with self._time_limit("the first step of the probe"):
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
@@ -319,7 +318,6 @@ class BoundSearch:
                     fastest = self._fastest(self._choices, result, seconds_of_search)
                     result = replace(result, throughput=fastest)
         finally:
-            random_state.restore()
             if is_compiled(self._tried.runner.model):
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()

@@ -14,6 +14,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import replaced
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
+from .model_checks import evaluation_mode
 from .packing import Batch, Row, not_causal, rows_apart, tokens_key
 
 
@@ -119,12 +120,14 @@ def why_not_packed(
         _first_tokens(row, name, tokens) for row, tokens in zip(rows, (5, 8), strict=False)
     ]
     lengths = [len(row[name]) for row in short_rows]
-    training = [module for module in model.modules() if module.training]
-    random_state = RandomState(next(model.parameters()).device)
-    model.eval()
     try:
-        # Compiled code does not call what is watched.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            RandomState(next(model.parameters()).device),
+            evaluation_mode(model),
+            torch.no_grad(),
+            # Compiled code does not call what is watched.
+            torch.compiler.set_stance("force_eager"),
+        ):
             for row in rows:
                 whole_row = _first_tokens(row, name, longest)
                 num_tokens = len(row[name])
@@ -155,10 +158,6 @@ def why_not_packed(
         if distributed.world_size() > 1 or not is_out_of_memory(error):
             raise
         return f"there is no memory to look at its attention: {error}"
-    finally:
-        for module in training:
-            module.training = True
-        random_state.restore()
     allowed = _allowed_difference([packed, reversed_order, mixed], alone, attention.dtype)
     if abs(packed - alone) <= allowed and abs(reversed_order - alone) <= allowed:
         return ""

@@ -326,12 +326,8 @@ class SplitCheck:
         Raises:
             SettingError: the loss is another one when it is split; with both losses.
         """
-        random_state = RandomState(self._runner.memory.device)
-        with self._runner.cache.apart():
-            try:
-                self._compare(rows.to_check(), pieces)
-            finally:
-                random_state.restore()
+        with self._runner.cache.apart(), RandomState(self._runner.memory.device):
+            self._compare(rows.to_check(), pieces)
 
     def _compare(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
         """Compare the whole batch with its parts; where it does not fit, the largest half that does
