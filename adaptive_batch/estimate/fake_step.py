@@ -38,7 +38,12 @@ from adaptive_batch._torch import (
 )
 from adaptive_batch._util import replaced
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
-from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
+from adaptive_batch.memory import (
+    OptimizerInBackward,
+    optimizer_state_tensors,
+    optimizers_of,
+    storage_bytes,
+)
 
 from .cuda_operators import CudaOperators
 from .cuda_workspace import CudaKernels
@@ -262,12 +267,8 @@ class FakeStep:
         keep_gradients: Callable[[], object] | None = None,
     ) -> None:
         self.model = model
-        if isinstance(optimizer, OptimizerInBackward):
-            self._in_backward = True
-            self._optimizers = [*optimizer.optimizers.values()]
-        else:
-            self._in_backward = False
-            self._optimizers = [optimizer]
+        self._in_backward = isinstance(optimizer, OptimizerInBackward)
+        self._optimizers = optimizers_of(optimizer)
         self.forward_backward = forward_backward
         self._accumulates = accumulates
         self._device = device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from adaptive_batch.memory import (
     budget_bytes,
     check_device_memory,
     optimizer_state_tensors,
+    optimizers_of,
     segments_can_expand,
     segments_expand,
     storage_bytes,
@@ -212,13 +213,8 @@ class BoundSearch:
             SettingError: more is asked for than the device has.
         """
         model = self._tried.runner.model
-        optimizer = self._tried.optimizer
-        optimizers: Iterable[Optimizer]
-        if isinstance(optimizer, Optimizer):
-            optimizers = [optimizer]
-        else:
-            optimizers = optimizer.optimizers.values()
-        changing = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
+        states = optimizer_state_tensors(optimizers_of(self._tried.optimizer))
+        changing = [*model.parameters(), *model.buffers(), *states]
         held = [
             tensor
             for module in self._tried.held
