@@ -549,16 +549,12 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
             entered.pop()
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    handles = (
+    with (
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave, always_call=True),
-    )
-    try:
-        with mode:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        mode,
+    ):
+        yield
 
 
 def _through_shards(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,22 +59,18 @@ class WatchedAttention:
     @contextmanager
     def names_of(self, model: nn.Module) -> Iterator[None]:
         """Inside, the names of the modules that run are known."""
-        handles = []
-        for name, module in model.named_modules():
 
-            def enter(*_: Any, name: str = name) -> None:
-                self._running.append(name)
+        def enter(name: str, *_: Any) -> None:
+            self._running.append(name)
 
-            def leave(*_: Any) -> None:
-                self._running.pop()
+        def leave(*_: Any) -> None:
+            self._running.pop()
 
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 @contextmanager
