@@ -15,7 +15,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_whole, count
 from adaptive_batch.errors import SettingError
 
-from .lengths import count_rows, longest_rows, row_lengths
+from .lengths import count_rows, longest_rows, measure_rows
 from .read_ahead import ReadAhead
 
 # What torch's cross-entropy and Hugging Face's models take for no label.
@@ -105,9 +105,12 @@ class DatasetAdapter(Dataset[Any]):
             if isinstance(self._row_length, int):
                 self._lengths = torch.full((len(self),), self._row_length)
             else:
-                self._lengths = distributed.from_rank_zero(
-                    lambda: row_lengths(self, length=self.length, show_progress=False)
+                measured = distributed.from_rank_zero(
+                    lambda: measure_rows(
+                        self, lambda _, row: (self.length(row),), show_progress=False
+                    )
                 )
+                self._lengths = measured.numbers[:, 0]
         return self._lengths
 
     def num_tokens(self, numbers: list[int]) -> int:
