@@ -526,7 +526,6 @@ def find_max_batch_size(
     check_bool("accumulates", accumulates)
     reshard(model)
     runner = StepRunner(model, MicroBatchSizer())
-    runner.memory.check_it_can_be_measured()
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
         # Gradients that are not reduced are not the parameters' yet.

@@ -68,7 +68,6 @@ class LoopSearch:
         dataset = self._step.dataset
         parts = self._step.step.parts
         planner = self._batches.planner
-        self._step.step.memory.check_it_can_be_measured()
         # Of a step that was left out: a trial is none of training's steps.
         self._rate.restore()
         reshard(parts.runner.model)
