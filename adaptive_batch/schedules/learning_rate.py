@@ -177,8 +177,7 @@ class LearningRate:
     Raises:
         SettingError: a scheduler that keeps its own count, or an optimizer without what is to
             follow the batch.
-        ValueError: an unknown rule, a rule without a reference, or a scheduler built around another
-            optimizer.
+        ValueError: a scheduler built around another optimizer.
     """
 
     def __init__(
@@ -190,19 +189,10 @@ class LearningRate:
         reference: Reference | int | None = None,
         scale_with_batch: Mapping[str, str] | None = None,
     ) -> None:
-        if rule not in RULES:
-            raise ValueError(f"rule={rule!r}: give one of {', '.join(RULES)}")
-        if scale_with_batch is None:
-            scale_with_batch = {}
-        self._follow = check_scaled("scale_with_batch", scale_with_batch)
+        assert rule in RULES, rule
+        self._follow = check_scaled("scale_with_batch", scale_with_batch or {})
         scales = rule != "none" or bool(self._follow)
-        if scales and reference is None:
-            key = f"rule={rule!r}"
-            if rule == "none":
-                key = "scale_with_batch"
-            raise ValueError(
-                f"{key}: give the reference too, the global batch that the rate was chosen for"
-            )
+        assert reference is not None or not scales, "what is scaled has a reference"
         if not isinstance(reference, Reference | None):
             reference = parse_reference(reference)
         self.rule = rule
@@ -277,8 +267,7 @@ class LearningRate:
             SettingError: the scheduler's rate is no finite number, or somebody has added a
                 parameter group that it does not know. Where somebody overwrites the rate before
                 ``optimizer.step()``, that raises it.
-            ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has
-                moved then.
+            ValueError: the rule needs a batch, and it is not above 0; nothing has moved then.
         """
         ratio, rate_factor = self._scaling_of(batch)
         # The groups hold the unscaled values again, so that no scaling comes on top of another.
@@ -299,10 +288,7 @@ class LearningRate:
         if self.rule == "none" and not self._follow:
             return 1.0, 1.0
         assert self.reference is not None
-        if batch is None:
-            raise ValueError(
-                f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step"
-            )
+        assert batch is not None, f"a step is scaled by its {self.reference.unit}"
         rate_factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
         return batch / self.reference.amount, rate_factor
 
