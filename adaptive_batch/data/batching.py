@@ -67,4 +67,4 @@ class Batching:
         """Return the batch of so many ranks that is configured: what a rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
             return Reference(self.batch_tokens * ranks, "tokens")
-        return Reference(self.batch_size * ranks, "rows")
+        return Reference(self.batch_size * self.gradient_accumulation_steps * ranks, "rows")

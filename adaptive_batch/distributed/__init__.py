@@ -26,7 +26,7 @@ from .collectives import (
     world_size,
 )
 from .ddp import Replicas, sharding_of
-from .fsdp import Sharding, local_part, reshard, shapes_worked_out_apart, whole
+from .fsdp import Sharding, local_part, reshard, shapes_worked_out_apart, whole_tensor
 from .preemption import EXIT_STATUS, Preemption, Terminated, raising_on_request
 from .watchdog import End, Watchdog
 
@@ -65,6 +65,6 @@ __all__ = [
     "reshard",
     "shapes_worked_out_apart",
     "sharding_of",
-    "whole",
+    "whole_tensor",
     "world_size",
 ]

@@ -219,7 +219,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that is divided over ranks, on each of them; a collective."""
     if hasattr(tensor, "full_tensor"):
         tensor = tensor.full_tensor()

@@ -24,7 +24,6 @@ from torchtune.modules.peft import (
 
 from adaptive_batch import distributed
 from adaptive_batch.checkpoint import parameter_name, reason
-from adaptive_batch.distributed import local_part, whole
 from adaptive_batch.errors import SettingError
 
 from .checks import check_adapter_keys, check_adapters_train
@@ -128,7 +127,9 @@ class AdapterModel(FullModel):
         content: dict[str, Any] = {training.ADAPTER_CONFIG: {**described, "peft_type": "LORA"}}
         if cfg.get("save_adapter_weights_only", False):
             state = self.state(model)
-            adapters = {name: whole(part.detach()).cpu() for name, part in state.items()}
+            adapters = {
+                name: distributed.whole_tensor(part.detach()).cpu() for name, part in state.items()
+            }
             return content | {training.ADAPTER_KEY: adapters}
         # Merging changes tensors in place, and on a CPU these would be the model's own.
         if distributed.world_size() == 1:
@@ -177,7 +178,11 @@ class AdapterModel(FullModel):
         self._check_base(
             model, sorted(parameters.keys() - names), sorted(names - parameters.keys()), cfg
         )
-        quantized = {name for name in names if isinstance(local_part(parameters[name]), NF4Tensor)}
+        quantized = {
+            name
+            for name in names
+            if isinstance(distributed.local_part(parameters[name]), NF4Tensor)
+        }
         load_from_rank_zero(
             model, {name: base[name] for name in base if name not in quantized}, cfg, strict=False
         )
