@@ -238,18 +238,11 @@ class LearningRate:
 
     def _register_hooks(self) -> None:
         """Let each optimizer restore its unscaled values after its step, and save only those."""
-
-        def refuse_overwritten(optimizer: Optimizer, *_: Any) -> None:
-            self._refuse_overwritten(optimizer)
-
-        def restore_after_step(optimizer: Optimizer, *_: Any) -> None:
-            self._after_step(optimizer)
-
         for optimizer in self._optimizers:
             # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it.
             with suppress(AttributeError):
-                optimizer.register_step_pre_hook(refuse_overwritten)
-                optimizer.register_step_post_hook(restore_after_step)
+                optimizer.register_step_pre_hook(self._refuse_overwritten)
+                optimizer.register_step_post_hook(self._restore_after_step)
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 
     def set(self, clock: float, *, batch: float | None = None) -> float:
@@ -303,7 +296,7 @@ class LearningRate:
         for optimizer in self._optimizers:
             self._scaled[optimizer] = _scale_groups(optimizer, keys, ratio, rate_factor)
 
-    def _refuse_overwritten(self, optimizer: Optimizer) -> None:
+    def _refuse_overwritten(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuse a step with a value that somebody has set since :meth:`set`: it is not scaled."""
         for scaled in self._scaled.get(optimizer, ()):
             if scaled.is_there or _is_zero_rate(scaled):
@@ -361,7 +354,7 @@ class LearningRate:
             values[name] = next(filter(None, numbers), 0.0)
         return values
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Restore an optimizer's unscaled values, unless its own step is still to come."""
         if not any(map(_is_zero_rate, self._scaled.get(optimizer, ()))):
             self.restore(optimizer)
