@@ -1,8 +1,8 @@
 """Lengths of rows, samplers by rows and by token budget, micro-batches, balance across ranks."""
 
-from .adaptive_batches import AdaptiveBatches, Sampling
+from .adaptive_batches import AdaptiveBatches
 from .balance import balance_by_rows, balance_by_tokens
-from .batching import Batching
+from .batching import Batching, Sampling
 from .bin_packing import LONG_ROWS
 from .dataset import (
     IGNORE_INDEX,
