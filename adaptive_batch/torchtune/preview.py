@@ -130,7 +130,7 @@ class TrainingPreview:
                 for at, size in self._batch_sizes.items()
             }
         )
-        reference = batches.reference
+        reference = batches.clock.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
             largest = max(sizes, default=1) * settings.gradient_accumulation_steps
@@ -172,7 +172,7 @@ class TrainingPreview:
                 "all epochs with the configured batch would be"
                 f" {count(self.schedule_steps, 'step', ',')}"
             )
-        if batches.plan.is_estimate:
+        if batches.clock.plan.is_estimate:
             notes.append(
                 "the schedule follows what training measures: this is what comes if nothing new is"
                 " measured"
