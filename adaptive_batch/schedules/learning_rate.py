@@ -46,11 +46,11 @@ class Reference:
         return f"{amount} {unit}"
 
 
-def parse_reference(value: object) -> Reference:
+def parse_reference(key: str, value: object) -> Reference:
     """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens.
 
     Raises:
-        ValueError: it is neither.
+        SettingError: the value of `key` is neither.
     """
     if type(value) is int and 1 <= value <= LARGEST_NUMBER:
         return Reference(float(value), "rows")
@@ -62,7 +62,8 @@ def parse_reference(value: object) -> Reference:
             amount = math.nan
         if 0 < amount <= LARGEST_NUMBER:
             return Reference(amount, "tokens")
-    raise ValueError(f"{value!r}: give a whole number of rows, 1 or more, or tokens as in 8192tok")
+    remedy = "give a whole number of rows, 1 or more, or tokens as in 8192tok"
+    raise SettingError(key, value, remedy)
 
 
 def scale_learning_rate(learning_rate: float, batch: float, reference: float, rule: str) -> float:
@@ -165,7 +166,8 @@ class LearningRate:
         scheduler: None for a rate that only the batch changes. Of either, what accelerate or
             Lightning wraps is taken.
         rule: ``none``, ``linear`` or ``sqrt``, see :func:`scale_learning_rate`.
-        reference: the global batch that the base rates were chosen for; rows where it is a number.
+        reference: the global batch that the base rates were chosen for, or what
+            :func:`parse_reference` reads.
         scale_with_batch: other values that follow the batch: ``beta2``, ``weight_decay``; see
             :func:`scale_beta2`, :func:`scale_weight_decay`.
 
@@ -186,7 +188,7 @@ class LearningRate:
         scheduler: LRScheduler | None = None,
         *,
         rule: str = "none",
-        reference: Reference | int | None = None,
+        reference: Reference | int | str | None = None,
         scale_with_batch: Mapping[str, str] | None = None,
     ) -> None:
         assert rule in RULES, rule
@@ -194,7 +196,7 @@ class LearningRate:
         scales = rule != "none" or bool(self._follow)
         assert reference is not None or not scales, "what is scaled has a reference"
         if not isinstance(reference, Reference | None):
-            reference = parse_reference(reference)
+            reference = parse_reference("reference_batch_size", reference)
         self.rule = rule
         self.reference = reference
         given: Sequence[Any] = [optimizers]

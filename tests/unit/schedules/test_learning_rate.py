@@ -160,7 +160,7 @@ def test_scaling_by_nonsense_is_refused(arguments):
     ],
 )
 def test_a_reference_is_rows_or_tokens(value, reference, text):
-    assert parse_reference(value) == reference
+    assert parse_reference("reference_batch_size", value) == reference
     assert str(reference) == text
 
 
@@ -187,7 +187,7 @@ def test_another_reference_is_refused(value):
     with pytest.raises(
         ValueError, match="give a whole number of rows, 1 or more, or tokens as in 8192tok"
     ):
-        parse_reference(value)
+        parse_reference("reference_batch_size", value)
 
 
 # --- without a scheduler
