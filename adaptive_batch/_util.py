@@ -17,9 +17,13 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from fractions import Fraction
 from importlib import import_module
 from pathlib import Path, PurePath
-from typing import TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from adaptive_batch.errors import SettingError
 
@@ -219,6 +223,20 @@ class ProgressBar:
             self._bar.close()
 
 
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, an object or a module has other attributes of its own."""
+    own = vars(owner)
+    earlier = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        own.update(earlier)
+        for name in values.keys() - earlier.keys():
+            del own[name]
+
+
 def nearest(name: str, names: list[str]) -> str:
     """Return the end of a sentence that refuses a name: those near it, or all that there are."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
@@ -393,6 +411,41 @@ def _plain(part: object) -> object:
         return dict(part)
     remedy = "use None, bool, int, float, str, a path, or lists and mappings of these"
     raise TypeError(f"cannot fingerprint a {type(part).__name__}: {remedy}")
+
+
+def from_json(kind: Any, value: Any) -> Any:
+    """Build a value of an annotated type from what JSON has of it.
+
+    Args:
+        kind: A dataclass, whose fields that have a default may be missing; a tuple; ``X | None``;
+            a number or a text.
+        value: What ``asdict`` has made of it, or JSON of that.
+
+    Raises:
+        TypeError, ValueError: It is none of that type.
+    """
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        arguments = {
+            name: from_json(hint, value[name]) for name, hint in hints.items() if name in value
+        }
+        return kind(**arguments)  # type: ignore[operator]
+    if get_origin(kind) is UnionType:
+        if value is None:
+            return None
+        return from_json(get_args(kind)[0], value)
+    if get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple):
+            raise TypeError(f"{value!r} is not a list")
+        kinds = get_args(kind)
+        if kinds[-1] is Ellipsis:
+            kinds = kinds[:1] * len(value)
+        return tuple(from_json(*pair) for pair in zip(kinds, value, strict=True))
+    if kind in (float, Fraction):
+        return kind(value)
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not of type {kind.__name__}")
+    return value
 
 
 def lazy_imports(package: str, source: str) -> tuple[list[str], Callable[[str], object]]:

@@ -35,7 +35,7 @@ import torch
 from torch.utils.data import BatchSampler, RandomSampler
 
 from adaptive_batch.config_files import config_path
-from adaptive_batch.data import plan_batches, row_lengths, row_order, split_by_tokens
+from adaptive_batch.data import DatasetAdapter, plan_batches, row_order, split_by_tokens
 
 MAX_TOKENS = 16_384
 # of the longest rows, so many fill the budget: 16,384 / 2048; the demo's budget is made alike
@@ -86,7 +86,7 @@ def demo_lengths(*, longest: int | None = None) -> torch.Tensor:
             cfg.dataset.data_files = str(file)
             cfg.model.max_seq_len = cfg.tokenizer.max_seq_len = longest
         dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
-        return row_lengths(dataset, num_workers=0, show_progress=False)
+        return DatasetAdapter(dataset).lengths
 
 
 # --- the ways to make batches

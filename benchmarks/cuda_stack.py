@@ -64,7 +64,7 @@ from adaptive_batch.torchtune import Settings, builder_of, set_up_process
 from adaptive_batch.torchtune.estimates import Estimator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.allocator_on_stack import described
+from support.allocator_on_stack import described, segments_of
 from support.cli import OURS, SmallSetup, losses, make_setup
 from support.cuda_stack.squeezing import KINDS
 from support.model_families import Combination
@@ -318,6 +318,7 @@ def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
         "ooms": allocator.num_ooms,
     }
     counted = {name: getattr(real, name) for name in estimate}
+    own_segments = described(segments_of(allocator))
     return {
         "estimate": estimate,
         "counted": counted,
@@ -325,12 +326,10 @@ def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
             name: estimate[name] / counted[name] - 1
             for name in ("requested", "allocated", "reserved")
         },
-        "segments_equal": (
-            of_segments(described(allocator.segments())) == of_segments(real.segments)
-        ),
-        "blocks_equal": of_blocks(described(allocator.segments())) == of_blocks(real.segments),
+        "segments_equal": (of_segments(own_segments) == of_segments(real.segments)),
+        "blocks_equal": of_blocks(own_segments) == of_blocks(real.segments),
         "large_segments_equal": (
-            of_blocks(described(allocator.segments()), "large") == of_blocks(real.segments, "large")
+            of_blocks(own_segments, "large") == of_blocks(real.segments, "large")
         ),
         "same_end": (
             (real.retries, bool(real.ooms)) == (allocator.num_retries, bool(allocator.num_ooms))

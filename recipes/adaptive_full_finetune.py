@@ -209,7 +209,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Plan the epoch, and look ahead at what comes after it."""
         saved = self.resumed.saved
         progress = self.planner.begin(self.resumed.progress)
-        epoch_steps = self.planner.reference.steps
+        epoch_steps = self.planner.clock.reference.steps
         if not saved:
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
@@ -283,7 +283,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
         done = self.queue.progress.epoch_steps
-        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
+        with self.log.progress_bar(self.planner.clock.plan.steps, done=done) as bar:
             began = time.perf_counter()
             for step in self.queue.steps():
                 rows = self.reader.read(step.own, following=step.following)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from adaptive_batch._torch import is_traceable_wrapper_subclass
+from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
 
 from .dcp import Ranks, read_tensors
@@ -174,13 +175,6 @@ def read_optimizer(
 
 def _sharded_as(parameter: nn.Parameter, _: _Path, stored: _Stored) -> _Stored:
     return replace(stored, parameter=parameter)
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
 
 
 def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -24,11 +24,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from adaptive_batch._util import format_bytes, move_into_place
+from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import host_available_bytes
 
 from .checkpoint import Checkpoint, inspect, write_checkpoint
-from .content import Content, gather_content, local_part
+from .content import Content, gather_content
 from .dcp import Ranks
 from .failures import saving
 from .manifest import SkippedCheckpoint

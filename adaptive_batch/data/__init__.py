@@ -1,8 +1,8 @@
 """Lengths of rows, samplers by rows and by token budget, micro-batches, balance across ranks."""
 
-from .adaptive_batches import AdaptiveBatches, Sampling
+from .adaptive_batches import AdaptiveBatches
 from .balance import balance_by_rows, balance_by_tokens
-from .batching import Batching
+from .batching import Batching, Sampling
 from .bin_packing import LONG_ROWS
 from .dataset import (
     IGNORE_INDEX,
@@ -14,7 +14,7 @@ from .dataset import (
     move_to_device,
 )
 from .epoch_planner import EpochPlanner
-from .lengths import Measured, count_rows, longest_rows, measure_rows, row_lengths
+from .lengths import Measured, count_rows, longest_rows, measure_rows
 from .micro_batches import (
     LAYOUT_KINDS,
     NO_LIMIT,
@@ -80,7 +80,6 @@ __all__ = [
     "move_to_device",
     "plan_batches",
     "plan_token_batches",
-    "row_lengths",
     "row_order",
     "split_by_rows",
     "split_by_tokens",

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from torch.optim.lr_scheduler import LRScheduler
@@ -14,9 +14,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from adaptive_batch import distributed
 from adaptive_batch._util import (
-    check_bool,
     check_built_alike,
-    check_choice,
     check_state,
     check_whole,
     instance_of,
@@ -32,60 +30,15 @@ from adaptive_batch.schedules import (
     schedule_of,
 )
 
-from .batching import Batching
-from .bin_packing import LONG_ROWS
+from .batching import Batching, Sampling
 from .dataset import DatasetAdapter, RowLength
 from .micro_batches import MicroBatchLayout, MicroBatchLimit
-from .order import ORDERS, SamplerOrder
+from .order import SamplerOrder
 from .requested_batch import Event, Sizer
 from .step_planner import StepPlanner
 from .step_queue import StepQueue
 
 log = logging.getLogger("adaptive_batch")
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """In which order rows come, and steps that hold tokens.
-
-    Attributes:
-        shuffle: whether the order ``dataloader`` takes the rows in a new order in each epoch.
-        seed: seed of the order.
-        sample_order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
-        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
-        batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
-        min_rows_per_batch: the fewest rows of a step by tokens.
-        max_rows_per_batch: the most rows of a step by tokens; None for no limit.
-        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
-        grow_beyond_maximum: whether rules may pass the largest batch that fits, in several
-            micro-batches.
-
-    Raises:
-        SettingError: a value cannot be used.
-    """
-
-    shuffle: bool = True
-    seed: int = 0
-    sample_order: str = "dataloader"
-    sample_window: int | None = None
-    batch_tokens: int | None = None
-    min_rows_per_batch: int = 1
-    max_rows_per_batch: int | None = None
-    long_rows: str = "error"
-    grow_beyond_maximum: bool = False
-
-    def __post_init__(self) -> None:
-        check_choice("sample_order", self.sample_order, ORDERS)
-        check_choice("long_rows", self.long_rows, LONG_ROWS)
-        for key in ("shuffle", "grow_beyond_maximum"):
-            check_bool(key, getattr(self, key))
-        seed = self.seed
-        if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= 2**63:
-            raise SettingError("seed", seed, "give a whole number")
-        check_whole("min_rows_per_batch", self.min_rows_per_batch)
-        for key in ("batch_tokens", "max_rows_per_batch", "sample_window"):
-            if getattr(self, key) is not None:
-                check_whole(key, getattr(self, key))
 
 
 class _NoSizer:
@@ -153,7 +106,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         sampling = instance_of(Sampling, "sampling", sampling)
         check_whole("batch_size", batch_size)
         batching = Batching(
-            batch_size,
+            batch_size=batch_size,
             batch_increase_function=batch_increase_function,
             batch_size_schedule=batch_size_schedule,
             **asdict(sampling),

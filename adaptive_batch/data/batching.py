@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from adaptive_batch._util import check_bool, check_choice, check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Reference,
@@ -15,33 +16,69 @@ from adaptive_batch.schedules import (
     check_schedule,
 )
 
+from .bin_packing import LONG_ROWS
+from .order import ORDERS
+
 
 @dataclass(frozen=True)
-class Batching:
+class Sampling:
+    """In which order rows come, and steps that hold tokens.
+
+    Attributes:
+        shuffle: whether the order ``dataloader`` takes the rows in a new order in each epoch.
+        seed: seed of the order.
+        sample_order: ``dataloader``, ``random``, or ``seqlen``: sorted by length.
+        sample_window: rows within which ``seqlen`` sorts; None for the whole dataset.
+        batch_tokens: tokens of a step on one device, in place of `batch_size` rows; None for rows.
+        min_rows_per_batch: the fewest rows of a step by tokens.
+        max_rows_per_batch: the most rows of a step by tokens; None for no limit.
+        long_rows: what becomes of a row above `batch_tokens`: ``error``, ``drop`` or ``alone``.
+        grow_beyond_maximum: whether rules may pass the largest batch that fits, in several
+            micro-batches.
+
+    Raises:
+        SettingError: a value cannot be used.
+    """
+
+    shuffle: bool = True
+    seed: int = 0
+    sample_order: str = "dataloader"
+    sample_window: int | None = None
+    batch_tokens: int | None = None
+    min_rows_per_batch: int = 1
+    max_rows_per_batch: int | None = None
+    long_rows: str = "error"
+    grow_beyond_maximum: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("sample_order", self.sample_order, ORDERS)
+        check_choice("long_rows", self.long_rows, LONG_ROWS)
+        for key in ("shuffle", "grow_beyond_maximum"):
+            check_bool(key, getattr(self, key))
+        seed = self.seed
+        if isinstance(seed, bool) or not isinstance(seed, int) or abs(seed) >= 2**63:
+            raise SettingError("seed", seed, "give a whole number")
+        check_whole("min_rows_per_batch", self.min_rows_per_batch)
+        for key in ("batch_tokens", "max_rows_per_batch", "sample_window"):
+            if getattr(self, key) is not None:
+                check_whole(key, getattr(self, key))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batching(Sampling):
     """What a step holds, in which order rows come, and where an epoch ends; keys of the
     configuration mean what they do there.
 
     Attributes:
         batch_size: rows of a micro-batch on one device, before a rule changes it.
-        shuffle: with the order ``dataloader``, False keeps the dataset's own order.
-        seed: of the order.
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
         epochs: after which the growth function is not called any more; None for no limit.
     """
 
     batch_size: int
     gradient_accumulation_steps: int = 1
-    batch_tokens: int | None = None
     batch_increase_function: Callable[[int, int], int] | None = None
     batch_size_schedule: Schedule | None = None
-    grow_beyond_maximum: bool = False
-    shuffle: bool = True
-    seed: int = 0
-    sample_order: str = "dataloader"
-    sample_window: int | None = None
-    min_rows_per_batch: int = 1
-    max_rows_per_batch: int | None = None
-    long_rows: str = "error"
     drop_last: bool = False
     max_steps_per_epoch: int | None = None
     epochs: int | None = None
@@ -67,4 +104,4 @@ class Batching:
         """Return the batch of so many ranks that is configured: what a rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
             return Reference(self.batch_tokens * ranks, "tokens")
-        return Reference(self.batch_size * ranks, "rows")
+        return Reference(self.batch_size * self.gradient_accumulation_steps * ranks, "rows")

@@ -5,6 +5,7 @@ what it returns.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from operator import index
 from typing import Any
 
@@ -15,7 +16,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import check_whole, count
 from adaptive_batch.errors import SettingError
 
-from .lengths import count_rows, longest_rows, row_lengths
+from .lengths import count_rows, longest_rows, measure_rows
 from .read_ahead import ReadAhead
 
 # What torch's cross-entropy and Hugging Face's models take for no label.
@@ -51,7 +52,6 @@ class DatasetAdapter(Dataset[Any]):
         if isinstance(dataset, ReadAhead):
             self.expect = dataset.expect
         self._row_length = row_length
-        self._lengths: torch.Tensor | None = None
         self._longest_first: list[int] = []
         self._read: list[Any] = []
 
@@ -98,17 +98,15 @@ class DatasetAdapter(Dataset[Any]):
             return "one row"
         return f"one row of {count(self.length(row), 'token')}"
 
-    @property
+    @cached_property
     def lengths(self) -> torch.Tensor:
         """Tokens of each row: int64, `[rows]`; measured once, by rank zero."""
-        if self._lengths is None:
-            if isinstance(self._row_length, int):
-                self._lengths = torch.full((len(self),), self._row_length)
-            else:
-                self._lengths = distributed.from_rank_zero(
-                    lambda: row_lengths(self, length=self.length, show_progress=False)
-                )
-        return self._lengths
+        if isinstance(self._row_length, int):
+            return torch.full((len(self),), self._row_length)
+        measured = distributed.from_rank_zero(
+            lambda: measure_rows(self, lambda _, row: (self.length(row),), show_progress=False)
+        )
+        return measured.numbers[:, 0]
 
     def num_tokens(self, numbers: list[int]) -> int:
         """Return the tokens of some rows."""

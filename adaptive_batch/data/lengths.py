@@ -14,7 +14,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,38 +80,6 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
     if num_rows == 0:
         raise SettingError(key, name, "it has no rows; check its source, split and filter")
     return num_rows
-
-
-def row_lengths(
-    dataset: Any,
-    *,
-    length: Callable[[Any], int] | None = None,
-    cache_file: Path | None = None,
-    num_workers: int | None = None,
-    show_progress: bool = True,
-) -> torch.Tensor:
-    """Measure each row of a dataset in tokens, or read what was measured before.
-
-    Args:
-        dataset: map-style; need not be picklable.
-        length: tokens of a row; None for those of its ``tokens``, a list or a 1-D tensor.
-        cache_file, num_workers, show_progress: see :func:`measure_rows`.
-
-    Returns:
-        int64 tensor ``[rows]``: tokens of each row.
-
-    Raises:
-        SettingError: the dataset has no rows or no length, or a row has no list of tokens.
-    """
-
-    def of_row(number: int, row: Any) -> Numbers:
-        if length is None:
-            return (_tokens(dataset, number, row),)
-        return (length(row),)
-
-    return measure_rows(
-        dataset, of_row, cache_file=cache_file, num_workers=num_workers, show_progress=show_progress
-    ).numbers[:, 0]
 
 
 @functools.cache
@@ -204,14 +172,6 @@ def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
     assert 1 <= count <= len(lengths)
     order: list[int] = torch.sort(lengths, descending=True, stable=True).indices[:count].tolist()
     return order
-
-
-def _tokens(dataset: Any, number: int, row: Any) -> int:
-    tokens: Any = row.get("tokens") if isinstance(row, Mapping) else None
-    if not isinstance(tokens, list | tuple) and len(getattr(tokens, "shape", ())) != 1:
-        remedy = f"row {number} must be a mapping with a list or 1-D tensor 'tokens'"
-        raise SettingError("dataset", type(dataset).__name__, remedy)
-    return len(tokens)
 
 
 class _Rows(Dataset[Numbers | str]):

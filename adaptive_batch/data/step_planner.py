@@ -185,7 +185,7 @@ class StepPlanner:
     Attributes:
         epochs: divides epochs into steps, also ahead of training.
         batch: batch that is requested for a step on one device.
-        clock: what the clock of the learning rate counts by.
+        clock: divides the current epoch and a constant one, by which the rate's clock counts.
     """
 
     def __init__(
@@ -241,16 +241,6 @@ class StepPlanner:
         return self.epochs.ranks
 
     @property
-    def plan(self) -> EpochPlan:
-        """The current epoch, divided into steps as its beginning shows it."""
-        return self.clock.plan
-
-    @property
-    def reference(self) -> EpochPlan:
-        """An epoch of a constant batch, in whose steps the schedule of the learning rate counts."""
-        return self.clock.reference
-
-    @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold at the current batch size."""
         return self.sizer.limit(self.batch_size)
@@ -275,7 +265,7 @@ class StepPlanner:
         progress = self.begin_epoch(progress, batch_size=batch_size)
         self.batch.begin(first_batch_size)
         self.clock.forget_reference()
-        if self.reference.steps == 0:
+        if self.clock.reference.steps == 0:
             remedy = (
                 f"an epoch of {self.epochs.num_rows} rows has no whole step; set drop_last=False"
             )
@@ -306,8 +296,9 @@ class StepPlanner:
             self._log_replanned(
                 progress, "rows are not as long as they were when the checkpoint was saved"
             )
-        if self.batching.drop_last and self.plan.steps == 0:
-            remedy = f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
+        if self.batching.drop_last and self.clock.plan.steps == 0:
+            rows = self.clock.plan.rows
+            remedy = f"a step of the requested batch is more than an epoch's {rows} rows"
             raise SettingError("drop_last", True, remedy)
         if batch_size is None:
             self._follow(progress)
@@ -340,10 +331,6 @@ class StepPlanner:
             message = f"epoch {epoch}: {dropped}: {numbers}"
             self._event("dropped", message, epoch=epoch, rows=sorted(rows))
 
-    def is_over(self, progress: Progress) -> bool:
-        """Return whether the epoch has no step left."""
-        return self.epochs.is_over(progress)
-
     def num_steps(self, progress: Progress, epochs: int, *, sees_tokens: bool = True) -> int:
         """Return the optimizer steps that are left of so many epochs, as the rules answer now."""
         sizes = self.batch.ahead(progress, epochs)
@@ -353,7 +340,7 @@ class StepPlanner:
 
     def next_step(self, progress: Progress) -> PlannedRows | None:
         """Return the rows of the step at a progress; None where the epoch is over."""
-        if self.is_over(progress):
+        if self.epochs.is_over(progress):
             return None
         batch, size = self.epochs.next_step(progress, requested=self._follow(progress))
         if not size:

@@ -26,7 +26,7 @@ from .collectives import (
     world_size,
 )
 from .ddp import Replicas, sharding_of
-from .fsdp import Sharding, reshard, shapes_worked_out_apart
+from .fsdp import Sharding, local_part, reshard, shapes_worked_out_apart, whole_tensor
 from .preemption import EXIT_STATUS, Preemption, Terminated, raising_on_request
 from .watchdog import End, Watchdog
 
@@ -54,6 +54,7 @@ __all__ = [
     "is_launched",
     "is_rank_zero",
     "launch_name",
+    "local_part",
     "local_world_size",
     "maximum",
     "meet_ranks",
@@ -64,5 +65,6 @@ __all__ = [
     "reshard",
     "shapes_worked_out_apart",
     "sharding_of",
+    "whole_tensor",
     "world_size",
 ]

@@ -182,20 +182,6 @@ class Sharding:
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
 
-    def of_this_rank(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of a tensor; one that is not divided, as it is."""
-        if not hasattr(tensor, "to_local"):
-            return tensor
-        local: torch.Tensor = tensor.to_local()
-        return local
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the whole of a tensor that is divided over ranks, on each of them."""
-        if not hasattr(tensor, "full_tensor"):
-            return tensor
-        whole: torch.Tensor = tensor.full_tensor()
-        return whole
-
     def kept_gradients(self) -> Iterator[torch.Tensor]:
         """Yield the unsharded gradients that are there between two micro-batches."""
         for parameter in self._fsdp_parameters():
@@ -224,6 +210,20 @@ class Sharding:
     def _param_groups(self) -> Iterator[Any]:
         for module in self._modules:
             yield from _groups(module._get_fsdp_state())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor; one that is not divided, as it is."""
+    if hasattr(tensor, "to_local"):
+        tensor = tensor.to_local()
+    return tensor
+
+
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a tensor that is divided over ranks, on each of them; a collective."""
+    if hasattr(tensor, "full_tensor"):
+        tensor = tensor.full_tensor()
+    return tensor
 
 
 def reshard(model: nn.Module) -> None:

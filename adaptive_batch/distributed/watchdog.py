@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from adaptive_batch._util import replaced
 from adaptive_batch.errors import AdaptiveBatchError
 
 from . import collectives as distributed
@@ -155,15 +156,13 @@ class Watchdog:
         """Context manager: inside, so many `seconds` without a beat are a stall; with None, no time
         is.
         """
-        limit = self._limit
         was_doing = self._last_beat[1]
         self.beat(doing)
-        self._limit = seconds
-        try:
-            yield
-        finally:
-            self.beat(was_doing)
-            self._limit = limit
+        with replaced(self, _limit=seconds):
+            try:
+                yield
+            finally:
+                self.beat(was_doing)
 
     def fail(
         self,

@@ -15,7 +15,6 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 import torch
 
@@ -270,56 +269,6 @@ class CachingAllocator:
                 blocks[~entry] = None
                 assert block is not None, f"allocation {~entry} is freed twice"
                 self.free(block)
-
-    def segments(self) -> list[dict[str, Any]]:
-        """Return what is reserved as ``torch.cuda.memory_snapshot()`` does.
-
-        Segments are mapped ranges, by address.
-        """
-        segments: list[dict[str, Any]] = []
-        for _, head in sorted(self._heads.items()):
-            block: Block | None = head
-            while block is not None:
-                if block.is_mapped:
-                    if block.previous is None or not block.previous.is_mapped:
-                        segments.append(self._empty_segment(block))
-                    self._add_to_segment(segments[-1], block)
-                block = block.next
-        return segments
-
-    def _empty_segment(self, first: Block) -> dict[str, Any]:
-        """Return the entry of a mapped range before its blocks are added."""
-        return {
-            "address": first.address,
-            "stream": first.pool.stream,
-            "segment_type": "small" if first.pool.is_small else "large",
-            "total_size": 0,
-            "allocated_size": 0,
-            "active_size": 0,
-            "requested_size": 0,
-            "is_expandable": self._is_expandable,
-            "blocks": [],
-        }
-
-    @staticmethod
-    def _add_to_segment(segment: dict[str, Any], block: Block) -> None:
-        state = "inactive"
-        requested = 0
-        segment["total_size"] += block.size
-        if block.is_allocated:
-            state = "active_allocated"
-            requested = block.requested
-            segment["allocated_size"] += block.size
-            segment["active_size"] += block.size
-            segment["requested_size"] += requested
-        segment["blocks"].append(
-            {
-                "address": block.address,
-                "size": block.size,
-                "requested_size": requested,
-                "state": state,
-            }
-        )
 
     def _new_pool(self, stream: int, *, is_small: bool) -> _Pool:
         pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from adaptive_batch._torch import FakeTensor
-from adaptive_batch._util import round_up
+from adaptive_batch._util import replaced, round_up
 from adaptive_batch.memory import estimated_attention
 
 from .roofline import Cost, attention_flops, num_bytes
@@ -119,13 +119,8 @@ class CudaKernels(TorchFunctionMode):
 
     def _multi_head_attention(self, *args: Any, **kwargs: Any) -> Any:
         """The mode does not see what a call that it has seen calls in its turn."""
-        module: Any = functional
-        real = module.scaled_dot_product_attention
-        module.scaled_dot_product_attention = self._attention
-        try:
-            return module.multi_head_attention_forward(*args, **kwargs)
-        finally:
-            module.scaled_dot_product_attention = real
+        with replaced(functional, scaled_dot_product_attention=self._attention):
+            return functional.multi_head_attention_forward(*args, **kwargs)
 
     def _attention(
         self,

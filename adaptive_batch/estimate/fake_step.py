@@ -36,8 +36,14 @@ from adaptive_batch._torch import (
     private,
     tree_map_only,
 )
+from adaptive_batch._util import replaced
 from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
-from adaptive_batch.memory import OptimizerInBackward, optimizer_state_tensors, storage_bytes
+from adaptive_batch.memory import (
+    OptimizerInBackward,
+    optimizer_state_tensors,
+    optimizers_of,
+    storage_bytes,
+)
 
 from .cuda_operators import CudaOperators
 from .cuda_workspace import CudaKernels
@@ -191,7 +197,9 @@ class FakeDevice:
                 if kernels:
                     kernels.costs = counter.costs
                     contexts.enter_context(_in_recomputing(kernels))
-                    contexts.enter_context(_clipping_together())
+                    # Gradients are clipped by operators for many tensors there.
+                    by_many = replaced(clip_grad, _has_foreach_support=lambda *_: True)
+                    contexts.enter_context(by_many)
                 if names:
                     contexts.enter_context(names.following())
                 yield counter
@@ -259,12 +267,8 @@ class FakeStep:
         keep_gradients: Callable[[], object] | None = None,
     ) -> None:
         self.model = model
-        if isinstance(optimizer, OptimizerInBackward):
-            self._in_backward = True
-            self._optimizers = [*optimizer.optimizers.values()]
-        else:
-            self._in_backward = False
-            self._optimizers = [optimizer]
+        self._in_backward = isinstance(optimizer, OptimizerInBackward)
+        self._optimizers = optimizers_of(optimizer)
         self.forward_backward = forward_backward
         self._accumulates = accumulates
         self._device = device
@@ -526,22 +530,8 @@ def _swapping(mode: FakeTensorMode) -> Iterator[None]:
         converter.tensor_memo.clear()
         swap(first, second)  # type: ignore[no-untyped-call]
 
-    torch.utils.swap_tensors = swap_unremembered
-    try:
+    with replaced(torch.utils, swap_tensors=swap_unremembered):
         yield
-    finally:
-        torch.utils.swap_tensors = swap
-
-
-@contextmanager
-def _clipping_together() -> Iterator[None]:
-    """Inside, gradients are clipped by operators for many tensors, as they are on CUDA."""
-    supported = clip_grad._has_foreach_support
-    clip_grad._has_foreach_support = lambda tensors, device: True
-    try:
-        yield
-    finally:
-        clip_grad._has_foreach_support = supported
 
 
 @contextmanager
@@ -559,16 +549,12 @@ def _in_recomputing(mode: TorchFunctionMode) -> Iterator[None]:
             entered.pop()
             mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
-    handles = (
+    with (
         register_module_forward_pre_hook(enter),
         register_module_forward_hook(leave, always_call=True),
-    )
-    try:
-        with mode:
-            yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        mode,
+    ):
+        yield
 
 
 def _through_shards(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
-from adaptive_batch._util import atomic_write, count, format_bound, format_bytes
+from adaptive_batch._util import atomic_write, count, format_bound, format_bytes, from_json
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import Line, MemoryCurve
 
@@ -529,44 +528,15 @@ class MemoryEstimate:
 def read_estimate(path: Path) -> MemoryEstimate | None:
     """Return the estimate that a file holds; None where there is none that can be read."""
     try:
-        estimate: MemoryEstimate = _from_json(
-            MemoryEstimate, json.loads(path.read_text(encoding="utf-8"))
-        )
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        estimate: MemoryEstimate = from_json(MemoryEstimate, saved)
+    except (OSError, ValueError, TypeError, OverflowError):
         return None
     if not estimate.devices or not estimate.lengths:
         return None
     if not all(length.breakdowns for length in estimate.lengths):
         return None
     return estimate
-
-
-def _from_json(kind: Any, value: Any) -> Any:
-    """Build a value of an annotated type from JSON.
-
-    A type is a dataclass, a tuple, ``X | None``, a number or a text.
-    """
-    if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        names = [field.name for field in fields(kind)]
-        arguments = {name: _from_json(hints[name], value[name]) for name in names}
-        return kind(**arguments)  # type: ignore[operator]
-    if get_origin(kind) is UnionType:
-        if value is None:
-            return None
-        return _from_json(get_args(kind)[0], value)
-    if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise TypeError(f"{value!r} is not a list")
-        kinds = get_args(kind)
-        if kinds[-1] is Ellipsis:
-            kinds = kinds[:1] * len(value)
-        return tuple(_from_json(*pair) for pair in zip(kinds, value, strict=True))
-    if kind in (float, Fraction):
-        return kind(value)
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not of type {kind.__name__}")
-    return value
 
 
 def _rounded(speed: float | None) -> str:

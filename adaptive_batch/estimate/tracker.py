@@ -7,8 +7,9 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -320,25 +321,19 @@ class ModuleNames(TorchFunctionMode):
     @contextmanager
     def following(self) -> Iterator[None]:
         """Context manager: hooks on all modules keep the name up to date."""
-        handles = []
         self._stack = []
         self._last = ""
-        for name, module in self._model.named_modules():
-            readable = name.replace("_checkpoint_wrapped_module.", "").replace(
-                "._checkpoint_wrapped_module", ""
-            )
-            handles += [
-                module.register_forward_pre_hook(lambda *_, name=readable: self._enter(name)),
-                module.register_forward_hook(self._leave, always_call=True),
-            ]
-        try:
-            with self:
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with ExitStack() as hooks, self:
+            for name, module in self._model.named_modules():
+                readable = name.replace("_checkpoint_wrapped_module.", "").replace(
+                    "._checkpoint_wrapped_module", ""
+                )
+                enter = partial(self._enter, readable)
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
+            yield
 
-    def _enter(self, name: str) -> None:
+    def _enter(self, name: str, *_: object) -> None:
         inside = self._stack[-1] if self._stack else ""
         # A shared module is listed under its first name, a wrapped one (to be recomputed) under its
         # wrapper's.

@@ -20,7 +20,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.utilities.memory import recursive_detach
 from torchmetrics import Metric
 
-from adaptive_batch._util import instance_of
+from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part
 
@@ -306,19 +306,13 @@ def _logs_into(
             value = value.detach()
         logged[name] = value, keywords
 
-    vars(module)["log"] = log
-    try:
+    with replaced(module, log=log):
         yield
-    finally:
-        del vars(module)["log"]
 
 
 def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
     """Log what the parts of a batch have come to, as ``training_step`` of the whole would."""
-    untyped: Any = module
-    hook = untyped._current_fx_name
-    untyped._current_fx_name = "training_step"
-    try:
+    with replaced(module, _current_fx_name="training_step"):
         for name in dict.fromkeys(name for result in results for name in result.logged):
             of_parts = [result for result in results if name in result.logged]
             values, given = zip(*(result.logged[name] for result in of_parts), strict=True)
@@ -331,8 +325,6 @@ def _log_results(module: LightningModule, results: Sequence[_Result]) -> None:
                 num_rows = sum(each["batch_size"] for each in given)
                 keywords = keywords | {"batch_size": num_rows}
             module.log(name, value, **keywords)
-    finally:
-        untyped._current_fx_name = hook
 
 
 def _over_parts(values: Sequence[Any], shares: Sequence[float], reduce_fx: Any) -> Any:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from adaptive_batch import distributed
-from adaptive_batch._util import instance_of
+from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
 
@@ -124,7 +124,7 @@ class AdaptiveTrainer(Trainer):
         model.train()
         prepared = self._prepare_inputs(inputs)
         self._metrics_of_step = _Metrics(self)
-        with _replaced(
+        with replaced(
             self,
             # What a trainer makes in it, it makes once a step.
             _prepare_inputs=lambda inputs: inputs,
@@ -372,25 +372,8 @@ def _mode_kept(model: nn.Module) -> Iterator[None]:
     if model.training:
         yield
         return
-    vars(model)["train"] = lambda mode=True: model
-    try:
+    with replaced(model, train=lambda mode=True: model):
         yield
-    finally:
-        del vars(model)["train"]
-
-
-@contextmanager
-def _replaced(trainer: Trainer, **methods: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a trainer has other methods."""
-    own = vars(trainer)
-    earlier = {name: own[name] for name in methods if name in own}
-    own.update(methods)
-    try:
-        yield
-    finally:
-        for name in methods:
-            del own[name]
-        own.update(earlier)
 
 
 class _Metrics:

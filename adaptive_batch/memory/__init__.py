@@ -27,7 +27,7 @@ from .device import (
     wanted_bytes,
 )
 from .estimated_kernels import estimated_attention
-from .in_backward import OptimizerInBackward
+from .in_backward import OptimizerInBackward, optimizers_of
 from .packed_attention import packed_attention
 from .snapshot import RandomState, TensorSnapshot, TrainingSnapshot, optimizer_state_tensors
 from .tracker import MemoryTracker, plain_tensors, storage_bytes
@@ -57,6 +57,7 @@ __all__ = [
     "host_available_bytes",
     "is_out_of_memory",
     "optimizer_state_tensors",
+    "optimizers_of",
     "packed_attention",
     "parse_size",
     "plain_tensors",

@@ -49,18 +49,11 @@ class MemoryCurve:
 
     @classmethod
     def from_traces(cls, fewer: tuple[int, Trace], more: tuple[int, Trace]) -> MemoryCurve:
-        """Return the curve through two sizes, each as rows and trace, that ran the same program.
-
-        Raises:
-            ValueError: they ran other programs, as one row alone often does.
-        """
+        """Return the curve through two sizes, each as rows and trace, that ran the same program."""
         few, low = fewer
         many, high = more
-        if low.program != high.program or few >= many:
-            raise ValueError(
-                f"{few} and {many} rows: give two sizes, the smaller first, that ran the same"
-                " operations"
-            )
+        assert low.program == high.program, "they ran other operations"
+        assert few < many, (few, many)
         steps = many - few
         # Of the lines that rise as fast, the highest is enough, and the first of those that are
         # alike.

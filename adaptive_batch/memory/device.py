@@ -257,9 +257,6 @@ class DeviceMemory(Protocol):
         reports it.
         """
 
-    def check_it_can_be_measured(self) -> None:
-        """Raise a SettingError for a device that does not report its peak."""
-
 
 def recover(memory: DeviceMemory) -> None:
     """Bring a device back after an out-of-memory error; to be called when the ``except`` block has
@@ -360,9 +357,6 @@ class CountedMemory:
     def num_retries(self) -> int:
         return 0
 
-    def check_it_can_be_measured(self) -> None:
-        """Counting always works."""
-
 
 class AcceleratorMemory:
     """An accelerator's memory, as its caching allocator reports it; `backend` is ``torch.cuda`` or
@@ -381,14 +375,6 @@ class AcceleratorMemory:
         own = getattr(torch, device.type, None)
         self._backend: Any = backend or (own if hasattr(own, "memory_stats") else torch.accelerator)
         self.divides_large_blocks = self._backend is torch.cuda and large_blocks_are_divided()
-
-    def check_it_can_be_measured(self) -> None:
-        if not hasattr(self._backend, "memory_stats"):
-            remedy = (
-                f"torch {torch.__version__} does not report its peak memory, so no batch can be"
-                " probed there; train with a configured batch_size"
-            )
-            raise SettingError("device", str(self.device), remedy)
 
     def describe(self) -> str:
         name = getattr(self._backend, "get_device_name", lambda _: self.device.type)(self.device)
@@ -427,13 +413,10 @@ class AcceleratorMemory:
         self._reset_peaks()
 
     def _reset_peaks(self) -> None:
-        if hasattr(self._backend, "reset_peak_memory_stats"):
-            self._backend.reset_peak_memory_stats(self.device)
+        self._backend.reset_peak_memory_stats(self.device)
 
     def empty_cache(self) -> None:
-        # torch.accelerator has it since torch 2.9.
-        if hasattr(self._backend, "empty_cache"):
-            self._backend.empty_cache()
+        self._backend.empty_cache()
 
     def room(self) -> Room | None:
         allocated = self._statistic("memory_allocated")
@@ -530,16 +513,10 @@ class AcceleratorMemory:
         return int(free), int(total)
 
     def _statistic(self, name: str) -> int:
-        ask = getattr(self._backend, name, None)
-        if ask is None:
-            return 0
-        return int(ask(self.device))
+        return int(getattr(self._backend, name)(self.device))
 
     def num_retries(self) -> int:
-        statistics = getattr(self._backend, "memory_stats", None)
-        if statistics is None:
-            return 0
-        return int(statistics(self.device).get("num_alloc_retries", 0))
+        return int(self._backend.memory_stats(self.device).get("num_alloc_retries", 0))
 
 
 def host_available_bytes() -> int:

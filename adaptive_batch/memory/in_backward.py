@@ -74,3 +74,10 @@ class OptimizerInBackward:
             self._is_dry_run = False
             for snapshot in snapshots:
                 snapshot.restore()
+
+
+def optimizers_of(optimizer: Optimizer | OptimizerInBackward) -> list[Optimizer]:
+    """Return an optimizer, or those in backward, as a list."""
+    if isinstance(optimizer, OptimizerInBackward):
+        return list(optimizer.optimizers.values())
+    return [optimizer]

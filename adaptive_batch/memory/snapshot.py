@@ -98,7 +98,7 @@ class RandomState:
     was made.
 
     These are torch's on the host and on the device, Python's, and NumPy's where ``numpy.random`` is
-    loaded.
+    loaded. As a context manager it restores them at the end.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,6 +112,12 @@ class RandomState:
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
             self._state["numpy"] = _state_of_numpy(numpy_random)
+
+    def __enter__(self) -> None:
+        """Let what is inside draw."""
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
 
     def restore(self) -> None:
         self.load_state_dict(self._state)

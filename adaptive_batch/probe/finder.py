@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch._util import atomic_write, count, format_bound, format_bytes, rows_fit
+from adaptive_batch._util import (
+    atomic_write,
+    count,
+    format_bound,
+    format_bytes,
+    from_json,
+    rows_fit,
+)
 
 from .search import Search, Trial
 from .throughput import Throughput
@@ -339,18 +346,13 @@ def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
 
 def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
     try:
-        values = {name: record[name] for name in ProbeResult.__dataclass_fields__}
-        trials = tuple(Trial(**trial) for trial in values.pop("trials"))
-        values |= {name: tuple(values[name]) for name in ("seconds", "budgets_of_ranks")}
-        if values["throughput"]:
-            values["throughput"] = Throughput.from_dict(values["throughput"])
-        result = ProbeResult(trials=trials, **values)
+        result: ProbeResult = from_json(ProbeResult, record)
         # Only a size that was tried may be trained with, whatever the file claims.
-        fitting = {trial.batch_size for trial in trials if trial.fits}
+        fitting = {trial.batch_size for trial in result.trials if trial.fits}
         if not fitting >= {result.max_batch_size, result.batch_size}:
             raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
         return result
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         log.warning("%s cannot be used (%r); probing again", path, error)
         return None
 

@@ -85,9 +85,8 @@ class Search(ABC):
         maximum: the most rows that are tried, as far as is known so far.
     """
 
-    def __init__(self, name: str, limit: int) -> None:
-        if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-            raise ValueError(f"{name}={limit!r}: give a whole number of rows, at least 1")
+    def __init__(self, limit: int) -> None:
+        assert limit >= 1, limit
         self.maximum = limit
         self._useful_rows = limit
         self._trials: list[Trial] = []
@@ -114,18 +113,8 @@ class Search(ABC):
         self.maximum = min(self._useful_rows, max(1, rows, self.best))
 
     def record(self, trial: Trial) -> None:
-        """Record how the trial of the candidate went.
-
-        Raises:
-            ValueError: the trial has another size, or the search is over.
-        """
-        candidate = self.candidate
-        if candidate is None:
-            raise ValueError(
-                f"batch_size={trial.batch_size}: the search is over, its best is {self.best}"
-            )
-        if trial.batch_size != candidate:
-            raise ValueError(f"batch_size={trial.batch_size}: the size to try next is {candidate}")
+        """Record how the trial of the candidate went."""
+        assert trial.batch_size == self.candidate, (trial.batch_size, self.candidate)
         self._trials.append(trial)
 
 
@@ -133,7 +122,7 @@ class Halving(Search):
     """`start` rows, then half of it, until one fits; never looks above `start`."""
 
     def __init__(self, *, start: int) -> None:
-        super().__init__("start", start)
+        super().__init__(start)
 
     @property
     def candidate(self) -> int | None:
@@ -153,7 +142,7 @@ class BinarySearch(Search):
     """
 
     def __init__(self, *, maximum: int) -> None:
-        super().__init__("maximum", maximum)
+        super().__init__(maximum)
 
     @property
     def candidate(self) -> int | None:
@@ -195,10 +184,7 @@ class Predictive(Search):
         granularity_bytes: int = 1,
         expected: MemoryCurve | None = None,
     ) -> None:
-        super().__init__("maximum", maximum)
-        if budget_bytes < 1 or resident_bytes < 0 or granularity_bytes < 1:
-            sizes = f"{budget_bytes=}, {resident_bytes=}, {granularity_bytes=}"
-            raise ValueError(f"{sizes}: give at least 1 byte, of resident_bytes at least 0")
+        super().__init__(maximum)
         self._budget_bytes = budget_bytes
         self._resident_bytes = resident_bytes
         self._free_bytes = max(1, budget_bytes - resident_bytes)

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -101,25 +100,6 @@ class Throughput:
     trials: tuple[TimedTrial, ...]
     seconds: float = 0.0
     compile_seconds: float = 0.0
-
-    @classmethod
-    def from_dict(cls, saved: Mapping[str, Any]) -> Throughput:
-        """Build the result from what ``asdict`` returned."""
-        trials = (
-            TimedTrial(**{**trial, "limit": MicroBatchLimit(**trial["limit"])})
-            for trial in saved["trials"]
-        )
-        limit = MicroBatchLimit(**saved["limit"])
-        time = MicroBatchTime(**saved["time"])
-        return cls(
-            saved["kind"],
-            limit,
-            saved["tokens_per_second"],
-            time,
-            tuple(trials),
-            saved["seconds"],
-            saved.get("compile_seconds", 0.0),
-        )
 
     def with_peak(self, peak_bytes: int | None) -> Throughput:
         """Return the same result, with this peak in the trial of the fastest choice."""

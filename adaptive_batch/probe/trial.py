@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -34,6 +34,7 @@ from adaptive_batch.memory import (
     Usage,
     is_out_of_memory,
     optimizer_state_tensors,
+    optimizers_of,
     recover,
 )
 
@@ -229,12 +230,7 @@ class _Meter:
         for module in self._held:
             yield from (*module.parameters(), *module.buffers())
         yield from self._sharding.kept_gradients()
-        optimizers: Iterable[Optimizer]
-        if isinstance(self._optimizer, OptimizerInBackward):
-            optimizers = self._optimizer.optimizers.values()
-        else:
-            optimizers = [self._optimizer]
-        yield from optimizer_state_tensors(optimizers)
+        yield from optimizer_state_tensors(optimizers_of(self._optimizer))
 
     def prepare_gradients(self) -> None:
         """Make the gradients that are there when a forward begins."""

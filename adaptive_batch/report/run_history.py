@@ -133,7 +133,7 @@ class RunHistory:
         if not start.get("resumed"):
             return _Attempt(_Run(name, has_beginning=True))
         run = self._attempts[-1].run
-        # Old logs record no name: their starts resume the newest run.
+        # A script's own loop records no name: its starts resume the newest run.
         if name not in (None, run.name):
             runs = (attempt.run for attempt in reversed(self._attempts))
             run = next(

@@ -46,11 +46,11 @@ class Reference:
         return f"{amount} {unit}"
 
 
-def parse_reference(value: object) -> Reference:
+def parse_reference(key: str, value: object) -> Reference:
     """Read ``64`` as rows and ``8192tok`` or ``1.5e6tok`` as tokens.
 
     Raises:
-        ValueError: it is neither.
+        SettingError: the value of `key` is neither.
     """
     if type(value) is int and 1 <= value <= LARGEST_NUMBER:
         return Reference(float(value), "rows")
@@ -62,7 +62,8 @@ def parse_reference(value: object) -> Reference:
             amount = math.nan
         if 0 < amount <= LARGEST_NUMBER:
             return Reference(amount, "tokens")
-    raise ValueError(f"{value!r}: give a whole number of rows, 1 or more, or tokens as in 8192tok")
+    remedy = "give a whole number of rows, 1 or more, or tokens as in 8192tok"
+    raise SettingError(key, value, remedy)
 
 
 def scale_learning_rate(learning_rate: float, batch: float, reference: float, rule: str) -> float:
@@ -165,7 +166,8 @@ class LearningRate:
         scheduler: None for a rate that only the batch changes. Of either, what accelerate or
             Lightning wraps is taken.
         rule: ``none``, ``linear`` or ``sqrt``, see :func:`scale_learning_rate`.
-        reference: the global batch that the base rates were chosen for; rows where it is a number.
+        reference: the global batch that the base rates were chosen for, or what
+            :func:`parse_reference` reads.
         scale_with_batch: other values that follow the batch: ``beta2``, ``weight_decay``; see
             :func:`scale_beta2`, :func:`scale_weight_decay`.
 
@@ -177,8 +179,7 @@ class LearningRate:
     Raises:
         SettingError: a scheduler that keeps its own count, or an optimizer without what is to
             follow the batch.
-        ValueError: an unknown rule, a rule without a reference, or a scheduler built around another
-            optimizer.
+        ValueError: a scheduler built around another optimizer.
     """
 
     def __init__(
@@ -187,24 +188,15 @@ class LearningRate:
         scheduler: LRScheduler | None = None,
         *,
         rule: str = "none",
-        reference: Reference | int | None = None,
+        reference: Reference | int | str | None = None,
         scale_with_batch: Mapping[str, str] | None = None,
     ) -> None:
-        if rule not in RULES:
-            raise ValueError(f"rule={rule!r}: give one of {', '.join(RULES)}")
-        if scale_with_batch is None:
-            scale_with_batch = {}
-        self._follow = check_scaled("scale_with_batch", scale_with_batch)
+        assert rule in RULES, rule
+        self._follow = check_scaled("scale_with_batch", scale_with_batch or {})
         scales = rule != "none" or bool(self._follow)
-        if scales and reference is None:
-            key = f"rule={rule!r}"
-            if rule == "none":
-                key = "scale_with_batch"
-            raise ValueError(
-                f"{key}: give the reference too, the global batch that the rate was chosen for"
-            )
+        assert reference is not None or not scales, "what is scaled has a reference"
         if not isinstance(reference, Reference | None):
-            reference = parse_reference(reference)
+            reference = parse_reference("reference_batch_size", reference)
         self.rule = rule
         self.reference = reference
         given: Sequence[Any] = [optimizers]
@@ -248,18 +240,11 @@ class LearningRate:
 
     def _register_hooks(self) -> None:
         """Let each optimizer restore its unscaled values after its step, and save only those."""
-
-        def refuse_overwritten(optimizer: Optimizer, *_: Any) -> None:
-            self._refuse_overwritten(optimizer)
-
-        def restore_after_step(optimizer: Optimizer, *_: Any) -> None:
-            self._after_step(optimizer)
-
         for optimizer in self._optimizers:
             # torchao's CPUOffloadOptimizer has no hooks: restore() is called for it.
             with suppress(AttributeError):
-                optimizer.register_step_pre_hook(refuse_overwritten)
-                optimizer.register_step_post_hook(restore_after_step)
+                optimizer.register_step_pre_hook(self._refuse_overwritten)
+                optimizer.register_step_post_hook(self._restore_after_step)
                 optimizer.register_state_dict_post_hook(self._save_unscaled)
 
     def set(self, clock: float, *, batch: float | None = None) -> float:
@@ -277,8 +262,7 @@ class LearningRate:
             SettingError: the scheduler's rate is no finite number, or somebody has added a
                 parameter group that it does not know. Where somebody overwrites the rate before
                 ``optimizer.step()``, that raises it.
-            ValueError: the rule needs a batch and there is none, or it is not above 0; nothing has
-                moved then.
+            ValueError: the rule needs a batch, and it is not above 0; nothing has moved then.
         """
         ratio, rate_factor = self._scaling_of(batch)
         # The groups hold the unscaled values again, so that no scaling comes on top of another.
@@ -299,10 +283,7 @@ class LearningRate:
         if self.rule == "none" and not self._follow:
             return 1.0, 1.0
         assert self.reference is not None
-        if batch is None:
-            raise ValueError(
-                f"batch=None: rule {self.rule} needs the {self.reference.unit} of the step"
-            )
+        assert batch is not None, f"a step is scaled by its {self.reference.unit}"
         rate_factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)
         return batch / self.reference.amount, rate_factor
 
@@ -317,7 +298,7 @@ class LearningRate:
         for optimizer in self._optimizers:
             self._scaled[optimizer] = _scale_groups(optimizer, keys, ratio, rate_factor)
 
-    def _refuse_overwritten(self, optimizer: Optimizer) -> None:
+    def _refuse_overwritten(self, optimizer: Optimizer, *_: Any) -> None:
         """Refuse a step with a value that somebody has set since :meth:`set`: it is not scaled."""
         for scaled in self._scaled.get(optimizer, ()):
             if scaled.is_there or _is_zero_rate(scaled):
@@ -375,7 +356,7 @@ class LearningRate:
             values[name] = next(filter(None, numbers), 0.0)
         return values
 
-    def _after_step(self, optimizer: Optimizer) -> None:
+    def _restore_after_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Restore an optimizer's unscaled values, unless its own step is still to come."""
         if not any(map(_is_zero_rate, self._scaled.get(optimizer, ()))):
             self.restore(optimizer)

@@ -64,19 +64,13 @@ class NoiseSample:
 
         Both are without bias where rows are equally long, and below zero by chance (equations A.3
         and A.2).
-
-        Raises:
-            ValueError: not 0 < `small_rows` < `big_rows`.
         """
         small = float(self.small_rows)
         big = self.big_rows
         of_small, of_big, ratio = map(
             float, (self.small_squared_norm, self.big_squared_norm, self.label_ratio)
         )
-        if not 0 < small < big:
-            raise ValueError(
-                f"small_rows={small}, big_rows={big}: the small batch must be the smaller one"
-            )
+        assert 0 < small < big, (small, big)
         noise = (ratio * of_small - of_big) / (1 / small - 1 / big)
         return noise, (big * of_big - small * ratio**2 * of_small) / (big - small)
 

@@ -127,7 +127,9 @@ class AdapterModel(FullModel):
         content: dict[str, Any] = {training.ADAPTER_CONFIG: {**described, "peft_type": "LORA"}}
         if cfg.get("save_adapter_weights_only", False):
             state = self.state(model)
-            adapters = {name: _whole(part.detach()).cpu() for name, part in state.items()}
+            adapters = {
+                name: distributed.whole_tensor(part.detach()).cpu() for name, part in state.items()
+            }
             return content | {training.ADAPTER_KEY: adapters}
         # Merging changes tensors in place, and on a CPU these would be the model's own.
         if distributed.world_size() == 1:
@@ -176,7 +178,11 @@ class AdapterModel(FullModel):
         self._check_base(
             model, sorted(parameters.keys() - names), sorted(names - parameters.keys()), cfg
         )
-        quantized = {name for name in names if isinstance(_local(parameters[name]), NF4Tensor)}
+        quantized = {
+            name
+            for name in names
+            if isinstance(distributed.local_part(parameters[name]), NF4Tensor)
+        }
         load_from_rank_zero(
             model, {name: base[name] for name in base if name not in quantized}, cfg, strict=False
         )
@@ -287,18 +293,6 @@ def _refused(cfg: DictConfig, remedy: str) -> SettingError:
     return SettingError(
         "checkpointer.adapter_checkpoint", str(cfg.checkpointer.adapter_checkpoint), remedy
     )
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor()
-    return tensor
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    return tensor
 
 
 def builder_of(cfg: DictConfig) -> ModelBuilder | None:

@@ -50,8 +50,9 @@ def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending
     which is logged.
     """
     ranks = distributed.world_size()
-    random_state = RandomState(job.device)
     settings = spending(job.cfg, world_size=ranks)
+    if not settings:
+        return []
     device = this_device(job.device, result.budget_bytes)
     overrides = [
         f"probe.maximum={rows}",
@@ -72,11 +73,10 @@ def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending
             return pool.submit(estimate).result()
 
     try:
-        if not settings:
-            return []
-        if ranks > 1:
-            return distributed.from_rank_zero(apart)
-        return distributed.from_rank_zero(estimate)
+        with RandomState(job.device):
+            if ranks > 1:
+                return distributed.from_rank_zero(apart)
+            return distributed.from_rank_zero(estimate)
     except Exception as error:
         # It only advises, so training does not fail by it.
         log.info(
@@ -85,8 +85,6 @@ def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending
             error,
         )
         return []
-    finally:
-        random_state.restore()
 
 
 def _estimate(

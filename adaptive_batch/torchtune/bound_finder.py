@@ -173,8 +173,7 @@ class BoundFinder:
 
         Raises:
             SettingError: a probed length is beyond the model's, the memory allowed is below what
-                its weights need, a configured batch is above what can be tried, or the device does
-                not measure what it uses.
+                its weights need, or a configured batch is above what can be tried.
         """
         self._check_configured_batch()
         self.rows.check()

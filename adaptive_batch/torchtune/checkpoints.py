@@ -337,9 +337,7 @@ def _whole_on_rank_zero(tree: Any) -> Any:
     """
 
     def gathered(tensor: torch.Tensor) -> torch.Tensor | None:
-        whole = tensor
-        if isinstance(tensor, DTensor):
-            whole = tensor.full_tensor()
+        whole = distributed.whole_tensor(tensor)
         if not distributed.is_rank_zero():
             return None
         return whole.cpu()

@@ -195,11 +195,8 @@ class Data:
 
     def read_row(self, row: int) -> Any:
         """Return one row, leaving no trace in the random numbers that reading it may draw."""
-        random_state = RandomState(self._job.device)
-        try:
+        with RandomState(self._job.device):
             return self.dataset[row]
-        finally:
-            random_state.restore()
 
     def longest(self, count: int) -> list[Any]:
         """Return the longest rows, so many or all, filled as :meth:`Task.filled` does, leaving no
@@ -287,14 +284,13 @@ class Data:
                 len(self.dataset_val), batch_size=settings.batch_size, ranks=ranks
             )
             validated = (self.dataset_val[row] for row in range(num_validated))
-            random_state = RandomState(self._job.device)
-            has_labels = any(
-                int(label) != self._task.ignore_index
-                for row in validated
-                for tokens, labels in self._task.sequences(row)
-                for label in (tokens if labels is None else labels)[1:]
-            )
-            random_state.restore()
+            with RandomState(self._job.device):
+                has_labels = any(
+                    int(label) != self._task.ignore_index
+                    for row in validated
+                    for tokens, labels in self._task.sequences(row)
+                    for label in (tokens if labels is None else labels)[1:]
+                )
             if not has_labels:
                 remedy = "no row that is validated on has a label; see its train_on_input and masks"
                 raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
@@ -304,14 +300,11 @@ class Data:
         trained on for an epoch.
         """
         num_first = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
-        random_state = RandomState(self._job.device)
-        try:
+        with RandomState(self._job.device):
             self.collator.check([self.dataset[number] for number in range(num_first)])
             has_labels = any(
                 self._num_labels(self.dataset[number]) for number in range(len(self.dataset))
             )
-        finally:
-            random_state.restore()
         if has_labels:
             return
         reason = "no row has a label after its first token; see its train_on_input and masks"

@@ -18,6 +18,7 @@ from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import disable_current_modes
+from adaptive_batch._util import replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
     CompiledParts,
@@ -374,19 +375,9 @@ def _offline() -> Iterator[None]:
     import datasets
     from huggingface_hub import constants
 
-    places = (
-        (constants, "HF_HUB_OFFLINE"),
-        (datasets.config, "HF_HUB_OFFLINE"),
-        (datasets.config, "HF_DATASETS_OFFLINE"),
-    )
-    values = [getattr(module, name) for module, name in places]
-    for module, name in places:
-        setattr(module, name, True)
-    try:
+    of_datasets = replaced(datasets.config, HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
+    with replaced(constants, HF_HUB_OFFLINE=True), of_datasets:
         yield
-    finally:
-        for (module, name), value in zip(places, values, strict=True):
-            setattr(module, name, value)
 
 
 class StatesOfBitsandbytes(torch.optim.Optimizer):

@@ -169,12 +169,11 @@ class Job:
         """Refuse an allowance of memory that does not hold the model's weights.
 
         Raises:
-            SettingError: it is below what they need, or the device does not measure what it uses.
+            SettingError: it is below what they need.
         """
         probe = self.settings.probe
         ranks = distributed.world_size()
         memory = self.memory
-        memory.check_it_can_be_measured()
         # How much auto leaves free is known where rows are.
         headroom = 0.0 if isinstance(probe.headroom, str) else probe.headroom
         budget = budget_bytes(

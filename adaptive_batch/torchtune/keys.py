@@ -42,13 +42,6 @@ _THEIRS: Mapping[Resume, str] = {
 TORCHTUNE_KEYS: Mapping[str, Resume] = {
     name: policy for policy, names in _THEIRS.items() for name in names.split()
 }
-# What earlier versions called a key; refused with the name of now.
-RENAMED = {
-    "plan_only": "preview",
-    "probe.plan_for": "estimate.devices",
-    "probe.plan_world_size": "estimate.world_size",
-    "probe.plan_changes": "estimate.changes",
-}
 
 
 @dataclass(frozen=True)
@@ -144,10 +137,8 @@ def block(keys: type[T]) -> Callable[[str, Any], T]:
         for key in value:
             if key not in names:
                 full_name = f"{name}.{key}"
-                suggestion = nearest(str(key), names)
-                if full_name in RENAMED:
-                    suggestion = f"{RENAMED[full_name]} is meant"
-                raise SettingError(full_name, value[key], f"there is no such key; {suggestion}")
+                remedy = f"there is no such key; {nearest(str(key), names)}"
+                raise SettingError(full_name, value[key], remedy)
         return keys(**read_keys(keys, value, prefix=f"{name}."))
 
     return read

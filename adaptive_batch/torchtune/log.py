@@ -316,7 +316,7 @@ class TrainingLog:
 
     def epoch(self, epoch: int, batches: StepPlanner, rate: AdaptiveRate) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
-        plan = batches.plan
+        plan = batches.clock.plan
         settings = self._settings
         holds = batches.limit
         if not settings.adaptive:

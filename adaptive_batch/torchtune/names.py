@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from adaptive_batch.errors import SettingError
 
-from .keys import RENAMED, TORCHTUNE_KEYS, keys_of
+from .keys import TORCHTUNE_KEYS, keys_of
 
 _OF_OTHER_RECIPES = {
     "quantizer": (
@@ -42,10 +42,6 @@ def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
             component = value.get("_component_") if isinstance(value, Mapping) else value
             raise SettingError(key, component, f"{reason}; remove it, and every weight is trained")
     for name in unread(settings, config):
-        if name in RENAMED:
-            raise SettingError(
-                name, config[name], f"there is no such key; {RENAMED[name]} is meant"
-            )
         matches = difflib.get_close_matches(name, _known(settings), n=1, cutoff=_CLOSE)
         if matches:
             remedy = f"there is no such key; {matches[0]} is probably meant"

@@ -64,25 +64,24 @@ class TrainingPreview:
         batches = self._batches
         if not settings.grows or progress.epoch >= settings.epochs:
             return
-        random_state = RandomState(self._job.device)
         function = settings.batch_increase_function
-        if settings.batch_size_schedule is not None:
-            self._stage_notes = self._check_stages(progress)
-        elif function is not None:
-            has_begun = progress.epoch_steps > 0
-            # An epoch that has begun was asked about when it began.
-            if not has_begun:
-                grown = next_batch_size(
-                    function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None
+        with RandomState(self._job.device):
+            if settings.batch_size_schedule is not None:
+                self._stage_notes = self._check_stages(progress)
+            elif function is not None:
+                has_begun = progress.epoch_steps > 0
+                # An epoch that has begun was asked about when it began.
+                if not has_begun:
+                    grown = next_batch_size(
+                        function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None
+                    )
+                    same_answers({"batch_increase_function": grown.after})
+                check_increments(
+                    function,
+                    first_epoch=progress.epoch + has_begun,
+                    epochs=settings.epochs,
+                    batch_size=batches.batch_size,
                 )
-                same_answers({"batch_increase_function": grown.after})
-            check_increments(
-                function,
-                first_epoch=progress.epoch + has_begun,
-                epochs=settings.epochs,
-                batch_size=batches.batch_size,
-            )
-        random_state.restore()
 
     def look_ahead(
         self,
@@ -110,16 +109,15 @@ class TrainingPreview:
         self._unknown = ""
         sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
-            random_state = RandomState(self._job.device)
-            grown_sizes, reason = batch_sizes_ahead(
-                settings.batch_increase_function,
-                # An epoch that was asked about keeps its batch.
-                first_epoch=epoch + (not first),
-                epochs=settings.epochs,
-                batch_size=batches.batch_size,
-                maximum=batches.batch.maximum(),
-            )
-            random_state.restore()
+            with RandomState(self._job.device):
+                grown_sizes, reason = batch_sizes_ahead(
+                    settings.batch_increase_function,
+                    # An epoch that was asked about keeps its batch.
+                    first_epoch=epoch + (not first),
+                    epochs=settings.epochs,
+                    batch_size=batches.batch_size,
+                    maximum=batches.batch.maximum(),
+                )
             sizes = grown_sizes
             if not first:
                 sizes = [batches.batch_size, *grown_sizes]
@@ -132,7 +130,7 @@ class TrainingPreview:
                 for at, size in self._batch_sizes.items()
             }
         )
-        reference = batches.reference
+        reference = batches.clock.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
             largest = max(sizes, default=1) * settings.gradient_accumulation_steps
@@ -174,7 +172,7 @@ class TrainingPreview:
                 "all epochs with the configured batch would be"
                 f" {count(self.schedule_steps, 'step', ',')}"
             )
-        if batches.plan.is_estimate:
+        if batches.clock.plan.is_estimate:
             notes.append(
                 "the schedule follows what training measures: this is what comes if nothing new is"
                 " measured"

@@ -105,7 +105,8 @@ def build_rate(
         optimizers,
         scheduler,
         lr_scaling=settings.rate.lr_scaling,
-        reference_batch_size=reference or reference_of_run(job),
+        # On the ranks that training began with.
+        reference_batch_size=reference or job.batching().global_batch(job.ranks),
         lr_clock=settings.rate.lr_clock,
         scale_with_batch=settings.rate.scale_with_batch,
         warmup_steps=int(block.get("num_warmup_steps", 0)) if block else 0,
@@ -114,16 +115,6 @@ def build_rate(
     if saved is not None:
         rate.load_state_dict(saved)
     return rate
-
-
-def reference_of_run(job: Job) -> Reference:
-    """Return the global batch that the configured rate belongs to, on the ranks that training began
-    with.
-    """
-    settings = job.settings
-    if isinstance(settings.batch_size_schedule, Seesaw) and settings.batch_tokens:
-        return Reference(settings.batch_tokens * job.ranks, "tokens")
-    return Reference(settings.step_rows * job.ranks, "rows")
 
 
 def rewind_rates(optimizers: Sequence[Optimizer]) -> None:
@@ -146,7 +137,7 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
     optimizer = stand_in(job, 1.0)
     block = job.cfg.get("lr_scheduler", None)
     if isinstance(job.settings.batch_size_schedule, Seesaw):
-        steps = job.settings.epochs * planner.reference.steps
+        steps = job.settings.epochs * planner.clock.reference.steps
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
         )

@@ -410,19 +410,16 @@ def _name_of_rows(job: Job, data: Data) -> str:
     files are.
     """
     rows = len(data.dataset)
-    random_state = RandomState(job.device)
-    # Rows that are augmented when they are read are read alike.
-    torch.manual_seed(0)
-    random.seed(0)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(0)
     numbers = sorted(
         {round(i * (rows - 1) / max(1, _SAMPLED_ROWS - 1)) for i in range(min(rows, _SAMPLED_ROWS))}
     )
-    try:
+    with RandomState(job.device):
+        # Rows that are augmented when they are read are read alike.
+        torch.manual_seed(0)
+        random.seed(0)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed(0)
         sampled = [_tokens(job, data.dataset[number]) for number in numbers]
-    finally:
-        random_state.restore()
     return fingerprint("rows", rows, numbers, sampled)
 
 

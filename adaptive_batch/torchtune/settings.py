@@ -102,13 +102,6 @@ def _headroom(name: str, value: Any) -> int | float | str:
     return size
 
 
-def _reference(name: str, value: Any) -> Reference:
-    try:
-        return parse_reference(value)
-    except ValueError as error:
-        raise SettingError(name, value, str(error)) from None
-
-
 def _number_of_batches(name: str, value: Any) -> int | None:
     # torchtune's later recipes write all so.
     if value == -1:
@@ -355,7 +348,7 @@ class RateSettings:
         default="none",
     )
     reference_batch_size: Reference | None = key(
-        _reference,
+        parse_reference,
         "the global batch that the configured `lr` belongs to: a number of rows, or tokens as in"
         " `8192tok`. Default: the configured `batch_size` x `gradient_accumulation_steps` x ranks,"
         " before any probe",

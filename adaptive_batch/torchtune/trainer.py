@@ -11,7 +11,7 @@ from torchtune import training, utils
 from torchtune.data import padded_collate_sft
 
 from adaptive_batch import distributed
-from adaptive_batch.distributed import Sharding
+from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
@@ -231,9 +231,8 @@ class Trainer:
 
     def is_finite(self) -> bool:
         """Return whether every number that trains is finite, of what this rank holds."""
-        own = self.runner.sharding.of_this_rank
         return all(
-            bool(own(parameter.detach()).isfinite().all())
+            bool(local_part(parameter.detach()).isfinite().all())
             for parameter in self.model.parameters()
             if parameter.requires_grad
         )

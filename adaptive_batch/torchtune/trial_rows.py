@@ -161,10 +161,8 @@ class TrialRows:
     def shapes(self, rows: WorstRows) -> Any:
         """Return shape and dtype of each tensor that the longest row becomes."""
         # Reading a row of some datasets draws random numbers, which training must not miss.
-        random_state = RandomState(self._job.device)
-        shapes = _shapes(self._data.collator.collate(rows.first(1)))
-        random_state.restore()
-        return shapes
+        with RandomState(self._job.device):
+            return _shapes(self._data.collator.collate(rows.first(1)))
 
 
 def _shapes(batch: Any) -> Any:

@@ -108,11 +108,8 @@ class Validation:
 
     def run(self) -> float:
         """Return the mean loss over the label tokens of the rows; training's state is unchanged."""
-        random_state = RandomState(self._job.device)
-        try:
+        with RandomState(self._job.device):
             loss = self._evaluator.run(self._rows())
-        finally:
-            random_state.restore()
         # A collective, which no rank that fails may begin alone.
         changed = self._data.dataset_val.recount()
         if changed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from adaptive_batch.memory import (
     budget_bytes,
     check_device_memory,
     optimizer_state_tensors,
+    optimizers_of,
     segments_can_expand,
     segments_expand,
     storage_bytes,
@@ -212,13 +213,8 @@ class BoundSearch:
             SettingError: more is asked for than the device has.
         """
         model = self._tried.runner.model
-        optimizer = self._tried.optimizer
-        optimizers: Iterable[Optimizer]
-        if isinstance(optimizer, Optimizer):
-            optimizers = [optimizer]
-        else:
-            optimizers = optimizer.optimizers.values()
-        changing = [*model.parameters(), *model.buffers(), *optimizer_state_tensors(optimizers)]
+        states = optimizer_state_tensors(optimizers_of(self._tried.optimizer))
+        changing = [*model.parameters(), *model.buffers(), *states]
         held = [
             tensor
             for module in self._tried.held
@@ -291,8 +287,6 @@ class BoundSearch:
             RankLostError: a rank ran out of memory where the others cannot be told.
         """
         start = time.perf_counter()
-        # Reading a row of some datasets draws from it.
-        random_state = RandomState(self._memory.device)
         budgets = distributed.all_gather(self._budget)
         log.info(
             "probing %s%s on %s, up to %s in %s, with %s",
@@ -309,7 +303,8 @@ class BoundSearch:
                 " it needs less as a rule, and more rows may fit"
             )
         try:
-            with ExitStack() as stack:
+            # Reading a row of some datasets draws random numbers.
+            with RandomState(self._memory.device), ExitStack() as stack:
                 with self._time_limit("the first step of the probe"):
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
@@ -319,7 +314,6 @@ class BoundSearch:
                     fastest = self._fastest(self._choices, result, seconds_of_search)
                     result = replace(result, throughput=fastest)
         finally:
-            random_state.restore()
             if is_compiled(self._tried.runner.model):
                 # The sizes of trials must not use up the compiler's limit of variants.
                 torch.compiler.reset()
@@ -532,7 +526,6 @@ def find_max_batch_size(
     check_bool("accumulates", accumulates)
     reshard(model)
     runner = StepRunner(model, MicroBatchSizer())
-    runner.memory.check_it_can_be_measured()
 
     def try_sample(make_batch: Callable[[], Any], *, is_last: bool = True) -> None:
         # Gradients that are not reduced are not the parameters' yet.

@@ -7,17 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptive_batch.distributed import Sharding
+from adaptive_batch.distributed import whole_tensor
 
 
-def clip_gradients(
-    model: nn.Module, sharding: Sharding, max_grad_norm: float | None
-) -> torch.Tensor | None:
+def clip_gradients(model: nn.Module, max_grad_norm: float | None) -> torch.Tensor | None:
     """Clip the norm of all gradients to a maximum; return the norm that they had.
 
     Args:
         model: model whose gradients are clipped.
-        sharding: FSDP modules of it.
         max_grad_norm: maximum; infinity measures the norm alone, None does neither.
     """
     if max_grad_norm is None:
@@ -28,11 +25,11 @@ def clip_gradients(
         if parameter.grad is not None:
             by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     if len(by_mesh) <= 1:
-        return sharding.whole(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
+        return whole_tensor(torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm))
     norms = []
     for parameters in by_mesh.values():
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norms.append(sharding.whole(torch.nn.utils.get_total_norm(gradients)))
+        norms.append(whole_tensor(torch.nn.utils.get_total_norm(gradients)))
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     for parameters in by_mesh.values():
         torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)

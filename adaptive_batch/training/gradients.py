@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from adaptive_batch.distributed import Sharding
+from adaptive_batch.distributed import local_part
 from adaptive_batch.schedules import squared_norm
 
 from .model_checks import with_gradients
@@ -68,17 +68,15 @@ class SummedGradients:
 
     Args:
         model: model whose parameters have them.
-        sharding: FSDP modules of it.
     """
 
-    def __init__(self, model: nn.Module, sharding: Sharding) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._sharding = sharding
 
     def squared_norm(self) -> torch.Tensor:
         """Return the squared norm of what this rank holds of them."""
         shards = [
-            self._sharding.of_this_rank(parameter.grad)
+            local_part(parameter.grad)
             for parameter in self._model.parameters()
             if parameter.grad is not None
         ]

@@ -68,7 +68,6 @@ class LoopSearch:
         dataset = self._step.dataset
         parts = self._step.step.parts
         planner = self._batches.planner
-        self._step.step.memory.check_it_can_be_measured()
         # Of a step that was left out: a trial is none of training's steps.
         self._rate.restore()
         reshard(parts.runner.model)
@@ -81,11 +80,10 @@ class LoopSearch:
         splits = (
             planner.batching.grow_beyond_maximum or self._sizer.may_split or planner.ranks > ranks
         )
-        # Reading a row of some datasets draws from it.
-        random_state = RandomState(self._step.step.memory.device)
-        choices = self._choices(step_rows, options.objective)
-        worst = self._worst_rows()
-        random_state.restore()
+        # Reading a row of some datasets draws random numbers.
+        with RandomState(self._step.step.memory.device):
+            choices = self._choices(step_rows, options.objective)
+            worst = self._worst_rows()
         tried = TriedStep(
             parts.runner,
             self._optimizer,

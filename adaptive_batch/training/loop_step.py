@@ -92,9 +92,7 @@ class LoopStep:
         rows_at_once = self._batches.rows_on_largest_rank(planned.progress.batch)
         self._search.check_fits(rows_at_once)
         reshard(self._model)
-        check_gradients_are_clear(
-            self._model, self._optimizer, mine=self._step.step.sharding.of_this_rank
-        )
+        check_gradients_are_clear(self._model, self._optimizer)
         progress = self._batches.progress
         self._events.begins(progress)
         began = time.perf_counter()

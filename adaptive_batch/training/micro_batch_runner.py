@@ -456,7 +456,7 @@ class MicroBatchRunner(StepRunner):
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""
-        return clip_gradients(self.model, self.sharding, self._max_grad_norm)
+        return clip_gradients(self.model, self._max_grad_norm)
 
 
 class _StepAttempt:
@@ -481,7 +481,7 @@ class _StepAttempt:
         self._loss = runner.loss
         self._rows = rows
         self._values = values
-        self._gradients = SummedGradients(runner.model, runner.sharding)
+        self._gradients = SummedGradients(runner.model)
         self._sums = StepSums(
             rows=len(rows),
             tokens=sum(map(self._loss.num_real_tokens, rows)),

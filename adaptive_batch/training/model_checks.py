@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch.distributed import Replicas, Sharding, reshard
+from adaptive_batch.distributed import Replicas, Sharding, local_part, reshard
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -201,13 +201,12 @@ def _undivided(model: nn.Module) -> list[str]:
     ]
 
 
-def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: Any) -> None:
+def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer) -> None:
     """Refuse gradients that are there before a step.
 
     Args:
         model: that trains.
         optimizer: of its parameters.
-        mine: returns this rank's part of a gradient.
 
     Raises:
         ValueError: with the parameters that have some.
@@ -217,7 +216,7 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer, *, mine: A
     dirty = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and bool(mine(parameter.grad).any())
+        if parameter.grad is not None and bool(local_part(parameter.grad).any())
     }
     if not dirty:
         return

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from adaptive_batch import distributed
+from adaptive_batch._util import replaced
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
+from .model_checks import evaluation_mode
 from .packing import Batch, Row, not_causal, rows_apart, tokens_key
 
 
@@ -56,35 +59,26 @@ class WatchedAttention:
     @contextmanager
     def names_of(self, model: nn.Module) -> Iterator[None]:
         """Inside, the names of the modules that run are known."""
-        handles = []
-        for name, module in model.named_modules():
 
-            def enter(*_: Any, name: str = name) -> None:
-                self._running.append(name)
+        def enter(name: str, *_: Any) -> None:
+            self._running.append(name)
 
-            def leave(*_: Any) -> None:
-                self._running.pop()
+        def leave(*_: Any) -> None:
+            self._running.pop()
 
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
+        with ExitStack() as hooks:
+            for name, module in model.named_modules():
+                hooks.enter_context(module.register_forward_pre_hook(partial(enter, name)))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 @contextmanager
 def _watching(model: nn.Module, num_tokens: int) -> Iterator[WatchedAttention]:
     """Inside, attention of a single row of so many tokens is watched."""
-    attend: Any = functional.scaled_dot_product_attention
-    watched: Any = WatchedAttention(num_tokens, attend)
-    functional.scaled_dot_product_attention = watched
-    try:
-        with watched.names_of(model):
-            yield watched
-    finally:
-        functional.scaled_dot_product_attention = attend
+    watched = WatchedAttention(num_tokens, functional.scaled_dot_product_attention)
+    with replaced(functional, scaled_dot_product_attention=watched), watched.names_of(model):
+        yield watched
 
 
 def why_not_packed(
@@ -123,12 +117,14 @@ def why_not_packed(
         _first_tokens(row, name, tokens) for row, tokens in zip(rows, (5, 8), strict=False)
     ]
     lengths = [len(row[name]) for row in short_rows]
-    training = [module for module in model.modules() if module.training]
-    random_state = RandomState(next(model.parameters()).device)
-    model.eval()
     try:
-        # Compiled code does not call what is watched.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            RandomState(next(model.parameters()).device),
+            evaluation_mode(model),
+            torch.no_grad(),
+            # Compiled code does not call what is watched.
+            torch.compiler.set_stance("force_eager"),
+        ):
             for row in rows:
                 whole_row = _first_tokens(row, name, longest)
                 num_tokens = len(row[name])
@@ -159,10 +155,6 @@ def why_not_packed(
         if distributed.world_size() > 1 or not is_out_of_memory(error):
             raise
         return f"there is no memory to look at its attention: {error}"
-    finally:
-        for module in training:
-            module.training = True
-        random_state.restore()
     allowed = _allowed_difference([packed, reversed_order, mixed], alone, attention.dtype)
     if abs(packed - alone) <= allowed and abs(reversed_order - alone) <= allowed:
         return ""

@@ -392,13 +392,12 @@ def length_in_sample(
     """Return the tokens of the longest row of a sample of one, and leave random numbers as they
     were; 0 where nothing shows them.
     """
-    random_state = RandomState(device)
-    try:
-        lengths = split(sample(1)).lengths
-    except SettingError:
-        # A batch without a tensor can be tried, if not split.
-        lengths = None
-    random_state.restore()
+    with RandomState(device):
+        try:
+            lengths = split(sample(1)).lengths
+        except SettingError:
+            # A batch without a tensor can be tried, if not split.
+            lengths = None
     return max(lengths or [0])
 
 

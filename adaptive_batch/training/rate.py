@@ -22,7 +22,6 @@ from adaptive_batch.schedules import (
     Progress,
     Reference,
     TrainingClock,
-    parse_reference,
     scale_learning_rate,
 )
 
@@ -70,8 +69,7 @@ class AdaptiveRate:
             lr_clock = Clock.from_config(lr_clock)
         self._clock = lr_clock
         self._scales = lr_scaling != "none" or bool(scale_with_batch)
-        reference = _reference(reference_batch_size)
-        if self._scales and reference is None:
+        if self._scales and reference_batch_size is None:
             remedy = (
                 "give the global batch, in rows or as in 8192tok, that the learning rate was"
                 " chosen for"
@@ -81,7 +79,7 @@ class AdaptiveRate:
             optimizer,
             lr_scheduler,
             rule=lr_scaling,
-            reference=reference,
+            reference=reference_batch_size,
             scale_with_batch=scale_with_batch,
         )
         self._has_scheduler = lr_scheduler is not None
@@ -224,13 +222,3 @@ class AdaptiveRate:
         check_state(state, ("clock", "steps"), owner="a rate")
         self._training_clock.load_state_dict(state["clock"])
         self._steps = state["steps"]
-
-
-def _reference(value: Reference | int | str | None) -> Reference | None:
-    """Read a reference as it was given; raise a SettingError for what is none."""
-    if value is None or isinstance(value, Reference):
-        return value
-    try:
-        return parse_reference(value)
-    except ValueError as error:
-        raise SettingError("reference_batch_size", value, str(error)) from None

@@ -321,7 +321,7 @@ class RowStep:
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm that they had."""
-        return clip_gradients(self._model, self.step.sharding, self._max_grad_norm)
+        return clip_gradients(self._model, self._max_grad_norm)
 
     @cached_property
     def labelled_row(self) -> Row:

@@ -64,7 +64,6 @@ class SampleSearch:
         if batch_size is not None:
             check_whole("batch_size", batch_size)
         check_bool("accumulates", accumulates)
-        self._runner.memory.check_it_can_be_measured()
         length = length_in_sample(sample, self._split_batch, self._runner.memory.device)
         if self._sizer.limit(1).unit == "tokens" and not length:
             raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)

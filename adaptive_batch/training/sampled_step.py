@@ -111,12 +111,9 @@ class SampledStep:
             raise SettingError("lengths", "of a sample", remedy)
         keeps_columns = self._keeps_columns
         if isinstance(self._split_batch, OwnSplit):
-            random_state = RandomState(self._device)
-            try:
+            with RandomState(self._device):
                 self._check_shortened()
                 keeps_columns = not self._parts_are_cut(min(_MOST_LOOKED_AT, maximum))
-            finally:
-                random_state.restore()
         remedy = "give the rows of the script's batches, which lengths are drawn into"
         rows = check_whole("batch_size", batch_size, remedy=remedy)
         owner = "the longest row of sample(1)"

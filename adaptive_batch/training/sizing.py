@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count, rows_fit
+from adaptive_batch._util import count, from_json, rows_fit
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, Room, wanted_bytes
@@ -787,7 +787,7 @@ class MicroBatchSizer:
         """
         saved = state["throughput"]
         if saved and saved["kind"] in kinds:
-            self._choose(Throughput.from_dict(saved))
+            self._choose(from_json(Throughput, saved))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a maximum was found or without one.

@@ -130,26 +130,20 @@ class EvaluatedPieces:
         of_pieces: defaultdict[int, Statistics] = defaultdict(dict)
         losses: list[float | None] = []
 
+        def part(number: int) -> tuple[Callable[[], Any], int, float]:
+            # A rank that has fewer pieces runs one that does not count.
+            if number >= len(pieces):
+                return rows.dummy, 1, 1.0
+            return partial(rows.part, pieces[number]), len(pieces[number]), shares[number]
+
         def measure(number: int) -> None:
-            piece = pieces[number] if number < len(pieces) else None
-            if piece is None:
-                of_pieces[number] = self._statistics_of(rows.dummy, 1)
-                return
-            part = partial(rows.part, piece)
-            share = shares[number]
-            of_pieces[number] = self._statistics_of(part, len(piece), share=share)
+            of_pieces[number] = self._statistics_of(*part(number))
 
         def run(number: int) -> None:
-            # A rank that has fewer pieces runs one that does not count.
-            piece = pieces[number] if number < len(pieces) else None
-            if piece is None:
-                losses.append(self._loss(rows.dummy, 1, statistics=of_pieces[number]))
-                return
-            part = partial(rows.part, piece)
-            share = shares[number]
             # The whole has its own, and each of the others their sum.
-            statistics = of_others if number else of_pieces[0]
-            losses.append(self._loss(part, len(piece), share=share, statistics=statistics))
+            is_one_of_others = 0 < number < len(pieces)
+            statistics = of_others if is_one_of_others else of_pieces[number]
+            losses.append(self._loss(*part(number), statistics=statistics))
 
         if self._statistics.are_needed and not self._run_pieces(pieces, measure, STATISTICS):
             return None
@@ -205,7 +199,7 @@ class EvaluatedPieces:
             yield
 
     def _statistics_of(
-        self, make_batch: Callable[[], Any], num_rows: int, *, share: float = 1.0
+        self, make_batch: Callable[[], Any], num_rows: int, share: float = 1.0
     ) -> Statistics:
         """Return the statistics of a piece alone; empty where none are needed."""
         if not self._statistics.are_needed:
@@ -218,8 +212,8 @@ class EvaluatedPieces:
         self,
         make_batch: Callable[[], Any],
         num_rows: int,
-        *,
         share: float = 1.0,
+        *,
         statistics: Statistics,
     ) -> float | None:
         """Return the loss that the function calls backward on; None where no backward is seen."""
@@ -326,12 +320,8 @@ class SplitCheck:
         Raises:
             SettingError: the loss is another one when it is split; with both losses.
         """
-        random_state = RandomState(self._runner.memory.device)
-        with self._runner.cache.apart():
-            try:
-                self._compare(rows.to_check(), pieces)
-            finally:
-                random_state.restore()
+        with self._runner.cache.apart(), RandomState(self._runner.memory.device):
+            self._compare(rows.to_check(), pieces)
 
     def _compare(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
         """Compare the whole batch with its parts; where it does not fit, the largest half that does

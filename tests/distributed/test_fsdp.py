@@ -23,7 +23,7 @@ from support.sharded_model import (
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.distributed import Sharding
+from adaptive_batch.distributed import Sharding, local_part, whole_tensor
 from adaptive_batch.training import MicroBatchRunner
 
 ROWS = make_rows((9, 7, 8, 6))
@@ -316,5 +316,5 @@ def test_on_one_rank_it_does_nothing():
     assert sharding.can_finish
     assert list(sharding.kept_gradients()) == []
     weight = model.embed.weight
-    assert sharding.whole(weight) is weight
-    assert sharding.of_this_rank(weight) is weight
+    assert whole_tensor(weight) is weight
+    assert local_part(weight) is weight

@@ -735,20 +735,6 @@ def test_a_folder_that_cannot_be_made_is_refused_before_anything_is_planned(tmp_
         estimate(cfg)
 
 
-@pytest.mark.parametrize(
-    "recipe", ["adaptive_full_finetune", "adaptive_probe", "adaptive_estimate"]
-)
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("plan_for", "80GiB"), ("plan_world_size", 2), ("plan_changes", False), ("plan_for", "null")],
-)
-def test_the_keys_that_the_probe_had_are_refused_with_the_new_ones(small, recipe, key, value):
-    new = {"plan_for": "devices", "plan_world_size": "world_size", "plan_changes": "changes"}[key]
-    says = rf"^probe\.{key}=.*: there is no such key; estimate\.{new} is meant"
-    with pytest.raises(SettingError, match=says):
-        small.run_in_process(recipe, f"probe.{key}={value}")
-
-
 def test_an_estimate_without_devices_is_refused(small):
     with pytest.raises(
         SettingError, match=r"^estimate\.devices=None: give a size with its unit, such as \"80GiB\""

@@ -42,6 +42,58 @@ def simulated() -> CachingAllocator:
     return CachingAllocator(free, AllocatorSettings.from_environment(), total_bytes=total)
 
 
+def segments_of(allocator: CachingAllocator) -> list[dict[str, Any]]:
+    """Return what a simulated allocator has reserved as ``torch.cuda.memory_snapshot()`` does.
+
+    Segments are mapped ranges, by address.
+    """
+    segments: list[dict[str, Any]] = []
+    for _, head in sorted(allocator._heads.items()):
+        block: Any = head
+        while block is not None:
+            if block.is_mapped:
+                if block.previous is None or not block.previous.is_mapped:
+                    segments.append(_empty_segment(block, allocator._is_expandable))
+                _add_to_segment(segments[-1], block)
+            block = block.next
+    return segments
+
+
+def _empty_segment(first: Any, is_expandable: bool) -> dict[str, Any]:
+    """Return the entry of a mapped range before its blocks are added."""
+    return {
+        "address": first.address,
+        "stream": first.pool.stream,
+        "segment_type": "small" if first.pool.is_small else "large",
+        "total_size": 0,
+        "allocated_size": 0,
+        "active_size": 0,
+        "requested_size": 0,
+        "is_expandable": is_expandable,
+        "blocks": [],
+    }
+
+
+def _add_to_segment(segment: dict[str, Any], block: Any) -> None:
+    state = "inactive"
+    requested = 0
+    segment["total_size"] += block.size
+    if block.is_allocated:
+        state = "active_allocated"
+        requested = block.requested
+        segment["allocated_size"] += block.size
+        segment["active_size"] += block.size
+        segment["requested_size"] += requested
+    segment["blocks"].append(
+        {
+            "address": block.address,
+            "size": block.size,
+            "requested_size": requested,
+            "state": state,
+        }
+    )
+
+
 def described(segments: Iterable[dict[str, Any]]) -> list[Any]:
     """List segments with their blocks; addresses by the distance from the highest segment's."""
     ordered = sorted(segments, key=lambda segment: segment["address"], reverse=True)
@@ -75,7 +127,7 @@ def difference(allocator: CachingAllocator) -> dict[str, Any]:
         of_name = f"{name}_bytes.all"
         pairs[name] = (stats[f"{of_name}.current"], getattr(allocator, f"{name}_bytes"))
         pairs[f"peak_{name}"] = (stats[f"{of_name}.peak"], getattr(allocator, f"peak_{name}_bytes"))
-    here, there = described(torch.cuda.memory_snapshot()), described(allocator.segments())
+    here, there = described(torch.cuda.memory_snapshot()), described(segments_of(allocator))
     pairs["segments"] = next(
         (pair for pair in zip_longest(here, there) if pair[0] != pair[1]), (None, None)
     )
@@ -89,7 +141,7 @@ def counted(allocator: CachingAllocator) -> dict[str, int]:
         "retries": allocator.num_retries,
         "ooms": allocator.num_ooms,
         "peak_reserved": allocator.peak_reserved_bytes,
-        "segments": len(allocator.segments()),
+        "segments": len(segments_of(allocator)),
     }
 
 

@@ -66,6 +66,9 @@ class FakeBackend:
     def memory_reserved(self, _: torch.device) -> int:
         return self.reserved
 
+    def max_memory_allocated(self, _: torch.device) -> int:
+        return self.allocated
+
     def max_memory_reserved(self, _: torch.device) -> int:
         return self.peak_reserved
 

@@ -10,7 +10,7 @@ from adaptive_batch.schedules import Progress, at_epochs, linear_ramp
 
 
 def growing(maximum: int | None) -> RequestedBatch:
-    batching = Batching(2, batch_increase_function=at_epochs({1: 3, 2: 5}))
+    batching = Batching(batch_size=2, batch_increase_function=at_epochs({1: 3, 2: 5}))
     return RequestedBatch(batching, SimpleNamespace(max_batch_size=maximum))
 
 
@@ -38,7 +38,7 @@ def test_an_epoch_that_is_resumed_does_not_grow_again():
 
 def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
     rule = linear_ramp(start=2, end=32, over="10ba")
-    batching = Batching(2, batch_size_schedule=rule)
+    batching = Batching(batch_size=2, batch_size_schedule=rule)
     saved = RequestedBatch(batching, SimpleNamespace(max_batch_size=20))
     batch = RequestedBatch(batching, SimpleNamespace(max_batch_size=8))
     batch.load_state_dict(saved.state_dict())

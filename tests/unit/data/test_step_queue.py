@@ -21,7 +21,7 @@ sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 def queue_of(rows, counts, *, shuffle=True, drop_last=False):
     """Steps of so many rows each, which begin anew after the last of them."""
     batching = Batching(
-        1,
+        batch_size=1,
         batch_size_schedule=lambda progress: counts[progress.steps % len(counts)],
         shuffle=shuffle,
         drop_last=drop_last,

@@ -18,7 +18,7 @@ from support.training_cases import CPU, PLENTY, Case, Training
 from torch._utils import ExceptionWrapper
 from torch.profiler import ProfilerActivity, profile
 
-from adaptive_batch.errors import DoesNotFitError, SettingError
+from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import (
     GIB,
     Room,
@@ -491,33 +491,6 @@ def test_a_backend_that_cannot_limit_is_held_to_the_budget_after():
         memory.measure([], budget_bytes=4 * GIB),
     ):
         backend.hold(5 * GIB)
-
-
-class SaysNothing:
-    """A backend as ``torch.accelerator`` was: it synchronizes, and knows nothing of memory."""
-
-    def synchronize(self, _):
-        pass
-
-    def empty_cache(self):
-        pass
-
-
-def test_a_device_that_does_not_say_what_it_peaks_at_is_refused_for_probes_alone():
-    device = torch.device("cuda", 0)
-    memory = AcceleratorMemory(device, backend=SaysNothing())
-    with pytest.raises(
-        SettingError,
-        match=r"device='cuda:0': torch .* no batch can be probed there; train with a conf",
-    ):
-        memory.check_it_can_be_measured()
-    memory.release()
-    assert memory.num_retries() == 0
-
-
-def test_a_cpu_and_an_allocator_that_says_it_can_be_measured():
-    device_memory(CPU).check_it_can_be_measured()
-    accelerator()[1].check_it_can_be_measured()
 
 
 def test_retries_are_counted_since_the_allocator_began_and_a_cpu_has_none():

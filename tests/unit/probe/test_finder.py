@@ -255,7 +255,7 @@ def without(key):
         edited(max_batch_size=[1]),
         without("format"),
         without("trials"),
-        without("resident_bytes"),
+        without("max_batch_size"),
         without("earlier"),
         edited(earlier=[{}]),
         edited(earlier=3),

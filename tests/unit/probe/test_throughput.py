@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 
 import pytest
 
+from adaptive_batch._util import from_json
 from adaptive_batch.data import (
     LAYOUT_KINDS,
     MicroBatch,
@@ -127,7 +128,7 @@ def test_a_result_is_read_as_it_was_written() -> None:
     random.seed(0)
     found = search(Machine(dict.fromkeys(LAYOUT_KINDS, MicroBatchTime())), drawn_steps(1.0))
     assert found is not None
-    assert Throughput.from_dict(asdict(found)) == found
+    assert from_json(Throughput, asdict(found)) == found
     assert f"fastest: {found.kind}" in found.with_peak(2**30).table()
 
 

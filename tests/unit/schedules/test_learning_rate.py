@@ -160,7 +160,7 @@ def test_scaling_by_nonsense_is_refused(arguments):
     ],
 )
 def test_a_reference_is_rows_or_tokens(value, reference, text):
-    assert parse_reference(value) == reference
+    assert parse_reference("reference_batch_size", value) == reference
     assert str(reference) == text
 
 
@@ -187,7 +187,7 @@ def test_another_reference_is_refused(value):
     with pytest.raises(
         ValueError, match="give a whole number of rows, 1 or more, or tokens as in 8192tok"
     ):
-        parse_reference(value)
+        parse_reference("reference_batch_size", value)
 
 
 # --- without a scheduler
@@ -667,10 +667,8 @@ def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
 
 def test_a_rule_needs_a_reference_and_a_batch():
     one = optimizer(0.1)
-    with pytest.raises(ValueError, match="rule='linear': give the reference too"):
+    with pytest.raises(AssertionError, match="what is scaled has a reference"):
         LearningRate(one, rule="linear")
-    with pytest.raises(ValueError, match="rule='cubic': give one of none, linear, sqrt"):
-        LearningRate(one, rule="cubic", reference=4)
     with pytest.raises(ValueError, match="0: give a whole number of rows"):
         LearningRate(one, rule="linear", reference=0)
     with pytest.raises(ValueError, match="another optimizer"):
@@ -688,12 +686,12 @@ def test_a_group_that_the_scheduler_does_not_know_is_refused():
         rate.set(1)
 
 
-@pytest.mark.parametrize("batch", [None, 0, -1, math.nan])
+@pytest.mark.parametrize("batch", [0, -1, math.nan])
 def test_a_batch_that_is_refused_moves_nothing(batch):
     one = optimizer(0.1)
     rate = LearningRate(one, LambdaLR(one, halves), rule="linear", reference=Reference(4, "tokens"))
     rate.set(0, batch=8)
-    with pytest.raises(ValueError, match=r"needs the tokens of the step|must be above 0"):
+    with pytest.raises(ValueError, match="must be above 0"):
         rate.set(1, batch=batch)
     assert rates(one) == [0.2]
     assert rate.set(1, batch=4) == 0.05

@@ -217,5 +217,5 @@ def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_va
             LearningRate(optimizer, reference=8, scale_with_batch=names)
     with pytest.raises(SettingError, match=r"scale_with_batch='beta2': give a block"):
         StepOptions(scale_with_batch="beta2")
-    with pytest.raises(ValueError, match="scale_with_batch: give the reference too"):
+    with pytest.raises(AssertionError, match="what is scaled has a reference"):
         LearningRate(AdamW(parameters()), scale_with_batch=BOTH)

@@ -179,14 +179,6 @@ def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
                 assert key.read(name, key_field.default) == key_field.default
 
 
-@pytest.mark.parametrize("config", [{"plan_only": True}], ids=str)
-def test_an_old_spelling_is_refused_with_the_new_one(config):
-    with pytest.raises(
-        SettingError, match=r"^plan_only=True: there is no such key; preview is meant$"
-    ):
-        Settings.from_config(PLAIN | config)
-
-
 @pytest.mark.parametrize("budget", [-0.1, 1.5, True, "half"])
 def test_a_budget_of_activations_is_a_share(budget):
     with pytest.raises(SettingError, match=r"^activation_memory_budget=.*: give a share from 0"):

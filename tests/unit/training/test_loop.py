@@ -706,7 +706,7 @@ def test_as_many_tokens_at_once_as_fit_need_a_bound_first() -> None:
     one = training(batch_tokens=60)
     with pytest.raises(SettingError, match="micro_batch_tokens='auto': call find_bound first"):
         one.loop.run(next(iter(one.loop)))
-    bound = one.loop.find_bound(device_memory="400KiB")
+    bound = one.loop.find_bound(device_memory="400KiB", objective="largest")
     rows, *_ = list(one.loop)
     one.loop.run(rows)
     assert one.loop.limit.amount == bound.max_batch_size * bound.sequence_length

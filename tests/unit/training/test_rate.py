@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
 from adaptive_batch.errors import (
     SettingError,
 )
-from adaptive_batch.schedules import at_epochs, parse_reference, steps
+from adaptive_batch.schedules import Reference, at_epochs, steps
 from adaptive_batch.training import AdaptiveRate
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -180,7 +180,7 @@ def rate_of(**arguments):
     return AdaptiveRate(optimizer, **arguments)
 
 
-@pytest.mark.parametrize("reference", [None, parse_reference(32), parse_reference("100tok")])
+@pytest.mark.parametrize("reference", [None, Reference(32, "rows"), Reference(100, "tokens")])
 def test_a_rate_that_stays_says_what_scaling_would_give_where_the_batch_is_not_the_configured_one(
     reference,
 ):
