@@ -30,7 +30,7 @@ from .estimates import Estimator
 from .job import Job
 from .model import ModelBuilder
 from .settings import Settings
-from .sizers import sizer_of
+from .sizers import Sizers
 from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
@@ -115,7 +115,7 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
         result: result of the search of this run; one from the cache gets no advice.
         batch_size: batch size to train with.
     """
-    sizer = sizer_of(job, data)
+    sizer = Sizers.of(job, data).training
     sizer.assume(result)
     budget = result.budget_bytes
     # The batch may need fewer rows at once than fit.

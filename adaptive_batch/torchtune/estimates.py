@@ -59,7 +59,7 @@ from .job import own_compiler
 from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
-from .sizers import sizer_of
+from .sizers import Sizers
 from .tasks import task_of
 from .trial_rows import TrialRows
 
@@ -510,7 +510,7 @@ class _Step:
         """Return training's first steps where so many of the longest rows fit."""
         data = self.run.data
         job = self.run.job
-        sizer = sizer_of(job, data)
+        sizer = Sizers.of(job, data).training
         batch_size = job.settings.batch_size
         if job.settings.use_maximum_batch_size:
             batch_size = fit.max_batch_size

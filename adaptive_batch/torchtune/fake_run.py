@@ -35,7 +35,7 @@ from .data import Data
 from .job import Job, own_compiler
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings
-from .sizers import reference_sizer_of, sizer_of
+from .sizers import Sizers
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
@@ -207,9 +207,8 @@ class FakeRun:
             self.job,
             self.data,
             model,
-            sizer_of(self.job, self.data),
+            Sizers.of(self.job, self.data),
             second=second,
-            reference_sizer=reference_sizer_of(self.job, self.data),
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )

@@ -1,10 +1,10 @@
-"""The sizers of a run, as configured: they decide what a micro-batch may hold, of training and of a
-reference that runs apart.
-"""
+"""The sizers of a run, as configured: they decide what a micro-batch may hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 from adaptive_batch.training import LimitChange, MicroBatchSizer
 
@@ -12,67 +12,72 @@ from .data import Data
 from .job import Job
 
 
-def sizer_of(
-    job: Job,
-    data: Data,
-    on_change: Callable[[LimitChange], object] = lambda change: None,
-    *,
-    searches: bool = True,
-) -> MicroBatchSizer:
-    """Return what decides what a micro-batch of training may hold, before anything was found.
+@dataclass(frozen=True)
+class Sizers:
+    """What decides how many rows of a run are in a micro-batch.
 
-    Args:
-        job: job of the run.
-        data: rows of the run.
-        on_change: function that is called with each change of the limit.
-        searches: whether a search finds what ``auto`` stands for; without one it is the configured
-            `batch_size`.
+    Attributes:
+        training: sizer of training.
+        reference: sizer of the reference; None where it runs within training's micro-batches.
     """
-    settings = job.settings
-    size = settings.micro_batch_size
-    tokens = settings.micro_batch_tokens
-    if settings.fits_itself and not searches:
-        size = None
+
+    training: MicroBatchSizer
+    reference: MicroBatchSizer | None = None
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        data: Data,
+        on_change: Callable[..., object] = lambda change, **kind: None,
+        *,
+        searches: bool = True,
+    ) -> Sizers:
+        """Return the sizers before anything was found.
+
+        Args:
+            job: job of the run.
+            data: rows of the run.
+            on_change: function that is called with each change of a limit; of the reference's with
+                ``kind="reference_limit"``.
+            searches: whether a search finds what ``auto`` stands for; without one it is the
+                configured `batch_size`.
+        """
+        settings = job.settings
+        new_sizer = partial(MicroBatchSizer, memory=job.memory)
+        rows = settings.micro_batch_size
+        tokens = settings.micro_batch_tokens
+        if settings.fits_itself and not searches:
+            rows = None
+            tokens = None
+        training = new_sizer(
+            micro_batch_size=rows,
+            micro_batch_tokens=tokens,
+            layout=data.shapes,
+            on_change=on_change,
+        )
+        rows = settings.reference_micro_batch_size
         tokens = None
-    return MicroBatchSizer(
-        micro_batch_size=size,
-        micro_batch_tokens=tokens,
-        layout=data.shapes,
-        memory=job.memory,
-        on_change=on_change,
-    )
+        if rows is None:
+            return cls(training)
+        if rows == "auto" and searches:
+            tokens = rows
+            rows = None
+        elif rows == "auto":
+            rows = settings.batch_size
+        layout = data.shapes
+        if layout.uniform is None:
+            # What is computed of a row does not depend on the rows beside it.
+            layout = layout.of_kind("grouped", time=layout.time)
 
+        def of_reference(change: LimitChange) -> None:
+            training.count_out_of_memory(change.out_of_memory)
+            on_change(change, kind="reference_limit")
 
-def reference_sizer_of(
-    job: Job,
-    data: Data,
-    on_change: Callable[[LimitChange], object] = lambda change: None,
-    *,
-    searches: bool = True,
-) -> MicroBatchSizer | None:
-    """Return what decides what a micro-batch of the reference may hold; None where it runs within
-    those of training. For the arguments see :func:`sizer_of`.
-    """
-    settings = job.settings
-    size = settings.reference_micro_batch_size
-    if size is None:
-        return None
-    rows: int | None = None
-    tokens: str | None = None
-    if isinstance(size, int):
-        rows = size
-    elif searches:
-        tokens = size
-    else:
-        rows = settings.batch_size
-    layout = data.shapes
-    if layout.uniform is None:
-        # What is computed of a row does not depend on the rows beside it.
-        layout = layout.of_kind("grouped", time=layout.time)
-    return MicroBatchSizer(
-        micro_batch_size=rows,
-        micro_batch_tokens=tokens,
-        layout=layout,
-        memory=job.memory,
-        on_change=on_change,
-    )
+        reference = new_sizer(
+            micro_batch_size=rows,
+            micro_batch_tokens=tokens,
+            layout=layout,
+            on_change=of_reference,
+        )
+        return cls(training, reference)

@@ -16,7 +16,6 @@ from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
     MicroBatchRunner,
-    MicroBatchSizer,
     RowLoss,
     RowReference,
     TriedStep,
@@ -30,6 +29,7 @@ from .data import Data
 from .job import Job
 from .model import Weights
 from .reference import Reference
+from .sizers import Sizers
 
 
 class Trainer:
@@ -38,12 +38,10 @@ class Trainer:
     Args:
         job, data: of the run.
         model: in its dtype on its device, loaded and divided.
-        sizer: decides what one micro-batch of training may hold.
+        sizers: decide what a micro-batch may hold.
         to_device: moves a batch, in place; None moves it to the job's device.
         new_optimizer: builds an optimizer of some parameters; None takes the configured one.
         second: frozen model that a task compares with; None where there is none of its own.
-        reference_sizer: decides what a micro-batch of the reference may hold; None where the
-            reference runs within those of training, or there is none.
 
     Attributes:
         model, optimizer: of the run.
@@ -55,14 +53,13 @@ class Trainer:
         job: Job,
         data: Data,
         model: torch.nn.Module,
-        sizer: MicroBatchSizer,
+        sizers: Sizers,
         *,
         to_device: Callable[[dict[str, Any]], None] | None = None,
         new_optimizer: (
             Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None
         ) = None,
         second: torch.nn.Module | None = None,
-        reference_sizer: MicroBatchSizer | None = None,
     ) -> None:
         cfg = job.cfg
         settings = job.settings
@@ -82,12 +79,12 @@ class Trainer:
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
         reference = None
-        if reference_sizer is not None:
+        if sizers.reference is not None:
             assert job.task.num_reference_values, "the loss needs more of a reference than numbers"
             reference = RowReference(
                 partial(job.task.reference_values, self),
                 job.task.num_reference_values,
-                reference_sizer,
+                sizers.reference,
             )
         self.runner = MicroBatchRunner(
             model,
@@ -104,7 +101,7 @@ class Trainer:
                 metrics=job.task.metrics,
                 loss_of=job.task.loss_of,
             ),
-            sizer,
+            sizers.training,
             memory=job.memory,
             retries=settings.on_out_of_memory == "shrink",
             max_grad_norm=max_grad_norm,
@@ -137,15 +134,7 @@ class Trainer:
             self.optimizers = [self.optimizer]
 
     @classmethod
-    def load(
-        cls,
-        job: Job,
-        data: Data,
-        weights: Weights,
-        sizer: MicroBatchSizer,
-        *,
-        reference_sizer: MicroBatchSizer | None = None,
-    ) -> Trainer:
+    def load(cls, job: Job, data: Data, weights: Weights, sizers: Sizers) -> Trainer:
         """Build the model with its weights, and its optimizer.
 
         Raises:
@@ -170,7 +159,7 @@ class Trainer:
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
                 " several devices (tune run --nproc_per_node N)"
             ) from error
-        return cls(job, data, model, sizer, second=second, reference_sizer=reference_sizer)
+        return cls(job, data, model, sizers, second=second)
 
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)

@@ -221,26 +221,6 @@ class _ConfiguredSize:
     def is_auto(self) -> bool:
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
 
-    def limit(self, rows_at_once: int, max_batch_size: int | None) -> MicroBatchLimit:
-        """Return the limit; ``micro_batch_tokens="auto"`` has none here.
-
-        Args:
-            rows_at_once: see :meth:`MicroBatchSizer.limit`.
-            max_batch_size: the most rows that fit; None before a search: ``auto`` is without a
-                limit then.
-        """
-        rows = self.micro_batch_size
-        tokens = self.micro_batch_tokens
-        if tokens == "auto":
-            tokens = NO_LIMIT
-        if tokens is not None:
-            return MicroBatchLimit(int(tokens), "tokens")
-        if rows == "auto":
-            rows = max_batch_size or NO_LIMIT
-        if rows is None:
-            rows = min(rows_at_once, max_batch_size or rows_at_once)
-        return MicroBatchLimit(int(rows))
-
     def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
         """Refuse a size above what fits; it is never cut in silence."""
         rows = self.micro_batch_size
@@ -554,28 +534,39 @@ class MicroBatchSizer:
         """
         if self.throughput is not None:
             usual = self.throughput.limit
-        elif self._configured.micro_batch_tokens == "auto" and self.tried_length:
-            usual = MicroBatchLimit(self._tried_tokens, "tokens")
         else:
-            usual = self._configured.limit(rows_at_once, self.max_batch_size)
+            usual = self.limit_where_fits(
+                self.max_batch_size, length=self.tried_length, rows_at_once=rows_at_once
+            )
         lowered = self._lowered.current
         if lowered is not None and lowered.amount < usual.amount:
             return lowered
         return usual
 
     def limit_where_fits(
-        self, max_batch_size: int, *, length: int, rows_at_once: int
+        self, max_batch_size: int | None, *, length: int, rows_at_once: int
     ) -> MicroBatchLimit:
-        """Return what a micro-batch would hold where so many rows fit, whatever was found here.
+        """Return what a micro-batch would hold where so many rows fit, as it is configured.
 
         Args:
-            max_batch_size: the most rows that fit at once there.
-            length: tokens of each of them.
+            max_batch_size: the most rows that fit at once there; None where that is unknown, and
+                ``auto`` is without a limit.
+            length: tokens of each of them; 0 where none was tried.
             rows_at_once: see :meth:`limit`.
         """
-        if self._configured.micro_batch_tokens == "auto":
-            return MicroBatchLimit(self._padded_tokens(max_batch_size, length), "tokens")
-        return self._configured.limit(rows_at_once, max_batch_size)
+        rows = self._configured.micro_batch_size
+        tokens = self._configured.micro_batch_tokens
+        if tokens == "auto":
+            tokens = NO_LIMIT
+            if length:
+                tokens = self._padded_tokens(max_batch_size or 0, length)
+        if tokens is not None:
+            return MicroBatchLimit(int(tokens), "tokens")
+        if rows == "auto":
+            rows = max_batch_size or NO_LIMIT
+        if rows is None:
+            rows = min(rows_at_once, max_batch_size or rows_at_once)
+        return MicroBatchLimit(int(rows))
 
     @property
     def splits(self) -> bool:

@@ -41,6 +41,7 @@ from adaptive_batch.torchtune import (
     Job,
     PreferencePairs,
     Settings,
+    Sizers,
     Trainer,
     builder_of,
     without_effect,
@@ -381,7 +382,8 @@ def test_a_lowered_limit_of_the_reference_grows_back():
     rows = pairs(8)
     wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(8), reference_limit=MicroBatchLimit(8))
     sizer = MicroBatchSizer(micro_batch_size=8, policy=OOMPolicy(grow_after=1))
-    trainer = Trainer(wired.job, wired.data, wired.model, MicroBatchSizer(), reference_sizer=sizer)
+    sizers = Sizers(MicroBatchSizer(), sizer)
+    trainer = Trainer(wired.job, wired.data, wired.model, sizers)
     sizer.keep_below(MicroBatchLimit(2), rows_at_once=1)
     limits = []
     for _ in range(80):
