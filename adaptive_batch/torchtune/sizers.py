@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 from adaptive_batch.training import LimitChange, MicroBatchSizer
 
@@ -44,27 +44,23 @@ class Sizers:
                 configured `batch_size`.
         """
         settings = job.settings
-        new_sizer = partial(MicroBatchSizer, memory=job.memory)
-        rows = settings.micro_batch_size
-        tokens = settings.micro_batch_tokens
+        configured: dict[str, Any] = {
+            "micro_batch_size": settings.micro_batch_size,
+            "micro_batch_tokens": settings.micro_batch_tokens,
+        }
         if settings.fits_itself and not searches:
-            rows = None
-            tokens = None
-        training = new_sizer(
-            micro_batch_size=rows,
-            micro_batch_tokens=tokens,
-            layout=data.shapes,
-            on_change=on_change,
+            configured = {}
+        training = MicroBatchSizer(
+            **configured, layout=data.shapes, memory=job.memory, on_change=on_change
         )
-        rows = settings.reference_micro_batch_size
-        tokens = None
-        if rows is None:
+        size = settings.reference_micro_batch_size
+        if size is None:
             return cls(training)
-        if rows == "auto" and searches:
-            tokens = rows
-            rows = None
-        elif rows == "auto":
-            rows = settings.batch_size
+        configured = {"micro_batch_size": size}
+        if size == "auto" and searches:
+            configured = {"micro_batch_tokens": size}
+        elif size == "auto":
+            configured = {"micro_batch_size": settings.batch_size}
         layout = data.shapes
         if layout.uniform is None:
             # What is computed of a row does not depend on the rows beside it.
@@ -74,10 +70,7 @@ class Sizers:
             training.count_out_of_memory(change.out_of_memory)
             on_change(change, kind="reference_limit")
 
-        reference = new_sizer(
-            micro_batch_size=rows,
-            micro_batch_tokens=tokens,
-            layout=layout,
-            on_change=of_reference,
+        reference = MicroBatchSizer(
+            **configured, layout=layout, memory=job.memory, on_change=of_reference
         )
         return cls(training, reference)
