@@ -204,7 +204,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Plan the epoch, and look ahead at what comes after it."""
         saved = self.resumed.saved
         progress = self.planner.begin(self.resumed.progress)
-        epoch_steps = self.planner.reference.steps
+        epoch_steps = self.planner.clock.reference.steps
         if not saved:
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
@@ -278,7 +278,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
         done = self.queue.progress.epoch_steps
-        with self.log.progress_bar(self.planner.plan.steps, done=done) as bar:
+        with self.log.progress_bar(self.planner.clock.plan.steps, done=done) as bar:
             began = time.perf_counter()
             for step in self.queue.steps():
                 rows = self.reader.read(step.own, following=step.following)
@@ -325,7 +325,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         runner = self.trainer.runner
         small_rows = self.tally.small_rows(step)
         question = Question(step.progress.batch, len(step.numbers), self.preemption.requested)
-        division, ends = runner.agree(rows, step.rows_at_once, question, small_rows=small_rows)
+        divide = partial(runner.divide, rows, small_rows)
+        division, ends = runner.agree_on(divide, question, rows_at_once=step.rows_at_once)
         self.saver.note_end(ends)
         return runner.run(rows, step.rows_at_once, small_rows=small_rows, division=division)
 

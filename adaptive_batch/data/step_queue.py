@@ -144,7 +144,7 @@ class StepQueue:
         self._progress = self._progress.after_step(
             rows=len(step.numbers), tokens=tokens, batch=step.progress.batch, **measured
         )
-        if ends_epoch and self._planner.is_over(self._progress):
+        if ends_epoch and self._planner.epochs.is_over(self._progress):
             self.end_epoch()
         return self._progress
 

@@ -29,7 +29,6 @@ from adaptive_batch.training import (
     AdaptiveRate,
     FullBatchLoss,
     LimitChange,
-    MicroBatchSizer,
     StepResult,
 )
 
@@ -175,13 +174,6 @@ class TrainingLog:
         """Log at once what a micro-batch holds from now on."""
         self.event(kind, change.describe(), **change.facts())
 
-    def limit_apart(self, change: LimitChange, *, kind: str, sizer: MicroBatchSizer) -> None:
-        """Log what a micro-batch of something else than training holds from now on; `sizer`, that
-        of training, counts its out-of-memory errors too.
-        """
-        sizer.count_out_of_memory(change.out_of_memory)
-        self.limit(change, kind=kind)
-
     @contextmanager
     def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
         """Show how far an epoch has come; a line that is logged meanwhile stands above the bar."""
@@ -316,7 +308,7 @@ class TrainingLog:
 
     def epoch(self, epoch: int, batches: StepPlanner, rate: AdaptiveRate) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
-        plan = batches.plan
+        plan = batches.clock.plan
         settings = self._settings
         holds = batches.limit
         if not settings.adaptive:
@@ -339,7 +331,7 @@ class TrainingLog:
             prints=self.is_new(content),
             epoch=epoch,
             global_batch=plan.step_rows,
-            batch_size=batches.batch_size,
+            batch_size=batches.batch.rows_at_once,
             batch_tokens=settings.batch_tokens,
             limit=holds.amount,
             unit=holds.unit,

@@ -146,7 +146,7 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
     optimizer = stand_in(job, 1.0)
     block = job.cfg.get("lr_scheduler", None)
     if isinstance(job.settings.batch_size_schedule, Seesaw):
-        steps = job.settings.epochs * planner.reference.steps
+        steps = job.settings.epochs * planner.clock.reference.steps
         scheduler = block and instantiate(
             "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
         )

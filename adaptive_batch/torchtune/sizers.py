@@ -65,12 +65,28 @@ class Sizers:
         if layout.uniform is None:
             # What is computed of a row does not depend on the rows beside it.
             layout = layout.of_kind("grouped", time=layout.time)
-
-        def of_reference(change: LimitChange) -> None:
-            training.count_out_of_memory(change.out_of_memory)
-            on_change(change, kind="reference_limit")
-
         reference = MicroBatchSizer(
-            **configured, layout=layout, memory=job.memory, on_change=of_reference
+            **configured,
+            layout=layout,
+            memory=job.memory,
+            on_change=counted_by(training, on_change, kind="reference_limit"),
         )
         return cls(training, reference)
+
+
+def counted_by(
+    training: MicroBatchSizer, on_change: Callable[..., object], *, kind: str
+) -> Callable[[LimitChange], None]:
+    """Return what is called with the changes of a limit apart from training's.
+
+    Args:
+        training: sizer of training, which counts all out-of-memory errors.
+        on_change: function that is called with each change and its kind.
+        kind: kind of the changes.
+    """
+
+    def count(change: LimitChange) -> None:
+        training.count_out_of_memory(change.out_of_memory)
+        on_change(change, kind=kind)
+
+    return count

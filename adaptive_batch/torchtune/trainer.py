@@ -15,13 +15,13 @@ from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
+    FORMS,
+    BatchForm,
     MicroBatchRunner,
     RowLoss,
     RowReference,
     TriedStep,
     norm_to_clip,
-    pack_rows,
-    why_not_packed,
 )
 
 from .config_errors import one_line
@@ -96,7 +96,7 @@ class Trainer:
                 row_length=job.task.length,
                 num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
-                pack=data.on_host(self._pack),
+                join=job.with_values(self._join),
                 counts_rows=job.task.counts_rows,
                 metrics=job.task.metrics,
                 loss_of=job.task.loss_of,
@@ -164,9 +164,11 @@ class Trainer:
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)
 
-    def _pack(self, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
-        """Pack rows into one sequence, see :meth:`Task.pack`."""
-        batch, lengths = self._job.task.pack(rows)
+    def _join(
+        self, rows: Sequence[dict[str, Any]], form: BatchForm
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Make rows one batch without padding, see :meth:`Task.join`."""
+        batch, lengths = self._job.task.join(rows, form)
         self._take_tokens(batch)
         return batch, lengths
 
@@ -179,30 +181,34 @@ class Trainer:
             if hasattr(model, "max_seq_len"):
                 model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
 
-    def why_not_packed(self, rows: Sequence[dict[str, Any]]) -> str:
-        """Return why packed rows would not train the model as padded ones do; empty where they
-        would. All ranks call it.
+    def why_not(self, kind: str, rows: Sequence[dict[str, Any]]) -> str:
+        """Return why rows of a layout that does not pad would not train the model as padded ones
+        do; empty where they would. All ranks call it.
 
         Args:
+            kind: kind of the layout.
             rows: the two longest of the dataset.
         """
         task = self._job.task
+        form = FORMS[kind]
 
         def token_loss(batch: dict[str, Any]) -> torch.Tensor:
             self.runner.loss.to_device(batch)
             return task.token_loss(self, batch)
 
-        def collate(sequences: Sequence[dict[str, Any]], _: int) -> dict[str, Any]:
-            batch: dict[str, Any] = padded_collate_sft(list(sequences))
-            return batch
-
         def pack(sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            batch = pack_rows(sequences, ignore_index=task.ignore_index)
+            batch = form.join(sequences, ignore_index=task.ignore_index)
             self._take_tokens(batch)
             return batch
 
         sequences = task.rows_of_sequences(rows)
-        return why_not_packed(self.model, token_loss, sequences, collate=collate, pack=pack)
+        return form.why_not(
+            self.model,
+            token_loss,
+            sequences,
+            collate=lambda sequences, length: padded_collate_sft(list(sequences)),
+            pack=pack,
+        )
 
     def check_layout(self, data: Data) -> None:
         """Refuse packed rows that would not train the model as padded ones do; all ranks call it.
@@ -213,7 +219,7 @@ class Trainer:
         settings = self._job.settings
         if settings.layout_kind.pads:
             return
-        reason = self.why_not_packed(data.longest(2))
+        reason = self.why_not(data.shapes.kind, data.longest(2))
         if reason:
             remedy = f"{reason}; or give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
