@@ -50,6 +50,7 @@ from adaptive_batch.probe import (
     try_again,
 )
 
+from .compilations import any_number_of_variants
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .parts import RowsOfBatch, counted_sample, length_in_sample
 from .sizing import MicroBatchSizer
@@ -314,6 +315,8 @@ class BoundSearch:
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(min(budgets), resident_bytes)
                 if self._choices and result.max_batch_size and result.throughput is None:
+                    if is_compiled(self._tried.runner.model):
+                        stack.enter_context(any_number_of_variants())
                     # About twice the time of the search by memory.
                     seconds = distributed.maximum(int(1e6 * (time.perf_counter() - start))) * 2e-6
                     search = ThroughputSearch(self._tried, self._dry_run, self._choices, self._rows)

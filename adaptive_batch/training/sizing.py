@@ -221,26 +221,6 @@ class _ConfiguredSize:
     def is_auto(self) -> bool:
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
 
-    def limit(self, rows_at_once: int, max_batch_size: int | None) -> MicroBatchLimit:
-        """Return the limit; ``micro_batch_tokens="auto"`` has none here.
-
-        Args:
-            rows_at_once: see :meth:`MicroBatchSizer.limit`.
-            max_batch_size: the most rows that fit; None before a search: ``auto`` is without a
-                limit then.
-        """
-        rows = self.micro_batch_size
-        tokens = self.micro_batch_tokens
-        if tokens == "auto":
-            tokens = NO_LIMIT
-        if tokens is not None:
-            return MicroBatchLimit(int(tokens), "tokens")
-        if rows == "auto":
-            rows = max_batch_size or NO_LIMIT
-        if rows is None:
-            rows = min(rows_at_once, max_batch_size or rows_at_once)
-        return MicroBatchLimit(int(rows))
-
     def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
         """Refuse a size above what fits; it is never cut in silence."""
         rows = self.micro_batch_size
@@ -547,8 +527,6 @@ class MicroBatchSizer:
     def limit(self, rows_at_once: int) -> MicroBatchLimit:
         """Return what a micro-batch may hold now.
 
-        Before a search ``auto`` is without a limit, see :attr:`waits_for_search`.
-
         Args:
             rows_at_once: rows that run at once where no size is configured and all of them fit.
         """
@@ -569,13 +547,21 @@ class MicroBatchSizer:
         """Return what a micro-batch would hold where so many rows fit, as it is configured.
 
         Args:
-            max_batch_size: the most rows that fit at once there; None where that is unknown.
+            max_batch_size: the most rows that fit at once there; None leaves ``auto`` unlimited.
             length: tokens of each of them.
             rows_at_once: see :meth:`limit`.
         """
-        if self._configured.micro_batch_tokens == "auto" and max_batch_size:
-            return MicroBatchLimit(self._padded_tokens(max_batch_size, length), "tokens")
-        return self._configured.limit(rows_at_once, max_batch_size)
+        rows = self._configured.micro_batch_size
+        tokens = self._configured.micro_batch_tokens
+        if tokens == "auto":
+            tokens = self._padded_tokens(max_batch_size or 0, length) or NO_LIMIT
+        if tokens is not None:
+            return MicroBatchLimit(int(tokens), "tokens")
+        if rows == "auto":
+            rows = max_batch_size or NO_LIMIT
+        if rows is None:
+            rows = min(rows_at_once, max_batch_size or rows_at_once)
+        return MicroBatchLimit(int(rows))
 
     @property
     def splits(self) -> bool:

@@ -8,7 +8,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
@@ -18,7 +17,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput
 
-from .compilations import Compilation, Compilations, any_number_of_variants, describe_all
+from .compilations import Compilation, Compilations, describe_all
 from .model_checks import is_compiled
 from .trials import TriedStep, WorstRows
 
@@ -88,14 +87,6 @@ class ThroughputSearch:
         compiled again for each shape.
         """
         start = time.perf_counter()
-        variants: AbstractContextManager[object] = nullcontext()
-        if is_compiled(self._tried.runner.model):
-            variants = any_number_of_variants()
-        with variants:
-            fastest = self._find(bound, seconds)
-        return fastest and replace(fastest, seconds=time.perf_counter() - start)
-
-    def _find(self, bound: int, seconds: float) -> Throughput | None:
         step_rows = self._choices.step_rows or bound
         steps = [
             self._in_order(step * step_rows, step_rows)
@@ -164,6 +155,7 @@ class ThroughputSearch:
             if trial.fits:
                 return replace(
                     fastest.with_peak(trial.peak_bytes),
+                    seconds=time.perf_counter() - start,
                     compile_seconds=sum(compilation.seconds for compilation in compiled),
                 )
             capacity[fastest.kind] = of_longest // 2
