@@ -121,7 +121,9 @@ def first_gradient(recipe: AdaptiveFullFinetuneRecipe, case: Case) -> torch.Tens
     order = recipe.planner.epochs.order(recipe.queue.progress)
     rows = [recipe.data.dataset[row] for row in order[:STEP_ROWS].tolist()]
     torch.manual_seed(case.seed)
-    recipe.trainer.runner.run(rows[::-1] if case.reversed_rows else rows, recipe.planner.batch_size)
+    recipe.trainer.runner.run(
+        rows[::-1] if case.reversed_rows else rows, recipe.planner.batch.rows_at_once
+    )
     gradient = joined(parameter.grad for parameter in recipe.trainer.model.parameters())
     recipe.trainer.optimizer.zero_grad(set_to_none=True)
     return gradient

@@ -42,6 +42,7 @@ from adaptive_batch.torchtune import (
     RunProfiler,
     RunSaver,
     Settings,
+    Sizers,
     StepTally,
     Task,
     Trainer,
@@ -56,10 +57,8 @@ from adaptive_batch.torchtune import (
     cut_to_rows,
     interruptible,
     never_due,
-    reference_sizer_of,
     set_up_process,
     show_details,
-    sizer_of,
     use_shipped_config,
     without_effect,
 )
@@ -139,7 +138,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
-        self.sizer = sizer_of(job, data, self.log.limit)
+        self.sizers = Sizers.of(job, data, self.log.limit)
+        self.sizer = self.sizers.training
         planner = StepPlanner(
             data.dataset,
             job.batching(
@@ -182,19 +182,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.watch.call_at_end(
                 partial(self.lost.write_down, event=self.log.event, sizer=self.sizer)
             )
-        reference_sizer = reference_sizer_of(
-            job, data, partial(self.log.limit_apart, kind="reference_limit", sizer=self.sizer)
-        )
-        self.trainer = trainer = Trainer.load(
-            job, data, self.checkpoints, self.sizer, reference_sizer=reference_sizer
-        )
+        self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
         self.limit_finder = LimitFinder(
             job, data, trainer, self.planner, self.bounds, self.log, self.lost
         )
         self.saver.keep("limits", self.sizer)
-        if reference_sizer is not None:
-            self.saver.keep("reference_limits", reference_sizer)
+        if self.sizers.reference is not None:
+            self.saver.keep("reference_limits", self.sizers.reference)
         if self.device.type != "cpu" and distributed.is_rank_zero():
             training.log_memory_stats(training.get_memory_stats(device=self.device))
         if self.checkpoints.found.recipe_state is not None:
@@ -330,7 +325,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         runner = self.trainer.runner
         small_rows = self.tally.small_rows(step)
         question = Question(step.progress.batch, len(step.numbers), self.preemption.requested)
-        division, ends = runner.agree(rows, step.rows_at_once, question, small_rows=small_rows)
+        divide = partial(runner.divide, rows, small_rows)
+        division, ends = runner.agree_on(divide, question, rows_at_once=step.rows_at_once)
         self.saver.note_end(ends)
         return runner.run(rows, step.rows_at_once, small_rows=small_rows, division=division)
 

@@ -30,6 +30,7 @@ from adaptive_batch.torchtune import (
     Job,
     ModelBuilder,
     Settings,
+    Sizers,
     Trainer,
     advise,
     all_ranks,
@@ -38,10 +39,8 @@ from adaptive_batch.torchtune import (
     estimate_spending,
     left_by_rounding,
     measure_critical_batch,
-    reference_sizer_of,
     set_up_process,
     show_details,
-    sizer_of,
     tokens_per_second,
     use_shipped_config,
     with_overrides,
@@ -70,13 +69,7 @@ def build(
     bounds = BoundFinder(job, data, watch=watch)
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
     bounds.check()
-    trainer = Trainer.load(
-        job,
-        data,
-        checkpoints,
-        sizer_of(job, data),
-        reference_sizer=reference_sizer_of(job, data),
-    )
+    trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data))
     trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer
@@ -131,13 +124,13 @@ def probe(
         step_rows = result.batch_size * settings.gradient_accumulation_steps
         of_reference = bounds.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
-    batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
+    rows_at_once = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
     if settings.probe.tune:
         # The other settings need their memory.
         del bounds, data, trainer
         tune(job, result, fitting_lengths[-1], watch)
         return results
-    advice = advise(job, data, result, batch_size=batch_size)
+    advice = advise(job, data, result, rows_at_once=rows_at_once)
     if advice:
         say(advice)
     return results

@@ -49,11 +49,11 @@ class _NoSizer:
         self.layout = MicroBatchLayout()
         self._batch_tokens = batch_tokens
 
-    def limit(self, batch_size: int) -> MicroBatchLimit:
+    def limit(self, rows_at_once: int) -> MicroBatchLimit:
         if self._batch_tokens is not None:
             # Rows are dealt to ranks by their tokens.
             return MicroBatchLimit(self._batch_tokens, "tokens")
-        return MicroBatchLimit(batch_size)
+        return MicroBatchLimit(rows_at_once)
 
 
 class AdaptiveBatches(Sampler[list[int]]):
@@ -138,7 +138,7 @@ class AdaptiveBatches(Sampler[list[int]]):
             maximum,
             counts_tokens=self._counts_tokens,
             divides_ahead=False,
-            first_batch_size=batch_size,
+            first=batch_size,
             asks_rank_zero=True,
             event=self._tell_all,
             order=self._order,
@@ -181,7 +181,7 @@ class AdaptiveBatches(Sampler[list[int]]):
     @property
     def batch_size(self) -> int:
         """Rows of a step on one device now."""
-        return self._planner.batch_size
+        return self._planner.batch.rows_at_once
 
     def set_batch_size(self, batch_size: int) -> None:
         """Take another batch size, between two epochs or after :meth:`load_state_dict`.
@@ -192,7 +192,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         if self._planner.batching.batch_size_schedule is not None:
             remedy = "batch_size_schedule decides what a step holds; set one of them"
             raise SettingError("batch_size", batch_size, remedy)
-        self._planner.take_batch_size(check_whole("batch_size", batch_size))
+        self._planner.batch.take(check_whole("batch_size", batch_size))
 
     def rows_on_largest_rank(self, batch_size: int) -> int:
         """Return the rows of a step on the rank that has most: there may be other ranks than

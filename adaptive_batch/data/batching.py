@@ -70,7 +70,8 @@ class Batching(Sampling):
     configuration mean what they do there.
 
     Attributes:
-        batch_size: rows of a micro-batch on one device, before a rule changes it.
+        batch_size: configured rows at once on one device, before a search or a rule changes them;
+            a step has `gradient_accumulation_steps` times as many.
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
         epochs: after which the growth function is not called any more; None for no limit.
     """

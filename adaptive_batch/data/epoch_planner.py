@@ -139,14 +139,14 @@ class EpochPlanner:
     def _new_token_steps(self) -> TokenSteps:
         return TokenSteps(self.batching, self.lengths, ranks=self.ranks, divisible=self._divisible)
 
-    def rule(self, batch_size: int) -> Callable[[Progress], int]:
+    def rule(self, rows_at_once: int) -> Callable[[Progress], int]:
         """Return the rows of a step on one device as a function of progress: the schedule's, or
-        `batch_size` accumulated.
+        `rows_at_once` accumulated.
         """
         rule = self.batching.batch_size_schedule
         batching = self.batching
         if rule is None or batching.batch_tokens:
-            rows = batch_size * batching.gradient_accumulation_steps
+            rows = rows_at_once * batching.gradient_accumulation_steps
             return lambda progress: rows
         return lambda progress: request_batch(rule, progress, maximum=self._maximum()).after
 
@@ -238,7 +238,7 @@ class EpochPlanner:
             )
         return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(progress)))
 
-    def constant(self, batch_size: int) -> EpochPlan:
+    def constant(self, rows_at_once: int) -> EpochPlan:
         """Divide the first epoch by a batch that does not change."""
         batching = self.batching
         if batching.batch_tokens:
@@ -246,40 +246,39 @@ class EpochPlanner:
             batches = self._token_steps.constant(order, self._rows.lengths)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
             return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: batches.rows))
-        step_rows = batch_size * batching.gradient_accumulation_steps * self.ranks
+        step_rows = rows_at_once * batching.gradient_accumulation_steps * self.ranks
         plan = EpochPlan.of(self.num_rows, step_rows=step_rows, **batching.ends)
         return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(Progress())))
 
     def ahead(
-        self, progress: Progress, batch_sizes: Mapping[int, int]
+        self, progress: Progress, sizes: Mapping[int, int]
     ) -> Iterator[tuple[Progress, list[int], EpochPlan]]:
         """Walk through the rest of training without training.
 
         Args:
             progress: where training is.
-            batch_sizes: `batch_size` of each epoch to walk through, as a growth function will make
-                it.
+            sizes: rows at once of each epoch to walk through, as a growth function makes them.
 
         Returns:
             For each step: progress before it, the numbers of its rows, the plan of its epoch.
         """
-        for at, size, order, plan in self._steps_ahead(progress, batch_sizes, counts_tokens=True):
+        for at, size, order, plan in self._steps_ahead(progress, sizes, counts_tokens=True):
             yield at, order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
 
     def rows_ahead(
-        self, progress: Progress, *, batch_size: int, num_steps: int
+        self, progress: Progress, *, rows_at_once: int, num_steps: int
     ) -> Iterator[list[int]]:
         """Yield the row numbers of the next steps, from epoch to epoch, where no growth function
-        changes `batch_size`.
+        changes `rows_at_once`.
         """
         # An epoch has a step or more.
         epochs = range(progress.epoch, progress.epoch + num_steps)
-        steps = self.ahead(progress, dict.fromkeys(epochs, batch_size))
+        steps = self.ahead(progress, dict.fromkeys(epochs, rows_at_once))
         for _, numbers, _ in islice(steps, num_steps):
             yield numbers
 
     def num_steps(
-        self, progress: Progress, batch_sizes: Mapping[int, int], *, sees_tokens: bool = True
+        self, progress: Progress, sizes: Mapping[int, int], *, sees_tokens: bool = True
     ) -> int:
         """Count the steps of :meth:`ahead`; without reading lengths where a schedule sees no tokens
         in training.
@@ -287,23 +286,23 @@ class EpochPlanner:
         counts_tokens = self.batching.batch_size_schedule is not None
         if counts_tokens and not sees_tokens and not self.batching.batch_tokens:
             num_steps = 0
-            for batch_size in batch_sizes.values():
-                for _, _, step_end in self._walk(progress, self.rule(batch_size), None):
+            for rows in sizes.values():
+                for _, _, step_end in self._walk(progress, self.rule(rows), None):
                     progress = step_end
                     num_steps += 1
                 progress = progress.after_epoch()
             return num_steps
-        return sum(1 for _ in self._steps_ahead(progress, batch_sizes, counts_tokens=counts_tokens))
+        return sum(1 for _ in self._steps_ahead(progress, sizes, counts_tokens=counts_tokens))
 
     def _steps_ahead(
-        self, progress: Progress, batch_sizes: Mapping[int, int], *, counts_tokens: bool
+        self, progress: Progress, sizes: Mapping[int, int], *, counts_tokens: bool
     ) -> Iterator[tuple[Progress, int, RowOrder, EpochPlan]]:
         """Walk as :meth:`ahead` does, but yield the number of a step's rows and the order of its
         epoch.
         """
         progress = replace(progress, rows_per_epoch=self.num_rows)
-        for batch_size in batch_sizes.values():
-            rule = self.rule(batch_size)
+        for rows in sizes.values():
+            rule = self.rule(rows)
             plan = self.divide(progress, rule)
             order = self.order(progress)
             for step_begin, size, step_end in self._walk(

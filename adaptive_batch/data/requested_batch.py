@@ -40,14 +40,14 @@ class RequestedBatch:
     Args:
         batching: batching as configured.
         sizer: knows the most rows that fit.
-        first: batch that training begins with; None for the one of the first step.
+        first: rows at once that training begins with; None for those of the first step.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
             :meth:`StepRunner.agree_on` compares.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
-        size: rows of a micro-batch, or with a schedule of a step, that are requested for a step
-            now.
+        rows_at_once: rows that run at once if they fit, as they are requested for a step now; the
+            step has `gradient_accumulation_steps` times as many.
         first: what it was when training began.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
             device.
@@ -66,7 +66,7 @@ class RequestedBatch:
         self._sizer = sizer
         self._asks_rank_zero = asks_rank_zero
         self._event = event
-        self.size = batching.batch_size
+        self.rows_at_once = batching.batch_size
         self.first = first
         self.saved_maximum = 0
         # The last epoch at whose beginning the growth function was called.
@@ -77,23 +77,19 @@ class RequestedBatch:
     @property
     def step_rows(self) -> int:
         """Rows of a step on one device, unless it is filled with tokens."""
-        return self.size * self._batching.gradient_accumulation_steps
+        return self.rows_at_once * self._batching.gradient_accumulation_steps
 
-    def take(self, size: int, *, is_first: bool = False) -> None:
-        """Take the size that a search has found, or that the user has set; it may be the one that
-        training begins with.
-        """
-        self.size = size
-        if is_first:
-            self.first = size
+    def take(self, rows_at_once: int) -> None:
+        """Take what a search has found, or the user has set."""
+        self.rows_at_once = rows_at_once
 
     def begin(self, first: int | None) -> None:
-        """Let training begin, or resume, with the size as it is now.
+        """Let training begin, or resume, with the rows at once as they are now.
 
         Args:
-            first: size that training began with; None for what is known of it.
+            first: rows at once that training began with; None for what is known of them.
         """
-        self.first = first or self.first or self.size
+        self.first = first or self.first or self.rows_at_once
 
     def maximum(self) -> int | None:
         """Return what a rule may not pass; None where it may grow freely, or the bound is not
@@ -120,7 +116,7 @@ class RequestedBatch:
     def grow(self, epoch: int) -> None:
         """Add the rows of the growth function to the batch."""
         function = self._batching.batch_increase_function
-        size = self.size
+        size = self.rows_at_once
         is_over = self._batching.epochs is not None and epoch >= self._batching.epochs
         if function is not None and epoch > self._grown_in and not is_over:
             batch = distributed.from_rank_zero(
@@ -132,11 +128,11 @@ class RequestedBatch:
             self._change(batch, "epoch", epoch)
 
     def ahead(self, progress: Progress, epochs: int) -> dict[int, int]:
-        """Return the size in each epoch that is left of so many, as the growth function answers
-        now.
+        """Return the rows at once in each epoch that is left of so many, as the growth function
+        answers now.
         """
         function = self._batching.batch_increase_function
-        size = self.size
+        size = self.rows_at_once
         sizes = {}
         for epoch in range(progress.epoch, epochs):
             if function is not None and (epoch > progress.epoch or self.grows_at(progress)):
@@ -155,7 +151,7 @@ class RequestedBatch:
             return request_batch(rule, progress, maximum=self.maximum())
 
         batch = distributed.from_rank_zero(request) if self._asks_rank_zero else request()
-        if batch.after != self.size or not (progress.steps or self._logged):
+        if batch.after != self.rows_at_once or not (progress.steps or self._logged):
             # a ramp may change it with each step: what is near to what was printed last is written
             # to the run log only
             prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
@@ -165,8 +161,8 @@ class RequestedBatch:
         return batch.after
 
     def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
-        previous = self.size
-        self.size = batch.after
+        previous = self.rows_at_once
+        self.rows_at_once = batch.after
         facts = {unit: at, "before": previous, "requested": batch.requested, "after": batch.after}
         message = f"{unit} {at}: {batch.describe(previous)}"
         self._event("batch_size", message, prints=prints, **facts)
@@ -176,7 +172,7 @@ class RequestedBatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
         return {
-            "batch_size": self.size,
+            "batch_size": self.rows_at_once,
             "first_batch_size": self.first,
             "grown_in": self._grown_in,
             "maximum": self.maximum(),
@@ -184,7 +180,7 @@ class RequestedBatch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state."""
-        self.size = state["batch_size"]
+        self.rows_at_once = state["batch_size"]
         self.first = state["first_batch_size"]
         self._grown_in = state["grown_in"]
         self.saved_maximum = state["maximum"] or 0

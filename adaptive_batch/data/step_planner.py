@@ -65,7 +65,7 @@ class EpochClock:
     def plan(self) -> EpochPlan:
         """The current epoch, divided into steps as its beginning shows it."""
         if self._plan is None:
-            self._plan = self._epochs.divide(self._at, self._epochs.rule(self._batch.size))
+            self._plan = self._epochs.divide(self._at, self._epochs.rule(self._batch.rows_at_once))
         return self._plan
 
     @property
@@ -77,7 +77,7 @@ class EpochClock:
             batching = self._epochs.batching
             scheduled = batching.batch_size_schedule is not None
             self._reference = self._epochs.constant(
-                batching.batch_size if scheduled else self._batch.first or self._batch.size
+                batching.batch_size if scheduled else self._batch.first or self._batch.rows_at_once
             )
         return self._reference
 
@@ -134,8 +134,7 @@ class PlannedRows:
 
     Attributes:
         progress: progress before the step, with the batch that is requested for it.
-        rows_at_once: rows of a micro-batch, or with a schedule of the step, that run at once if
-            they fit.
+        rows_at_once: rows that run at once if they fit.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
         following: row numbers that this rank is likely to take next.
@@ -177,7 +176,7 @@ class StepPlanner:
         counts_tokens: the tokens of an epoch must be known.
         divides_ahead: whether an epoch is divided into steps before it is trained, which may read
             lengths and ask rules, also where no clock counts tokens.
-        first_batch_size: batch that training begins with; None for the one of the first step.
+        first: rows at once that training begins with; None for those of the first step.
         asks_rank_zero: see :class:`RequestedBatch`.
         order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
@@ -197,7 +196,7 @@ class StepPlanner:
         ranks: int | None = None,
         counts_tokens: bool = False,
         divides_ahead: bool = True,
-        first_batch_size: int | None = None,
+        first: int | None = None,
         asks_rank_zero: bool = False,
         order: EpochOrder | None = None,
         event: Event = lambda kind, message, **facts: None,
@@ -205,7 +204,7 @@ class StepPlanner:
         self._rows = rows
         self.sizer = sizer
         self.batch = RequestedBatch(
-            batching, sizer, first=first_batch_size, asks_rank_zero=asks_rank_zero, event=event
+            batching, sizer, first=first, asks_rank_zero=asks_rank_zero, event=event
         )
         self.epochs = EpochPlanner(
             rows,
@@ -226,24 +225,19 @@ class StepPlanner:
         self._order: RowOrder = torch.zeros(0, dtype=torch.int64)
 
     @property
-    def batch_size(self) -> int:
-        """Rows that are requested for a step now; see :class:`RequestedBatch`."""
-        return self.batch.size
-
-    @property
     def batching(self) -> Batching:
         """What a step holds, as configured."""
         return self.epochs.batching
 
     @property
     def ranks(self) -> int:
-        """The number that a step has `batch_size` rows for each of."""
+        """The ranks that a step has its rows for."""
         return self.epochs.ranks
 
     @property
     def limit(self) -> MicroBatchLimit:
-        """What one micro-batch may hold at the current batch size."""
-        return self.sizer.limit(self.batch_size)
+        """What one micro-batch may hold now."""
+        return self.sizer.limit(self.batch.rows_at_once)
 
     # --- epochs
 
@@ -251,43 +245,41 @@ class StepPlanner:
         self,
         progress: Progress,
         *,
-        batch_size: int | None = None,
-        first_batch_size: int | None = None,
+        rows_at_once: int | None = None,
+        first: int | None = None,
     ) -> Progress:
         """Begin the first epoch of this run, or resume it; find the constant batch that schedules
         count in.
 
         Args:
             progress: where training is.
-            batch_size: see :meth:`begin_epoch`.
-            first_batch_size: batch that training began with; None for what is known of it.
+            rows_at_once: see :meth:`begin_epoch`.
+            first: rows at once that training began with; None for what is known of them.
         """
-        progress = self.begin_epoch(progress, batch_size=batch_size)
-        self.batch.begin(first_batch_size)
+        progress = self.begin_epoch(progress, rows_at_once=rows_at_once)
+        self.batch.begin(first)
         self.clock.forget_reference()
         if self.clock.reference.steps == 0:
             remedy = (
                 f"an epoch of {self.epochs.num_rows} rows has no whole step; set drop_last=False"
             )
-            raise SettingError("batch_size", self.batch_size, remedy)
+            raise SettingError("batch_size", self.batch.rows_at_once, remedy)
         return progress
 
-    def take_batch_size(self, batch_size: int, *, is_first: bool = False) -> None:
-        """Take the batch that a search has found, or that the user has set; it may be the one that
-        training begins with.
-        """
-        self.batch.take(batch_size, is_first=is_first)
-        if is_first:
-            self.clock.forget_reference()
+    def begin_with(self, rows_at_once: int) -> None:
+        """Take the batch that training begins with, as a search has found it."""
+        self.batch.take(rows_at_once)
+        self.batch.begin(rows_at_once)
+        self.clock.forget_reference()
 
-    def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
+    def begin_epoch(self, progress: Progress, *, rows_at_once: int | None = None) -> Progress:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
         epoch.
 
-        With a `batch_size` that is known, no rule is called.
+        Where `rows_at_once` is known, no rule is called.
         """
-        if batch_size is not None:
-            self.batch.take(batch_size)
+        if rows_at_once is not None:
+            self.batch.take(rows_at_once)
         elif progress.epoch_steps == 0:
             self.batch.grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
@@ -300,7 +292,7 @@ class StepPlanner:
             rows = self.clock.plan.rows
             remedy = f"a step of the requested batch is more than an epoch's {rows} rows"
             raise SettingError("drop_last", True, remedy)
-        if batch_size is None:
+        if rows_at_once is None:
             self._follow(progress)
         return progress
 
@@ -358,7 +350,7 @@ class StepPlanner:
         pace = self.clock.pace()
         if (progress.batch, progress.pace) != (batch, pace):
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, self.batch.size, numbers, positions, following)
+        return PlannedRows(progress, self.batch.rows_at_once, numbers, positions, following)
 
     def _follow(self, progress: Progress) -> int:
         """Return the requested rows of the next step on one device; with a schedule the batch size

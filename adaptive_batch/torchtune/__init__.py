@@ -30,7 +30,7 @@ from .resumed_run import ResumedRun
 from .run_profiler import RunProfiler
 from .run_saver import RunSaver
 from .settings import Settings, reference_tables, write_reference
-from .sizers import reference_sizer_of, sizer_of
+from .sizers import Sizers
 from .step_tally import StepTally
 from .task import NextTokens, Task
 from .trainer import Trainer
@@ -53,6 +53,7 @@ __all__ = [
     "RunProfiler",
     "RunSaver",
     "Settings",
+    "Sizers",
     "StepTally",
     "Task",
     "Trainer",
@@ -74,11 +75,9 @@ __all__ = [
     "measure_critical_batch",
     "never_due",
     "no_component_exits",
-    "reference_sizer_of",
     "reference_tables",
     "set_up_process",
     "show_details",
-    "sizer_of",
     "tokens_per_second",
     "use_shipped_config",
     "with_overrides",

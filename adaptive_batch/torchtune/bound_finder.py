@@ -21,7 +21,7 @@ from adaptive_batch.training import (
     Evaluation,
     ProbeOptions,
     WorstRows,
-    find_in_step,
+    kinds_to_choose_from,
 )
 
 from .data import Data
@@ -258,41 +258,29 @@ class BoundFinder:
         choices = None
         if trainer.runner.sizer.throughput is None:
             choices = self.choices(trainer)
-
-        def find(accumulates: bool) -> ProbeResult:
-            is_first = accumulates == several
-            return self.trials.find(
-                trainer,
-                rows,
-                maximum=self.most_rows,
-                accumulates=accumulates,
-                rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
-                path=self.path,
-                choices=choices if is_first else None,
-            )
-
+        search = partial(
+            self.trials.find,
+            trainer,
+            rows,
+            maximum=self.most_rows,
+            rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
+            path=self.path,
+        )
+        result = search(accumulates=several, choices=choices)
         # A batch that is still to be found is never above what fits, so it needs no second search.
-        keeps_batch = kept_step_rows is not None
-        is_kept = keeps_batch or self._fits_whole_step
-        return find_in_step(
-            find,
-            accumulates=several,
-            step_rows=step_rows if is_kept else None,
-            before_splitting=partial(self._check_it_splits, step_rows, keeps_batch),
-        )
-
-    def _check_it_splits(self, step_rows: int, keeps_batch: bool, first: ProbeResult) -> None:
-        """Refuse a step that does not fit where the optimizer runs in the backward."""
-        if not self._settings.optimizer_in_bwd:
-            return
-        whose = "the checkpoint's batch_size" if keeps_batch else "batch_size"
-        raise SettingError(
-            "optimizer_in_bwd",
-            True,
-            f"{whose} {step_rows} is above the {first.max_batch_size} rows that fit here, and"
-            " cannot be split into micro-batches; take a smaller one or more memory, or start"
-            " again with optimizer_in_bwd=False",
-        )
+        is_kept = kept_step_rows is not None or self._fits_whole_step
+        if several or not is_kept or step_rows <= result.max_batch_size:
+            return [result]
+        if settings.optimizer_in_bwd:
+            whose = "batch_size" if kept_step_rows is None else "the checkpoint's batch_size"
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here, and"
+                " cannot be split into micro-batches; take a smaller one or more memory, or start"
+                " again with optimizer_in_bwd=False",
+            )
+        return [result, search(accumulates=True)]
 
     def choices(self, trainer: Trainer) -> Choices | None:
         """Return the choices of the fastest micro-batches; None for as much at once as fits."""
@@ -300,17 +288,18 @@ class BoundFinder:
         data = self._data
         if not settings.chooses_fastest:
             return None
-        if settings.micro_batch_layout is not None:
-            layouts = [settings.micro_batch_layout]
-        elif settings.uniform_micro_batches:
-            layouts = ["padded"]
-        else:
-            layouts = ["grouped"]
-            reason = data.why_unpacked or trainer.why_not_packed(data.longest(2))
+
+        def why_not(kind: str) -> str:
+            reason = data.why_unpacked or trainer.why_not(kind, data.longest(2))
             if reason:
-                log.info("rows are not packed: %s", reason)
-            else:
-                layouts.append("packed")
+                log.info("rows are not %s: %s", kind, reason)
+            return reason
+
+        layouts: tuple[str, ...] = ("padded",)
+        if settings.micro_batch_layout is not None:
+            layouts = (settings.micro_batch_layout,)
+        elif not settings.uniform_micro_batches:
+            layouts = kinds_to_choose_from(why_not)
         rows = settings.step_rows
         if settings.batch_tokens:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
@@ -318,7 +307,7 @@ class BoundFinder:
         if settings.batch_changes or settings.grows:
             rows = 0
         unit = "rows" if settings.micro_batch_size else "tokens"
-        return Choices(tuple(layouts), unit, rows, settings.probe.objective)
+        return Choices(layouts, unit, rows, settings.probe.objective)
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""

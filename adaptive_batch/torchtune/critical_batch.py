@@ -39,7 +39,7 @@ from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
 from .settings import Settings
-from .sizers import reference_sizer_of, sizer_of
+from .sizers import Sizers
 from .trainer import Trainer
 
 # Steps of the configured batch that a branch has rows for; they make four of 16 times as many rows.
@@ -144,13 +144,7 @@ def _check_settings(settings: Settings) -> None:
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
     settings = job.settings
-    trainer = Trainer.load(
-        job,
-        data,
-        checkpoints,
-        sizer_of(job, data, searches=False),
-        reference_sizer=reference_sizer_of(job, data, searches=False),
-    )
+    trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data, searches=False))
     trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.

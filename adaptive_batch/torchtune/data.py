@@ -5,7 +5,7 @@ rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from types import NoneType
@@ -35,9 +35,6 @@ _MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
 # Rows that are collated before weights load, to see that they can be.
 _COLLATED_FIRST = 4
 
-# Wraps a function that makes a batch on the host.
-OnHost = Callable[[Callable[..., Any]], Callable[..., Any]]
-
 
 class Collator:
     """Makes rows a batch on the host: padded, or stacked where the dataset has packed them.
@@ -46,20 +43,19 @@ class Collator:
         job: job of the run.
         pad_id: token that rows are padded with.
         packed: whether the rows are packed.
-        on_host: wraps a function that makes a batch on the host.
 
     Attributes:
         packed: as given.
         collate: function that makes rows a batch as they are.
     """
 
-    def __init__(self, job: Job, *, pad_id: int, packed: bool, on_host: OnHost) -> None:
+    def __init__(self, job: Job, *, pad_id: int, packed: bool) -> None:
         self.packed = packed
         self._job = job
         self._pad_id = pad_id
         # A function that cannot be used is refused even where it is not.
         padded = job.task.collate_function(pad_id)
-        self.collate = on_host(padded_collate_packed if packed else padded)
+        self.collate = job.with_values(padded_collate_packed if packed else padded)
 
     def to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
         """Collate rows to at least that many tokens each."""
@@ -102,7 +98,6 @@ class Data:
         collator: makes rows of training a batch.
         shapes: what micro-batches are padded to; packed rows are as long as they may be.
         shapes_val: the same of validation.
-        on_host: wraps a function that makes a batch on the host, as one that packs rows.
     """
 
     def __init__(
@@ -114,7 +109,6 @@ class Data:
         tokenizer: Any = None,
         dataset_val: Any = None,
         packed_val: bool = False,
-        on_host: OnHost = lambda make: make,
     ) -> None:
         self._job = job
         self._settings = job.settings
@@ -127,11 +121,10 @@ class Data:
             first = dataset._datasets[0]
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", pad_id)
-        self.on_host = on_host
-        self.collator = Collator(job, pad_id=pad_id, packed=packed, on_host=on_host)
+        self.collator = Collator(job, pad_id=pad_id, packed=packed)
         self._collator_val = self.collator
         if packed_val != packed:
-            self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val, on_host=on_host)
+            self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
         self.dataset = Rows(
             job,
             "dataset",
@@ -146,12 +139,11 @@ class Data:
         self.shapes_val = _layout_of(job, None, packed=packed_val)
 
     @classmethod
-    def read(cls, job: Job, *, on_host: OnHost = lambda make: make) -> Data:
+    def read(cls, job: Job) -> Data:
         """Read the configured tokenizer and datasets.
 
         Args:
             job: job of the run.
-            on_host: wraps a function that makes a batch on the host.
 
         Raises:
             SettingError: not all of the model is trained, the loss is no next-token loss, or the
@@ -183,13 +175,12 @@ class Data:
             tokenizer=tokenizer,
             dataset_val=dataset_val,
             packed_val=packed_val,
-            on_host=on_host,
         )
 
     def loss_val(self, loss: RowLoss) -> RowLoss:
         """Return the loss of rows of validation, of training's loss."""
-        pack = None if self._collator_val.packed else loss.pack
-        return replace(loss, collate=self._collator_val.to_length, pack=pack)
+        join = None if self._collator_val.packed else loss.join
+        return replace(loss, collate=self._collator_val.to_length, join=join)
 
     # --- rows
 

@@ -59,7 +59,7 @@ from .job import own_compiler
 from .keys import load_function
 from .model import ModelBuilder
 from .settings import Settings
-from .sizers import sizer_of
+from .sizers import Sizers
 from .tasks import task_of
 from .trial_rows import TrialRows
 
@@ -510,15 +510,15 @@ class _Step:
         """Return training's first steps where so many of the longest rows fit."""
         data = self.run.data
         job = self.run.job
-        sizer = sizer_of(job, data)
-        batch_size = job.settings.batch_size
+        sizer = Sizers.of(job, data).training
+        rows_at_once = job.settings.batch_size
         if job.settings.use_maximum_batch_size:
-            batch_size = fit.max_batch_size
+            rows_at_once = fit.max_batch_size
         limit = sizer.limit_where_fits(
-            fit.max_batch_size, length=fit.sequence_length, rows_at_once=batch_size
+            fit.max_batch_size, length=fit.sequence_length, rows_at_once=rows_at_once
         )
         steps = self._trial_rows.epochs.rows_ahead(
-            Progress(), batch_size=batch_size, num_steps=REPLAYED_STEPS
+            Progress(), rows_at_once=rows_at_once, num_steps=REPLAYED_STEPS
         )
 
         def divide(numbers: Sequence[int]) -> list[MicroBatch]:

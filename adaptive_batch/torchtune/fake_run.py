@@ -36,7 +36,7 @@ from .data import Data
 from .job import Job, own_compiler
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings
-from .sizers import reference_sizer_of, sizer_of
+from .sizers import Sizers
 from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
@@ -81,11 +81,17 @@ class FakeRun:
         # Each number of rows would run other operations.
         if not settings.layout_kind.pads and not one_kernel:
             self._leave_out(
-                "micro_batch_layout=packed: rows are counted beside each other, of which all have"
-                " the longest's length"
+                f"micro_batch_layout={settings.micro_batch_layout}: rows are counted beside each"
+                " other, of which all have the longest's length"
             )
             settings = replace(settings, micro_batch_layout=None)
-        self.job = Job(self._eager_on_cpu(cfg), settings, builder, needs=TO_PLAN)
+        self.job = Job(
+            self._eager_on_cpu(cfg),
+            settings,
+            builder,
+            needs=TO_PLAN,
+            with_values=self._with_values,
+        )
         self.data = self._read_what_is_at_hand() if reads_data else self._make_up_data()
         if self.data.packed and self._on_accelerator:
             self._leave_out(
@@ -156,12 +162,12 @@ class FakeRun:
             for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
         )
         row = self.job.task.made_up_row(8, packed=packed)
-        return Data(self.job, [row], packed=packed, on_host=self._on_host)
+        return Data(self.job, [row], packed=packed)
 
     def _read_what_is_at_hand(self) -> Data:
         try:
             with _offline():
-                return Data.read(self.job, on_host=self._on_host)
+                return Data.read(self.job)
         except SettingError as error:
             if error.key not in ("tokenizer", "dataset") or error.__cause__ is None:
                 raise
@@ -177,7 +183,7 @@ class FakeRun:
             )
             raise SettingError(key, value, f"{remedy}; give lengths, such as {numbers}") from error
 
-    def _on_host(self, make: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_values(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that makes batches of real values, whatever is fake around it."""
         if make is padded_collate_packed:
             make = self._collate_packed
@@ -208,9 +214,8 @@ class FakeRun:
             self.job,
             self.data,
             model,
-            sizer_of(self.job, self.data),
+            Sizers.of(self.job, self.data),
             second=second,
-            reference_sizer=reference_sizer_of(self.job, self.data),
             to_device=self.device.batch,
             new_optimizer=self._new_optimizer,
         )
@@ -337,35 +342,23 @@ def expected_curve(
     builder: ModelBuilder | None = None,
 ) -> MemoryCurve:
     """Return what trials of these rows should peak at on the configured device."""
-    with own_compiler(cfg):
-        return _expected_curve(cfg, settings, rows, accumulates=accumulates, builder=builder)
-
-
-def _expected_curve(
-    cfg: DictConfig,
-    settings: Settings,
-    rows: Rows,
-    *,
-    accumulates: bool,
-    builder: ModelBuilder | None,
-) -> MemoryCurve:
     device = FakeDevice(
         CudaKernels.of_this_device() if str(cfg.device).startswith("cuda") else None
     )
-    run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
-    if run.data.packed and _SUPPORTS_FLEX_ATTENTION:
-        raise SettingError(
-            "dataset.packed",
-            True,
-            "flex attention, which packed rows have here, cannot run on fake tensors",
-        )
-    try:
-        step = run.step(rows, accumulates=accumulates)
-        few, more = traces_alike(step)
-    finally:
-        if run.job.cfg.compile:
-            # Variants of fake rows must not use up the compiler's limit for those of real ones.
-            torch.compiler.reset()
+    with own_compiler(cfg):
+        run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
+        if run.data.packed and _SUPPORTS_FLEX_ATTENTION:
+            raise SettingError(
+                "dataset.packed",
+                True,
+                "flex attention, which packed rows have here, cannot run on fake tensors",
+            )
+        try:
+            few, more = traces_alike(run.step(rows, accumulates=accumulates))
+        finally:
+            if run.job.cfg.compile:
+                # Variants of fake rows must not use up the compiler's limit for those of real ones.
+                torch.compiler.reset()
     return MemoryCurve.from_traces((few[0], few[1].trace), (more[0], more[1].trace))
 
 

@@ -40,6 +40,8 @@ class Job:
 
     Attributes:
         ranks: that a batch is counted on, as many as saw different rows when the run began.
+        with_values: wraps a function that makes a batch, so that it has values where tensors are
+            fake.
 
     Raises:
         SettingError: a key is missing or another recipe's, or the device or dtype cannot be used.
@@ -53,11 +55,13 @@ class Job:
         *,
         task: type[Task] | None = None,
         needs: Sequence[str] = TO_TRAIN,
+        with_values: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda make: make,
     ) -> None:
         complete(cfg, needs=needs)
         self.cfg = cfg
         self.settings = settings
         self.builder = builder or FullModel()
+        self.with_values = with_values
         self.ranks = distributed.data_parallel_size()
         asked = str(cfg.device).partition(":")[0]
         # torchtune takes the CPU in its place.

@@ -29,7 +29,6 @@ from adaptive_batch.training import (
     AdaptiveRate,
     FullBatchLoss,
     LimitChange,
-    MicroBatchSizer,
     StepResult,
 )
 
@@ -174,13 +173,6 @@ class TrainingLog:
     def limit(self, change: LimitChange, *, kind: str = "limit") -> None:
         """Log at once what a micro-batch holds from now on."""
         self.event(kind, change.describe(), **change.facts())
-
-    def limit_apart(self, change: LimitChange, *, kind: str, sizer: MicroBatchSizer) -> None:
-        """Log what a micro-batch of something else than training holds from now on; `sizer`, that
-        of training, counts its out-of-memory errors too.
-        """
-        sizer.count_out_of_memory(change.out_of_memory)
-        self.limit(change, kind=kind)
 
     @contextmanager
     def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
@@ -339,7 +331,7 @@ class TrainingLog:
             prints=self.is_new(content),
             epoch=epoch,
             global_batch=plan.step_rows,
-            batch_size=batches.batch_size,
+            batch_size=batches.batch.rows_at_once,
             batch_tokens=settings.batch_tokens,
             limit=holds.amount,
             unit=holds.unit,

@@ -16,7 +16,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.training import REFERENCE_VALUES
+from adaptive_batch.training import REFERENCE_VALUES, BatchForm
 
 from .config_errors import as_dict, check_block, one_line
 from .reference import SecondModel
@@ -87,11 +87,11 @@ class PreferencePairs(Task):
         answers = batch[_ANSWER_LENGTHS] if _ANSWER_LENGTHS in batch else batch["tokens"]
         return torch.tensor(len(answers) // len(self.fields))
 
-    def pack(self, rows: Sequence[Row]) -> tuple[Batch, list[int]]:
-        """Return the chosen answers and then the rejected ones, one after the other; and the tokens
-        of each, which the batch has, too.
+    def join(self, rows: Sequence[Row], form: BatchForm) -> tuple[Batch, list[int]]:
+        """Return the chosen answers and then the rejected ones, without padding; and the tokens of
+        each, which the batch has, too.
         """
-        batch, lengths = super().pack(rows)
+        batch, lengths = super().join(rows, form)
         batch[_ANSWER_LENGTHS] = torch.tensor(lengths)
         return batch, lengths
 

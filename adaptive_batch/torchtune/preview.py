@@ -47,7 +47,7 @@ class TrainingPreview:
         self._data = data
         self._settings = job.settings
         self._batches = batches
-        self._batch_sizes: dict[int, int] = {}
+        self._sizes: dict[int, int] = {}
         self._unknown = ""
         self._stage_notes: list[str] = []
         # The largest batch that a schedule returns, on one device.
@@ -73,14 +73,17 @@ class TrainingPreview:
                 # An epoch that has begun was asked about when it began.
                 if not has_begun:
                     grown = next_batch_size(
-                        function, epoch=progress.epoch, batch_size=batches.batch_size, maximum=None
+                        function,
+                        epoch=progress.epoch,
+                        batch_size=batches.batch.rows_at_once,
+                        maximum=None,
                     )
                     same_answers({"batch_increase_function": grown.after})
                 check_increments(
                     function,
                     first_epoch=progress.epoch + has_begun,
                     epochs=settings.epochs,
-                    batch_size=batches.batch_size,
+                    batch_size=batches.batch.rows_at_once,
                 )
 
     def look_ahead(
@@ -105,9 +108,9 @@ class TrainingPreview:
         settings = self._settings
         batches = self._batches
         epoch = progress.epoch
-        self._batch_sizes = {}
+        self._sizes = {}
         self._unknown = ""
-        sizes = [batches.batch_size] * max(0, settings.epochs - epoch)
+        sizes = [batches.batch.rows_at_once] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             with RandomState(self._job.device):
                 grown_sizes, reason = batch_sizes_ahead(
@@ -115,20 +118,17 @@ class TrainingPreview:
                     # An epoch that was asked about keeps its batch.
                     first_epoch=epoch + (not first),
                     epochs=settings.epochs,
-                    batch_size=batches.batch_size,
+                    batch_size=batches.batch.rows_at_once,
                     maximum=batches.batch.maximum(),
                 )
             sizes = grown_sizes
             if not first:
-                sizes = [batches.batch_size, *grown_sizes]
+                sizes = [batches.batch.rows_at_once, *grown_sizes]
             if reason:
                 self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {reason}"
-        self._batch_sizes = dict(enumerate(sizes, start=epoch))
+        self._sizes = dict(enumerate(sizes, start=epoch))
         same_answers(
-            {
-                f"batch_increase_function in epoch {at}": size
-                for at, size in self._batch_sizes.items()
-            }
+            {f"batch_increase_function in epoch {at}": size for at, size in self._sizes.items()}
         )
         reference = batches.clock.reference
         self.full_batch_rows = reference.step_rows
@@ -192,7 +192,7 @@ class TrainingPreview:
         progress = resumed.progress
         saved = resumed.saved
         batches = self._batches
-        batch_size = batches.batch_size
+        rows_at_once = batches.batch.rows_at_once
         lines = [message for _, message, _ in resumed.changes()]
         if settings.needs_bound:
             rows, tokens, source = bounds.known()
@@ -205,17 +205,17 @@ class TrainingPreview:
                     and not resumed.keeps_batch
                     and settings.batch_size_schedule is None
                 ):
-                    batch_size = rows
+                    rows_at_once = rows
                     if settings.probe.round_to_power_of_two:
-                        batch_size = 1 << rows.bit_length() - 1
-                    lines += filter(None, [left_by_rounding(rows, batch_size)])
+                        rows_at_once = 1 << rows.bit_length() - 1
+                    lines += filter(None, [left_by_rounding(rows, rows_at_once)])
         lines += filter(None, [bounds.known_of_reference()])
         known_first = batches.batch.first
-        batches.begin(progress, batch_size=batch_size)
+        batches.begin(progress, rows_at_once=rows_at_once)
         self.look_ahead(progress, saved=saved, first=batches.batch.grows_at(progress))
-        if self._batch_sizes:
-            first = next(iter(self._batch_sizes.values()))
-            batches.begin(progress, batch_size=first, first_batch_size=known_first or first)
+        if self._sizes:
+            first = next(iter(self._sizes.values()))
+            batches.begin(progress, rows_at_once=first, first=known_first or first)
             self.look_ahead(progress, saved=saved)
         configured = self._job.cfg.optimizer.get("lr")
         if "optimizer.lr" not in settings.saving.resume_allow_changes:
@@ -226,11 +226,11 @@ class TrainingPreview:
         return "\n".join([*lines, text])
 
     def _count_steps(self, progress: Progress) -> int:
-        unknown = range(progress.epoch + len(self._batch_sizes), self._settings.epochs)
-        last = [self._batches.batch_size, *self._batch_sizes.values()][-1]
+        unknown = range(progress.epoch + len(self._sizes), self._settings.epochs)
+        last = [self._batches.batch.rows_at_once, *self._sizes.values()][-1]
         # The best guess for an epoch whose batch is not known is that nothing changes.
         stays = dict.fromkeys(unknown, last)
-        return self._batches.epochs.num_steps(progress, {**self._batch_sizes, **stays})
+        return self._batches.epochs.num_steps(progress, {**self._sizes, **stays})
 
     def _planned(self, progress: Progress, rate: AdaptiveRate) -> Iterator[PlannedStep]:
         lengths = self._data.dataset.real_lengths
@@ -240,16 +240,16 @@ class TrainingPreview:
         scheduled = (
             self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         )
-        for at, rows, plan in self._batches.epochs.ahead(progress, self._batch_sizes):
+        for at, rows, plan in self._batches.epochs.ahead(progress, self._sizes):
             tokens = int(lengths[rows].sum())
             previous_key = key
             key = (at.epoch, at.batch)
             if key != previous_key:
                 # A schedule changes the batch within an epoch, a growth function between two.
-                batch_size = at.batch
+                rows_at_once = at.batch
                 if not scheduled:
-                    batch_size = self._batch_sizes[at.epoch]
-                limit = self._sizer.limit(batch_size)
+                    rows_at_once = self._sizes[at.epoch]
+                limit = self._sizer.limit(rows_at_once)
                 num_micro_batches = self._num_micro_batches(rows, limit)
             batch = len(rows)
             if rate.counts_tokens:
@@ -274,7 +274,7 @@ class TrainingPreview:
         """Return notes on the stages of a schedule."""
         settings = self._settings
         batches = self._batches
-        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch_size)
+        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch.rows_at_once)
         changes: dict[str, int] = {}
 
         def steps() -> Iterator[Progress]:

@@ -417,7 +417,7 @@ class ValidationSettings:
         """Whether validation runs as many rows at once as fit."""
         return self.is_on and self.batch_size_val == "auto"
 
-    def batch_size(self, of_training: int) -> int:
+    def rows_at_once(self, of_training: int) -> int:
         """Return the rows of a batch of validation, given the configured `batch_size`."""
         size = self.batch_size_val
         return size if isinstance(size, int) else of_training
@@ -428,7 +428,7 @@ class ValidationSettings:
         """
         if self.max_validation_batches is None:
             return rows
-        return min(rows, self.max_validation_batches * self.batch_size(batch_size) * ranks)
+        return min(rows, self.max_validation_batches * self.rows_at_once(batch_size) * ranks)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""The sizers of a run, as configured: they decide what a micro-batch may hold, of training and of a
-reference that runs apart.
-"""
+"""The sizers of a run, as configured: they decide what a micro-batch may hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from adaptive_batch.training import LimitChange, MicroBatchSizer
 
@@ -12,67 +12,81 @@ from .data import Data
 from .job import Job
 
 
-def sizer_of(
-    job: Job,
-    data: Data,
-    on_change: Callable[[LimitChange], object] = lambda change: None,
-    *,
-    searches: bool = True,
-) -> MicroBatchSizer:
-    """Return what decides what a micro-batch of training may hold, before anything was found.
+@dataclass(frozen=True)
+class Sizers:
+    """What decides how many rows of a run are in a micro-batch.
+
+    Attributes:
+        training: sizer of training.
+        reference: sizer of the reference; None where it runs within training's micro-batches.
+    """
+
+    training: MicroBatchSizer
+    reference: MicroBatchSizer | None = None
+
+    @classmethod
+    def of(
+        cls,
+        job: Job,
+        data: Data,
+        on_change: Callable[..., object] = lambda change, **kind: None,
+        *,
+        searches: bool = True,
+    ) -> Sizers:
+        """Return the sizers before anything was found.
+
+        Args:
+            job: job of the run.
+            data: rows of the run.
+            on_change: function that is called with each change of a limit; of the reference's with
+                ``kind="reference_limit"``.
+            searches: whether a search finds what ``auto`` stands for; without one it is the
+                configured `batch_size`.
+        """
+        settings = job.settings
+        configured: dict[str, Any] = {
+            "micro_batch_size": settings.micro_batch_size,
+            "micro_batch_tokens": settings.micro_batch_tokens,
+        }
+        if settings.fits_itself and not searches:
+            configured = {}
+        training = MicroBatchSizer(
+            **configured, layout=data.shapes, memory=job.memory, on_change=on_change
+        )
+        size = settings.reference_micro_batch_size
+        if size is None:
+            return cls(training)
+        configured = {"micro_batch_size": size}
+        if size == "auto" and searches:
+            configured = {"micro_batch_tokens": size}
+        elif size == "auto":
+            configured = {"micro_batch_size": settings.batch_size}
+        layout = data.shapes
+        if layout.uniform is None:
+            # What is computed of a row does not depend on the rows beside it.
+            layout = layout.of_kind("grouped", time=layout.time)
+        reference = MicroBatchSizer(
+            **configured,
+            layout=layout,
+            memory=job.memory,
+            on_change=counted_by(training, on_change, kind="reference_limit"),
+        )
+        return cls(training, reference)
+
+
+def counted_by(
+    training: MicroBatchSizer, on_change: Callable[..., object], *, kind: str
+) -> Callable[[LimitChange], None]:
+    """Return what is called with the changes of a limit apart from training's.
 
     Args:
-        job: job of the run.
-        data: rows of the run.
-        on_change: function that is called with each change of the limit.
-        searches: whether a search finds what ``auto`` stands for; without one it is the configured
-            `batch_size`.
+        training: sizer of training, which counts all out-of-memory errors.
+        on_change: function that is called with each change and its kind.
+        kind: kind of the changes.
     """
-    settings = job.settings
-    size = settings.micro_batch_size
-    tokens = settings.micro_batch_tokens
-    if settings.fits_itself and not searches:
-        size = None
-        tokens = None
-    return MicroBatchSizer(
-        micro_batch_size=size,
-        micro_batch_tokens=tokens,
-        layout=data.shapes,
-        memory=job.memory,
-        on_change=on_change,
-    )
 
+    def count(change: LimitChange) -> None:
+        training.count_out_of_memory(change.out_of_memory)
+        on_change(change, kind=kind)
 
-def reference_sizer_of(
-    job: Job,
-    data: Data,
-    on_change: Callable[[LimitChange], object] = lambda change: None,
-    *,
-    searches: bool = True,
-) -> MicroBatchSizer | None:
-    """Return what decides what a micro-batch of the reference may hold; None where it runs within
-    those of training. For the arguments see :func:`sizer_of`.
-    """
-    settings = job.settings
-    size = settings.reference_micro_batch_size
-    if size is None:
-        return None
-    rows: int | None = None
-    tokens: str | None = None
-    if isinstance(size, int):
-        rows = size
-    elif searches:
-        tokens = size
-    else:
-        rows = settings.batch_size
-    layout = data.shapes
-    if layout.uniform is None:
-        # What is computed of a row does not depend on the rows beside it.
-        layout = layout.of_kind("grouped", time=layout.time)
-    return MicroBatchSizer(
-        micro_batch_size=rows,
-        micro_batch_tokens=tokens,
-        layout=layout,
-        memory=job.memory,
-        on_change=on_change,
-    )
+    return count

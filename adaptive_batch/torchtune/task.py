@@ -15,7 +15,7 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 from adaptive_batch.data import lengthened
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import packed_row_lengths
-from adaptive_batch.training import count_shifted_labels, pack_rows
+from adaptive_batch.training import BatchForm, count_shifted_labels
 
 from .checks import check_chunks, check_loss, takes_chunks
 from .config_errors import building
@@ -148,12 +148,12 @@ class Task(ABC):
             for row in rows
         ]
 
-    def pack(self, rows: Sequence[Row]) -> tuple[Batch, list[int]]:
-        """Return one batch on the host in which the sequences of rows lie one after the other, see
-        :func:`pack_rows`; and the tokens of each.
+    def join(self, rows: Sequence[Row], form: BatchForm) -> tuple[Batch, list[int]]:
+        """Return one batch on the host of the sequences of rows, without padding; and the tokens of
+        each.
         """
         sequences = self.rows_of_sequences(rows)
-        batch = pack_rows(sequences, ignore_index=self.ignore_index)
+        batch = form.join(sequences, ignore_index=self.ignore_index)
         return batch, [len(sequence["tokens"]) for sequence in sequences]
 
     @abstractmethod

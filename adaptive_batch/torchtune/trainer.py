@@ -15,14 +15,13 @@ from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, is_out_of_memory
 from adaptive_batch.training import (
+    FORMS,
+    BatchForm,
     MicroBatchRunner,
-    MicroBatchSizer,
     RowLoss,
     RowReference,
     TriedStep,
     norm_to_clip,
-    pack_rows,
-    why_not_packed,
 )
 
 from .config_errors import one_line
@@ -30,6 +29,7 @@ from .data import Data
 from .job import Job
 from .model import Weights
 from .reference import Reference
+from .sizers import Sizers
 
 
 class Trainer:
@@ -38,12 +38,10 @@ class Trainer:
     Args:
         job, data: of the run.
         model: in its dtype on its device, loaded and divided.
-        sizer: decides what one micro-batch of training may hold.
+        sizers: decide what a micro-batch may hold.
         to_device: moves a batch, in place; None moves it to the job's device.
         new_optimizer: builds an optimizer of some parameters; None takes the configured one.
         second: frozen model that a task compares with; None where there is none of its own.
-        reference_sizer: decides what a micro-batch of the reference may hold; None where the
-            reference runs within those of training, or there is none.
 
     Attributes:
         model, optimizer: of the run.
@@ -55,14 +53,13 @@ class Trainer:
         job: Job,
         data: Data,
         model: torch.nn.Module,
-        sizer: MicroBatchSizer,
+        sizers: Sizers,
         *,
         to_device: Callable[[dict[str, Any]], None] | None = None,
         new_optimizer: (
             Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer] | None
         ) = None,
         second: torch.nn.Module | None = None,
-        reference_sizer: MicroBatchSizer | None = None,
     ) -> None:
         cfg = job.cfg
         settings = job.settings
@@ -82,12 +79,12 @@ class Trainer:
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
         reference = None
-        if reference_sizer is not None:
+        if sizers.reference is not None:
             assert job.task.num_reference_values, "the loss needs more of a reference than numbers"
             reference = RowReference(
                 partial(job.task.reference_values, self),
                 job.task.num_reference_values,
-                reference_sizer,
+                sizers.reference,
             )
         self.runner = MicroBatchRunner(
             model,
@@ -99,12 +96,12 @@ class Trainer:
                 row_length=job.task.length,
                 num_real_tokens=data.dataset.num_real_tokens,
                 dummy_row=lambda: data.dummy_row,
-                pack=data.on_host(self._pack),
+                join=job.with_values(self._join),
                 counts_rows=job.task.counts_rows,
                 metrics=job.task.metrics,
                 loss_of=job.task.loss_of,
             ),
-            sizer,
+            sizers.training,
             memory=job.memory,
             retries=settings.on_out_of_memory == "shrink",
             max_grad_norm=max_grad_norm,
@@ -137,15 +134,7 @@ class Trainer:
             self.optimizers = [self.optimizer]
 
     @classmethod
-    def load(
-        cls,
-        job: Job,
-        data: Data,
-        weights: Weights,
-        sizer: MicroBatchSizer,
-        *,
-        reference_sizer: MicroBatchSizer | None = None,
-    ) -> Trainer:
+    def load(cls, job: Job, data: Data, weights: Weights, sizers: Sizers) -> Trainer:
         """Build the model with its weights, and its optimizer.
 
         Raises:
@@ -170,14 +159,16 @@ class Trainer:
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
                 " several devices (tune run --nproc_per_node N)"
             ) from error
-        return cls(job, data, model, sizer, second=second, reference_sizer=reference_sizer)
+        return cls(job, data, model, sizers, second=second)
 
     def _to_device(self, batch: dict[str, Any]) -> None:
         utils.batch_to_device(batch, self._device)
 
-    def _pack(self, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
-        """Pack rows into one sequence, see :meth:`Task.pack`."""
-        batch, lengths = self._job.task.pack(rows)
+    def _join(
+        self, rows: Sequence[dict[str, Any]], form: BatchForm
+    ) -> tuple[dict[str, Any], list[int]]:
+        """Make rows one batch without padding, see :meth:`Task.join`."""
+        batch, lengths = self._job.task.join(rows, form)
         self._take_tokens(batch)
         return batch, lengths
 
@@ -190,30 +181,34 @@ class Trainer:
             if hasattr(model, "max_seq_len"):
                 model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
 
-    def why_not_packed(self, rows: Sequence[dict[str, Any]]) -> str:
-        """Return why packed rows would not train the model as padded ones do; empty where they
-        would. All ranks call it.
+    def why_not(self, kind: str, rows: Sequence[dict[str, Any]]) -> str:
+        """Return why rows of a layout that does not pad would not train the model as padded ones
+        do; empty where they would. All ranks call it.
 
         Args:
+            kind: kind of the layout.
             rows: the two longest of the dataset.
         """
         task = self._job.task
+        form = FORMS[kind]
 
         def token_loss(batch: dict[str, Any]) -> torch.Tensor:
             self.runner.loss.to_device(batch)
             return task.token_loss(self, batch)
 
-        def collate(sequences: Sequence[dict[str, Any]], _: int) -> dict[str, Any]:
-            batch: dict[str, Any] = padded_collate_sft(list(sequences))
-            return batch
-
         def pack(sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            batch = pack_rows(sequences, ignore_index=task.ignore_index)
+            batch = form.join(sequences, ignore_index=task.ignore_index)
             self._take_tokens(batch)
             return batch
 
         sequences = task.rows_of_sequences(rows)
-        return why_not_packed(self.model, token_loss, sequences, collate=collate, pack=pack)
+        return form.why_not(
+            self.model,
+            token_loss,
+            sequences,
+            collate=lambda sequences, length: padded_collate_sft(list(sequences)),
+            pack=pack,
+        )
 
     def check_layout(self, data: Data) -> None:
         """Refuse packed rows that would not train the model as padded ones do; all ranks call it.
@@ -224,7 +219,7 @@ class Trainer:
         settings = self._job.settings
         if settings.layout_kind.pads:
             return
-        reason = self.why_not_packed(data.longest(2))
+        reason = self.why_not(data.shapes.kind, data.longest(2))
         if reason:
             remedy = f"{reason}; or give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)

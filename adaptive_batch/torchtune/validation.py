@@ -19,6 +19,7 @@ from .bound_finder import BoundFinder, TrialSearch
 from .data import Data
 from .job import Job
 from .log import TrainingLog
+from .sizers import counted_by
 from .trainer import Trainer
 
 
@@ -58,7 +59,7 @@ class Validation:
         self.num_rows = validation.rows_of(
             len(data.dataset_val), batch_size=settings.batch_size, ranks=job.ranks
         )
-        rows: int | None = validation.batch_size(settings.batch_size)
+        rows: int | None = validation.rows_at_once(settings.batch_size)
         tokens = None
         if validation.fits_itself:
             bound = self._find(trainer, bounds.trials)
@@ -80,7 +81,7 @@ class Validation:
             micro_batch_tokens=tokens,
             layout=data.shapes_val,
             memory=job.memory,
-            on_change=partial(log.limit_apart, kind="validation_limit", sizer=self._runner.sizer),
+            on_change=counted_by(self._runner.sizer, log.limit, kind="validation_limit"),
         )
         loss = replace(data.loss_val(self._runner.loss), dummy_row=lambda: data.dataset_val[0])
         self._evaluator = Evaluator(self._runner, loss, sizer)

@@ -2,7 +2,8 @@
 
 from .adaptive_step import AdaptiveStep, check_sizes
 from .agreement import Question, differences, same_answers
-from .bound_search import SEARCHES, BoundSearch, ProbeOptions, find_in_step, find_max_batch_size
+from .batch_forms import FORMS, BatchForm, kinds_to_choose_from
+from .bound_search import SEARCHES, BoundSearch, ProbeOptions, find_max_batch_size
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
@@ -13,7 +14,6 @@ from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
 from .options import StepOptions
 from .packing import pack_rows, rows_apart
-from .packing_check import why_not_packed
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
@@ -23,6 +23,7 @@ from .throughput_search import Choices
 from .trials import Evaluation, TriedStep, WorstRows
 
 __all__ = [
+    "FORMS",
     "ON_NONFINITE_LOSS",
     "REFERENCE",
     "REFERENCE_VALUES",
@@ -30,6 +31,7 @@ __all__ = [
     "AdaptiveLoop",
     "AdaptiveRate",
     "AdaptiveStep",
+    "BatchForm",
     "BoundSearch",
     "Choices",
     "Evaluation",
@@ -56,13 +58,12 @@ __all__ = [
     "check_sizes",
     "count_shifted_labels",
     "differences",
-    "find_in_step",
     "find_max_batch_size",
     "has_batch_norm",
     "is_compiled",
+    "kinds_to_choose_from",
     "norm_to_clip",
     "pack_rows",
     "rows_apart",
     "same_answers",
-    "why_not_packed",
 ]

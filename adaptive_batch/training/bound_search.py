@@ -45,13 +45,13 @@ from adaptive_batch.probe import (
     Predictive,
     ProbeResult,
     Search,
-    Throughput,
     TimeLimit,
     Trial,
     run_search,
     try_again,
 )
 
+from .compilations import any_number_of_variants
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .parts import RowsOfBatch, counted_sample, length_in_sample
 from .sizing import MicroBatchSizer
@@ -310,8 +310,12 @@ class BoundSearch:
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(min(budgets), resident_bytes)
                 if self._choices and result.max_batch_size and result.throughput is None:
-                    seconds_of_search = time.perf_counter() - start
-                    fastest = self._fastest(self._choices, result, seconds_of_search)
+                    if is_compiled(self._tried.runner.model):
+                        stack.enter_context(any_number_of_variants())
+                    # About twice the time of the search by memory.
+                    seconds = distributed.maximum(int(1e6 * (time.perf_counter() - start))) * 2e-6
+                    search = ThroughputSearch(self._tried, self._dry_run, self._choices, self._rows)
+                    fastest = search(result.max_batch_size, seconds=seconds)
                     result = replace(result, throughput=fastest)
         finally:
             if is_compiled(self._tried.runner.model):
@@ -391,18 +395,6 @@ class BoundSearch:
                 lost.facts[evaluation.lost_key] = size
                 raise
 
-    def _fastest(
-        self, choices: Choices, result: ProbeResult, seconds_of_search: float
-    ) -> Throughput | None:
-        """Return what is fastest within what fits, found in about twice the time of the search by
-        memory.
-        """
-        start = time.perf_counter()
-        seconds = distributed.maximum(int(1e6 * seconds_of_search)) * 2e-6
-        search = ThroughputSearch(self._tried, self._dry_run, choices, self._rows)
-        fastest = search(result.max_batch_size, seconds=seconds)
-        return fastest and replace(fastest, seconds=time.perf_counter() - start)
-
     def _varying_steps(self, size: int) -> Iterator[Sequence[Callable[[], None]]]:
         """Yield the micro-batches of steps: the longest, what comes first in training, and the
         longest again.
@@ -449,32 +441,6 @@ class BoundSearch:
             granularity_bytes=self._memory.granularity_bytes,
             expected=expected,
         )
-
-
-def find_in_step(
-    find: Callable[[bool], ProbeResult],
-    *,
-    accumulates: bool,
-    step_rows: int | None,
-    before_splitting: Callable[[ProbeResult], object] = lambda first: None,
-) -> list[ProbeResult]:
-    """Search for one micro-batch; where a step has more rows than fit, search again with gradients
-    there.
-
-    Args:
-        find: function that searches, given whether gradients are there when a forward begins.
-        accumulates: whether some step has several micro-batches whatever fits.
-        step_rows: rows of a step; None where a step of more rows is not run.
-        before_splitting: function that is called with the first result before the second search.
-
-    Returns:
-        The searches; the one that counts is last.
-    """
-    first = find(accumulates)
-    if accumulates or step_rows is None or step_rows <= first.max_batch_size:
-        return [first]
-    before_splitting(first)
-    return [first, find(True)]
 
 
 def find_max_batch_size(

@@ -111,5 +111,5 @@ class Evaluator:
 
     def _layout(self) -> MicroBatchLayout:
         training = self._runner.sizer.layout
-        kind = "padded" if self._loss.pack is None else training.kind
+        kind = "padded" if self._loss.join is None else training.kind
         return self._sizer.layout.of_kind(kind, time=training.time)

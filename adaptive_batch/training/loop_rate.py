@@ -77,18 +77,19 @@ class LoopRate(AdaptiveRate):
             "lr_clock": str(clock),
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
-        self._described_batch = self._planner.batch_size
+        self._described_batch = self._planner.batch.rows_at_once
 
     def describe_batch(self) -> None:
         """Log once of each batch size how the rate stands to it, where nothing scales the rate."""
         planner = self._planner
-        if planner.batch_size == self._described_batch:
+        if planner.batch.rows_at_once == self._described_batch:
             return
-        self._described_batch = planner.batch_size
+        self._described_batch = planner.batch.rows_at_once
         # The configured batch, or what the first search has found.
         assert planner.batch.first is not None, "AdaptiveBatches gives it"
         line = self.describe_unscaled(
-            planner.batch_size * planner.ranks, configured=planner.batch.first * planner.ranks
+            planner.batch.rows_at_once * planner.ranks,
+            configured=planner.batch.first * planner.ranks,
         )
         if line and distributed.is_rank_zero():
             log.info("%s", line)

@@ -17,7 +17,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import BoundSearch, ProbeOptions, find_in_step
+from .bound_search import BoundSearch, ProbeOptions
 from .rate import AdaptiveRate
 from .row_step import RowStep
 from .throughput_search import Choices
@@ -104,14 +104,17 @@ class LoopSearch:
             ).run()
 
         try:
-            results = find_in_step(find, accumulates=splits, step_rows=step_rows)
+            result = find(splits)
+            accumulates = splits or step_rows > result.max_batch_size
+            if accumulates and not splits:
+                result = find(True)
         finally:
             dataset.forget()
-        self._sizer.found(results[-1])
-        self._accumulates = splits or len(results) > 1
+        self._sizer.found(result)
+        self._accumulates = accumulates
         if self._seeks_batch_size and not self._batches.progress.steps:
-            planner.take_batch_size(results[-1].batch_size, is_first=True)
-        return results[-1]
+            planner.begin_with(result.batch_size)
+        return result
 
     def _choices(self, step_rows: int, objective: str) -> Choices | None:
         batch_tokens = self._batches.planner.batching.batch_tokens
@@ -143,12 +146,12 @@ class LoopSearch:
         """
         from adaptive_batch.estimate import REPLAYED_STEPS
 
-        batch_size = self._batches.batch_size
+        rows_at_once = self._batches.batch_size
         if self._is_due:
-            batch_size = max_batch_size
+            rows_at_once = max_batch_size
         return self._batches.planner.epochs.rows_ahead(
             self._batches.progress.at_epoch_start(),
-            batch_size=batch_size,
+            rows_at_once=rows_at_once,
             num_steps=REPLAYED_STEPS,
         )
 

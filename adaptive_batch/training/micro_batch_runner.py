@@ -21,11 +21,11 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.schedules import NoiseSample
 
-from .agreement import Division, Question
+from .agreement import Division
+from .batch_forms import FORMS, BatchForm
 from .clipping import clip_gradients
 from .gradients import SummedGradients
 from .oom_retry import OutOfMemoryElsewhereError
-from .packing import rows_apart
 from .reference_pass import REFERENCE_VALUES, ReferencePass, RowReference
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
@@ -50,8 +50,8 @@ class RowLoss:
         num_real_tokens: those of them that are not padding.
         dummy_row: a row that has a label, for a rank that has none left; needed where there are
             several.
-        pack: ``pack(rows)`` makes one batch on the host in which sequences lie one after the other,
-            and returns it with the tokens of each; None where rows cannot be packed.
+        join: ``join(rows, form)`` makes one batch on the host in which no sequence is padded, and
+            returns it with the tokens of each; None where rows are always padded.
         counts_rows: whether `mean_loss` is a mean over rows and `count_labels` counts these. The
             share of a micro-batch is then known before its backward, and weights its loss.
         metrics: names of further means, over rows where these are counted, else over labels.
@@ -66,7 +66,7 @@ class RowLoss:
     row_length: Callable[[Row], int]
     num_real_tokens: Callable[[Row], int]
     dummy_row: Callable[[], Row] | None = None
-    pack: Callable[[Sequence[Row]], tuple[Batch, list[int]]] | None = None
+    join: Callable[[Sequence[Row], BatchForm], tuple[Batch, list[int]]] | None = None
     counts_rows: bool = False
     metrics: tuple[str, ...] = ()
     loss_of: Callable[..., torch.Tensor | None] = lambda **metrics: None
@@ -76,14 +76,15 @@ class RowLoss:
         self, rows: Sequence[Row], layout: MicroBatchLayout, length: int = 0
     ) -> Iterator[Batch]:
         """Give one batch on the host, as the layout asks for, of at least so many tokens a row;
-        packed sequences stay apart within.
+        sequences that are not padded stay apart within.
         """
-        if layout.pads or self.pack is None:
+        if layout.pads or self.join is None:
             longest = max(map(self.row_length, rows))
             yield self.collate(rows, length or layout.padded(longest))
             return
-        batch, lengths = self.pack(rows)
-        with rows_apart(lengths):
+        form = FORMS[layout.kind]
+        batch, lengths = self.join(rows, form)
+        with form.apart(lengths):
             yield batch
 
     def loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,28 +317,14 @@ class MicroBatchRunner(StepRunner):
         if reference is not None:
             self.reference = ReferencePass(self, loss, reference)
 
-    def _divide(
+    def divide(
         self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit
     ) -> Division:
+        """Divide rows of this rank within a limit; see :meth:`run`."""
         if copies_of_each_row() > 1:
             small_rows = None
         lengths = list(map(self.loss.row_length, rows))
         return Division(_split(lengths, limit, self.sizer.layout, small_rows))
-
-    def agree(
-        self,
-        rows: Sequence[Row],
-        rows_at_once: int,
-        question: Question,
-        *,
-        small_rows: tuple[int, ...] | None = None,
-    ) -> tuple[Division, bool]:
-        """Agree with all ranks on a step before it runs, see :meth:`agree_on`; for the arguments
-        see :meth:`run`.
-        """
-        return self.agree_on(
-            partial(self._divide, rows, small_rows), question, rows_at_once=rows_at_once
-        )
 
     def run(
         self,
@@ -357,15 +344,15 @@ class MicroBatchRunner(StepRunner):
             small_rows: positions of the rows that noise is sampled with, and which run before the
                 others; where micro-batches keep the order of rows, the first micro-batch is these.
                 None samples none.
-            division: division that ranks have agreed upon, see :meth:`agree`; None lets them agree
-                here.
+            division: division that ranks have agreed upon, see :meth:`agree_on`; None lets them
+                agree here.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
         assert small_rows is None or self._measures_noise
-        divide = partial(self._divide, rows, small_rows)
+        divide = partial(self.divide, rows, small_rows)
         num_rows = None if division is None else division.num_rows
         if num_rows is None and self.loss.counts_rows:
             num_rows = sum(distributed.all_gather(len(rows)))

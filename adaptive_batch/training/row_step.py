@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,11 +19,10 @@ from adaptive_batch.probe import OBJECTIVES
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question
+from .batch_forms import FORMS, kinds_to_choose_from
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
 from .options import StepOptions
-from .packing import pack_rows, packed_lengths, rows_apart
-from .packing_check import why_not_packed
 from .parts import Part, RowsOfBatch, Splittable
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
@@ -76,7 +75,7 @@ class RowLayouts:
         if written is not None:
             sizer.use_layout(written)
         if not sizer.layout.pads:
-            reason = self._why_not_packed()
+            reason = self._why_not(sizer.layout.kind)
             if reason:
                 raise SettingError("micro_batch_layout", written, f"{reason}; or give grouped")
 
@@ -99,13 +98,11 @@ class RowLayouts:
         """Return the layouts of which the fastest may be; ranks ask together."""
         if self._written is not None:
             return (self._written,)
-        if self._why_not_packed():
-            return ("grouped",)
-        return ("grouped", "packed")
+        return kinds_to_choose_from(self._why_not)
 
-    def _why_not_packed(self) -> str:
-        """Return why packed rows would not train the model as padded ones do; empty where they
-        would. Ranks ask together.
+    def _why_not(self, kind: str) -> str:
+        """Return why rows of a layout that does not pad would not train the model as padded ones
+        do; empty where they would. Ranks ask together.
         """
         # A row of one token has no label.
         rows = self._dataset.longest(min(2, len(self._dataset)))
@@ -117,13 +114,14 @@ class RowLayouts:
             ):
                 return "rows are no mappings with `labels` and `tokens` or `input_ids`"
 
-        def collate(rows: Sequence[Any], length: int) -> Any:
-            return self._collate([dict(row) for row in rows])
-
-        def pack(rows: Sequence[Any]) -> Any:
-            return pack_rows(rows, ignore_index=IGNORE_INDEX)
-
-        return why_not_packed(self._model, self._token_loss, rows, collate=collate, pack=pack)
+        form = FORMS[kind]
+        return form.why_not(
+            self._model,
+            self._token_loss,
+            rows,
+            collate=lambda rows, length: self._collate([dict(row) for row in rows]),
+            pack=partial(form.join, ignore_index=IGNORE_INDEX),
+        )
 
 
 class _RowsOfStep:
@@ -249,7 +247,7 @@ class RowStep:
         changes are copies.
         """
         if self.is_packed:
-            return pack_rows(rows, ignore_index=IGNORE_INDEX)
+            return FORMS[self.sizer.layout.kind].join(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
     def _token_loss(self, batch: Batch) -> torch.Tensor:
@@ -272,7 +270,8 @@ class RowStep:
 
     def _rows_apart(self, batch: Batch) -> AbstractContextManager[object]:
         """Keep packed rows from seeing each other, in backward too."""
-        return rows_apart(packed_lengths(batch)) if self.is_packed else nullcontext()
+        form = FORMS.get(self.sizer.layout.kind)
+        return nullcontext() if form is None else form.apart(form.lengths(batch))
 
     def rows_of_step(self, rows: Sequence[Row]) -> _RowsOfStep:
         """Return rows as a batch that is ready to be split."""

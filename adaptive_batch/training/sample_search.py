@@ -14,7 +14,7 @@ from adaptive_batch._util import check_bool, check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import BoundSearch, ProbeOptions, find_in_step
+from .bound_search import BoundSearch, ProbeOptions
 from .gradients import GradientsApart
 from .model_checks import check_parameters, gradients_must_come
 from .part_runner import LENGTHS_REMEDY, PartRunner
@@ -71,14 +71,14 @@ class SampleSearch:
             self._runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
         )
         worst = WorstRows.of_sample(counted_sample(sample, self._split_batch), length)
-        results = find_in_step(
-            lambda accumulates: BoundSearch(tried, worst, options, accumulates=accumulates).run(),
-            accumulates=accumulates or self._sizer.may_split,
-            step_rows=batch_size,
-        )
-        self._sizer.found(results[-1])
-        self._tried_one_part = len(results) == 1 and not (accumulates or self._sizer.may_split)
-        return results[-1]
+        accumulates |= self._sizer.may_split
+        result = BoundSearch(tried, worst, options, accumulates=accumulates).run()
+        is_split = batch_size is not None and batch_size > result.max_batch_size
+        if is_split and not accumulates:
+            result = BoundSearch(tried, worst, options, accumulates=True).run()
+        self._sizer.found(result)
+        self._tried_one_part = not (is_split or accumulates)
+        return result
 
     def see_split(self, num_pieces: int) -> None:
         """Warn once where a batch ran in several parts, and trials in one alone."""

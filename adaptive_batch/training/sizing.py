@@ -221,26 +221,6 @@ class _ConfiguredSize:
     def is_auto(self) -> bool:
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
 
-    def limit(self, rows_at_once: int, max_batch_size: int | None) -> MicroBatchLimit:
-        """Return the limit; ``micro_batch_tokens="auto"`` has none here.
-
-        Args:
-            rows_at_once: see :meth:`MicroBatchSizer.limit`.
-            max_batch_size: the most rows that fit; None before a search: ``auto`` is without a
-                limit then.
-        """
-        rows = self.micro_batch_size
-        tokens = self.micro_batch_tokens
-        if tokens == "auto":
-            tokens = NO_LIMIT
-        if tokens is not None:
-            return MicroBatchLimit(int(tokens), "tokens")
-        if rows == "auto":
-            rows = max_batch_size or NO_LIMIT
-        if rows is None:
-            rows = min(rows_at_once, max_batch_size or rows_at_once)
-        return MicroBatchLimit(int(rows))
-
     def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
         """Refuse a size above what fits; it is never cut in silence."""
         rows = self.micro_batch_size
@@ -547,35 +527,41 @@ class MicroBatchSizer:
     def limit(self, rows_at_once: int) -> MicroBatchLimit:
         """Return what a micro-batch may hold now.
 
-        Before a search ``auto`` is without a limit, see :attr:`waits_for_search`.
-
         Args:
             rows_at_once: rows that run at once where no size is configured and all of them fit.
         """
         if self.throughput is not None:
             usual = self.throughput.limit
-        elif self._configured.micro_batch_tokens == "auto" and self.tried_length:
-            usual = MicroBatchLimit(self._tried_tokens, "tokens")
         else:
-            usual = self._configured.limit(rows_at_once, self.max_batch_size)
+            usual = self.limit_where_fits(
+                self.max_batch_size, length=self.tried_length, rows_at_once=rows_at_once
+            )
         lowered = self._lowered.current
         if lowered is not None and lowered.amount < usual.amount:
             return lowered
         return usual
 
     def limit_where_fits(
-        self, max_batch_size: int, *, length: int, rows_at_once: int
+        self, max_batch_size: int | None, *, length: int, rows_at_once: int
     ) -> MicroBatchLimit:
-        """Return what a micro-batch would hold where so many rows fit, whatever was found here.
+        """Return what a micro-batch would hold where so many rows fit, as it is configured.
 
         Args:
-            max_batch_size: the most rows that fit at once there.
+            max_batch_size: the most rows that fit at once there; None leaves ``auto`` unlimited.
             length: tokens of each of them.
             rows_at_once: see :meth:`limit`.
         """
-        if self._configured.micro_batch_tokens == "auto":
-            return MicroBatchLimit(self._padded_tokens(max_batch_size, length), "tokens")
-        return self._configured.limit(rows_at_once, max_batch_size)
+        rows = self._configured.micro_batch_size
+        tokens = self._configured.micro_batch_tokens
+        if tokens == "auto":
+            tokens = self._padded_tokens(max_batch_size or 0, length) or NO_LIMIT
+        if tokens is not None:
+            return MicroBatchLimit(int(tokens), "tokens")
+        if rows == "auto":
+            rows = max_batch_size or NO_LIMIT
+        if rows is None:
+            rows = min(rows_at_once, max_batch_size or rows_at_once)
+        return MicroBatchLimit(int(rows))
 
     @property
     def splits(self) -> bool:
@@ -596,11 +582,6 @@ class MicroBatchSizer:
     def must_ease(self) -> bool:
         """Whether the limit is to be a little smaller: this rank's allocator only just had room."""
         return self._lowered.must_ease
-
-    @property
-    def _tried_tokens(self) -> int:
-        """Padded tokens of the largest micro-batch that was tried and fits."""
-        return self._padded_tokens(self.max_batch_size or 0, self.tried_length)
 
     def _padded_tokens(self, rows: int, length: int) -> int:
         return self.layout.padded_tokens([length] * rows)
@@ -644,7 +625,7 @@ class MicroBatchSizer:
             # It may have been found where more fits.
             fitting = max_batch_size
             if self.throughput.limit.unit == "tokens":
-                fitting = self._tried_tokens
+                fitting = self._padded_tokens(max_batch_size, self.tried_length)
             self.throughput = _within(self.throughput, fitting)
         if result.throughput is not None:
             self._choose(result.throughput)

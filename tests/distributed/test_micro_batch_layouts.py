@@ -73,7 +73,7 @@ def mean_loss(model: Positioned, batch: dict[str, torch.Tensor]) -> torch.Tensor
     )
 
 
-def packed(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
+def packed(rows: Sequence[dict[str, Any]], form: object) -> tuple[dict[str, Any], list[int]]:
     """Rows laid end to end, and the tokens of each."""
     return pack_rows(rows, ignore_index=IGNORED), [len(row["tokens"]) for row in rows]
 
@@ -82,7 +82,7 @@ def runner(
     model: Positioned, limit: MicroBatchLimit, layout: MicroBatchLayout, **options: Any
 ) -> MicroBatchRunner:
     run = runner_of(model, limit, mean_loss=partial(mean_loss, model), layout=layout, **options)
-    run.loss = replace(run.loss, pack=packed)
+    run.loss = replace(run.loss, join=packed)
     return run
 
 
@@ -218,7 +218,7 @@ def everything_fails() -> list[tuple[float, int]]:
             return value
 
         run = runner_of(model, limit, mean_loss=loss, layout=MicroBatchLayout(kind="packed"))
-        run.loss = replace(run.loss, pack=packed)
+        run.loss = replace(run.loss, join=packed)
         run.learn_from_a_row()
         rows = make_rows([3 + (5 * number) % 13 for number in range(16)])
         expected, *_ = by_hand(reference, rows)

@@ -29,10 +29,10 @@ from adaptive_batch.torchtune import (
     Data,
     Job,
     Settings,
+    Sizers,
     Trainer,
     builder_of,
     estimate_devices,
-    sizer_of,
 )
 from adaptive_batch.training import BoundSearch, ProbeOptions
 
@@ -263,7 +263,7 @@ class RealRun:
         self.data.dataset._measured = Measured(
             torch.tensor([[length, length, 400]]).expand(len(self.data.dataset), 3)
         )
-        self.trainer = Trainer.load(job, self.data, RandomWeights(job), sizer_of(job, self.data))
+        self.trainer = Trainer.load(job, self.data, RandomWeights(job), Sizers.of(job, self.data))
 
 
 class RandomWeights:

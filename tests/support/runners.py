@@ -65,7 +65,7 @@ class SmallRunner(MicroBatchRunner):
 
     def division(self, rows: Sequence[Any], small_rows: tuple[int, ...] | None = None) -> Division:
         """Return how rows are divided."""
-        return self._divide(rows, small_rows, self.sizer.limit())
+        return self.divide(rows, small_rows, self.sizer.limit())
 
 
 def build_runner(

@@ -30,7 +30,7 @@ from torchtune import training
 from adaptive_batch.data import Measured, MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Trainer, builder_of
+from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Sizers, Trainer, builder_of
 
 from .allocator_on_stack import described
 from .model_families import MODELS, Combination, ZeroWeights
@@ -155,7 +155,7 @@ def train(run: StackRun) -> Outcome:
     found: dict[str, int] = {}
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:
-        trainer = Trainer.load(job, data, NoWeights(run.combination), sizer)
+        trainer = Trainer.load(job, data, NoWeights(run.combination), Sizers(sizer))
         trainer.model.train()
         if run.probes:
             result = search(BoundFinder(job, data), trainer)

@@ -27,7 +27,7 @@ from support.stack_runs import NoWeights
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.step_log import STREAM
-from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Trainer, builder_of
+from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Sizers, Trainer, builder_of
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.torchtune.fake_run import FakeRun
 
@@ -115,9 +115,8 @@ def on_cuda(
     job.memory.divides_large_blocks = False
     data = Data(job, made_up_rows(job, 1, 8), packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
-    trainer = Trainer(
-        job, data, model, HeldSizer(MicroBatchLimit(rows), layout=data.shapes, memory=job.memory)
-    )
+    sizer = HeldSizer(MicroBatchLimit(rows), layout=data.shapes, memory=job.memory)
+    trainer = Trainer(job, data, model, Sizers(sizer))
     for step in range(steps):
         trainer.runner.run(made_up_rows(job, rows, tokens) * micro_batches, rows)
         trainer.step()

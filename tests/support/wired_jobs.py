@@ -18,7 +18,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import DryRun, Predictive, run_search
-from adaptive_batch.torchtune import Data, Job, ModelBuilder, Settings, Trainer
+from adaptive_batch.torchtune import Data, Job, ModelBuilder, Settings, Sizers, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN
 from adaptive_batch.training import StepResult
 
@@ -63,9 +63,8 @@ class Wired:
         if reference_limit is not None:
             layout = self.data.shapes.of_kind("grouped", time=self.data.shapes.time)
             reference_sizer = HeldSizer(reference_limit, layout=layout, memory=job.memory)
-        self.trainer = Trainer(
-            job, self.data, model, sizer, second=second, reference_sizer=reference_sizer
-        )
+        sizers = Sizers(sizer, reference_sizer)
+        self.trainer = Trainer(job, self.data, model, sizers, second=second)
         self.model = model
 
     @staticmethod

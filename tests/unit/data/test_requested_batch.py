@@ -21,7 +21,7 @@ def test_looking_ahead_answers_as_growing_does(maximum, sizes):
     grown = []
     for epoch in range(4):
         batch.grow(epoch)
-        grown.append(batch.size)
+        grown.append(batch.rows_at_once)
     assert [*ahead.values()] == grown == sizes
 
 
@@ -33,7 +33,7 @@ def test_an_epoch_that_is_resumed_does_not_grow_again():
     again.load_state_dict(batch.state_dict())
     assert not again.grows_at(Progress(epoch=1))
     again.grow(1)
-    assert again.size == batch.size == 5
+    assert again.rows_at_once == batch.rows_at_once == 5
 
 
 def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():

@@ -624,7 +624,7 @@ def test_a_loop_replays_its_own_steps():
     lengths = drawn_lengths()
     loop = loop_of(lengths, batch_size=8, micro_batch_tokens=600)
     epochs = loop._batches.planner.epochs
-    batches = [*epochs.rows_ahead(loop.progress, batch_size=8, num_steps=50)]
+    batches = [*epochs.rows_ahead(loop.progress, rows_at_once=8, num_steps=50)]
     assert len(batches) == 50
     drawn = [[len(row["tokens"]) for row in rows] for rows in loop]
     assert [[lengths[number] for number in batch] for batch in batches[:15]] == drawn

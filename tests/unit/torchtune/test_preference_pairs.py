@@ -41,6 +41,7 @@ from adaptive_batch.torchtune import (
     Job,
     PreferencePairs,
     Settings,
+    Sizers,
     Trainer,
     builder_of,
     without_effect,
@@ -48,6 +49,7 @@ from adaptive_batch.torchtune import (
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.torchtune.trial_rows import TrialRows
 from adaptive_batch.training import (
+    FORMS,
     REFERENCE,
     BoundSearch,
     Evaluation,
@@ -177,7 +179,7 @@ def test_what_packed_pairs_take_follows_their_tokens_alone():
     """One long answer beside many short ones: answers x the longest would be far more."""
     rows = [pair((516, 4), torch.Generator()), *[pair((4, 4), torch.Generator())] * 63]
     task = job_on_pairs("LoRA", rows, layout="packed", limit=MicroBatchLimit(1)).job.task
-    batch, lengths = task.pack(rows)
+    batch, lengths = task.join(rows, FORMS["packed"])
     tokens = sum(lengths)
     vocabulary = 4
     logits = torch.randn(1, tokens, vocabulary, requires_grad=True)
@@ -222,9 +224,9 @@ def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
         for name, parameter in wired.model.named_parameters():
             if "lora_b" in name:
                 parameter.zero_()
-    assert wired.trainer.why_not_packed(rows) == ""
+    assert wired.trainer.why_not("packed", rows) == ""
     wired.model.output.register_forward_pre_hook(lambda _, given: (given[0].cumsum(1),))
-    assert "mix tokens by torch's" in wired.trainer.why_not_packed(rows)
+    assert "mix tokens by torch's" in wired.trainer.why_not("packed", rows)
 
 
 def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
@@ -244,7 +246,7 @@ def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
     for num_tokens in (24, 29):
         rows = task.rows_to_pack(3, num_tokens)
         assert len(rows) == 3
-        batch, lengths = task.pack(rows)
+        batch, lengths = task.join(rows, FORMS["packed"])
         assert (len(lengths), sum(lengths)) == (6, num_tokens)
         assert batch["labels"].shape == (1, num_tokens)
 
@@ -381,7 +383,8 @@ def test_a_lowered_limit_of_the_reference_grows_back():
     rows = pairs(8)
     wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(8), reference_limit=MicroBatchLimit(8))
     sizer = MicroBatchSizer(micro_batch_size=8, policy=OOMPolicy(grow_after=1))
-    trainer = Trainer(wired.job, wired.data, wired.model, MicroBatchSizer(), reference_sizer=sizer)
+    sizers = Sizers(MicroBatchSizer(), sizer)
+    trainer = Trainer(wired.job, wired.data, wired.model, sizers)
     sizer.keep_below(MicroBatchLimit(2), rows_at_once=1)
     limits = []
     for _ in range(80):

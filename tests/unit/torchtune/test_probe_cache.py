@@ -23,8 +23,8 @@ from adaptive_batch.torchtune import (
     Data,
     Job,
     Settings,
+    Sizers,
     Trainer,
-    sizer_of,
 )
 from adaptive_batch.torchtune.probe_cache import ProbeCache, memory_keys
 from adaptive_batch.training import Choices
@@ -68,7 +68,7 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     data = Data.read(job)
     bounds = BoundFinder(job, data)
     bounds.check()
-    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), sizer_of(job, data))
+    trainer = Trainer.load(job, data, Checkpoints(cfg, settings), Sizers.of(job, data))
     return bounds.of_training(trainer, length="longest")[-1]
 
 

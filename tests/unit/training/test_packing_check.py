@@ -23,7 +23,8 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
-from adaptive_batch.training import pack_rows, why_not_packed
+from adaptive_batch.training import pack_rows
+from adaptive_batch.training.packing_check import why_not_packed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -5,6 +5,7 @@ never above what it was.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -89,7 +90,9 @@ class Run:
         """Run so many steps; return the limit of each."""
         amounts = []
         for _ in range(number):
-            division, _ = self.runner.agree(ROWS, 32, Question(32, 32))
+            division, _ = self.runner.agree_on(
+                partial(self.runner.divide, ROWS, None), Question(32, 32), rows_at_once=32
+            )
             self.runner.run(ROWS, 32, division=division)
             self.model.zero_grad()
             amounts.append(self.amount)

@@ -1,0 +1,52 @@
+"""The forms of a batch whose rows are not padded, by the kind of their layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from adaptive_batch.data import LAYOUT_KINDS
+
+from .packing import Batch, pack_rows, packed_lengths, rows_apart
+from .packing_check import why_not_packed
+
+
+@dataclass(frozen=True)
+class BatchForm:
+    """How rows become one batch without padding, and what keeps them apart in it.
+
+    Attributes:
+        join: function that makes one batch of rows on the host, see :func:`pack_rows`.
+        lengths: function that returns the tokens of each row of such a batch.
+        apart: function that returns, given these, a context manager in which forward and backward
+            run, and no row sees another.
+        why_not: function that returns why a model would not be trained by such batches as by
+            padded ones, see :func:`.why_not_packed`; empty where it would.
+    """
+
+    join: Callable[..., Batch]
+    lengths: Callable[[Batch], list[int]]
+    apart: Callable[[Sequence[int]], AbstractContextManager[Any]]
+    why_not: Callable[..., str]
+
+
+# Of each kind of layout that does not pad.
+FORMS: Mapping[str, BatchForm] = {
+    "packed": BatchForm(pack_rows, packed_lengths, rows_apart, why_not_packed)
+}
+
+
+def kinds_to_choose_from(why_not: Callable[[str], str]) -> tuple[str, ...]:
+    """Return the kinds of layouts of which ``auto`` takes the fastest.
+
+    Args:
+        why_not: function that returns why a kind that does not pad would not train the model as
+            padded rows do; empty where it would.
+    """
+    return tuple(
+        kind
+        for kind, layout in LAYOUT_KINDS.items()
+        if layout.sorts or (not layout.pads and not why_not(kind))
+    )
