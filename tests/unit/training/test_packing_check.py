@@ -25,8 +25,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 
 from adaptive_batch.training import pack_rows, why_not_packed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDE = {
     "hidden_size": 32,
     "intermediate_size": 48,
