@@ -42,7 +42,7 @@ from adaptive_batch.torchtune import all_ranks
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import demo
-from support.ranks import end_of_ranks
+from support.ranks import SPAWNED, end_of_ranks
 from support.stock import on_a_cpu
 
 TARGET = 1.02
@@ -106,7 +106,13 @@ def build(name: str, cfg: DictConfig, watch: Watchdog | None, steps: Any) -> Any
 def on_ranks(function: Callable[..., Any], ranks: int, folder: Path, *arguments: Any) -> list[Any]:
     """What a function gives on each rank; where one fails, what it printed."""
     ended = end_of_ranks(
-        function, ranks, folder, *arguments, begins_group=False, timeout=TIMEOUT_SECONDS
+        function,
+        ranks,
+        folder,
+        *arguments,
+        begins_group=False,
+        timeout=TIMEOUT_SECONDS,
+        context=SPAWNED,
     )
     for rank, one in enumerate(ended):
         if one.exit_status != 0:

@@ -1,8 +1,14 @@
 """What several test files need."""
 
 import gc
+import os
 
 import pytest
+
+# Read as torch is imported, here and in processes that tests start: models are tiny, and threads of
+# two workers on two cores mostly wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import support.ranks  # noqa: F401  # says what the server of forked processes imports before there is one
 from hypothesis import settings
 
@@ -23,17 +29,6 @@ def pytest_collection_finish():
 def _what_earlier_files_left_is_not_looked_through():
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def one_thread():
-    """PyTorch on one thread: where models are tiny, several would mostly wait for each other."""
-    import torch
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -40,9 +40,6 @@ from adaptive_batch.errors import (
 from adaptive_batch.schedules import at_epochs
 from adaptive_batch.training import AdaptiveLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- several ranks
 
 UNLABELLED = make_rows(

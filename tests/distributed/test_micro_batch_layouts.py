@@ -113,14 +113,12 @@ def errors() -> dict[tuple[str, str, str, bool], tuple[float, bool, bool]]:
     """For each deal, kind and limit: how far gradients and loss are from those by hand, and whether
     counts are wrong.
     """
-    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # of what gradients are multiplied by
-    torch.set_num_threads(1)
     try:
         return _errors(checkpointing=False) | _errors(checkpointing=True)
     finally:
         torch.set_default_dtype(before)
-        torch.set_num_threads(threads)
 
 
 def _errors(*, checkpointing: bool) -> dict[tuple[str, str, str, bool], tuple[float, bool, bool]]:
@@ -201,7 +199,6 @@ def everything_fails() -> list[tuple[float, int]]:
     and the limit that is left.
     """
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
     world_size, rank = distributed.world_size(), distributed.rank()
     found = []
     for limit in (MicroBatchLimit(8), MicroBatchLimit(60, "tokens")):

@@ -259,14 +259,12 @@ def fillers_that_do_not_fit() -> list[str]:
 
 def everything() -> dict[str, Any]:
     """All facts of one rank. What gradients are multiplied by has torch's default type."""
-    before, threads = torch.get_default_dtype(), torch.get_num_threads()
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    torch.set_num_threads(1)
     try:
         return _everything()
     finally:
         torch.set_default_dtype(before)
-        torch.set_num_threads(threads)
 
 
 def _everything() -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 from support.mean_estimation import TokenMeans
 from support.ranks import run_on_ranks
 
@@ -22,7 +21,6 @@ def samples_of(
     kind: str, syncs_every_micro_batch: bool, steps: int
 ) -> tuple[list[list[float]], float | None]:
     """The numbers of the first samples by tokens, and the value after some steps."""
-    torch.set_num_threads(1)
     problem = TokenMeans(noise_scale=TRUE, seed=3)
     sampler = problem.sampler(BY_TOKENS, kind, syncs_every_micro_batch=syncs_every_micro_batch)
     scale, numbers = NoiseScale(decay=0.998), []
@@ -38,7 +36,7 @@ def everything() -> dict[tuple[str, bool], list[list[float]]]:
     return {case: samples_of(*case, steps=5)[0] for case in cases}
 
 
-def test_two_ranks_sample_what_one_device_does(one_thread):
+def test_two_ranks_sample_what_one_device_does():
     alone = everything()
     for found in run_on_ranks(everything, 2):
         for case, samples in found.items():

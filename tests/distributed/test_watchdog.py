@@ -12,16 +12,21 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import ranks
 from support.paths import subprocess_environment
-from support.ranks import end_of_ranks, reserved_port, run_on_ranks
+from support.ranks import SPAWNED, reserved_port, run_on_ranks
 
 from adaptive_batch.distributed import End, Watchdog
 from adaptive_batch.errors import DoesNotFitError
+
+# What they write to stderr is read.
+end_of_ranks = partial(ranks.end_of_ranks, context=SPAWNED)
 
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

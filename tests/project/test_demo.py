@@ -331,7 +331,7 @@ def test_the_log_probability_of_an_answer_is_that_of_its_tokens(made):
 
 @pytest.mark.slow
 def test_a_demo_that_was_not_made_is_one_line(small, tmp_path):
-    finished = small.run(
+    finished = small.run_in_fork(
         "adaptive_full_finetune", f"demo_dir={tmp_path}", config="demo_cpu", expect=1
     )
     assert f"No such file or directory: '{tmp_path}/base/tokenizer.json'" in finished.output

@@ -1,5 +1,6 @@
-"""The examples train as they would without adaptive_batch, with a few statements more; and the page
-about them runs.
+"""The examples train as they would without adaptive_batch, with a few statements more.
+
+The page about them is run by tests/project/test_commands_of_pages.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ RANKS = {"fsdp2": 2}
 MOST_STATEMENTS = 10
 
 
-def run(*command: object, folder: Path = ROOT) -> str:
+def run(*command: object) -> str:
     """What a Python program prints."""
     environment = {
         **os.environ,
@@ -38,7 +39,7 @@ def run(*command: object, folder: Path = ROOT) -> str:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *map(str, command)],
         env=environment,
-        cwd=folder,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,
@@ -138,14 +139,6 @@ def test_an_example_ends_with_the_loss_of_the_same_training_without_adaptive_bat
         assert numbers(outputs.adaptive, "optimizer steps") == numbers(
             outputs.plain, "optimizer steps"
         )
-
-
-def test_what_the_page_says_in_code_runs(tmp_path):
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 4
-    program = tmp_path / "page.py"
-    program.write_text("\n".join(blocks))
-    run(program, folder=tmp_path)
 
 
 def test_the_page_says_how_many_statements_each_example_has():

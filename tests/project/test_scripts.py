@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support.commands import run_command
 from support.paths import ROOT
 
 pytestmark = pytest.mark.slow
@@ -22,9 +23,7 @@ def test_scripts_of_what_pip_installs_train_the_same(tmp_path):
 
 
 def test_a_script_that_is_missing_is_named(tmp_path):
-    command = [sys.executable, ROOT / "benchmarks" / "scripts.py", "--output", tmp_path]
-    done = subprocess.run(
-        [*command, "--only", "mnist"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 1
-    assert "mnist: missing" in done.stderr
+    command = ["python", "benchmarks/scripts.py", "--output", str(tmp_path), "--only", "mnist"]
+    status, _, errors = run_command(command, folder=ROOT, environment={}, timeout=100)
+    assert status == 1
+    assert "mnist: missing" in errors

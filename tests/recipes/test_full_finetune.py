@@ -244,7 +244,7 @@ def test_the_schedule_is_not_stretched_by_growth(small):
 @pytest.mark.slow
 def test_a_schedule_that_counts_steps_is_warned_about(small, caplog):
     with caplog.at_level("WARNING"):
-        finished = small.run(
+        finished = small.run_in_fork(
             OURS,
             GROW,
             "probe.device_memory=1GiB",
@@ -433,7 +433,7 @@ def test_the_checkpoints_rate_goes_on_and_another_one_is_said(small, interrupted
 @pytest.mark.slow
 def test_a_terminal_shows_what_is_decided_and_the_configuration_where_that_is_asked_for(small):
     keys = ("use_maximum_batch_size=True", "probe.device_memory=64MiB", "max_steps_per_epoch=3")
-    run = small.run(OURS, *keys)
+    run = small.run_in_fork(OURS, *keys)
     lines = run.output.splitlines()
     assert len(lines) <= 40, run.output
     assert "resolved config" not in run.output
@@ -455,7 +455,7 @@ def test_a_terminal_shows_what_is_decided_and_the_configuration_where_that_is_as
     assert record["settings"]["optimizer"] == "torch.optim.AdamW, lr 0.01"
     page, _ = write_report(folder)
     assert "What was run" in page.read_text()
-    verbose = small.run(OURS, *keys, "verbose=True").output
+    verbose = small.run_in_fork(OURS, *keys, "verbose=True").output
     assert "with resolved config:" in verbose
     assert "Setting manual seed" in verbose
 

@@ -156,8 +156,15 @@ def test_packed_rows_train_alike_compiled_and_few_graphs_serve_all_packs(
 SKEWED = [*LENGTHS[:29], 120, 120, 120]
 
 
-@pytest.mark.parametrize("layout", ["grouped", "auto"])
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("backend", "layout"),
+    [
+        ("aot_eager", "auto"),
+        pytest.param("inductor", "grouped", marks=pytest.mark.slow),
+        pytest.param("aot_eager", "grouped", marks=pytest.mark.nightly),
+        pytest.param("inductor", "auto", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_of_many_shapes_is_compiled_again_a_few_times_and_each_is_logged_with_its_cause(
     small, monkeypatch, backend, layout
 ):

@@ -401,7 +401,7 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
         "metric_logger.after_step=1",
         f"metric_logger.bytes_left={200 * 1024**2}",
     )
-    survived = small.run(OURS, *large, *confined)
+    survived = small.run_in_fork(OURS, *large, *confined)
     undisturbed = small.run_in_process(OURS, *large)
     changes = records(survived, "limit")
     assert changes

@@ -136,7 +136,7 @@ def test_a_run_that_is_to_stop_ends_before_the_step_and_names_what_was_saved(sma
 
 @pytest.mark.slow
 def test_a_run_that_stops_prints_one_line_and_exits_with_status_1(small):
-    finished = small.run(OURS, *STOPS, expect=1)
+    finished = small.run_in_fork(OURS, *STOPS, expect=1)
     assert (
         finished.output.strip()
         .splitlines()[-1]

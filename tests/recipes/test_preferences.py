@@ -41,6 +41,16 @@ def full(small):
     return (*PAIRS, *reference_of(small), *write_pairs(small))
 
 
+@pytest.fixture(scope="module", params=["lora", "full"])
+def kind(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture(scope="module")
+def whole(small, kind):
+    return small.run_in_process(OURS, *kind, *SGD, "batch_size=16")
+
+
 def records(finished, kind):
     every = read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
     return [record for record in every if record["kind"] == kind]
@@ -50,12 +60,9 @@ def steps(finished, name):
     return [record[name] for record in records(finished, "step")]
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
 @pytest.mark.parametrize("split", [*SPLITS])
-def test_losses_and_metrics_do_not_depend_on_the_split(request, small, kind, split):
-    own = (*request.getfixturevalue(kind), *SGD, "batch_size=16")
-    whole = small.run_in_process(OURS, *own)
-    divided = small.run_in_process(OURS, *own, *SPLITS[split])
+def test_losses_and_metrics_do_not_depend_on_the_split(small, kind, whole, split):
+    divided = small.run_in_process(OURS, *kind, *SGD, "batch_size=16", *SPLITS[split])
     assert min(steps(divided, "micro_batches")) > 1
     assert "packed" not in split or not any(steps(divided, "padding_fraction"))
     assert steps(divided, "loss") == pytest.approx(steps(whole, "loss"), rel=1e-5)
@@ -66,9 +73,8 @@ def test_losses_and_metrics_do_not_depend_on_the_split(request, small, kind, spl
             assert steps(divided, name) == expected, name
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_the_bound_is_the_same_whatever_searches_for_it(request, small, kind):
-    own = (*request.getfixturevalue(kind), *FINDS)
+def test_the_bound_is_the_same_whatever_searches_for_it(small, kind):
+    own = (*kind, *FINDS)
     bounds = {}
     for search in ("predict", "binary", "halve"):
         found = small.run_in_process(OURS, *own, f"probe.search={search}", "probe.cache=False")
@@ -89,15 +95,21 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+OF_THREE = (
+    *SGD, "batch_size=16", "probe.cache=False", "epochs=2", "lr_scheduler.num_warmup_steps=0",
+    "micro_batch_size=3",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def within(small, kind):
+    """A run whose reference runs within the micro-batches of training."""
+    return small.run_in_process(OURS, *kind, *OF_THREE)
+
+
 @pytest.mark.parametrize("apart", [*APART])
-def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(request, small, kind, apart):
-    own = (
-        *request.getfixturevalue(kind), *SGD, "batch_size=16", "probe.cache=False", "epochs=2",
-        "lr_scheduler.num_warmup_steps=0",
-    )  # fmt: skip
-    within = small.run_in_process(OURS, *own, "micro_batch_size=3")
-    finished = small.run_in_process(OURS, *own, "micro_batch_size=3", *APART[apart])
+def test_losses_and_metrics_do_not_depend_on_where_the_reference_runs(small, kind, within, apart):
+    finished = small.run_in_process(OURS, *kind, *OF_THREE, *APART[apart])
     assert steps(finished, "loss") == pytest.approx(steps(within, "loss"), rel=1e-5)
     assert min(map(abs, steps(within, "rewards/margins")[1:])) > 1e-3
     for name in METRICS:
@@ -139,9 +151,8 @@ def resumed_after_step_three(small, begun, *own):
     return small.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_more_pairs_fit_in_training_where_the_reference_runs_apart(request, small, kind):
-    own = (*request.getfixturevalue(kind), *FINDS, "probe.cache=False")
+def test_more_pairs_fit_in_training_where_the_reference_runs_apart(small, kind):
+    own = (*kind, *FINDS, "probe.cache=False")
     within, apart = (
         records(small.run_in_process(OURS, *own, *keys), "bound")[0]["max_batch_size"]
         for keys in ((), ("reference_micro_batch_size=auto",))

@@ -1003,7 +1003,7 @@ def test_a_component_that_ends_the_program_is_an_error(small, recipe, key):
 
 @pytest.mark.slow
 def test_on_the_terminal_a_mistake_is_one_line(small):
-    finished = small.run(OURS, "use_max_batch_size=True", expect=1)
+    finished = small.run_in_fork(OURS, "use_max_batch_size=True", expect=1)
     last = finished.output.strip().splitlines()[-1]
     assert (
         last
@@ -1015,7 +1015,7 @@ def test_on_the_terminal_a_mistake_is_one_line(small):
 
 @pytest.mark.slow
 def test_a_config_that_is_neither_file_nor_shipped_is_refused_with_what_there_is(small):
-    finished = small.run(OURS, config="demo_gpu", expect=1)
+    finished = small.run_in_fork(OURS, config="demo_gpu", expect=1)
     assert "--config='demo_gpu'" in finished.output
     assert "demo_cpu" in finished.output
 

@@ -54,7 +54,7 @@ def test_so_does_validation(small, row):
 
 @pytest.mark.slow
 def test_on_the_terminal_it_is_one_line_and_the_exit_status_is_not_zero(small):
-    finished = small.run(OURS, *ODD, "dataset.at=9", "dataset.row=raises", expect=1)
+    finished = small.run_in_fork(OURS, *ODD, "dataset.at=9", "dataset.row=raises", expect=1)
     last = finished.output.strip().splitlines()[-1]
     said = "row 9 cannot be read (ValueError: no text); correct it, or filter it out"
     assert last == f"SettingError: dataset='{ODD_ROWS}': {said}"

@@ -23,13 +23,9 @@ def cluster(tmp_path):
     """Environment of a job on one node of two ranks; its requeues are written into `requeued`."""
     programs = tmp_path / "bin"
     programs.mkdir()
-    played = {
-        "srun": 'exec "$@"',
-        "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/requeued',
-    }
-    for name, text in played.items():
-        (programs / name).write_text(f"#!/bin/bash\n{text}\n")
-        (programs / name).chmod(0o755)
+    play("srun", 'exec "$@"', tmp_path)
+    requeues = f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {tmp_path}/requeued'
+    play("scontrol", requeues, tmp_path)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1"}
     # gloo, and a core for each rank
@@ -37,8 +33,15 @@ def cluster(tmp_path):
     return {**subprocess_environment(), **slurm, "PATH": path}
 
 
-def start(small, cluster, folder, *, config=None):
-    command = [SCRIPT, config or small.config, folder, *STEPS]
+def play(name, text, folder):
+    """Put lines of a shell in the place of one of Slurm's programs."""
+    program = folder / "bin" / name
+    program.write_text(f"#!/bin/bash\n{text}\n")
+    program.chmod(0o755)
+
+
+def start(small, cluster, folder):
+    command = [SCRIPT, small.config, folder, *STEPS]
     return subprocess.Popen(
         list(map(str, command)),
         cwd=folder.parent,
@@ -84,8 +87,13 @@ def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_one_that_is_done
 
 
 def test_a_job_that_fails_is_not_requeued(small, cluster, tmp_path):
-    job = start(small, cluster, tmp_path / "run", config="nowhere")
-    printed = job.communicate(timeout=300)[0]
-    assert job.returncode != 0
-    assert "nowhere" in printed
+    """Its run log ends with what it did last, and srun with its status."""
+    folder = tmp_path / "run"
+    (folder / "adaptive_batch").mkdir(parents=True)
+    (folder / "adaptive_batch" / "run.jsonl").write_text('{"kind": "step"}\n')
+    play("srun", 'echo "$@"; exit 3', tmp_path)
+    job = start(small, cluster, folder)
+    printed = job.communicate(timeout=60)[0]
+    assert job.returncode == 3
+    assert f"output_dir={folder}" in printed
     assert not (tmp_path / "requeued").exists()

@@ -6,6 +6,8 @@ recipes.
     finished = setup.run("adaptive_full_finetune", "batch_size=2")
     # The same command line, seconds faster.
     finished = setup.run_in_process("full_finetune_single_device")
+    # What it prints and how it ends, too.
+    finished = setup.run_in_fork("adaptive_full_finetune", "batch_size=0", expect=1)
     # The losses as they are in the log: exact.
     finished.losses
 
@@ -35,6 +37,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
+from support.commands import run_command
 from support.paths import ROOT, subprocess_environment
 from torch import nn
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
@@ -225,6 +228,23 @@ class SmallSetup:
                 f"exit status {done.returncode}, not {expect}, of {command}:\n{done.stdout[-6000:]}"
             )
         return Finished(done.returncode, done.stdout, output_dir)
+
+    def run_in_fork(
+        self, recipe: str, *overrides: str, config: str | None = None, expect: int = 0
+    ) -> Finished:
+        """The same command line in a process that is forked off one which has imported torch and
+        torchtune: what it prints and how it ends are those of a process of its own.
+        """
+        arguments, output_dir = self._arguments(recipe, overrides, config)
+        status, printed, _ = run_command(
+            ["tune", *arguments],
+            folder=Path.cwd(),
+            environment=self._environment(),
+            timeout=500,
+            joins_streams=True,
+        )
+        assert status == expect, f"exit status {status} of {arguments}:\n{printed[-6000:]}"
+        return Finished(status, printed, output_dir)
 
     def run_in_process(self, recipe: str, *overrides: str, config: str | None = None) -> Finished:
         """The same command line within this process, which saves the import of torch; an error is

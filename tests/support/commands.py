@@ -11,7 +11,6 @@ import os
 import runpy
 import sys
 import tempfile
-import traceback
 from pathlib import Path
 
 import torch
@@ -23,15 +22,20 @@ _forkserver.set_forkserver_preload(
 
 
 def run_command(
-    arguments: list[str], *, folder: Path, environment: dict[str, str], timeout: float
+    arguments: list[str],
+    *,
+    folder: Path,
+    environment: dict[str, str],
+    timeout: float,
+    joins_streams: bool = False,
 ) -> tuple[int | None, str, str]:
     """Run ``tune ...``, ``adaptive-batch ...``, ``python FILE ...`` or ``python -m MODULE ...``
     in a folder; return its exit status, None where it had to be killed, and what it wrote to stdout
-    and stderr.
+    and stderr: all of it as both where streams are joined, as on a terminal.
     """
     with tempfile.TemporaryDirectory() as written:
         stdout = Path(written) / "stdout"
-        stderr = Path(written) / "stderr"
+        stderr = stdout if joins_streams else Path(written) / "stderr"
         process = _forkserver.Process(
             target=_run, args=(arguments, folder, environment, stdout, stderr)
         )
@@ -48,7 +52,7 @@ def _run(
     arguments: list[str], folder: Path, environment: dict[str, str], stdout: Path, stderr: Path
 ) -> None:
     for path, stream in ((stdout, 1), (stderr, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), stream)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.chdir(folder)
     os.environ.update(environment)
     # As in a process of a person's: the server's way to begin processes is not the usual one.
@@ -73,8 +77,10 @@ def _run(
         status = 0
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
     except BaseException:
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         status = 1
     for printed in (sys.stdout, sys.stderr):
         printed.flush()

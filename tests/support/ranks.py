@@ -22,13 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Ranks that end well are forked off a server that has imported what takes long; a process has one,
-# so it has the recipe too.
-_spawn = multiprocessing.get_context("spawn")
-_forkserver = multiprocessing.get_context("forkserver")
-_forkserver.set_forkserver_preload(
+# Ranks are forked off a server that has imported what takes long; a process has one, so it has the
+# recipe too.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
     ["torch.distributed.fsdp", "adaptive_full_finetune", "torchtune._cli.tune"]
 )
+SPAWNED = multiprocessing.get_context("spawn")
 
 
 @dataclass
@@ -54,7 +54,7 @@ def run_on_ranks(
     """Call `function(*arguments)`, a module's own function, on each rank with a process group of
     gloo; their results by rank.
     """
-    ended = end_of_ranks(function, world_size, *arguments, timeout=timeout, context=_forkserver)
+    ended = end_of_ranks(function, world_size, *arguments, timeout=timeout)
     for rank, one in enumerate(ended):
         assert one.error is None, f"rank {rank}:\n{one.error}"
         assert one.exit_status == 0, (
@@ -70,9 +70,12 @@ def end_of_ranks(
     timeout: float = 120.0,
     begins_group: bool = True,
     environment: dict[str, str] | None = None,
-    context: multiprocessing.context.BaseContext = _spawn,
+    context: multiprocessing.context.BaseContext = FORKED,
 ) -> list[Ended]:
-    """The same where ranks may fail, hang or be killed: how each ended, by rank."""
+    """The same where ranks may fail, hang or be killed: how each ended, by rank.
+
+    What they write to stderr goes where the server's does; pass ``SPAWNED`` where a test reads it.
+    """
     with tempfile.TemporaryDirectory() as folder, reserved_port() as port:
         begin = time.monotonic()
         processes = [

@@ -248,7 +248,11 @@ def test_an_error_of_the_function_is_not_taken_for_one_of_the_compiler(device):
         allocated(device, fails)
 
 
+ROWS = 64
+
+
 def estimate(**keys):
+    """The estimate of a compiled step of the recipe, with some keys of its configuration."""
     settings = {"devices": ["80GiB"], "changes": False}
     compiled = Combination("llama3_2", 64, dtype="bf16", device="cuda", compiled=True)
     cfg = compiled.to_estimate(**settings)
@@ -256,30 +260,22 @@ def estimate(**keys):
     return estimate_devices(cfg, show=lambda text: None)
 
 
-def test_a_compiled_step_is_estimated_as_such():
-    compiled = estimate()
-    eager = estimate(compile=False)
-    assert not any(sentence.startswith("compile") for sentence in compiled.left_out)
-    rows = 64
-    assert compiled.lengths[0].curve.peak_bytes(rows) < eager.lengths[0].curve.peak_bytes(rows)
-
-
-def test_less_is_kept_within_a_budget_of_activations():
-    rows = 64
-    peaks = []
-    for budget in (1.0, 0.5, 0.2):
-        estimated = estimate(activation_memory_budget=budget)
-        peaks.append(estimated.lengths[0].curve.peak_bytes(rows))
-    assert peaks[0] > peaks[1] > peaks[2]
-    # A later estimate has its own.
-    assert estimate().lengths[0].curve.peak_bytes(rows) == peaks[0]
-
-
-def test_an_estimate_leaves_the_compiler_of_the_process_as_it_was():
+def test_a_compiled_step_is_estimated_as_such_and_less_is_kept_within_a_budget_of_activations():
+    eager = estimate(compile=False).lengths[0].curve.peak_bytes(ROWS)
     compiler = torch._dynamo.config
     before = partitioner.activation_memory_budget, compiler.assume_static_by_default
-    estimate(activation_memory_budget=0.5, micro_batch_layout="grouped")
-    assert (partitioner.activation_memory_budget, compiler.assume_static_by_default) == before
+    peaks = []
+    # A later estimate has its own budget.
+    for keys in (
+        {"activation_memory_budget": 0.2},
+        {"activation_memory_budget": 0.5, "micro_batch_layout": "grouped"},
+        {},
+    ):
+        estimated = estimate(**keys)
+        assert (partitioner.activation_memory_budget, compiler.assume_static_by_default) == before
+        assert not any(sentence.startswith("compile") for sentence in estimated.left_out)
+        peaks.append(estimated.lengths[0].curve.peak_bytes(ROWS))
+    assert peaks[0] < peaks[1] < peaks[2] < eager
 
 
 def test_cuda_graphs_are_refused(monkeypatch):
@@ -322,7 +318,10 @@ def scripts_model(**how):
     return torch.compile(model) if "whole" in how else model
 
 
-def estimate_of(model):
+MOST_ROWS = 256
+
+
+def estimate_of(model, *, maximum=MOST_ROWS):
     tokens = torch.zeros(2, 32, dtype=torch.int64)
 
     def mean_loss(batch):
@@ -335,11 +334,17 @@ def estimate_of(model):
         torch.optim.AdamW(model.parameters()),
         "1GiB",
         mean_loss=mean_loss,
+        maximum=maximum,
     )
 
 
 def peak_of(estimate):
-    return estimate.lengths[0].curve.peak_bytes(1024)
+    return estimate.lengths[0].curve.peak_bytes(MOST_ROWS)
+
+
+@pytest.fixture(scope="module")
+def eager_peak():
+    return peak_of(estimate_of(scripts_model()))
 
 
 def about_compile(estimate):
@@ -358,12 +363,12 @@ def what_runs(model):
         pytest.param({"whole": True}, id="whole", marks=pytest.mark.nightly),
     ],
 )
-def test_a_scripts_compiled_model_is_estimated_as_such_and_left_as_it_was(how):
+def test_a_scripts_compiled_model_is_estimated_as_such_and_left_as_it_was(eager_peak, how):
     model = scripts_model(**how)
     before = what_runs(model)
     compiled = estimate_of(model)
     assert not about_compile(compiled)
-    assert peak_of(compiled) < 0.9 * peak_of(estimate_of(scripts_model()))
+    assert peak_of(compiled) < 0.9 * eager_peak
     assert what_runs(model) == before
 
 
@@ -377,12 +382,12 @@ def test_a_wrapper_of_a_compiled_layer_runs_as_it_does():
     assert peak_of(estimate_of(model)) == peak_of(estimate_of(checkpointed))
 
 
-def test_what_is_not_compiled_after_all_is_the_eager_program():
+def test_what_is_not_compiled_after_all_is_the_eager_program(eager_peak):
     model = scripts_model(compiles={"disable": True})
     model[2] = torch.compiler.disable(scripts_model()[2])
     estimate = estimate_of(model)
     assert not about_compile(estimate)
-    assert peak_of(estimate) == peak_of(estimate_of(scripts_model()))
+    assert peak_of(estimate) == eager_peak
 
 
 def test_a_compiled_module_in_two_places_is_taken_over_once():
@@ -403,13 +408,13 @@ def test_a_compiled_forward_is_counted_as_the_eager_program_and_said_to_be():
     assert sentence.endswith("its forward is compiled, and not the module; give module.compile()")
 
 
-def test_a_scripts_other_backend_is_counted_as_the_eager_program():
+def test_a_scripts_other_backend_is_counted_as_the_eager_program(eager_peak):
     estimate = estimate_of(scripts_model(compiles={"backend": "aot_eager"}))
     assert about_compile(estimate) == [
         "compile: Gated is counted as the eager program, which holds more as a rule: its backend is"
         " not inductor"
     ]
-    assert peak_of(estimate) == peak_of(estimate_of(scripts_model()))
+    assert peak_of(estimate) == eager_peak
 
 
 def test_a_version_of_torch_that_nothing_was_held_against_is_counted_as_the_eager_program(
@@ -432,7 +437,7 @@ def test_a_scripts_cuda_graphs_are_refused_and_the_model_is_left_as_it_was(way):
 
 def test_training_is_compiled_after_an_estimate_has_tried_many_sizes():
     model = scripts_model(compiles={"backend": "inductor", "dynamic": False})
-    estimate_of(model)
+    estimate_of(model, maximum=4096)
     graphs = []
 
     def backend(graph, inputs):

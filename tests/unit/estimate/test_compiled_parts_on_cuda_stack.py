@@ -62,7 +62,24 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# What each of them covers is in other cases, too.
+COVERED = {
+    "long",
+    "chunked, recomputed",
+    "LoRA, recomputed",
+    "packed, recomputed",
+    "packed, many short rows",
+}
+
+
+def parametrized(cases):
+    marks = {case: [pytest.mark.slow] if case in COVERED else [] for case in cases}
+    return pytest.mark.parametrize(
+        "case", [pytest.param(case, marks=marks[case]) for case in cases]
+    )
+
+
+@parametrized(CASES)
 def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
     rows, tokens, micro_batches, overrides = CASES[case]
     eager = read("llama3_2_1B", *overrides)
@@ -101,14 +118,14 @@ def test_what_is_reserved_is_that_of_a_step_whose_kernels_inductor_has_cached():
 PACKED = "micro_batch_layout=packed"
 # Rows, tokens of each, settings.
 PACKS = {
-    "bf16": (16, [128, 300, 40, 700], (*QWEN, PLAIN, PACKED)),
-    "recomputed": (8, 512, (*LLAMA, PACKED, RECOMPUTED)),
-    "many short rows": (512, 16, (*LLAMA, PACKED)),
-    "many short rows, recomputed": (512, 16, (*LLAMA, PACKED, RECOMPUTED)),
+    "packed": (16, [128, 300, 40, 700], (*QWEN, PLAIN, PACKED)),
+    "packed, recomputed": (8, 512, (*LLAMA, PACKED, RECOMPUTED)),
+    "packed, many short rows": (512, 16, (*LLAMA, PACKED)),
+    "packed, many short rows, recomputed": (512, 16, (*LLAMA, PACKED, RECOMPUTED)),
 }
 
 
-@pytest.mark.parametrize("case", PACKS)
+@parametrized(PACKS)
 def test_a_compiled_step_of_packed_rows_is_estimated_to_the_byte(case):
     rows, tokens, overrides = PACKS[case]
     compiled = read("llama3_2_1B", "compile=True", *overrides)
@@ -123,7 +140,7 @@ def test_a_compiled_step_of_packed_rows_is_estimated_to_the_byte(case):
     assert expected == pytest.approx(peak, abs=1024)
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.15, 0.0])
+@pytest.mark.parametrize("budget", [0.5, pytest.param(0.15, marks=pytest.mark.slow), 0.0])
 def test_a_budget_of_activations_is_estimated_to_the_byte(budget):
     cfg = read("llama3_2_1B", "compile=True", f"activation_memory_budget={budget}", *LLAMA, PLAIN)
     expected = peak_bytes(estimated(cfg, 8, 1024))

@@ -34,9 +34,6 @@ from adaptive_batch.memory import GIB, OptimizerInBackward, optimizer_state_tens
 from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
 from adaptive_batch.probe import BinarySearch, DryRun, run_search
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # Each optimizer in both places; dtype, checkpointing and a resumed optimizer take turns.
 SHORT_FORM = [
     Case(

@@ -252,12 +252,12 @@ def estimated(problem, sampler, steps, *, order=lambda rows: rows):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["padded", "grouped", "packed"])
 @pytest.mark.parametrize("true", [16.0, pytest.param(4.0, marks=pytest.mark.nightly)])
-def test_by_tokens_within_a_tenth_of_the_closed_form(true, kind, one_thread):
+def test_by_tokens_within_a_tenth_of_the_closed_form(true, kind):
     problem = TokenMeans(noise_scale=true, seed=1)
     assert estimated(problem, problem.sampler(BY_TOKENS, kind), 400) == pytest.approx(true, rel=0.1)
 
 
-def test_a_small_batch_of_long_rows_would_be_far_off(one_thread):
+def test_a_small_batch_of_long_rows_would_be_far_off():
     problem = TokenMeans(noise_scale=16.0, seed=1)
     sampler = problem.sampler(BY_TOKENS)
     value = estimated(
@@ -266,7 +266,7 @@ def test_a_small_batch_of_long_rows_would_be_far_off(one_thread):
     assert value is None or not 8 < value < 32
 
 
-def test_all_layouts_say_the_same_of_the_same_rows(one_thread):
+def test_all_layouts_say_the_same_of_the_same_rows():
     problem = TokenMeans(noise_scale=16.0, seed=2)
     rows = problem.rows(32)
     first, *others = [

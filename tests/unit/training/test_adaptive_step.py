@@ -30,8 +30,6 @@ from adaptive_batch.training import (
     find_max_batch_size,
 )
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LENGTHS = (9, 7, 12, 6, 4, 11, 5, 8, 3, 10, 12, 6)
 # The promise for float32, relative to the largest entry of each gradient.
 ROUNDING = 2e-6

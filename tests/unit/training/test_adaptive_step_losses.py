@@ -33,8 +33,6 @@ from torch.nn.functional import kl_div, logsigmoid
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 EXACT = 1e-12
 LENGTHS = [5, 9, 4, 8, 7, 12, 6]
 

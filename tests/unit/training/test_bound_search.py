@@ -31,8 +31,6 @@ from adaptive_batch.training import (
 from adaptive_batch.training.step_runner import StepRunner
 from adaptive_batch.training.trials import TriedStep, WorstRows
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROW = collate(make_rows((17,)))
 MAXIMUM = 24
 

@@ -19,9 +19,6 @@ from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import Evaluator
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 FOUR = MicroBatchLimit(4)
 
 

@@ -41,9 +41,6 @@ from adaptive_batch.errors import (
 from adaptive_batch.schedules import at_epochs, geometric, linear_ramp, steps
 from adaptive_batch.training import AdaptiveLoop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- steps that grow
 
 

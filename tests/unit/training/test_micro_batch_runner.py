@@ -14,8 +14,6 @@ from torch import nn
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.training import has_batch_norm
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Causal(nn.Module):
     """One layer of a causal transformer, whose padding lies behind each row."""

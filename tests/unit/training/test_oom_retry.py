@@ -32,9 +32,6 @@ from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import LimitChange
 from adaptive_batch.training.oom_retry import OOMRetry
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # what a replay leaves
 
 OTHERS = [

@@ -22,8 +22,6 @@ from torchtune.models.qwen2 import qwen2
 
 from adaptive_batch.training import pack_rows, rows_apart
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MODELS = {
     "llama3_2": lambda: torchtune_model(llama3_2),
     "llama3_2, checkpointing": lambda: torchtune_model(llama3_2, checkpointing=True),

@@ -26,8 +26,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralC
 from adaptive_batch.training import pack_rows
 from adaptive_batch.training.packing_check import why_not_packed
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDE = {
     "hidden_size": 32,
     "intermediate_size": 48,

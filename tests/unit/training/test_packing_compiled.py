@@ -25,8 +25,6 @@ from torchtune.modules import TransformerSelfAttentionLayer
 
 from adaptive_batch.training import pack_rows, rows_apart
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PACKS = [[9, 30, 1, 17, 2], [40, 20], [5, 5, 5, 5, 5, 5, 5, 5], [12], [33, 1, 1], [64, 64]]
 # Dynamo's part and AOTAutograd's, without the time that Inductor takes for its kernels.
 QUICK = "aot_eager"

@@ -30,9 +30,6 @@ from adaptive_batch.errors import (
 from adaptive_batch.schedules import Reference, at_epochs, steps
 from adaptive_batch.training import AdaptiveRate
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- the rate
 
 

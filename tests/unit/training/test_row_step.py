@@ -50,9 +50,6 @@ from adaptive_batch.training import AdaptiveLoop, StepOptions
 from adaptive_batch.training.parts import LabelCounter
 from adaptive_batch.training.split_check import SplitCheck
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 # --- the bound
 
 
