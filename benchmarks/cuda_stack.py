@@ -130,7 +130,9 @@ def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[
 
 
 def compiled_sample(number: int) -> list[Case]:
-    """Draw that many different compiled cases, at the bound, whose optimizer's step fits."""
+    """Draw that many different compiled cases, at the bound, whose optimizer's step fits; those of
+    the smallest models, which take least time, come first.
+    """
     models = [model for model in PARAMETERS if model != "phi4_14b"]
     # What is computed again in backward: nothing, each layer, or what a budget says.
     recomputing = 2 * [("", 1.0), ("checkpointing", 1.0)] + [("", 0.5), ("", 0.2)]
@@ -158,7 +160,7 @@ def compiled_sample(number: int) -> list[Case]:
         held = copies * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
         if held < 0.8 * case.found.total_bytes:
             cases[case] = None
-    return list(cases)
+    return sorted(cases, key=lambda case: PARAMETERS[case.combination.model])
 
 
 def tasks() -> list[Case]:
@@ -425,14 +427,11 @@ def measure_compiled(
             allocator = estimated.replayed(rows, "")
             # What the estimate compiled is not what the run does.
             torch.compiler.reset()
-        cold, real = twice(case, rows)
-        _, more = twice(case, math.ceil(1.03 * rows) + 2)
+        # The first run fills Inductor's cache, and may tune kernels beside the step.
+        cold, real = (run_of_bounds(runs, case, "", rows) for _ in range(2))
+        more = run_of_bounds(runs, case, "", math.ceil(1.03 * rows) + 2)
         states = {"cold": cold.is_clean, "at_bound": real.is_clean, "above": more.is_clean}
         return compared(allocator, real) | {"rows": rows} | states
-
-    def twice(case: Case, rows: int) -> list[Outcome]:
-        # The first run fills Inductor's cache, and may tune kernels beside the step.
-        return [run_of_bounds(runs, case, "", rows) for _ in range(2)]
 
     table = []
     print(f"{'case':<88} {'rows':>5} {'requested':>10} {'reserved':>9}  at the bound, above it, s")
@@ -825,7 +824,7 @@ def main() -> None:
             print()
         if arguments.only in (None, "compiled"):
             number = arguments.cases or 40 // share
-            cases = measure_compiled(by_device(compiled_sample(number)), runs, finished("compiled"))
+            cases = measure_compiled(compiled_sample(number), runs, finished("compiled"))
             parts["compiled"] = {"seed": SEED, "cases": cases}
             print()
         if arguments.only in (None, "bounds"):
