@@ -11,16 +11,19 @@ Each run is the recipe's own step of a model of real size, in a process whose CU
 says of each number of rows, and its replay of the allocator with default and with expandable
 segments, beside what PyTorch counted: bytes requested, allocated and reserved, and every segment
 with its blocks. `tasks`: the same for preference pairs and distillation, with adapters and of every
-weight, at the bound. `compiled`: the same for `compile: True`, at the rows that are estimated to
-fit without a retry; whether these run so, and more do not. `bounds`: the rows that are estimated to
-fit without a retry of the allocator beside brute force: the most rows that run six steps so, and
-those rows with varying lengths.
+weight, at the bound. `compiled`: the same for `compile: True`, with LoRA and activation budgets
+among the cases, at the rows that are estimated to fit without a retry; whether these run so, and
+more do not. `bounds`: the rows that are estimated to fit without a retry of the allocator beside
+brute force: the most rows that run six steps so, and those rows with varying lengths.
 `probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
 small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
 shares of the memory taken away and given back. `runs`: the same model, 100 times with lengths of
 five kinds, four sizes of the device and five seeds: the search with its own headroom, and 200 steps
 at its bound. `ranks`: estimated bounds beside brute force for a
 small model that FSDP divides between two processes.
+
+A case that is finished is kept in `.measure/`, and a part that was stopped resumes with the next
+case (but `recipe` and `ranks`). The file is removed once the part's record is written.
 """
 
 from __future__ import annotations
@@ -32,8 +35,6 @@ import os
 import random
 import sys
 import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -47,6 +48,7 @@ from typing import Any
 
 import records
 import torch
+from records import Finished
 
 from adaptive_batch.estimate import (
     CONTEXT_BYTES,
@@ -72,6 +74,7 @@ from support.stack_runs import Outcome, StackRun, StackRuns
 
 SEED = 15
 LENGTH_OF_TASKS = 1024  # of a pair both answers
+LENGTHS_OF_COMPILED = (512, 1024, 4096)
 STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
 KINDS_OF_LENGTHS = ("fixed", "varying")
@@ -110,9 +113,7 @@ class Case:
         return device
 
 
-def sample(
-    number: int, *, rows: Sequence[int | str] = (1, 2, "bound"), compiled: bool = False
-) -> list[Case]:
+def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[Case]:
     """Draw that many different cases whose optimizer's step fits."""
     draw, cases = random.Random(SEED), dict[Case, None]()
     while len(cases) < number:
@@ -120,14 +121,46 @@ def sample(
         length = round(math.exp(draw.uniform(math.log(200), math.log(8192))))
         checkpointing = draw.choice(["", "checkpointing"])
         loss = "plain" if model == "gemma2_2b" else "chunked"  # it has no chunks of outputs
-        combination = Combination(
-            model, length, "AdamW", loss, checkpointing, dtype, device="cuda", compiled=compiled
-        )
+        combination = Combination(model, length, "AdamW", loss, checkpointing, dtype, device="cuda")
         case = Case(combination, draw.choice(list(DEVICES)), draw.choice(rows))
         held = COPIES * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
         if held < 0.95 * case.found.total_bytes:
             cases[case] = None
     return list(cases)
+
+
+def compiled_sample(number: int) -> list[Case]:
+    """Draw that many different compiled cases, at the bound, whose optimizer's step fits; those of
+    the smallest models, which take least time, come first.
+    """
+    models = [model for model in PARAMETERS if model != "phi4_14b"]
+    # What is computed again in backward: nothing, each layer, or what a budget says.
+    recomputing = 2 * [("", 1.0), ("checkpointing", 1.0)] + [("", 0.5), ("", 0.2)]
+    draw = random.Random(SEED)
+    cases = dict[Case, None]()
+    while len(cases) < number:
+        model = draw.choice(models)
+        dtype = draw.choice(["bf16", "bf16", "fp32"])
+        checkpointing, budget = draw.choice(recomputing)
+        combination = Combination(
+            model,
+            draw.choice(LENGTHS_OF_COMPILED),
+            "AdamW",
+            # Gemma's has no chunks of outputs.
+            loss="plain" if model == "gemma2_2b" else draw.choice(["chunked", "chunked", "plain"]),
+            checkpointing=checkpointing,
+            dtype=dtype,
+            device="cuda",
+            compiled=True,
+            adapters=draw.random() < 0.3,
+            budget=budget,
+        )
+        case = Case(combination, draw.choice(list(DEVICES)), "bound")
+        copies = 1 if combination.adapters else COPIES
+        held = copies * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
+        if held < 0.8 * case.found.total_bytes:
+            cases[case] = None
+    return sorted(cases, key=lambda case: PARAMETERS[case.combination.model])
 
 
 def tasks() -> list[Case]:
@@ -266,33 +299,33 @@ def largest(fits: Callable[[int], bool], *, start: int = 1) -> int:
 # --- cases
 
 
-def measure_cases(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+def measure_cases(
+    cases: Sequence[Case], runs: StackRuns, finished: Finished
+) -> list[dict[str, Any]]:
     """Peaks and segments of each case, estimated and counted."""
+
+    def peaks(case: Case) -> dict[str, Any]:
+        entry = {}
+        with Estimated(case).opened() as estimated:
+            for name, conf in CONFS.items():
+                rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
+                rows = max(1, rows)
+                run = StackRun.fixed(case.combination, rows, steps=STEPS)
+                real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+                entry[name] = compared(estimated.replayed(rows, conf), real) | {"rows": rows}
+        return entry
+
     rows_of_table = []
     print(
         f"{'case':<78} {'rows':>5} {'requested':>10} {'allocated':>10} {'reserved':>9}"
         f" {'expandable':>10} {'segments':>9} s"
     )
     for case in cases:
-        start = time.perf_counter()
-        entry: dict[str, Any] = {**asdict(case), "is_equal": {}}
+        entry = finished.entry(asdict(case), partial(peaks, case))
         rows_of_table.append(entry)
-        try:
-            with Estimated(case).opened() as estimated:
-                for name, conf in CONFS.items():
-                    rows = estimated.bound(conf) if case.rows == "bound" else int(case.rows)
-                    rows = max(1, rows)
-                    run = StackRun.fixed(case.combination, rows, steps=STEPS)
-                    real = runs(
-                        run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes
-                    )
-                    entry[name] = compared(estimated.replayed(rows, conf), real) | {"rows": rows}
-        except Exception as error:
-            entry["failed"] = f"{type(error).__name__}: {error}"
+        if "failed" in entry:
             print(f"{case!s:<78} {entry['failed']}", flush=True)
-            traceback.print_exc(file=sys.stderr)
             continue
-        entry["seconds"] = round(time.perf_counter() - start, 1)
         default, expandable = entry["default"], entry["expandable"]
         equal = "/".join("yes" if one["segments_equal"] else "no" for one in (default, expandable))
         print(
@@ -380,36 +413,38 @@ def summarised(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
 # --- compiled
 
 
-def measure_compiled(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
-    """Peaks of compiled steps at the bound, estimated and counted; whether the bound runs without a
-    retry, and 3% and two rows more do not.
+def measure_compiled(
+    cases: Sequence[Case], runs: StackRuns, finished: Finished
+) -> list[dict[str, Any]]:
+    """Peaks of compiled steps at the bound, estimated and counted with a warm cache of Inductor;
+    whether the bound runs without a retry, with a cold cache too, and 3% and two rows more do not.
     """
+
+    def at_the_bound(case: Case) -> dict[str, Any]:
+        with Estimated(case).opened() as estimated:
+            rows = max(1, estimated.bound(""))
+            allocator = estimated.replayed(rows, "")
+            # What the estimate compiled is not what the run does.
+            torch.compiler.reset()
+        # The first run fills Inductor's cache, and may tune kernels beside the step.
+        cold, real = (run_of_bounds(runs, case, "", rows) for _ in range(2))
+        more = run_of_bounds(runs, case, "", math.ceil(1.03 * rows) + 2)
+        states = {"cold": cold.is_clean, "at_bound": real.is_clean, "above": more.is_clean}
+        return compared(allocator, real) | {"rows": rows} | states
+
     table = []
     print(f"{'case':<88} {'rows':>5} {'requested':>10} {'reserved':>9}  at the bound, above it, s")
+    clean = {True: "clean", False: "not clean"}
     for case in cases:
-        start = time.perf_counter()
-        entry: dict[str, Any] = {**asdict(case)}
+        entry = finished.entry(asdict(case), partial(at_the_bound, case))
         table.append(entry)
-        try:
-            with Estimated(case).opened() as estimated:
-                rows = max(1, estimated.bound(""))
-                allocator = estimated.replayed(rows, "")
-                # What the estimate compiled is not what the run does.
-                torch.compiler.reset()
-            real = run_of_bounds(runs, case, "", rows)
-            more = run_of_bounds(runs, case, "", math.ceil(1.03 * rows) + 2)
-        except Exception as error:
-            entry["failed"] = f"{type(error).__name__}: {error}"
+        if "failed" in entry:
             print(f"{case!s:<88} {entry['failed']}", flush=True)
             continue
-        entry |= compared(allocator, real) | {"rows": rows}
-        entry |= {"at_bound": real.is_clean, "above": more.is_clean}
-        entry["seconds"] = round(time.perf_counter() - start, 1)
-        clean = {True: "clean", False: "not clean"}
         print(
-            f"{case!s:<88} {rows:>5} {entry['errors']['requested']:>10.3%}"
-            f" {entry['errors']['reserved']:>9.2%}  {clean[real.is_clean]}, {clean[more.is_clean]},"
-            f" {entry['seconds']}",
+            f"{case!s:<88} {entry['rows']:>5} {entry['errors']['requested']:>10.3%}"
+            f" {entry['errors']['reserved']:>9.2%}  {clean[entry['at_bound']]},"
+            f" {clean[entry['above']]}, {entry['seconds']}",
             flush=True,
         )
     done = [entry for entry in table if "failed" not in entry]
@@ -417,8 +452,12 @@ def measure_compiled(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, A
         errors = [abs(entry["errors"][kind]) for entry in done]
         print(f"{kind}: median {median(errors):.3%}, worst {max(errors):.2%}")
     at_bound = sum(entry["at_bound"] for entry in done)
+    cold = sum(entry["cold"] for entry in done)
     above = sum(not entry["above"] for entry in done)
-    print(f"the bound runs without a retry in {at_bound}, more does not in {above} of {len(done)}")
+    print(
+        f"the bound runs without a retry in {at_bound} of {len(done)}, with a cold cache in {cold};"
+        f" more does not in {above}"
+    )
     return table
 
 
@@ -435,6 +474,7 @@ def run_of_bounds(
 def measure_bounds(
     cases: Sequence[Case],
     runs: StackRuns,
+    finished: Finished,
     *,
     confs: Mapping[str, str] = CONFS,
     kinds: Sequence[str] = KINDS_OF_LENGTHS,
@@ -442,6 +482,18 @@ def measure_bounds(
     """Bounds that are estimated, beside the most rows that run without a retry, and what the
     estimate's rows do.
     """
+
+    def bounds(case: Case, conf: str, kind: str) -> dict[str, Any]:
+        with Estimated(case).opened() as estimated:
+            planned = estimated.bound(conf, kind)
+        outcome = partial(run_of_bounds, runs, case, conf, kind=kind)
+        true = largest(lambda rows: outcome(rows).is_clean, start=planned)
+        entry = {"planned": planned, "true": true, "at_planned": "no row"}
+        if planned:
+            real = outcome(planned)
+            entry["at_planned"] = "OOM" if real.ooms else "retries" if real.retries else "clean"
+        return entry
+
     table = []
     print(
         f"{'case':<78} {'settings':<10} {'lengths':<7} {'planned':>7} {'true':>5}  at the planned"
@@ -449,28 +501,16 @@ def measure_bounds(
     )
     for case in cases:
         for (name, conf), kind in product(confs.items(), kinds):
-            start = time.perf_counter()
-            entry: dict[str, Any] = {**asdict(case), "settings": name, "lengths": kind}
+            key = {**asdict(case), "settings": name, "lengths": kind}
+            entry = finished.entry(key, partial(bounds, case, conf, kind))
             table.append(entry)
-            try:
-                with Estimated(case).opened() as estimated:
-                    planned = estimated.bound(conf, kind)
-                outcome = partial(run_of_bounds, runs, case, conf, kind=kind)
-                true = largest(lambda rows, outcome=outcome: outcome(rows).is_clean, start=planned)
-                entry |= {"planned": planned, "true": true, "at_planned": "no row"}
-                if planned:
-                    real = outcome(planned)
-                    entry["at_planned"] = (
-                        "OOM" if real.ooms else "retries" if real.retries else "clean"
-                    )
-            except Exception as error:
-                entry["failed"] = f"{type(error).__name__}: {error}"
-            said = (
-                entry.get("failed")
-                or f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
-            )
-            entry["seconds"] = round(time.perf_counter() - start, 1)
-            print(f"{case!s:<78} {name:<10} {kind:<7} {said} {entry['seconds']} s", flush=True)
+            outcome = entry.get("failed")
+            if outcome is None:
+                outcome = (
+                    f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
+                    f" {entry['seconds']} s"
+                )
+            print(f"{case!s:<78} {name:<10} {kind:<7} {outcome}", flush=True)
     done = [entry for entry in table if "failed" not in entry]
     for name, kind in product(confs, kinds):
         these = [entry for entry in done if (entry["settings"], entry["lengths"]) == (name, kind)]
@@ -573,10 +613,23 @@ def measure_bounds_on_ranks(folder: Path, rooms: Sequence[int]) -> list[dict[str
     return table
 
 
-def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]]:
+def measure_probe(
+    cases: Sequence[Case], runs: StackRuns, finished: Finished
+) -> list[dict[str, Any]]:
     """The bound that a search finds, beside brute force of rows of one length, and steps of varying
     lengths at it.
     """
+
+    def searched(case: Case, conf: str, headroom: float) -> dict[str, Any]:
+        run = StackRun(case.combination, (), probes=STEPS_AFTER_PROBE, headroom=headroom)
+        real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
+        kept = ("bound", "trials", "ooms_of_search", "steps", "retries", "ooms", "reserved")
+        entry = {key: getattr(real, key) for key in kept}
+        if not headroom:
+            outcome = partial(run_of_bounds, runs, case, conf)
+            entry["true"] = largest(lambda rows: outcome(rows).is_clean, start=real.bound)
+        return entry
+
     table = []
     print(
         f"{'case':<78} {'settings':<10} {'headroom':>8} {'probe':>6} {'true':>5} {'trials':>7}"
@@ -584,28 +637,17 @@ def measure_probe(cases: Sequence[Case], runs: StackRuns) -> list[dict[str, Any]
     )
     for case in cases:
         for (name, conf), headroom in product(CONFS.items(), HEADROOMS):
-            entry: dict[str, Any] = {**asdict(case), "settings": name, "headroom": headroom}
+            key = {**asdict(case), "settings": name, "headroom": headroom}
+            entry = finished.entry(key, partial(searched, case, conf, headroom))
             table.append(entry)
-            run = StackRun(case.combination, (), probes=STEPS_AFTER_PROBE, headroom=headroom)
-            try:
-                real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
-                outcome = partial(run_of_bounds, runs, case, conf)
-                if not headroom:
-                    entry["true"] = largest(
-                        lambda rows, outcome=outcome: outcome(rows).is_clean, start=real.bound
-                    )
-            except RuntimeError as error:
-                entry["failed"] = str(error)
-                print(f"{case!s:<78} {name:<10} {headroom:>8} {error}", flush=True)
-                continue
-            kept = ("bound", "trials", "ooms_of_search", "steps", "retries", "ooms", "reserved")
-            entry |= {key: getattr(real, key) for key in kept}
-            print(
-                f"{case!s:<78} {name:<10} {headroom:>8} {real.bound:>6} {entry.get('true', ''):>5}"
-                f" {real.trials:>7} {real.ooms_of_search:>5} {real.steps:>6} {real.retries:>8}"
-                f" {real.ooms:>5}",
-                flush=True,
-            )
+            outcome = entry.get("failed")
+            if outcome is None:
+                outcome = (
+                    f"{entry['bound']:>6} {entry.get('true', ''):>5} {entry['trials']:>7}"
+                    f" {entry['ooms_of_search']:>5} {entry['steps']:>6} {entry['retries']:>8}"
+                    f" {entry['ooms']:>5}"
+                )
+            print(f"{case!s:<78} {name:<10} {headroom:>8} {outcome}", flush=True)
     return table
 
 
@@ -700,13 +742,11 @@ def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict
 SEEDS, ROOMS_OF_RUNS = 5, (0.75, 1.0, 1.5, 3.0)  # GiB
 
 
-def measure_runs(folder: Path, *, seeds: int) -> list[dict[str, Any]]:
+def measure_runs(folder: Path, finished: Finished, *, seeds: int) -> list[dict[str, Any]]:
     """What the recipe's own headroom leaves and costs: 200 steps at the bound."""
     setup, table = make_setup(folder, **NARROW), []
-    print(
-        f"{'lengths':<20} {'GiB':>5} {'seed':>5} {'bound':>6} {'retries':>8} {'OOMs':>5} peak/room"
-    )
-    for kind, room, seed in product(KINDS, ROOMS_OF_RUNS, range(seeds)):
+
+    def steps_at_the_bound(kind: str, room: float, seed: int) -> dict[str, Any]:
         output, _ = trained(
             setup,
             int(room * 2**30),
@@ -720,22 +760,27 @@ def measure_runs(folder: Path, *, seeds: int) -> list[dict[str, Any]]:
             for name in ("retries", "ooms")
         }
         peaks = [float(peak) for peak in losses(output, name="peak_memory_alloc")]
-        entry = {
-            "kind": kind,
-            "room": room,
-            "seed": seed,
+        return {
             "bound": probe["max_batch_size"],
             "trials": len(probe["trials"]),
             "retries": counts["retries"][-1] - counts["retries"][0],
             "ooms": counts["ooms"][-1] - counts["ooms"][0],
             "peak": max(peaks) / room,
         }
+
+    print(
+        f"{'lengths':<20} {'GiB':>5} {'seed':>5} {'bound':>6} {'retries':>8} {'OOMs':>5} peak/room"
+    )
+    for kind, room, seed in product(KINDS, ROOMS_OF_RUNS, range(seeds)):
+        key = {"kind": kind, "room": room, "seed": seed}
+        entry = finished.entry(key, partial(steps_at_the_bound, kind, room, seed))
         table.append(entry)
-        print(
-            f"{kind:<20} {room:>5.2f} {seed:>5} {entry['bound']:>6} {entry['retries']:>8}"
-            f" {entry['ooms']:>5} {entry['peak']:.3f}",
-            flush=True,
-        )
+        outcome = entry.get("failed")
+        if outcome is None:
+            outcome = (
+                f"{entry['bound']:>6} {entry['retries']:>8} {entry['ooms']:>5} {entry['peak']:.3f}"
+            )
+        print(f"{kind:<20} {room:>5.2f} {seed:>5} {outcome}", flush=True)
     return table
 
 
@@ -761,19 +806,25 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     share = 10 if arguments.quick else 1
     runs, parts = StackRuns(), {}
+    kept: dict[str, Finished] = {}
+
+    def finished(part: str) -> Finished:
+        kept[part] = Finished(f"cuda_stack-{part}")
+        return kept[part]
+
     try:
         if arguments.only in (None, "cases"):
-            cases = measure_cases(by_device(sample(120 // share)), runs)
+            cases = measure_cases(by_device(sample(120 // share)), runs, finished("cases"))
             parts["cases"] = {"seed": SEED, "summary": summarised(cases), "cases": cases}
             print()
         if arguments.only in (None, "tasks"):
-            cases = measure_cases(by_device(tasks()[::share]), runs)
+            cases = measure_cases(by_device(tasks()[::share]), runs, finished("tasks"))
             parts["tasks"] = {"summary": summarised(cases), "cases": cases}
             print()
         if arguments.only in (None, "compiled"):
             number = arguments.cases or 40 // share
-            compiled = sample(number, rows=("bound",), compiled=True)
-            parts["compiled"] = measure_compiled(by_device(compiled), runs)
+            cases = measure_compiled(compiled_sample(number), runs, finished("compiled"))
+            parts["compiled"] = {"seed": SEED, "cases": cases}
             print()
         if arguments.only in (None, "bounds"):
             number = arguments.cases or 40 // share
@@ -784,10 +835,13 @@ def main() -> None:
             if arguments.lengths:
                 kinds = (arguments.lengths,)
             cases = by_device(sample(number, rows=("bound",)))
-            parts["bounds"] = measure_bounds(cases, runs, confs=confs, kinds=kinds)
+            parts["bounds"] = measure_bounds(
+                cases, runs, finished("bounds"), confs=confs, kinds=kinds
+            )
             print()
         if arguments.only in (None, "probe"):
-            parts["probe"] = measure_probe(by_device(sample(20 // share, rows=("bound",))), runs)
+            cases = by_device(sample(20 // share, rows=("bound",)))
+            parts["probe"] = measure_probe(cases, runs, finished("probe"))
             print()
         if arguments.only in (None, "recipe"):
             with tempfile.TemporaryDirectory() as folder:
@@ -797,7 +851,7 @@ def main() -> None:
         if arguments.only in (None, "runs"):
             with tempfile.TemporaryDirectory() as folder:
                 seeds = 1 if arguments.quick else SEEDS
-                parts["runs"] = measure_runs(Path(folder), seeds=seeds)
+                parts["runs"] = measure_runs(Path(folder), finished("runs"), seeds=seeds)
         if arguments.only in (None, "ranks"):
             with tempfile.TemporaryDirectory() as folder:
                 parts["ranks"] = measure_bounds_on_ranks(
@@ -807,6 +861,8 @@ def main() -> None:
         runs.close()
     name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"
     records.write(name, arguments.output, **parts)
+    for part in kept.values():
+        part.forget()
 
 
 def by_device(cases: Sequence[Case]) -> list[Case]:

@@ -1,5 +1,5 @@
 """What every record of a measurement says: when, by which command, on which machine, with which
-versions.
+versions; and how a measurement of many cases resumes.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ import json
 import os
 import platform
 import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,6 +33,51 @@ PACKAGES = (
     "lightning",
     "datasets",
 )
+UNFINISHED = Path(__file__).parents[1] / ".measure"
+
+
+class Finished:
+    """Entries of the finished cases of a measurement, kept in a file as soon as they are there: a
+    measurement that was stopped resumes with the next case.
+
+    Args:
+        name: of the measurement, and of the file.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._path = UNFINISHED / f"{name}.jsonl"
+        self._entries: dict[str, dict[str, Any]] = {}
+        if self._path.exists():
+            for line in self._path.read_text().splitlines():
+                case, entry = json.loads(line)
+                self._entries[case] = entry
+            print(f"{len(self._entries)} finished cases are read from {self._path}")
+
+    def entry(
+        self, case: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Return a case with what was measured and the seconds that it took, or with the error that
+        it ended with; one that failed is not kept.
+        """
+        key = json.dumps(case)
+        if key in self._entries:
+            return self._entries[key]
+        start = time.perf_counter()
+        try:
+            entry = {**case, **measure()}
+        except Exception as error:
+            traceback.print_exc()
+            return {**case, "failed": f"{type(error).__name__}: {error}"}
+        entry["seconds"] = round(time.perf_counter() - start, 1)
+        self._path.parent.mkdir(exist_ok=True)
+        with self._path.open("a") as file:
+            file.write(json.dumps([key, entry]) + "\n")
+        self._entries[key] = entry
+        return entry
+
+    def forget(self) -> None:
+        """Remove the file, once a record has all entries."""
+        self._path.unlink(missing_ok=True)
 
 
 def write(name: str, folder: Path, /, **measured: Any) -> Path:

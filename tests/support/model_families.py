@@ -135,6 +135,7 @@ class Combination:
     compiled: bool = False
     task: str = ""
     adapters: bool = False
+    budget: float = 1.0  # of the activations that compiled parts keep
 
     def __str__(self) -> str:
         marks = [
@@ -150,6 +151,7 @@ class Combination:
             "packed" * self.packed,
             "clipping" * self.clips,
             "compiled" * self.compiled,
+            f"budget {self.budget}" * (self.budget < 1),
             self.layout or "",
         ]
         marks += ["accumulating" * (self.accumulation > 1)]
@@ -188,6 +190,7 @@ class Combination:
             "device": self.device,
             "dtype": self.dtype,
             "compile": self.compiled,
+            "activation_memory_budget": self.budget,
             "clip_grad_norm": 1.0 if self.clips else None,
             "use_maximum_batch_size": True,
             "micro_batch_layout": self.layout,
