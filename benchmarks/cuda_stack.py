@@ -3,7 +3,7 @@ without a device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
     {cases,tasks,compiled,bounds,probe,recipe,runs,ranks}] [--quick]
-    [--cases N] [--settings {default,expandable}] [--lengths {fixed,varying}] [--output DIR]
+    [--cases N] [--settings {default,expandable}] [--lengths {fixed,varying,drawn}] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
 (tests/support/stack_runs.py); no kernel computes, and memory is accounted
@@ -14,7 +14,8 @@ with its blocks. `tasks`: the same for preference pairs and distillation, with a
 weight, at the bound. `compiled`: the same for `compile: True`, with LoRA and activation budgets
 among the cases, at the rows that are estimated to fit without a retry; whether these run so, and
 more do not. `bounds`: the rows that are estimated to fit without a retry of the allocator beside
-brute force: the most rows that run six steps so, and those rows with varying lengths.
+brute force: the most rows that run six steps so, and those rows with varying lengths; `drawn` ones
+are of other models, with five distributions of lengths.
 `probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
 small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
 shares of the memory taken away and given back. `runs`: the same model, 100 times with lengths of
@@ -36,15 +37,15 @@ import random
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cache, partial
-from itertools import product
+from itertools import cycle, product, starmap
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import records
 import torch
@@ -70,14 +71,14 @@ from support.allocator_on_stack import described, segments_of
 from support.cli import OURS, SmallSetup, losses, make_setup
 from support.cuda_stack.squeezing import KINDS
 from support.model_families import Combination
-from support.stack_runs import Outcome, StackRun, StackRuns
+from support.stack_runs import DISTRIBUTIONS, Outcome, StackRun, StackRuns
 
 SEED = 15
 LENGTH_OF_TASKS = 1024  # of a pair both answers
 LENGTHS_OF_COMPILED = (512, 1024, 4096)
 STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
-KINDS_OF_LENGTHS = ("fixed", "varying")
+KINDS_OF_LENGTHS = ("fixed", "varying", "drawn")
 DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
 PARAMETERS = {  # in billions
     "llama3_2_1b": 1.24,
@@ -88,6 +89,15 @@ PARAMETERS = {  # in billions
     "gemma2_2b": 2.61,
     "phi4_14b": 14.7,
 }
+OTHER_PARAMETERS = {  # of models that are drawn with a distribution of lengths
+    "qwen2_5_1_5b": 1.54,
+    "gemma_2b": 2.51,
+    "qwen2_5_3b": 3.09,
+    "phi3_mini": 3.82,
+    "llama2_7b": 6.74,
+    "mistral_7b": 7.24,
+}
+LONGEST_OF_OTHERS = 4096  # what all of them take
 HEADROOMS = (0.0, 0.05)  # of a search; the second is the recipe's own
 COPIES = (
     5  # of the weights, that a step of AdamW holds: with gradients, two moments and a temporary
@@ -113,17 +123,23 @@ class Case:
         return device
 
 
-def sample(number: int, *, rows: Sequence[int | str] = (1, 2, "bound")) -> list[Case]:
+def sample(
+    number: int,
+    *,
+    rows: Sequence[int | str] = (1, 2, "bound"),
+    parameters: Mapping[str, float] = PARAMETERS,
+    longest: int = 8192,
+) -> list[Case]:
     """Draw that many different cases whose optimizer's step fits."""
     draw, cases = random.Random(SEED), dict[Case, None]()
     while len(cases) < number:
-        model, dtype = draw.choice(list(PARAMETERS)), draw.choice(["bf16", "fp32"])
-        length = round(math.exp(draw.uniform(math.log(200), math.log(8192))))
+        model, dtype = draw.choice(list(parameters)), draw.choice(["bf16", "fp32"])
+        length = round(math.exp(draw.uniform(math.log(200), math.log(longest))))
         checkpointing = draw.choice(["", "checkpointing"])
         loss = "plain" if model == "gemma2_2b" else "chunked"  # it has no chunks of outputs
         combination = Combination(model, length, "AdamW", loss, checkpointing, dtype, device="cuda")
         case = Case(combination, draw.choice(list(DEVICES)), draw.choice(rows))
-        held = COPIES * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
+        held = COPIES * parameters[model] * 1e9 * (2 if dtype == "bf16" else 4)
         if held < 0.95 * case.found.total_bytes:
             cases[case] = None
     return list(cases)
@@ -161,6 +177,30 @@ def compiled_sample(number: int) -> list[Case]:
         if held < 0.8 * case.found.total_bytes:
             cases[case] = None
     return sorted(cases, key=lambda case: PARAMETERS[case.combination.model])
+
+
+class BoundCase(NamedTuple):
+    """A bound: of which case, with which settings, for which lengths ("fixed", "varying" or a name
+    of DISTRIBUTIONS).
+    """
+
+    case: Case
+    settings: str
+    lengths: str
+
+
+def bound_cases(number: int, settings: Sequence[str], kinds: Sequence[str]) -> Iterator[BoundCase]:
+    """Yield bounds of that many cases of each kind of lengths; of drawn ones each of another model,
+    with one of the settings and the next distribution.
+    """
+    of_one_length = [kind for kind in kinds if kind != "drawn"]
+    cases = by_device(sample(number, rows=("bound",)))
+    yield from starmap(BoundCase, product(cases, settings, of_one_length))
+    if "drawn" in kinds:
+        others = sample(
+            number, rows=("bound",), parameters=OTHER_PARAMETERS, longest=LONGEST_OF_OTHERS
+        )
+        yield from map(BoundCase, others, cycle(settings), cycle(DISTRIBUTIONS))
 
 
 def tasks() -> list[Case]:
@@ -248,15 +288,13 @@ class Estimated:
         short = own(shorter)
 
         def of_steps(rows: int) -> list[Run | Between]:
-            padded = map(
-                max, StackRun.varying(self._combination, rows, steps=STEPS_OF_BOUNDS).steps
-            )
+            padded = map(max, steps_of_bounds(self._combination, rows, kind).steps)
             return [
                 Between(short, run, Fraction(one - shorter, self._length - shorter), own(one))
                 for one in padded
             ]
 
-        if kind == "varying":
+        if kind != "fixed":
             traces_alike(self._step._step, short)
         _, (fit,) = estimate_length(
             self._step._step,
@@ -264,7 +302,7 @@ class Estimated:
             self._targets,
             maximum=4096,
             forward_backward=run,
-            of_steps=of_steps if kind == "varying" else None,
+            of_steps=of_steps if kind != "fixed" else None,
             allocator=AllocatorSettings(expandable_segments=bool(conf)),
         )
         rows: int = fit.max_batch_size
@@ -464,20 +502,23 @@ def measure_compiled(
 # --- bounds
 
 
+def steps_of_bounds(combination: Combination, rows: int, kind: str) -> StackRun:
+    """Return steps of that many rows, of one length or of lengths of a kind."""
+    if kind == "fixed":
+        return StackRun.fixed(combination, rows, steps=STEPS_OF_BOUNDS)
+    distribution = "" if kind == "varying" else kind
+    return StackRun.varying(combination, rows, steps=STEPS_OF_BOUNDS, distribution=distribution)
+
+
 def run_of_bounds(
     runs: StackRuns, case: Case, conf: str, rows: int, kind: str = "fixed"
 ) -> Outcome:
-    run = getattr(StackRun, kind)(case.combination, rows, steps=STEPS_OF_BOUNDS)
+    run = steps_of_bounds(case.combination, rows, kind)
     return runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
 
 
 def measure_bounds(
-    cases: Sequence[Case],
-    runs: StackRuns,
-    finished: Finished,
-    *,
-    confs: Mapping[str, str] = CONFS,
-    kinds: Sequence[str] = KINDS_OF_LENGTHS,
+    cases: Iterable[BoundCase], runs: StackRuns, finished: Finished
 ) -> list[dict[str, Any]]:
     """Bounds that are estimated, beside the most rows that run without a retry, and what the
     estimate's rows do.
@@ -496,23 +537,22 @@ def measure_bounds(
 
     table = []
     print(
-        f"{'case':<78} {'settings':<10} {'lengths':<7} {'planned':>7} {'true':>5}  at the planned"
+        f"{'case':<78} {'settings':<10} {'lengths':<14} {'planned':>7} {'true':>5}  at the planned"
         " rows"
     )
-    for case in cases:
-        for (name, conf), kind in product(confs.items(), kinds):
-            key = {**asdict(case), "settings": name, "lengths": kind}
-            entry = finished.entry(key, partial(bounds, case, conf, kind))
-            table.append(entry)
-            outcome = entry.get("failed")
-            if outcome is None:
-                outcome = (
-                    f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
-                    f" {entry['seconds']} s"
-                )
-            print(f"{case!s:<78} {name:<10} {kind:<7} {outcome}", flush=True)
+    for case, name, kind in cases:
+        key = {**asdict(case), "settings": name, "lengths": kind}
+        entry = finished.entry(key, partial(bounds, case, CONFS[name], kind))
+        table.append(entry)
+        outcome = entry.get("failed")
+        if outcome is None:
+            outcome = (
+                f"{entry['planned']:>7} {entry['true']:>5}  {entry['at_planned']}"
+                f" {entry['seconds']} s"
+            )
+        print(f"{case!s:<78} {name:<10} {kind:<14} {outcome}", flush=True)
     done = [entry for entry in table if "failed" not in entry]
-    for name, kind in product(confs, kinds):
+    for name, kind in sorted({(entry["settings"], entry["lengths"]) for entry in done}):
         these = [entry for entry in done if (entry["settings"], entry["lengths"]) == (name, kind)]
         equal = sum(entry["planned"] == entry["true"] for entry in these)
         bad = sum(entry["at_planned"] in ("OOM", "retries") for entry in these)
@@ -797,7 +837,7 @@ def main() -> None:
         "--cases", type=int, metavar="N", help="of compiled steps and of bounds, 40 without --quick"
     )
     parser.add_argument("--settings", choices=CONFS, help="of bounds: one of the two")
-    parser.add_argument("--lengths", choices=KINDS_OF_LENGTHS, help="of bounds: one of the two")
+    parser.add_argument("--lengths", choices=KINDS_OF_LENGTHS, help="of bounds: one kind")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -828,16 +868,10 @@ def main() -> None:
             print()
         if arguments.only in (None, "bounds"):
             number = arguments.cases or 40 // share
-            confs = CONFS
-            if arguments.settings:
-                confs = {arguments.settings: CONFS[arguments.settings]}
-            kinds = KINDS_OF_LENGTHS
-            if arguments.lengths:
-                kinds = (arguments.lengths,)
-            cases = by_device(sample(number, rows=("bound",)))
-            parts["bounds"] = measure_bounds(
-                cases, runs, finished("bounds"), confs=confs, kinds=kinds
-            )
+            settings = [arguments.settings] if arguments.settings else list(CONFS)
+            kinds = [arguments.lengths] if arguments.lengths else KINDS_OF_LENGTHS
+            cases = bound_cases(number, settings, kinds)
+            parts["bounds"] = measure_bounds(cases, runs, finished("bounds"))
             print()
         if arguments.only in (None, "probe"):
             cases = by_device(sample(20 // share, rows=("bound",)))

@@ -78,6 +78,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_7b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_7b_base"},
     "gemma2_2b": {"_component_": "torchtune.models.gemma2.gemma2_2b"},
     "phi4_14b": {"_component_": "torchtune.models.phi4.phi4_14b"},
+    "qwen2_5_1_5b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_1_5b_base"},
+    "qwen2_5_3b": {"_component_": "torchtune.models.qwen2_5.qwen2_5_3b"},
+    "phi3_mini": {"_component_": "torchtune.models.phi3.phi3_mini"},
+    "mistral_7b": {"_component_": "torchtune.models.mistral.mistral_7b"},
+    "llama2_7b": {"_component_": "torchtune.models.llama2.llama2_7b"},
+    "gemma_2b": {"_component_": "torchtune.models.gemma.gemma_2b"},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"_component_": "torch.optim.AdamW"},
