@@ -324,12 +324,12 @@ def test_validation_takes_the_configured_batch_where_it_has_none_of_its_own():
         return Settings.from_config(PLAIN | VALIDATED | keys).validation
 
     assert validation().is_on
-    assert validation().batch_size(2) == 2
+    assert validation().rows_at_once(2) == 2
     assert not validation().fits_itself
-    assert validation(batch_size_val=5).batch_size(2) == 5
+    assert validation(batch_size_val=5).rows_at_once(2) == 5
     by_what_fits = validation(batch_size_val="auto")
     assert by_what_fits.fits_itself
-    assert by_what_fits.batch_size(2) == 2
+    assert by_what_fits.rows_at_once(2) == 2
     # torchtune's later recipes write all so
     assert validation(max_validation_batches=-1).rows_of(100, batch_size=2) == 100
     assert validation(max_validation_batches=3).rows_of(100, batch_size=2, ranks=4) == 24
