@@ -29,6 +29,7 @@ from typing import Any
 
 import records
 import torch
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -71,7 +72,9 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.estimate.cuda_workspace import CudaKernels
 from adaptive_batch.memory import GIB
+from adaptive_batch.torchtune import builder_of, estimate_devices
 
+CONFIGS = Path(__file__).parents[1] / "configs"
 TABLE = Path(__file__).with_name("published_memory.csv")
 IGNORED = -100
 FAKE_ATTENTION = (
@@ -83,6 +86,7 @@ SAME_CODE = "the same code"
 OPTIMIZERS_STEP = "other kernels: the optimizer's step is the peak"
 ON_RANKS = "FSDP1: the optimizer's step is the peak"
 FSDP2 = "FSDP2 with mixed precision, 8 ranks"
+COMPILED = "compiled: torchtune 0.4, beside the recipe of today"
 OUT_OF_MEMORY = "ran out of memory"
 
 
@@ -481,6 +485,29 @@ def torchtune_step(length: int, rows: int) -> MemoryEstimate:
     return estimate_memory(model, batch, optimizer, DEVICES, mean_loss=of_batch, maximum=rows)
 
 
+# Rows of torchtune's table, and the key that tells them apart.
+COMPILED_ROWS = {
+    "tt-ladder-packed+compile+chunkedCE": "enable_activation_checkpointing=False",
+    "tt-ladder-+AC": "enable_activation_checkpointing=True",
+}
+
+
+def compiled_step(length: int, rows: int, override: str) -> MemoryEstimate:
+    """Estimate a compiled step of the recipe with Llama 3.2 3B: the chunked loss, fused AdamW."""
+    given = [
+        "compile=True",
+        override,
+        "estimate.changes=False",
+        f"estimate.sequence_lengths=[{length}]",
+        f"probe.maximum={rows}",
+        f"estimate.devices=[{','.join(DEVICES)}]",
+    ]
+    written = OmegaConf.load(CONFIGS / "llama3_2_3B.yaml")
+    cfg = OmegaConf.merge(written, OmegaConf.from_dotlist(given))
+    assert isinstance(cfg, DictConfig)
+    return estimate_devices(cfg, show=lambda text: None, builder=builder_of(cfg))
+
+
 # --- torchtitan
 
 
@@ -584,6 +611,9 @@ def compare(row: Published) -> Compared | NotEstimated:
     """A row beside the estimate."""
     if row.id == "tt-ladder-packed":
         return compared(row, SAME_CODE, torchtune_step(int(row.length), int(row.rows)))
+    if row.id in COMPILED_ROWS:
+        estimate = compiled_step(int(row.length), int(row.rows), COMPILED_ROWS[row.id])
+        return compared(row, COMPILED, estimate)
     if row.id in ("titan-165-FSDP2-ful", "titan-165-FSDP2-sel"):
         return on_fsdp2(row)
     if not row.is_fms:
@@ -746,16 +776,14 @@ def main() -> None:
     print(f"\nnot estimated: {len(left_out)} of {len(left_out) + len(rows)}")
     for reason, ids in sorted(reasons.items(), key=lambda item: -len(item[1])):
         print(f"{len(ids):>4}  {reason}")
-    if not arguments.only:
-        seconds = round(time.perf_counter() - start, 1)
-        records.write(
-            "published",
-            arguments.output,
-            groups=groups,
-            rows=[asdict(row) for row in rows],
-            not_estimated=reasons,
-            seconds=seconds,
-        )
+    records.write(
+        f"published_{arguments.only}" if arguments.only else "published",
+        arguments.output,
+        groups=groups,
+        rows=[asdict(row) for row in rows],
+        not_estimated=reasons,
+        seconds=round(time.perf_counter() - start, 1),
+    )
 
 
 if __name__ == "__main__":

@@ -56,3 +56,13 @@ def test_a_published_peak_is_met_by_the_same_code(published, rows):
     assert found.group == published.SAME_CODE
     assert abs(found.error) < 1e-3
     assert found.fits
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("identifier", ["tt-ladder-packed+compile+chunkedCE", "tt-ladder-+AC"])
+def test_a_published_peak_of_a_compiled_step_is_met(published, identifier):
+    (row,) = (row for row in published.rows_of_table() if row.id == identifier)
+    comparison = published.compare(row)
+    assert comparison.group == published.COMPILED
+    assert abs(comparison.error) < 0.03
