@@ -60,7 +60,6 @@ from adaptive_batch.estimate import (
     Run,
     estimate_length,
     parse_devices,
-    traces_alike,
 )
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.torchtune import Settings, builder_of, set_up_process
@@ -294,8 +293,6 @@ class Estimated:
                 for one in padded
             ]
 
-        if kind != "fixed":
-            traces_alike(self._step._step, short)
         _, (fit,) = estimate_length(
             self._step._step,
             self._length,

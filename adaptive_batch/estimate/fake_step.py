@@ -37,7 +37,7 @@ from adaptive_batch._torch import (
     tree_map_only,
 )
 from adaptive_batch._util import replaced
-from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
+from adaptive_batch.distributed import Sharding, shapes_worked_out_apart, world_size
 from adaptive_batch.memory import (
     OptimizerInBackward,
     optimizer_state_tensors,
@@ -45,6 +45,7 @@ from adaptive_batch.memory import (
     storage_bytes,
 )
 
+from .alike_layers import AlikeLayers
 from .cuda_operators import CudaOperators
 from .cuda_workspace import CudaKernels
 from .step_log import Phase, joined
@@ -274,6 +275,9 @@ class FakeStep:
         self._device = device
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = keep_gradients if accumulates else None
+        # On ranks and in backward, other code than the model's knows its layers.
+        is_alone = world_size() == 1 and not self._sharding.is_sharded
+        self._layers = AlikeLayers(model, is_used=is_alone and not self._in_backward)
         model.train()
         self.optimizer_peak_bytes: int | None = None
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
@@ -327,8 +331,11 @@ class FakeStep:
         with self._device.counting(explain=explain, names=names) as counter:
             counter.add_named(self._named())
             run(rows)
-            self._phases.setdefault((run, False), {})[rows] = counter.phase(self._named())
-            return counter.step_trace(self.model)
+            phase = counter.phase(self._named())
+            step_trace = counter.step_trace(self.model)
+        self._phases.setdefault((run, False), {})[rows] = phase
+        self._layers.add(partial(self._trace_phase, partial(run, rows), False), phase, kind=False)
+        return step_trace
 
     def log(
         self, rows: int, of_steps: Sequence[Run | Between], *, micro_batches: int = 2
@@ -392,11 +399,14 @@ class FakeStep:
         if is_first:
             phases[rows] = self._first(rows, run)
             return phases[rows]
+        if not phases:
+            self.learn(FEW, [run])
+            self.learn(MORE, [run])
         nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
         for near, far in pairwise(nearest_sizes):
             if phases[near].is_like(phases[far]):
                 return phases[near].between(phases[far], Fraction(rows - near, far - near))
-        self.trace(rows, forward_backward=run)
+        phases[rows] = self.phase(partial(run, rows), is_first=False)
         return phases[rows]
 
     def _first(self, rows: int, run: Run) -> Phase:
@@ -406,11 +416,17 @@ class FakeStep:
     def phase(self, run: Callable[[], object], *, is_first: bool) -> Phase:
         """Trace one micro-batch, and return its log.
 
+        Layers that are alike run only where their log does not follow from a few of them.
+
         Args:
             run: forward and backward.
             is_first: whether it makes the gradients, or the states where the optimizer is in
                 backward.
         """
+        return self._layers.phase(partial(self._trace_phase, run, is_first), kind=is_first)
+
+    def _trace_phase(self, run: Callable[[], object], is_first: bool) -> Phase:
+        """Run one micro-batch, and return its log."""
         if is_first:
             for parameter in self.model.parameters():
                 parameter.grad = None
@@ -436,7 +452,8 @@ class FakeStep:
         traced_any = False
         for run in dict.fromkeys(runs):
             if rows not in self._phases.get((run, False), {}):
-                self.trace(rows, forward_backward=run)
+                phase = self.phase(partial(run, rows), is_first=False)
+                self._phases.setdefault((run, False), {})[rows] = phase
                 traced_any = True
         return traced_any
 

@@ -47,7 +47,6 @@ from adaptive_batch.estimate import (
     needs_values,
     parse_devices,
     ranked,
-    traces_alike,
 )
 from adaptive_batch.schedules import Progress
 
@@ -548,7 +547,6 @@ class _Step:
             return None
         drawn = [int(lengths[row]) for row in self._trial_rows.order(tokens)]
         short = self.run.forward_backward(self._rows_of(shorter)[0])
-        traces_alike(self._step, short)
 
         @cache
         def run_of(length: int) -> Run:

@@ -52,10 +52,10 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """Tied embeddings, a frozen parameter and a buffer that a forward changes in place."""
 
-    def __init__(self, *, checkpointing: bool = False, words: int = WORDS) -> None:
+    def __init__(self, *, checkpointing: bool = False, words: int = WORDS, layers: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.scale = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
         self.register_buffer("seen", torch.zeros(5))
         self.checkpointing = checkpointing

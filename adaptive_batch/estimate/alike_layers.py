@@ -1,0 +1,224 @@
+"""Logs of a step at many shapes, from runs that leave out most of the layers that are alike.
+
+A layer that is left out allocates what a layer like it does, which is kept. So a run of all layers
+at one shape, and runs of a few layers at that shape and at another, give the log of all layers at
+the other.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from .step_log import Phase
+
+# With fewer, the runs that are needed beside take as long as is saved.
+_LEAST_LEFT_OUT = 4
+# Entries on each side by which two of one size are told apart.
+_NEIGHBOURS = 4
+
+
+@dataclass
+class _Traced:
+    """A run of all layers, and its log; that of a few layers once it is asked for."""
+
+    trace: Callable[[], Phase]
+    whole: Phase
+    few: Phase | None = None
+
+
+class AlikeLayers:
+    """Traces the steps of a model, and leaves layers out where the log follows from others.
+
+    Of layers that are alike the first and the last are kept. What is allocated in a run of a few
+    layers has, at each shape, the sizes of what is allocated in the same place of the layers that
+    are left out. So the sizes at a new shape are looked up by those at shapes of which both logs
+    are there. A shape is traced with all layers until one log that was expected in this way was
+    equal to the traced one; and wherever a size is not known or not unique, or the layers run other
+    operations than at any shape before.
+
+    Args:
+        model: whose lists of modules are searched for layers that are alike.
+        is_used: whether layers may be left out.
+    """
+
+    def __init__(self, model: nn.Module, *, is_used: bool) -> None:
+        self._shorter: list[tuple[nn.Module, dict[str, nn.Module]]] = []
+        # What is compiled knows its layers.
+        is_compiled = any("forward" in vars(module) for module in model.modules())
+        if is_used and not is_compiled:
+            self._shorter = list(_shorter_lists(model))
+        num_left_out = sum(len(owner._modules) - len(kept) for owner, kept in self._shorter)
+        self._is_used = num_left_out >= _LEAST_LEFT_OUT
+        self._is_confirmed = False
+        self._traced: dict[Hashable, list[_Traced]] = {}
+
+    def add(self, trace: Callable[[], Phase], whole: Phase, *, kind: Hashable) -> None:
+        """Take in a log from which others may follow.
+
+        Args:
+            trace: function that runs the layers and returns their log.
+            whole: its log with all layers.
+            kind: of the run; logs of one kind follow from each other.
+        """
+        if self._is_used:
+            self._traced.setdefault(kind, []).append(_Traced(trace, whole))
+
+    def phase(self, trace: Callable[[], Phase], *, kind: Hashable) -> Phase:
+        """Return the log with all layers; for the arguments see :meth:`add`."""
+        few = None
+        if self._traced.get(kind):
+            few = self._trace_few(trace)
+        if few is None:
+            whole = trace()
+            self.add(trace, whole, kind=kind)
+            return whole
+        known: list[_Traced] = []
+        for traced in self._traced[kind]:
+            if traced.few is None:
+                traced.few = self._trace_few(traced.trace)
+                self._confirm(known, traced)
+            known.append(traced)
+        expected = _expected(known, few)
+        if expected is not None and self._is_confirmed:
+            return expected
+        traced = _Traced(trace, trace(), few)
+        self._confirm(known, traced)
+        if self._is_used:
+            self._traced[kind].append(traced)
+        return traced.whole
+
+    def _confirm(self, known: Sequence[_Traced], traced: _Traced) -> None:
+        """Compare a log with what was expected from those that are known."""
+        expected = _expected(known, traced.few)
+        if expected is None:
+            return
+        self._is_confirmed = expected.log == traced.whole.log
+        if not self._is_confirmed:
+            self._give_up()
+
+    def _trace_few(self, trace: Callable[[], Phase]) -> Phase | None:
+        """Return the log with a few layers; None where the model does not run with these."""
+        if not self._is_used:
+            return None
+        try:
+            with self._shortened():
+                return trace()
+        except Exception:
+            # Any error of a model that needs all its layers; one of its own is raised with these.
+            self._give_up()
+            return None
+
+    def _give_up(self) -> None:
+        self._is_used = False
+        self._is_confirmed = False
+        self._traced.clear()
+
+    @contextmanager
+    def _shortened(self) -> Iterator[None]:
+        whole_lists = [dict(owner._modules) for owner, _ in self._shorter]
+        try:
+            for owner, kept in self._shorter:
+                owner._modules = dict(kept)
+            yield
+        finally:
+            for (owner, _), modules in zip(self._shorter, whole_lists, strict=True):
+                owner._modules = modules
+
+
+def _expected(known: Sequence[_Traced], few: Phase | None) -> Phase | None:
+    """Return the log with all layers that belongs to one with a few; None where it does not follow
+    from those that are known.
+    """
+    if few is None:
+        return None
+    alike = [
+        traced
+        for traced in known
+        if traced.few is not None and traced.few.is_like(few) and traced.few.once == few.once
+    ]
+    if not alike or not all(traced.whole.is_like(alike[0].whole) for traced in alike):
+        return None
+    # By an entry with its neighbours, and by an entry alone; 0 where the sizes differ.
+    sizes: dict[Hashable, int] = {}
+    for keys, size in zip(_keys([traced.few for traced in alike]), few.log, strict=True):
+        for key in keys:
+            if sizes.setdefault(key, size) != size:
+                sizes[key] = 0
+    log = array("q")
+    wholes = [traced.whole for traced in alike]
+    for keys, entry in zip(_keys(wholes), wholes[0].log, strict=True):
+        # Frees have other numbers in each log.
+        size = entry
+        if entry > 0:
+            size = next((sizes[key] for key in keys if sizes.get(key)), 0)
+            if not size:
+                return None
+        log.append(size)
+    return alike[0].whole.with_log(log)
+
+
+def _keys(phases: Sequence[Phase | None]) -> Iterator[tuple[Hashable, Hashable]]:
+    """Yield for each entry of logs that are alike its sizes in all of them, first with those of its
+    neighbours.
+    """
+    logs = [phase.log for phase in phases if phase is not None]
+    # Numbers of what is freed are no sizes.
+    entries = [tuple(max(0, entry) for entry in place) for place in zip(*logs, strict=True)]
+    for place, entry in enumerate(entries):
+        neighbours = entries[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1]
+        yield tuple(neighbours), entry
+
+
+def _shorter_lists(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.Module]]]:
+    """Yield the outermost lists of modules with some that can be left out, and those that stay."""
+    children = list(module.children())
+    if isinstance(module, nn.ModuleList | nn.Sequential):
+        places: dict[Hashable, list[int]] = {}
+        for place, kind in enumerate(_kinds(children)):
+            places.setdefault(kind, []).append(place)
+        kept_places = sorted({place for own in places.values() for place in (own[0], own[-1])})
+        if len(kept_places) < len(children):
+            kept = [children[place] for place in kept_places]
+            yield module, {str(number): child for number, child in enumerate(kept)}
+            return
+    for child in children:
+        yield from _shorter_lists(child)
+
+
+def _kinds(layers: Sequence[nn.Module]) -> list[Hashable]:
+    """Return for each layer what those that are alike have in common."""
+    described = [_described(layer) for layer in layers]
+    numbering = set()
+    for key, first in described[0].items() if described else ():
+        numbers = [description.get(key) for description in described]
+        # The place of a layer is no difference.
+        if type(first) is int and numbers == [*range(first, first + len(layers))]:
+            numbering.add(key)
+    return [
+        frozenset(item for item in description.items() if item[0] not in numbering)
+        for description in described
+    ]
+
+
+def _described(layer: nn.Module) -> dict[Hashable, Any]:
+    """Return the types, the tensors and the plain attributes of a layer's modules, by name."""
+    description: dict[Hashable, Any] = {}
+    for name, module in layer.named_modules():
+        description[name] = type(module)
+        tensors: dict[str, Any] = {**module._parameters, **module._buffers}
+        for own_name, tensor in tensors.items():
+            if tensor is not None:
+                looks = (type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad)
+                description[name, own_name] = looks
+        for attribute, value in vars(module).items():
+            if isinstance(value, int | float | str):
+                description[name, attribute] = value
+            elif isinstance(value, tuple):
+                description[name, attribute] = repr(value)
+    return description
