@@ -16,7 +16,7 @@ import stat
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from fractions import Fraction
@@ -225,16 +225,18 @@ class ProgressBar:
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, an object or a module has other attributes of its own."""
-    own = vars(owner)
-    earlier = {name: own[name] for name in values if name in own}
-    own.update(values)
+    """Set attributes of an object or a module that has a ``__dict__``; at the end they are as
+    before.
+    """
+    attributes = vars(owner)
+    earlier = {name: attributes[name] for name in values if name in attributes}
+    attributes.update(values)
     try:
         yield
     finally:
-        own.update(earlier)
+        attributes.update(earlier)
         for name in values.keys() - earlier.keys():
-            del own[name]
+            del attributes[name]
 
 
 def nearest(name: str, names: list[str]) -> str:
@@ -413,34 +415,39 @@ def _plain(part: object) -> object:
     raise TypeError(f"cannot fingerprint a {type(part).__name__}: {remedy}")
 
 
-def from_json(kind: Any, value: Any) -> Any:
+def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:
     """Build a value of an annotated type from what JSON has of it.
 
     Args:
-        kind: A dataclass, whose fields that have a default may be missing; a tuple; ``X | None``;
-            a number or a text.
+        kind: A dataclass, a tuple, ``X | None``, a number or a text.
         value: What ``asdict`` has made of it, or JSON of that.
+        optional: Fields of dataclasses that may be missing.
 
     Raises:
         TypeError, ValueError: It is none of that type.
     """
     if is_dataclass(kind):
-        hints = get_type_hints(kind)
-        arguments = {
-            name: from_json(hint, value[name]) for name, hint in hints.items() if name in value
-        }
+        if not isinstance(value, Mapping):
+            raise TypeError(f"{value!r} is not a mapping")
+        arguments = {}
+        for name, hint in get_type_hints(kind).items():
+            if name in value:
+                arguments[name] = from_json(hint, value[name], optional=optional)
+            elif name not in optional:
+                raise TypeError(f"there is no {name}")
         return kind(**arguments)  # type: ignore[operator]
     if get_origin(kind) is UnionType:
         if value is None:
             return None
-        return from_json(get_args(kind)[0], value)
+        return from_json(get_args(kind)[0], value, optional=optional)
     if get_origin(kind) is tuple:
         if not isinstance(value, list | tuple):
             raise TypeError(f"{value!r} is not a list")
         kinds = get_args(kind)
         if kinds[-1] is Ellipsis:
             kinds = kinds[:1] * len(value)
-        return tuple(from_json(*pair) for pair in zip(kinds, value, strict=True))
+        pairs = zip(kinds, value, strict=True)
+        return tuple(from_json(*pair, optional=optional) for pair in pairs)
     if kind in (float, Fraction):
         return kind(value)
     if not isinstance(value, kind):

@@ -69,7 +69,7 @@ class Batching(Sampling):
     """What a step holds, in which order rows come, and where an epoch ends; keys of the
     configuration mean what they do there.
 
-    Attributes:
+    Attributes, besides those of :class:`Sampling`:
         batch_size: configured rows at once on one device, before a search or a rule changes them;
             a step has `gradient_accumulation_steps` times as many.
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.

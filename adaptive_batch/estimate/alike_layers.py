@@ -19,6 +19,8 @@ from .step_log import Phase
 
 # With fewer, the runs that are needed beside take as long as is saved.
 _LEAST_LEFT_OUT = 4
+# Modules that are run in a fraction of a second.
+_FEW_MODULES = 200
 # Entries on each side by which two of one size are told apart.
 _NEIGHBOURS = 4
 
@@ -48,15 +50,26 @@ class AlikeLayers:
     """
 
     def __init__(self, model: nn.Module, *, is_used: bool) -> None:
+        self._model = model
         self._shorter: list[tuple[nn.Module, dict[str, nn.Module]]] = []
         # What is compiled knows its layers.
-        is_compiled = any("forward" in vars(module) for module in model.modules())
-        if is_used and not is_compiled:
+        self._is_compiled = any("forward" in vars(module) for module in model.modules())
+        if is_used and not self._is_compiled:
             self._shorter = list(_shorter_lists(model))
         num_left_out = sum(len(owner._modules) - len(kept) for owner, kept in self._shorter)
         self._is_used = num_left_out >= _LEAST_LEFT_OUT
-        self._is_confirmed = False
+        self._confirmed: set[Hashable] = set()
         self._traced: dict[Hashable, list[_Traced]] = {}
+
+    @property
+    def runs_few(self) -> bool:
+        """Whether a trace runs few modules, since layers are left out or there are no more, and
+        compiles none of them.
+        """
+        if not self._is_used:
+            return not self._is_compiled and len(list(self._model.modules())) <= _FEW_MODULES
+        with self._shortened():
+            return len(list(self._model.modules())) <= _FEW_MODULES
 
     def add(self, trace: Callable[[], Phase], whole: Phase, *, kind: Hashable) -> None:
         """Take in a log from which others may follow.
@@ -82,24 +95,26 @@ class AlikeLayers:
         for traced in self._traced[kind]:
             if traced.few is None:
                 traced.few = self._trace_few(traced.trace)
-                self._confirm(known, traced)
+                self._confirm(known, traced, kind)
             known.append(traced)
         expected = _expected(known, few)
-        if expected is not None and self._is_confirmed:
+        if expected is not None and kind in self._confirmed:
             return expected
         traced = _Traced(trace, trace(), few)
-        self._confirm(known, traced)
+        self._confirm(known, traced, kind)
         if self._is_used:
             self._traced[kind].append(traced)
         return traced.whole
 
-    def _confirm(self, known: Sequence[_Traced], traced: _Traced) -> None:
-        """Compare a log with what was expected from those that are known."""
-        expected = _expected(known, traced.few)
+    def _confirm(self, known: Sequence[_Traced], traced: _Traced, kind: Hashable) -> None:
+        """Compare a log with what was expected from those of other shapes that are known."""
+        others = [other for other in known if other.whole.log != traced.whole.log]
+        expected = _expected(others, traced.few)
         if expected is None:
             return
-        self._is_confirmed = expected.log == traced.whole.log
-        if not self._is_confirmed:
+        if expected.log == traced.whole.log:
+            self._confirmed.add(kind)
+        else:
             self._give_up()
 
     def _trace_few(self, trace: Callable[[], Phase]) -> Phase | None:
@@ -116,7 +131,7 @@ class AlikeLayers:
 
     def _give_up(self) -> None:
         self._is_used = False
-        self._is_confirmed = False
+        self._confirmed.clear()
         self._traced.clear()
 
     @contextmanager

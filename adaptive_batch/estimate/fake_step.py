@@ -199,7 +199,7 @@ class FakeDevice:
                     kernels.costs = counter.costs
                     contexts.enter_context(_in_recomputing(kernels))
                     # Gradients are clipped by operators for many tensors there.
-                    by_many = replaced(clip_grad, _has_foreach_support=lambda *_: True)
+                    by_many = replaced(clip_grad, _has_foreach_support=lambda *_, **__: True)
                     contexts.enter_context(by_many)
                 if names:
                     contexts.enter_context(names.following())
@@ -412,6 +412,11 @@ class FakeStep:
     def _first(self, rows: int, run: Run) -> Phase:
         """Run training's first micro-batch, and return its phase."""
         return self.phase(partial(run, rows), is_first=True)
+
+    @property
+    def runs_few_layers(self) -> bool:
+        """Whether a trace takes a fraction of a second."""
+        return self._layers.runs_few
 
     def phase(self, run: Callable[[], object], *, is_first: bool) -> Phase:
         """Trace one micro-batch, and return its log.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -31,10 +31,12 @@ from .step_log import LogWriter, Phase
 
 # Steps that are replayed: by then the states are there, and most shapes were met.
 REPLAYED_STEPS = 50
-# Shapes that are traced one by one. A shape takes two traces, of 2.5 s each with 8B parameters.
-MOST_TRACED = 6
-# What divides the lengths whose sizes lie on one line.
-_REMAINDERS_BY = 8
+# Shapes up to which each is traced: where a trace runs few layers, and where it runs many. With 8B
+# parameters the former takes a fifth of a second, the latter 2.5.
+MOST_TRACED = 256
+MOST_TRACED_WHOLE = 6
+# Lengths that more shapes are traced at: the shortest, the longest, and between them.
+_NUM_LENGTHS = 3
 
 
 class Shape(NamedTuple):
@@ -47,25 +49,6 @@ class Shape(NamedTuple):
 
     rows: int
     length: int
-
-
-class _Group(NamedTuple):
-    """Shapes that run the same operations, as a rule."""
-
-    has_one_row: bool
-    remainder: int
-
-    @classmethod
-    def of(cls, shape: Shape) -> _Group:
-        """Return the group of a shape."""
-        return cls(shape.rows == 1, shape.length % _REMAINDERS_BY)
-
-    @property
-    def num_traces(self) -> int:
-        """Shapes that a line takes: its ends, in two numbers of rows each where there are several,
-        and one that is compared.
-        """
-        return 3 if self.has_one_row else 5
 
 
 @dataclass(frozen=True)
@@ -263,15 +246,16 @@ def packed_row_lengths(num_rows: int, num_tokens: int) -> list[int]:
 class TracedShapes:
     """The logs of micro-batches of many shapes, from traces of a few.
 
-    Up to `most_traced` shapes are traced each, and their logs are exact. More are taken in groups
-    that run the same operations as a rule: of one row or of several, and of lengths that leave the
-    same remainder by 8, since losses and kernels divide them by 8. Within a group, sizes grow on a
-    straight line with rows and with length: two numbers of rows are traced at its shortest length
-    and at its longest. One shape more, in the middle, is traced and compared. Where it has other
-    sizes, as with a mask of length x length, each shape of the group is traced.
+    Up to `most_traced` shapes are traced each, and their logs are exact. Of more, two numbers of
+    rows are traced at each of three lengths: the shortest, the median and the longest. The sizes of
+    any other shape lie on a straight line between these, first in the rows and then in the length.
+    That is exact for what grows with rows, length or tokens. It is not exact for a mask of length x
+    length, or where a kernel changes with the size. A shape between lengths that run other
+    operations, none of them alike, is traced itself.
 
-    The first micro-batch of a step, which finds no gradients, is traced at one shape. Its log at
-    the others is that of a later micro-batch with other frees, where both allocate the same.
+    The first micro-batch of a step, which finds no gradients, is traced at one shape of all that
+    run the same operations. Its log at the others is that of a later micro-batch with other frees,
+    where both allocate the same.
 
     Packed rows are traced alike, of so many tokens in all. What they need grows with tokens and
     with rows, whatever the length of each.
@@ -280,7 +264,8 @@ class TracedShapes:
         step: the step, with the gradients of earlier micro-batches if steps have several.
         run: ``run(rows, length)`` runs forward and backward of a micro-batch.
         shapes: all that will be asked for.
-        most_traced: shapes up to which each is traced.
+        most_traced: shapes up to which each is traced; None for as many as the step's traces are
+            short enough for.
         is_packed: whether they are of packed rows.
     """
 
@@ -290,7 +275,7 @@ class TracedShapes:
         run: Callable[[int, int], object],
         shapes: Iterable[Shape],
         *,
-        most_traced: int = MOST_TRACED,
+        most_traced: int | None = None,
         is_packed: bool = False,
     ) -> None:
         self._step = step
@@ -298,21 +283,21 @@ class TracedShapes:
         self._run = run
         self._traced: dict[tuple[Shape, bool], Phase] = {}
         self._phases: dict[tuple[Shape, bool], Phase] = {}
-        self._pairs: dict[tuple[int, bool], tuple[int, int] | None] = {}
-        # Whether the sizes of a group lie on a line.
-        self._are_on_line: dict[tuple[_Group, bool], bool] = {}
-        self._firsts_and_laters: list[tuple[Phase, Phase]] = []
+        self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
         distinct = sorted(set(shapes), key=lambda shape: (shape.length, shape.rows))
+        self._firsts_and_laters: list[tuple[Phase, Phase]] = []
         self.num_shapes = len(distinct)
+        if most_traced is None:
+            most_traced = MOST_TRACED if step.runs_few_layers else MOST_TRACED_WHOLE
         self.is_exact = self.num_shapes <= most_traced
-        self._groups: dict[_Group, list[Shape]] = {}
+        lengths = sorted(shape.length for shape in distinct)
+        places = [place * (len(lengths) - 1) // (_NUM_LENGTHS - 1) for place in range(_NUM_LENGTHS)]
+        self._lengths = sorted({lengths[place] for place in places})
+        # The most rows of a micro-batch whose length is nearest to a traced one.
+        self._most_rows = dict.fromkeys(self._lengths, 1)
         for shape in distinct:
-            self._groups.setdefault(_Group.of(shape), []).append(shape)
-
-    @property
-    def num_traced(self) -> int:
-        """Shapes that were traced so far."""
-        return len({shape for shape, _ in self._traced})
+            nearest = min(self._lengths, key=lambda length: abs(length - shape.length))
+            self._most_rows[nearest] = max(self._most_rows[nearest], shape.rows)
 
     def phase(self, shape: Shape, *, is_first: bool) -> Phase:
         """Return the log of a micro-batch.
@@ -320,6 +305,9 @@ class TracedShapes:
         Args:
             shape: rows, and tokens that they are padded to.
             is_first: whether no earlier micro-batch has left gradients.
+
+        Raises:
+            SettingError: no two numbers of rows ran the same operations.
         """
         key = (shape, is_first)
         if key in self._phases:
@@ -327,101 +315,79 @@ class TracedShapes:
         phase = None
         if is_first:
             phase = self._first_like_later(shape)
-        if phase is None and not self.is_exact:
-            phase = self._on_line(shape, is_first)
         if phase is None:
-            phase = self._trace(shape, is_first)
+            phase = self._trace(*key) if self.is_exact else self._between(*key)
         self._phases[key] = phase
         return phase
 
     def _first_like_later(self, shape: Shape) -> Phase | None:
-        """Return the log of a step's first micro-batch, by that of a later one of its shape; None
+        """Return the log of a step's first micro-batch by that of a later one of its shape; None
         where it does not follow.
 
         As a rule the two allocate the same, and a gradient stays where it is added to an earlier
         one. So one shape is traced as the first for all that run the same operations.
         """
         later = self.phase(shape, is_first=False)
-        for first, own_later in self._firsts_and_laters:
-            if own_later.is_like(later):
-                return first.sized(own_later, later)
-        first = self._trace(shape, True)
-        own_later = self._trace(shape, False)
-        if first.allocates_like(own_later):
-            self._firsts_and_laters.append((first, own_later))
-        return first
-
-    def _on_line(self, shape: Shape, is_first: bool) -> Phase | None:
-        """Return the log on the line of the shape's group; None where it has to be traced."""
-        group = _Group.of(shape)
-        shapes = self._groups[group]
-        if len(shapes) <= group.num_traces:
-            return None
-        key = (group, is_first)
-        if key not in self._are_on_line:
-            middle = shapes[len(shapes) // 2]
-            line = self._between_ends(middle, is_first)
-            self._are_on_line[key] = line == self._trace(middle, is_first)
-        if not self._are_on_line[key]:
-            return None
-        return self._between_ends(shape, is_first)
-
-    def _between_ends(self, shape: Shape, is_first: bool) -> Phase | None:
-        """Return the log on the line through the lengths at the ends of the shape's group; None
-        where they run other operations.
-        """
-        shapes = self._groups[_Group.of(shape)]
-        shortest = shapes[0].length
-        longest = shapes[-1].length
-        near = self._at_length(shape.rows, shortest, is_first)
-        far = self._at_length(shape.rows, longest, is_first)
-        if near is None or far is None or not near.is_like(far):
-            return None
-        if shortest == longest:
-            return near
-        return near.between(far, Fraction(shape.length - shortest, longest - shortest))
-
-    def _at_length(self, rows: int, length: int, is_first: bool) -> Phase | None:
-        """Return the log of any number of rows of a length that is traced; None where no two
-        numbers of rows run the same operations.
-        """
-        if rows == 1:
-            return self._trace(Shape(rows, length), is_first)
-        pair = self._pair(length, is_first)
+        pair = None
+        for known_pair in self._firsts_and_laters:
+            if known_pair[1].is_like(later):
+                pair = known_pair
         if pair is None:
+            pair = (self._trace(shape, True), self._trace(shape, False))
+            self._firsts_and_laters.append(pair)
+        first, own_later = pair
+        if not first.allocates_like(own_later):
             return None
-        few_rows, more_rows = pair
+        return first.sized(own_later, later)
+
+    def _between(self, shape: Shape, is_first: bool) -> Phase:
+        """Return the log on the line through the nearest two lengths that run the same operations;
+        where there are none, that of a trace.
+        """
+        if shape.length in self._lengths:
+            return self._at_length(shape.rows, shape.length, is_first)
+        nearest = sorted(self._lengths, key=lambda length: abs(length - shape.length))
+        for near_length, far_length in combinations(nearest, 2):
+            near = self._at_length(shape.rows, near_length, is_first)
+            far = self._at_length(shape.rows, far_length, is_first)
+            if near.is_like(far):
+                share = Fraction(shape.length - near_length, far_length - near_length)
+                return near.between(far, share)
+        return self._trace(shape, is_first)
+
+    def _at_length(self, rows: int, length: int, is_first: bool) -> Phase:
+        """Return the log of any number of rows of a length that is traced."""
+        few_rows, more_rows = self._pair(length, is_first)
         few = self._trace(Shape(few_rows, length), is_first)
         more = self._trace(Shape(more_rows, length), is_first)
         return few.between(more, Fraction(rows - few_rows, more_rows - few_rows))
 
-    def _pair(self, length: int, is_first: bool) -> tuple[int, int] | None:
+    def _pair(self, length: int, is_first: bool) -> tuple[int, int]:
         """Return two numbers of rows of a length that run the same operations."""
         key = (length, is_first)
-        if key not in self._pairs:
-            self._pairs[key] = None
-            for few, more in self._pairs_to_try(length):
-                few_phase = self._trace(Shape(few, length), is_first)
-                if few_phase.is_like(self._trace(Shape(more, length), is_first)):
-                    self._pairs[key] = (few, more)
-                    break
-        return self._pairs[key]
+        if key in self._pairs:
+            return self._pairs[key]
+        for few, more in self._pairs_to_try(length):
+            few_phase = self._trace(Shape(few, length), is_first)
+            if few_phase.is_like(self._trace(Shape(more, length), is_first)):
+                self._pairs[key] = (few, more)
+                return self._pairs[key]
+        remedy = (
+            "each number of rows runs other operations, so none follows from another; leave lengths"
+            " out"
+        )
+        raise SettingError("model", type(self._step.model).__name__, remedy)
 
     def _pairs_to_try(self, length: int) -> Iterator[tuple[int, int]]:
-        shapes = self._groups[_Group.of(Shape(2, length))]
-        # The most rows of a length that is nearer to this end of the group than to the other.
-        is_longer_end = 2 * length > shapes[0].length + shapes[-1].length
-        half = len(shapes) // 2
-        most_rows = max(
-            shape.rows for shape in (shapes[half:] if is_longer_end else shapes[: half + 1])
-        )
+        most_rows = self._most_rows[length]
         pairs = [(most_rows // 2, most_rows), (most_rows, most_rows + 1)]
         if self._is_packed:
             # Fewer rows of so many tokens could be longer than any row may be.
             pairs = [(most_rows, 2 * most_rows), (most_rows, most_rows + 1), (length // 2, length)]
-        for few, more in [*pairs, (FEW, MORE)]:
-            if few >= FEW and not (self._is_packed and more > length):
+        for few, more in pairs:
+            if few >= 1 and not (self._is_packed and more > length):
                 yield few, more
+        yield FEW, MORE
 
     def _trace(self, shape: Shape, is_first: bool) -> Phase:
         key = (shape, is_first)

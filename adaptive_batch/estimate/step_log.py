@@ -61,7 +61,7 @@ class Phase:
         return replace(self, log=log)
 
     def with_log(self, log: array[int]) -> Phase:
-        """Return this one with other sizes."""
+        """Return this one with another log."""
         return replace(self, log=log)
 
     def sized(self, like: Phase, wanted: Phase) -> Phase | None:

@@ -150,7 +150,8 @@ class _WatchedState:
     last time.
 
     Python and NumPy take as long to make it as ten of torch's small operators, in each step of a
-    loop that draws none; a look at the generator's memory takes a fiftieth of that.
+    loop that draws none; a look at the generator's memory takes a fiftieth of that. It does not see
+    a script's own ``numpy.random.set_state`` with the same words and another number waiting.
     """
 
     def __init__(self) -> None:

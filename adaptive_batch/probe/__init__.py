@@ -12,11 +12,12 @@ from .finder import (
     try_again,
 )
 from .search import BinarySearch, Halving, Predictive, Search, Trial
-from .throughput import OBJECTIVES, FastestSearch, Pieces, Throughput, TimedTrial
+from .throughput import NEWER_FIELDS, OBJECTIVES, FastestSearch, Pieces, Throughput, TimedTrial
 from .trial import DryRun
 
 __all__ = [
     "FEWEST_STEPS",
+    "NEWER_FIELDS",
     "OBJECTIVES",
     "BinarySearch",
     "Branch",

@@ -21,7 +21,7 @@ from adaptive_batch._util import (
 )
 
 from .search import Search, Trial
-from .throughput import Throughput
+from .throughput import NEWER_FIELDS, Throughput
 
 log = logging.getLogger("adaptive_batch")
 
@@ -346,7 +346,7 @@ def load_latest(path: Path, *, settings: str) -> ProbeResult | None:
 
 def _result(record: dict[str, Any], path: Path) -> ProbeResult | None:
     try:
-        result: ProbeResult = from_json(ProbeResult, record)
+        result: ProbeResult = from_json(ProbeResult, record, optional=NEWER_FIELDS)
         # Only a size that was tried may be trained with, whatever the file claims.
         fitting = {trial.batch_size for trial in result.trials if trial.fits}
         if not fitting >= {result.max_batch_size, result.batch_size}:

@@ -78,6 +78,10 @@ class TimedTrial:
     peak_bytes: int | None = None
 
 
+# Fields that results of 0.1.0 lack.
+NEWER_FIELDS = ("compile_seconds",)
+
+
 @dataclass(frozen=True)
 class Throughput:
     """The fastest layout and limit, and the trials that showed it.

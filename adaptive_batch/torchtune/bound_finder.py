@@ -295,10 +295,12 @@ class BoundFinder:
                 log.info("rows are not %s: %s", kind, reason)
             return reason
 
-        layouts: tuple[str, ...] = ("padded",)
+        layouts: tuple[str, ...]
         if settings.micro_batch_layout is not None:
             layouts = (settings.micro_batch_layout,)
-        elif not settings.uniform_micro_batches:
+        elif settings.uniform_micro_batches:
+            layouts = ("padded",)
+        else:
             layouts = kinds_to_choose_from(why_not)
         rows = settings.step_rows
         if settings.batch_tokens:

@@ -283,7 +283,7 @@ class AdaptiveStep:
         end, padded to the longest of them, and divided as this step divides them: at its configured
         size, or where that is ``auto`` or None at the most rows that fit. A batch of another length
         than the sample's is the sample's first columns; with `split` what is as long as a row is
-        cut. A few shapes are traced, and exact; sizes of the others are interpolated, see
+        cut. Shapes are traced, and exact; of very many, sizes are interpolated, see
         :class:`~adaptive_batch.estimate.TracedShapes`. Not replayed are the checks of the first
         splits, and a limit that is lowered during training.
 

@@ -17,7 +17,7 @@ from adaptive_batch._util import count, from_json, rows_fit
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, Room, wanted_bytes
-from adaptive_batch.probe import ProbeResult, Throughput
+from adaptive_batch.probe import NEWER_FIELDS, ProbeResult, Throughput
 
 # A limit waits so many times longer where no device says what is free.
 _WAIT_UNSEEN = 8
@@ -768,7 +768,7 @@ class MicroBatchSizer:
         """
         saved = state["throughput"]
         if saved and saved["kind"] in kinds:
-            self._choose(from_json(Throughput, saved))
+            self._choose(from_json(Throughput, saved, optional=NEWER_FIELDS))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a maximum was found or without one.

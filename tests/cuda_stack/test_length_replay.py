@@ -26,7 +26,7 @@ from adaptive_batch.estimate import (
     packed_row_lengths,
     step_logs,
 )
-from adaptive_batch.estimate.length_replay import MOST_TRACED
+from adaptive_batch.estimate.length_replay import MOST_TRACED_WHOLE
 from adaptive_batch.memory import AllocatorCache, device_memory
 from adaptive_batch.training import pack_rows, rows_apart
 
@@ -189,7 +189,7 @@ def replayed(steps: PlannedSteps, *, most_traced: int) -> list[tuple[int, int]]:
 def check_replay(steps, expected):
     """Traced shapes are those of the device to the byte, and interpolated ones nearly."""
     assert replayed(steps, most_traced=10_000) == expected
-    interpolated = replayed(steps, most_traced=MOST_TRACED)
+    interpolated = replayed(steps, most_traced=MOST_TRACED_WHOLE)
     for memory, real in zip(interpolated, expected, strict=True):
         assert memory == pytest.approx(real, rel=1e-3)
 
@@ -222,7 +222,7 @@ def test_each_step_of_packed_rows_allocates_and_reserves_what_it_does_on_cuda(li
 
 def test_steps_whose_cache_is_kept_whole_reserve_and_end_as_they_do_on_cuda():
     steps = planned(LARGEST_FIRST, grows=False)
-    logs = logs_of(steps, most_traced=MOST_TRACED)
+    logs = logs_of(steps, most_traced=MOST_TRACED_WHOLE)
     settings = AllocatorSettings.from_environment()
     sizes = steps.largest
     expected = list(on_cuda(steps, cache=AllocatorCache(device_memory(CUDA))))

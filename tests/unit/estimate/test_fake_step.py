@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adaptive_batch.estimate import Between, FakeDevice
+from adaptive_batch.estimate import Between, CudaKernels, FakeDevice
 from adaptive_batch.memory import (
     MemoryCurve,
     device_memory,
@@ -220,3 +220,13 @@ def test_a_copy_of_a_fake_model_can_be_planned_beside_it():
     twin = copy.deepcopy(model)
     one, other = fake_step(model=model, device=device), fake_step(model=twin, device=FakeDevice())
     assert one.trace(2).trace == other.trace(2).trace
+
+
+def test_gradients_are_clipped_by_value_on_a_device_that_is_not_here():
+    device = FakeDevice(CudaKernels((9, 0), 132))
+    model = nn.Linear(4, 4)
+    device.move(model)
+    with device.counting():
+        model(torch.ones(2, 4)).sum().backward()
+        nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    assert model.weight.grad is not None

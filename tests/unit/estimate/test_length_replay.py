@@ -27,6 +27,7 @@ from adaptive_batch.estimate import (
     TracedShapes,
     batches_in_order,
     checked_lengths,
+    length_replay,
     lengths_of_quantiles,
     packed_row_lengths,
     read_estimate,
@@ -354,8 +355,8 @@ def test_sizes_between_traced_shapes_are_those_of_a_trace():
     batches = batches_in_order(drawn_lengths(), 8, num_steps=8)
     steps = PlannedSteps.of(batches, limit, lambda batch: micro_batches(batch, limit)).steps
     all_shapes = [shape for shapes in steps for shape in shapes]
-    between = shapes_on(step, device, all_shapes)
-    traced = shapes_on(step, device, all_shapes, most_traced=10_000)
+    between = shapes_on(step, device, all_shapes, most_traced=6)
+    traced = shapes_on(step, device, all_shapes)
     assert traced.is_exact
     assert not between.is_exact
     for interpolated, exact in zip(
@@ -364,36 +365,34 @@ def test_sizes_between_traced_shapes_are_those_of_a_trace():
         assert interpolated == exact
 
 
-@pytest.mark.parametrize("masks", [False, True], ids=["chunked loss", "and a mask of all tokens"])
-def test_sizes_that_lie_on_no_line_of_all_lengths_are_those_of_a_trace(masks):
-    device = FakeDevice()
-    step = fake_step("AdamW foreach", accumulates=True, device=device)
+class CountedSteps:
+    """Steps of which a micro-batch allocates one block, of a size that is a function of its shape;
+    the first of a step another one more.
+    """
 
-    def run_shape(rows, length):
-        batch = {"tokens": torch.ones(rows, length, dtype=torch.int64), "rows": rows}
-        device.batch(batch)
-        tokens = batch["tokens"]
-        logits = step.model(tokens)
-        if masks:
-            mask = torch.ones(length, length, device=logits.device)
-            logits = logits * mask.mean()
-        # The last of eight chunks is smaller, and one row lies in one piece of memory.
-        losses = []
-        for chunk, labels in zip(logits.chunk(8, dim=1), tokens.chunk(8, dim=1), strict=True):
-            losses.append(F.cross_entropy(chunk.flatten(0, 1), labels.flatten()))
-        sum(losses).backward()
+    model = None
+    runs_few_layers = False
 
-    shapes = [Shape(1 + number % 3, 64 + 2 * number) for number in range(70)]
-    lines = TracedShapes(step, run_shape, shapes)
-    traced = TracedShapes(step, run_shape, shapes, most_traced=len(shapes))
+    def __init__(self, size):
+        self.size = size
+        self.num_traces = 0
+
+    def phase(self, run_shape, *, is_first):
+        self.num_traces += 1
+        sizes = [self.size(*run_shape.args)]
+        if is_first:
+            sizes.append(sizes[0] + 1)
+        return Phase(array("q", sizes), (), {})
+
+
+def test_first_micro_batches_that_allocate_otherwise_lie_on_a_line_of_their_own():
+    step = CountedSteps(lambda rows, length: 8 * rows * length)
+    shapes = [Shape(2 + number % 5, 64 + number) for number in range(60)]
+    lines = TracedShapes(step, lambda rows, length: None, shapes)
     for shape in shapes:
-        for is_first in (False, True):
-            phase = lines.phase(shape, is_first=is_first)
-            assert phase == traced.phase(shape, is_first=is_first)
-    if masks:
-        assert lines.num_traced >= lines.num_shapes
-    else:
-        assert lines.num_traced < lines.num_shapes
+        size = step.size(*shape)
+        assert [*lines.phase(shape, is_first=True).log] == [size, size + 1]
+    assert step.num_traces < 40
 
 
 def test_sizes_of_packed_rows_between_traced_ones_are_those_of_a_trace():
@@ -414,8 +413,8 @@ def test_sizes_of_packed_rows_between_traced_ones_are_those_of_a_trace():
             run(step.model, device.batch, 1, length=tokens)
 
     all_shapes = [shape for shapes in planned.steps for shape in shapes]
-    between = TracedShapes(step, run_shape, all_shapes, is_packed=True)
-    traced = TracedShapes(step, run_shape, all_shapes, is_packed=True, most_traced=10_000)
+    between = TracedShapes(step, run_shape, all_shapes, is_packed=True, most_traced=6)
+    traced = TracedShapes(step, run_shape, all_shapes, is_packed=True)
     assert not between.is_exact
     for interpolated, exact in zip(
         step_logs(step, between, planned.steps), step_logs(step, traced, planned.steps), strict=True
@@ -533,7 +532,11 @@ def test_what_runs_out_of_memory_is_named_and_what_is_tried_again_is_counted():
 # --- what is said
 
 
-def test_a_step_says_what_real_lengths_reserve_and_what_expandable_segments_bring(tmp_path):
+@pytest.mark.parametrize("most_traced", [6, 256])
+def test_a_step_says_what_real_lengths_reserve_and_what_expandable_segments_bring(
+    tmp_path, monkeypatch, most_traced
+):
+    monkeypatch.setattr(length_replay, "MOST_TRACED", most_traced)
     step, optimizer = adaptive_step(micro_batch_tokens=600)
     estimate = step.estimate(
         optimizer, sample, ["H100", "2GiB"], lengths=drawn_lengths(), batch_size=8, maximum=16
@@ -554,7 +557,8 @@ def test_a_step_says_what_real_lengths_reserve_and_what_expandable_segments_brin
     assert lines[begin + 4].startswith(
         "H100 (79.11 GiB), PYTORCH_ALLOC_CONF=expandable_segments:True: reserved "
     )
-    assert lines[begin + 6].startswith("sizes of most of the ")
+    notes = [line for line in lines[begin:] if line.startswith("sizes of most of the ")]
+    assert len(notes) == (most_traced == 6)
     estimate.save(tmp_path / "estimate.json")
     assert read_estimate(tmp_path / "estimate.json") == estimate
 

@@ -256,6 +256,7 @@ def without(key):
         without("format"),
         without("trials"),
         without("max_batch_size"),
+        without("resident_bytes"),
         without("earlier"),
         edited(earlier=[{}]),
         edited(earlier=3),
