@@ -48,5 +48,5 @@ def kinds_to_choose_from(why_not: Callable[[str], str]) -> tuple[str, ...]:
     return tuple(
         kind
         for kind, layout in LAYOUT_KINDS.items()
-        if layout.sorts or (not layout.pads and not why_not(kind))
+        if (layout.pads and layout.sorts) or (not layout.pads and not why_not(kind))
     )
