@@ -47,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.model_families import Combination, RealRun, found, peaks_on_ranks, searched, tried
 from support.ranks import run_on_ranks
 
+TESTS = Path(__file__).parents[1] / "tests"
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 SIZES = (*range(1, 25), 32, 48, 64)
 QUICK_SIZES = (1, 2, 3, 4, 7, 8, 16)
@@ -325,9 +326,28 @@ class Planning:
     changes: tuple[bool, ...] = (False, True)
 
 
+# 20,000 rows of up to 2,048 tokens, of which a tokenizer's padding is all that is asked for.
+REAL_LENGTHS = (
+    "estimate.sequence_lengths=[longest]",
+    "~tokenizer.path",
+    "~tokenizer.max_seq_len",
+    "tokenizer._component_=types.SimpleNamespace",
+    "tokenizer.pad_id=0",
+    "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
+    "dataset.number=20000",
+    "dataset.longest=2048",
+)
+PLAIN_STEP = (
+    "estimate.devices=[B200]",
+    "optimizer._component_=torch.optim.AdamW",
+    "optimizer.fused=True",
+    "enable_activation_checkpointing=False",
+)
 TIMED = (
     Planning("llama3_2_1B", target_seconds=15.0),
     Planning("llama3_1_8B", target_seconds=30.0),
+    Planning("llama3_1_8B", REAL_LENGTHS, changes=(False,)),
+    Planning("llama3_1_8B", (*REAL_LENGTHS, *PLAIN_STEP), changes=(False,)),
     Planning("llama3_1_70B_8gpu", ("estimate.world_size=8",), changes=(False,)),
     Planning("llama3_1_70B_8gpu", ("estimate.world_size=1",), changes=(False,)),
 )
@@ -382,7 +402,12 @@ def run_planning(planning: Planning, *, changes: bool) -> dict[str, Any]:
         command += [f"estimate.changes={changes}", *planning.overrides]
         load, start = os.getloadavg()[0], time.perf_counter()
         with (Path(folder) / "said.txt").open("wb") as said_by_it:
-            process = subprocess.Popen(command, stdout=said_by_it, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                command,
+                stdout=said_by_it,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(TESTS)},
+            )
             _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - start

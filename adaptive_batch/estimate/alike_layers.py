@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,9 @@ class AlikeLayers:
         """Whether a trace runs few modules, since layers are left out or there are no more, and
         compiles none of them.
         """
-        if not self._is_used:
-            return not self._is_compiled and len(list(self._model.modules())) <= _FEW_MODULES
-        with self._shortened():
+        if self._is_compiled:
+            return False
+        with self._shortened() if self._is_used else nullcontext():
             return len(list(self._model.modules())) <= _FEW_MODULES
 
     def add(self, trace: Callable[[], Phase], whole: Phase, *, kind: Hashable) -> None:

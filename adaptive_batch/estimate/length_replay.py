@@ -284,8 +284,8 @@ class TracedShapes:
         self._traced: dict[tuple[Shape, bool], Phase] = {}
         self._phases: dict[tuple[Shape, bool], Phase] = {}
         self._pairs: dict[tuple[int, bool], tuple[int, int]] = {}
-        distinct = sorted(set(shapes), key=lambda shape: (shape.length, shape.rows))
         self._firsts_and_laters: list[tuple[Phase, Phase]] = []
+        distinct = sorted(set(shapes), key=lambda shape: (shape.length, shape.rows))
         self.num_shapes = len(distinct)
         if most_traced is None:
             most_traced = MOST_TRACED if step.runs_few_layers else MOST_TRACED_WHOLE
@@ -328,10 +328,8 @@ class TracedShapes:
         one. So one shape is traced as the first for all that run the same operations.
         """
         later = self.phase(shape, is_first=False)
-        pair = None
-        for known_pair in self._firsts_and_laters:
-            if known_pair[1].is_like(later):
-                pair = known_pair
+        alike = (pair for pair in self._firsts_and_laters if pair[1].is_like(later))
+        pair = next(alike, None)
         if pair is None:
             pair = (self._trace(shape, True), self._trace(shape, False))
             self._firsts_and_laters.append(pair)

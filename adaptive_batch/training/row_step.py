@@ -270,8 +270,10 @@ class RowStep:
 
     def _rows_apart(self, batch: Batch) -> AbstractContextManager[object]:
         """Keep packed rows from seeing each other, in backward too."""
-        form = FORMS.get(self.sizer.layout.kind)
-        return nullcontext() if form is None else form.apart(form.lengths(batch))
+        if not self.is_packed:
+            return nullcontext()
+        form = FORMS[self.sizer.layout.kind]
+        return form.apart(form.lengths(batch))
 
     def rows_of_step(self, rows: Sequence[Row]) -> _RowsOfStep:
         """Return rows as a batch that is ready to be split."""
