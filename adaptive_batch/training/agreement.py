@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch
@@ -11,34 +11,31 @@ from adaptive_batch.errors import GrowthFunctionError
 
 _ABSENT = "nothing"
 
+# Micro-batches of this rank's rows of a step; where noise is sampled, those of the small batch and
+# the others.
+OwnPieces = tuple[list[MicroBatch], ...]
+
 
 @dataclass(frozen=True)
 class Division:
-    """How this rank's rows of a step are divided.
+    """How the rows of a step are divided, as all ranks have agreed.
 
     Attributes:
-        parts: micro-batches; where noise is sampled, those of the small batch and the others.
-        counts: micro-batches of each part on the rank that has most; None until ranks agree on
-            them.
-        num_rows: rows of the step on all ranks; None until ranks agree on them.
+        parts: micro-batches of this rank.
+        counts: micro-batches of each part on the rank that has most.
+        num_rows: rows of the step on all ranks; None where they were not asked.
     """
 
-    parts: tuple[list[MicroBatch], ...]
-    counts: tuple[int, ...] | None = None
+    parts: OwnPieces
+    counts: Sequence[int]
     num_rows: int | None = None
 
-    @property
-    def own_counts(self) -> tuple[int, ...]:
-        """Micro-batches of each part on this rank."""
-        return tuple(map(len, self.parts))
-
-    def agreed(self) -> Division:
-        """Return the division with the counts of the rank that has most; a collective unless they
-        are known.
+    @classmethod
+    def agreed(cls, parts: OwnPieces, *, num_rows: int | None = None) -> Division:
+        """Return the division of these micro-batches with the counts of the rank that has most; a
+        collective.
         """
-        if self.counts is not None:
-            return self
-        return replace(self, counts=tuple(distributed.all_reduce_max(list(self.own_counts))))
+        return cls(parts, distributed.all_reduce_max([len(part) for part in parts]), num_rows)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.schedules import NoiseSample
 
-from .agreement import Division
+from .agreement import Division, OwnPieces
 from .batch_forms import FORMS, BatchForm
 from .clipping import clip_gradients
 from .gradients import SummedGradients
@@ -319,12 +319,12 @@ class MicroBatchRunner(StepRunner):
 
     def divide(
         self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit
-    ) -> Division:
+    ) -> OwnPieces:
         """Divide rows of this rank within a limit; see :meth:`run`."""
         if copies_of_each_row() > 1:
             small_rows = None
         lengths = list(map(self.loss.row_length, rows))
-        return Division(_split(lengths, limit, self.sizer.layout, small_rows))
+        return _split(lengths, limit, self.sizer.layout, small_rows)
 
     def run(
         self,
@@ -479,7 +479,7 @@ class _StepAttempt:
 
     def run(self, division: Division) -> StepResult:
         """Run the micro-batches; where a rank fails, all of them come to its end."""
-        counts = division.counts or ()
+        counts = division.counts
         assert self._runner.scales_gradients or sum(counts) == 1, (
             "with the optimizer in backward a step is one micro-batch"
         )
@@ -602,7 +602,7 @@ def _split(
     limit: MicroBatchLimit,
     layout: MicroBatchLayout,
     small_rows: tuple[int, ...] | None,
-) -> tuple[list[MicroBatch], ...]:
+) -> OwnPieces:
     """Split the rows of a step into micro-batches: of the small batch that noise is sampled with,
     and of the others; None for one part.
 

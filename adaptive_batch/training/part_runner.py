@@ -13,7 +13,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches, split_by_rows
 from adaptive_batch.errors import SettingError
 
-from .agreement import Division, Question
+from .agreement import Division, OwnPieces, Question
 from .batch_statistics import STATISTICS, BatchStatistics
 from .model_checks import has_batch_norm, is_compiled
 from .oom_retry import OutOfMemoryElsewhereError
@@ -103,14 +103,14 @@ class PartRunner:
         self.runner.compilations.log_new(self._event)
         return results
 
-    def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> Division:
+    def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> OwnPieces:
         layout = self._sizer.layout
         limit = self._even_limit(rows.num_rows, limit)
         if rows.knows_lengths or not layout.keeps_order(limit):
-            return Division((micro_batches(_lengths(rows), limit, layout),))
+            return (micro_batches(_lengths(rows), limit, layout),)
         pieces = split_by_rows(range(rows.num_rows), limit.amount)
         width = rows.width
-        return Division(([MicroBatch(piece, length=width) for piece in pieces],))
+        return ([MicroBatch(piece, length=width) for piece in pieces],)
 
     def _even_limit(self, num_rows: int, limit: MicroBatchLimit) -> MicroBatchLimit:
         """Return a limit of rows that makes micro-batches alike where the model has BatchNorm."""
@@ -130,7 +130,6 @@ class PartRunner:
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""
-        assert division.counts is not None
         (self.pieces,) = division.parts
         (self.num_pieces,) = division.counts
         if not self.num_pieces:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import chain
 from typing import TypeVar
 
@@ -21,7 +20,7 @@ from adaptive_batch.memory import (
     is_out_of_memory,
 )
 
-from .agreement import Division, Question, same_answers
+from .agreement import Division, OwnPieces, Question, same_answers
 from .compilations import CompilationLog
 from .gradients import GradientsApart
 from .oom_retry import OOMRetry
@@ -77,7 +76,7 @@ class StepRunner:
 
     def agree_on(
         self,
-        divide: Callable[[MicroBatchLimit], Division],
+        divide: Callable[[MicroBatchLimit], OwnPieces],
         question: Question,
         *,
         rows_at_once: int,
@@ -98,10 +97,11 @@ class StepRunner:
         """
         sizer = self.sizer
         grown = sizer.growth()
-        division = divide(sizer.limit(rows_at_once))
+        parts = divide(sizer.limit(rows_at_once))
+        own_counts = [len(part) for part in parts]
         # Nobody to agree with, and nothing to change.
         if distributed.world_size() == 1 and grown is None and not sizer.must_ease:
-            return Division(division.parts, division.own_counts, question.num_rows), question.ends
+            return Division(parts, own_counts, question.num_rows), question.ends
         answers = [
             int(question.ends),
             int(sizer.must_ease),
@@ -111,7 +111,7 @@ class StepRunner:
             question.num_rows,
             -question.num_rows,
         ]
-        agreed = distributed.all_reduce_max([*answers, *division.own_counts])
+        agreed = distributed.all_reduce_max([*answers, *own_counts])
         any_ends, any_eases, any_stays, *counted = agreed
         most_batch, least_batch, most_rows, least_rows, *counts = counted
         if most_batch != -least_batch or most_rows != -least_rows:
@@ -121,20 +121,19 @@ class StepRunner:
                     "the rows of the next step, which": question.num_rows,
                 }
             )
-        division = Division(division.parts, tuple(counts), question.num_rows)
         if any_eases:
             sizer.ease(self.retry.current, rows_at_once=rows_at_once)
         elif grown is not None and not any_stays:
             sizer.grow(grown)
         if any_eases or not any_stays:
-            division = divide(sizer.limit(rows_at_once)).agreed()
-            division = replace(division, num_rows=question.num_rows)
-        return division, bool(any_ends)
+            parts = divide(sizer.limit(rows_at_once))
+            return Division.agreed(parts, num_rows=question.num_rows), bool(any_ends)
+        return Division(parts, counts, question.num_rows), bool(any_ends)
 
     def run_step(
         self,
         attempt: Callable[[Division], Result],
-        divide: Callable[[MicroBatchLimit], Division],
+        divide: Callable[[MicroBatchLimit], OwnPieces],
         *,
         rows_at_once: int,
         division: Division | None = None,
@@ -159,7 +158,7 @@ class StepRunner:
 
         def attempt_within(limit: MicroBatchLimit) -> Result:
             # Where memory has run out there are more micro-batches now.
-            current = divisions.pop() if divisions else divide(limit)
+            current = divisions.pop() if divisions else Division.agreed(divide(limit))
             pieces = list(chain(*current.parts))
             if pieces:
                 # What runs out of memory before the first of them, is too large with the fullest.
@@ -167,7 +166,7 @@ class StepRunner:
             if self.sharding.is_sharded:
                 # A forward of the user's, as in a validation, leaves parameters gathered.
                 self.sharding.reset()
-            return attempt(current.agreed())
+            return attempt(current)
 
         def undo() -> None:
             gradients.drop_new()
@@ -210,7 +209,6 @@ class StepRunner:
         """
         pieces: list[MicroBatch | None] = []
         reduced: list[bool] = []
-        assert division.counts is not None, "ranks have not agreed on the division"
         for part, num_pieces in zip(division.parts, division.counts, strict=True):
             assert len(part) <= num_pieces, (
                 f"{len(part)} micro-batches on this rank of {num_pieces} agreed upon"

@@ -30,6 +30,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.training import Evaluator
+from adaptive_batch.training.agreement import Division
 
 CLOSE = 1e-10
 CAPACITIES = {"rows": MicroBatchLimit(2), "tokens": MicroBatchLimit(18, "tokens")}
@@ -114,7 +115,7 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
         "syncs_every_micro_batch": way.syncs_every_micro_batch,
     }
     free = runner_of(model, **how)
-    most = max(1, *(free.division(mine).own_counts[0] for mine in dealt))
+    most = max(1, *(len(free.pieces(mine)[0]) for mine in dealt))
     expected, loss, label_tokens = by_hand(reference, rows)
     norm = norm_of(expected)
     found: dict[str, Any] = {}
@@ -124,7 +125,7 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
             if limit is None
             else runner_of(model, max_grad_norm=limit, sharding=free.sharding, **how)
         )
-        known = replace(run.division(dealt[rank]), counts=(most,))
+        known = Division(run.pieces(dealt[rank]), (most,))
         result = run.run(dealt[rank], division=None if asks or world_size == 1 else known)
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         found[name] = relative_error(

@@ -21,7 +21,7 @@ from adaptive_batch.training import (
     StepResult,
     count_shifted_labels,
 )
-from adaptive_batch.training.agreement import Division
+from adaptive_batch.training.agreement import OwnPieces
 
 IGNORED = -100
 
@@ -63,8 +63,8 @@ class SmallRunner(MicroBatchRunner):
             options.setdefault("small_rows", (0,))
         return super().run(rows, rows_at_once, **options)
 
-    def division(self, rows: Sequence[Any], small_rows: tuple[int, ...] | None = None) -> Division:
-        """Return how rows are divided."""
+    def pieces(self, rows: Sequence[Any], small_rows: tuple[int, ...] | None = None) -> OwnPieces:
+        """Return the micro-batches of rows."""
         return self.divide(rows, small_rows, self.sizer.limit())
 
 

@@ -273,13 +273,13 @@ def test_by_length_the_sample_is_of_the_rows_that_were_asked_for_and_gradients_a
     net = model()
     run = runner(net, layout[0], layout=layout[1], measures_noise=True)
     small_rows = tuple(range(small))
-    counts = run.division(batch, small_rows).own_counts
+    counts = list(map(len, run.pieces(batch, small_rows)))
     result = run.run(batch, small_rows=small_rows)
     first, of_first = gradients(batch[:small], MicroBatchLimit(small))
     whole, of_whole = gradients(batch, MicroBatchLimit(len(batch)))
     assert relative_error([parameter.grad for parameter in net.parameters()], of_whole) < 1e-6
     parts = batch[:small], batch[small:]
-    assert counts == tuple(run.division(part).own_counts[0] for part in parts)
+    assert counts == [len(run.pieces(part)[0]) for part in parts]
     if not first.micro_batches or int(first.label_tokens) == int(whole.label_tokens):
         assert result.noise is None
         return
