@@ -188,9 +188,9 @@ class BoundFinder:
         grows_from_configured = (
             settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         )
-        splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
+        cannot_split = grows_from_configured and not settings.micro_batch.is_given
         largest_batch = self.most_rows
-        if grows_from_configured and not splits and settings.batch_size > largest_batch:
+        if cannot_split and settings.batch_size > largest_batch:
             remedy = (
                 f"{largest_batch} rows are tried at most, as probe.maximum and the rows of an epoch"
                 f" allow; give {largest_batch} or less"
@@ -217,7 +217,7 @@ class BoundFinder:
     def _fits_whole_step(self) -> bool:
         """Whether a step fits itself and is always the same."""
         settings = self._settings
-        return settings.fits_itself and not (
+        return settings.micro_batch.is_auto and not (
             settings.batch_changes or settings.grows or settings.batch_tokens
         )
 

@@ -34,7 +34,7 @@ from adaptive_batch.schedules import (
     parse_reference,
     rate_rule,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES
+from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES, MicroBatchSize
 
 from .checks import check_together
 from .config_errors import as_dict
@@ -694,9 +694,9 @@ class Settings:
         return self.adaptive or self.saving.save_every_n_steps is not None
 
     @property
-    def fits_itself(self) -> bool:
-        """Whether a micro-batch holds as much as fits."""
-        return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
+    def micro_batch(self) -> MicroBatchSize:
+        """Size of a micro-batch."""
+        return MicroBatchSize(self.micro_batch_size, self.micro_batch_tokens)
 
     @property
     def layout_kind(self) -> LayoutKind:
@@ -709,7 +709,7 @@ class Settings:
         optimizer in backward a step is one.
         """
         return (
-            self.fits_itself
+            self.micro_batch.is_auto
             and OBJECTIVES[self.probe.objective].cost is not None
             and not self.optimizer_in_bwd
         )
@@ -717,9 +717,9 @@ class Settings:
     @property
     def needs_bound(self) -> bool:
         """Whether training needs to know the largest batch that fits."""
-        has_own_number = isinstance(self.micro_batch_size or self.micro_batch_tokens, int)
-        grows_freely = self.grow_beyond_maximum and has_own_number
-        return self.use_maximum_batch_size or self.fits_itself or (self.grows and not grows_freely)
+        size = self.micro_batch
+        grows_freely = self.grow_beyond_maximum and size.is_number
+        return self.use_maximum_batch_size or size.is_auto or (self.grows and not grows_freely)
 
     @property
     def searches(self) -> bool:
@@ -739,7 +739,8 @@ class Settings:
             or self.grows
             or self.sampling.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
-            or bool(self.micro_batch_size or self.micro_batch_tokens or self.batch_tokens)
+            or self.micro_batch.is_given
+            or self.batch_tokens is not None
             or self.uniform_micro_batches is not None
             or not self.layout_kind.is_usual
         )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from adaptive_batch.training import LimitChange, MicroBatchSizer
+from adaptive_batch.training import LimitChange, MicroBatchSize, MicroBatchSizer
 
 from .data import Data
 from .job import Job
@@ -44,29 +43,24 @@ class Sizers:
                 configured `batch_size`.
         """
         settings = job.settings
-        configured: dict[str, Any] = {
-            "micro_batch_size": settings.micro_batch_size,
-            "micro_batch_tokens": settings.micro_batch_tokens,
-        }
-        if settings.fits_itself and not searches:
-            configured = {}
-        training = MicroBatchSizer(
-            **configured, layout=data.shapes, memory=job.memory, on_change=on_change
-        )
-        size = settings.reference_micro_batch_size
-        if size is None:
+        size = settings.micro_batch
+        if size.is_auto and not searches:
+            size = MicroBatchSize()
+        training = MicroBatchSizer(size, layout=data.shapes, memory=job.memory, on_change=on_change)
+        reference_rows = settings.reference_micro_batch_size
+        if reference_rows is None:
             return cls(training)
-        configured = {"micro_batch_size": size}
-        if size == "auto" and searches:
-            configured = {"micro_batch_tokens": size}
-        elif size == "auto":
-            configured = {"micro_batch_size": settings.batch_size}
+        size = MicroBatchSize(reference_rows)
+        if size.is_auto and searches:
+            size = MicroBatchSize(micro_batch_tokens="auto")
+        elif size.is_auto:
+            size = MicroBatchSize(settings.batch_size)
         layout = data.shapes
         if layout.uniform is None:
             # What is computed of a row does not depend on the rows beside it.
             layout = layout.of_kind("grouped", time=layout.time)
         reference = MicroBatchSizer(
-            **configured,
+            size,
             layout=layout,
             memory=job.memory,
             on_change=counted_by(training, on_change, kind="reference_limit"),

@@ -279,7 +279,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
 
 
 @pytest.mark.parametrize(
-    ("config", "adaptive", "needs_bound", "fits_itself"),
+    ("config", "adaptive", "needs_bound", "is_auto"),
     [
         ({"use_maximum_batch_size": True}, True, True, False),
         (
@@ -312,10 +312,10 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     ],
     ids=str,
 )
-def test_what_each_key_asks_for(config, adaptive, needs_bound, fits_itself):
+def test_what_each_key_asks_for(config, adaptive, needs_bound, is_auto):
     settings = Settings.from_config(PLAIN | config)
-    found = (settings.adaptive, settings.needs_bound, settings.fits_itself)
-    assert found == (adaptive, needs_bound, fits_itself)
+    found = (settings.adaptive, settings.needs_bound, settings.micro_batch.is_auto)
+    assert found == (adaptive, needs_bound, is_auto)
     assert settings.drop_last is not adaptive
 
 

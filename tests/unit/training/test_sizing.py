@@ -23,6 +23,7 @@ from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.training import (
     LimitChange,
     MicroBatchRunner,
+    MicroBatchSize,
     MicroBatchSizer,
     OOMPolicy,
     Question,
@@ -57,7 +58,7 @@ class Run:
         self.memory, self.changes = Squeezed(says=says), []
         self.model = model = nn.Embedding(8, 1)
         self.sizer = MicroBatchSizer(
-            micro_batch_size="auto" if bound else 32,
+            MicroBatchSize("auto" if bound else 32),
             memory=self.memory,
             on_change=self.changes.append,
         )
