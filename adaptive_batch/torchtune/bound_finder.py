@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from adaptive_batch.training import (
     ProbeOptions,
     WorstRows,
     kinds_to_choose_from,
+    search_for_steps,
 )
 
 from .data import Data
@@ -250,66 +250,67 @@ class BoundFinder:
                 split.
         """
         settings = self._settings
-        step_rows = kept_step_rows or settings.step_rows
-        several = self._job.has_several_micro_batches or (
+        splits = self._job.has_several_micro_batches or (
             settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
         )
         rows = self.rows.of_length(length)
-        choices = None
-        if trainer.runner.sizer.throughput is None:
-            choices = self.choices(trainer)
-        search = partial(
-            self.trials.find,
-            trainer,
-            rows,
-            maximum=self.most_rows,
-            rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
-            path=self.path,
-        )
-        result = search(accumulates=several, choices=choices)
-        # A batch that is still to be found is never above what fits, so it needs no second search.
-        is_kept = kept_step_rows is not None or self._fits_whole_step
-        if several or not is_kept or step_rows <= result.max_batch_size:
-            return [result]
-        if settings.optimizer_in_bwd:
-            whose = "batch_size" if kept_step_rows is None else "the checkpoint's batch_size"
-            raise SettingError(
-                "optimizer_in_bwd",
-                True,
-                f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here, and"
-                " cannot be split into micro-batches; take a smaller one or more memory, or start"
-                " again with optimizer_in_bwd=False",
+        choices = self.choices(trainer)
+
+        def search(accumulates: bool) -> ProbeResult:
+            return self.trials.find(
+                trainer,
+                rows,
+                maximum=self.most_rows,
+                accumulates=accumulates,
+                rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
+                path=self.path,
+                choices=choices,
             )
-        return [result, search(accumulates=True)]
+
+        def check_split(fitting_rows: int) -> None:
+            if settings.optimizer_in_bwd:
+                whose = "batch_size" if kept_step_rows is None else "the checkpoint's batch_size"
+                raise SettingError(
+                    "optimizer_in_bwd",
+                    True,
+                    f"{whose} {step_rows} is above the {fitting_rows} rows that fit here, and"
+                    " cannot be split into micro-batches; take a smaller one or more memory, or"
+                    " start again with optimizer_in_bwd=False",
+                )
+
+        step_rows = kept_step_rows
+        if self._fits_whole_step:
+            step_rows = kept_step_rows or settings.step_rows
+        return search_for_steps(search, splits=splits, step_rows=step_rows, check_split=check_split)
 
     def choices(self, trainer: Trainer) -> Choices | None:
-        """Return the choices of the fastest micro-batches; None for as much at once as fits."""
+        """Return the choices of the fastest micro-batches; None for as much at once as fits, and
+        where the sizer knows them.
+        """
         settings = self._settings
         data = self._data
-        if not settings.chooses_fastest:
+        if not settings.chooses_fastest or trainer.runner.sizer.throughput is not None:
             return None
 
-        def why_not(kind: str) -> str:
-            reason = data.why_unpacked or trainer.why_not(kind, data.longest(2))
+        def why_unfit(kind: str) -> str:
+            reason = data.why_unpacked or trainer.why_unfit(kind, data.longest(2))
             if reason:
                 log.info("rows are not %s: %s", kind, reason)
             return reason
 
-        layouts: tuple[str, ...]
-        if settings.micro_batch_layout is not None:
-            layouts = (settings.micro_batch_layout,)
-        elif settings.uniform_micro_batches:
-            layouts = ("padded",)
-        else:
-            layouts = kinds_to_choose_from(why_not)
+        kinds = kinds_to_choose_from(
+            why_unfit,
+            configured=settings.micro_batch_layout,
+            uniform=settings.uniform_micro_batches,
+        )
         rows = settings.step_rows
         if settings.batch_tokens:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
         # A step that changes its size may have as many rows as fit, which 0 stands for.
         if settings.batch_changes or settings.grows:
             rows = 0
-        unit = "rows" if settings.micro_batch_size else "tokens"
-        return Choices(layouts, unit, rows, settings.probe.objective)
+        unit = "rows" if settings.micro_batch.micro_batch_size else "tokens"
+        return Choices(kinds, unit, rows, settings.probe.objective)
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""

@@ -508,7 +508,7 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
 def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse two keys that both set the rows of a step or of a micro-batch."""
     s = settings
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     most_rows = settings.sampling.max_rows_per_batch
     finding_key = "batch_increase_function"
     if settings.use_maximum_batch_size:
@@ -516,7 +516,7 @@ def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     _refuse(
         config,
         (
-            size is not None and s.micro_batch_tokens is not None,
+            size is not None and s.micro_batch.micro_batch_tokens is not None,
             "micro_batch_tokens",
             f"micro_batch_size={size} is set too; both set what is run at once, so remove one",
         ),
@@ -539,7 +539,7 @@ def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
 def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse equal micro-batches of one row each, and rows that cannot lie as configured."""
     s = settings
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     step_rows = settings.step_rows
     changes = settings.batch_changes or settings.grows or settings.batch_tokens
     # Only where each step has the same rows is it known before training how they divide.
@@ -714,7 +714,7 @@ def _check_resume(key: str, value: object) -> None:
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse keys that need several micro-batches in a step, or a whole gradient."""
     s = settings
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     is_split = isinstance(size, int) and (size < s.batch_size or s.batch_changes or s.grows)
     noise_key = "log_gradient_noise_scale" if s.log_gradient_noise_scale else "batch_size_schedule"
     stepped = "each micro-batch is stepped as it comes, so a step is one"
@@ -964,7 +964,7 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
         yield "shuffle", f"sample_order={order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     changes = settings.batch_changes or settings.grows or settings.batch_tokens
     if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
         yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
@@ -976,7 +976,7 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
 
 def _hides_noise(settings: Settings) -> str:
     """Return why the gradient noise scale is never measured; empty where it may be."""
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     rule = settings.batch_size_schedule
     rows: int | None = settings.step_rows
     if rule is not None:
@@ -988,7 +988,7 @@ def _hides_noise(settings: Settings) -> str:
         and settings.gradient_accumulation_steps == 1
         and not settings.grow_beyond_maximum
     )
-    by_length = settings.micro_batch_tokens is not None or settings.layout_kind.sorts
+    by_length = settings.micro_batch.micro_batch_tokens is not None or settings.layout_kind.sorts
     sorting_values = ["lengths", "both"]
     # Where length cuts micro-batches, equal rows too leave no random part of a step.
     if by_length:

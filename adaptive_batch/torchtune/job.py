@@ -211,7 +211,7 @@ class Job:
         grows_beyond = settings.grows and settings.grow_beyond_maximum
         cuts = settings.chooses_fastest or settings.layout_kind.sorts
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
-        cuts |= settings.measures_noise and settings.micro_batch_tokens is not None
+        cuts |= settings.measures_noise and settings.micro_batch.micro_batch_tokens is not None
         has_number = settings.micro_batch.is_number
         return has_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
 

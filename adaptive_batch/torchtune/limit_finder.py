@@ -263,7 +263,7 @@ class LimitFinder:
         tried_rows = self._data.shapes.rows_within(limit, length)
         if (
             settings.grows
-            and settings.micro_batch_size is None
+            and settings.micro_batch.micro_batch_size is None
             and sizer.max_batch_size
             and limit.unit == "rows"
         ):

@@ -338,6 +338,30 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
+class MicroBatchSettings(MicroBatchSize):
+    """Keys of the size of a micro-batch."""
+
+    micro_batch_size: int | str | None = key(
+        auto_or_whole,
+        "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see"
+        " `probe.objective`); or a number. The rows of a step run in as few micro-batches as that"
+        " allows; a `batch_size` above the bound is then no error",
+        default=None,
+        resume="report",
+    )
+    micro_batch_tokens: int | str | None = key(
+        auto_or_whole,
+        "tokens at once, padding included: `auto` = what is fastest within the bound (see"
+        " `probe.objective`); or a number, at least the longest row. The rows of a step are grouped"
+        " by length, so that there are as few micro-batches as can be and, of these, the least"
+        " padding. Not together with `micro_batch_size`, and not for rows with images, which tokens"
+        " do not measure",
+        default=None,
+        resume="report",
+    )
+
+
+@dataclass(frozen=True)
 class RateSettings:
     """Keys of the learning rate, and of what else of the optimizer follows the batch."""
 
@@ -528,24 +552,7 @@ class Settings:
         " earlier search in `output_dir`, or `probe.assumed_maximum`",
         default=False,
     )
-    micro_batch_size: int | str | None = key(
-        auto_or_whole,
-        "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see"
-        " `probe.objective`); or a number. The rows of a step run in as few micro-batches as that"
-        " allows; a `batch_size` above the bound is then no error",
-        default=None,
-        resume="report",
-    )
-    micro_batch_tokens: int | str | None = key(
-        auto_or_whole,
-        "tokens at once, padding included: `auto` = what is fastest within the bound (see"
-        " `probe.objective`); or a number, at least the longest row. The rows of a step are grouped"
-        " by length, so that there are as few micro-batches as can be and, of these, the least"
-        " padding. Not together with `micro_batch_size`, and not for rows with images, which tokens"
-        " do not measure",
-        default=None,
-        resume="report",
-    )
+    micro_batch: MicroBatchSettings = group(MicroBatchSettings)
     reference_micro_batch_size: int | str | None = key(
         auto_or_whole,
         "for `adaptive_dpo`: pairs at once in the reference, which then runs for all pairs of a"
@@ -694,11 +701,6 @@ class Settings:
         return self.adaptive or self.saving.save_every_n_steps is not None
 
     @property
-    def micro_batch(self) -> MicroBatchSize:
-        """Size of a micro-batch."""
-        return MicroBatchSize(self.micro_batch_size, self.micro_batch_tokens)
-
-    @property
     def layout_kind(self) -> LayoutKind:
         """How rows lie in a micro-batch, unless ``auto`` chooses another."""
         return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
@@ -758,12 +760,9 @@ class Settings:
             )
             raise SettingError("batch_size_schedule", schedule, remedy)
         values = read_keys(cls, config)
-        if values.get("batch_tokens") and not values.keys() & {
-            "micro_batch_size",
-            "micro_batch_tokens",
-        }:
+        if values.get("batch_tokens") and not values["micro_batch"].is_given:
             # The tokens of a step do not tell what fits at once.
-            values["micro_batch_tokens"] = "auto"
+            values["micro_batch"] = MicroBatchSettings(micro_batch_tokens="auto")
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
         rate = values["rate"]

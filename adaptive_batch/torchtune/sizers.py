@@ -43,7 +43,7 @@ class Sizers:
                 configured `batch_size`.
         """
         settings = job.settings
-        size = settings.micro_batch
+        size: MicroBatchSize = settings.micro_batch
         if size.is_auto and not searches:
             size = MicroBatchSize()
         training = MicroBatchSizer(size, layout=data.shapes, memory=job.memory, on_change=on_change)

@@ -3,7 +3,13 @@
 from .adaptive_step import AdaptiveStep, check_sizes
 from .agreement import Question, differences, same_answers
 from .batch_forms import FORMS, BatchForm, kinds_to_choose_from
-from .bound_search import SEARCHES, BoundSearch, ProbeOptions, find_max_batch_size
+from .bound_search import (
+    SEARCHES,
+    BoundSearch,
+    ProbeOptions,
+    find_max_batch_size,
+    search_for_steps,
+)
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
@@ -67,4 +73,5 @@ __all__ = [
     "pack_rows",
     "rows_apart",
     "same_answers",
+    "search_for_steps",
 ]

@@ -443,6 +443,30 @@ class BoundSearch:
         )
 
 
+def search_for_steps(
+    search: Callable[[bool], ProbeResult],
+    *,
+    splits: bool,
+    step_rows: int | None,
+    check_split: Callable[[int], object] = lambda fitting_rows: None,
+) -> list[ProbeResult]:
+    """Search for what fits in steps; where a step turns out to be several micro-batches, search
+    again beside the gradients that its later ones meet. The last result counts.
+
+    Args:
+        search: function that searches, given whether gradients are there when a forward begins.
+        splits: whether a step is several micro-batches whatever fits.
+        step_rows: rows of a step on one device; None where it never has more than fit.
+        check_split: function that refuses a step of more rows than fit, where it cannot be split.
+    """
+    results = [search(splits)]
+    fitting_rows = results[0].max_batch_size
+    if not splits and step_rows is not None and step_rows > fitting_rows:
+        check_split(fitting_rows)
+        results.append(search(True))
+    return results
+
+
 def find_max_batch_size(
     model: nn.Module,
     optimizer: Optimizer,

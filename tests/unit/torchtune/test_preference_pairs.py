@@ -225,9 +225,9 @@ def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
         for name, parameter in wired.model.named_parameters():
             if "lora_b" in name:
                 parameter.zero_()
-    assert wired.trainer.why_not("packed", rows) == ""
+    assert wired.trainer.why_unfit("packed", rows) == ""
     wired.model.output.register_forward_pre_hook(lambda _, given: (given[0].cumsum(1),))
-    assert "mix tokens by torch's" in wired.trainer.why_not("packed", rows)
+    assert "mix tokens by torch's" in wired.trainer.why_unfit("packed", rows)
 
 
 def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
