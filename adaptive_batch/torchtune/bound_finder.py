@@ -26,7 +26,7 @@ from adaptive_batch.training import (
 
 from .data import Data
 from .job import Job
-from .lost_run import TRIALS, LostRun
+from .lost_run import LostRun
 from .probe_cache import ProbeCache, settings_name
 from .trainer import Trainer
 from .trial_rows import TrialRows
@@ -57,20 +57,21 @@ class TrialSearch:
         self._data = data
         self._settings = job.settings
         self._watch = watch
-        self._half_of_lost: dict[str, int | None] = {}
-        if lost:
-            self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS}
+        self._lost = lost
 
     def maximum(self, usable_rows: int, key: str = "trial_rows") -> int:
         """Return the most rows that are tried, of those that are of use at once.
 
         Args:
             usable_rows: these.
-            key: kind of the trials, of :data:`TRIALS`.
+            key: kind of the trials, of :data:`.TRIALS`.
         """
-        # A trial that ended all ranks would end them again, so fewer rows are tried.
-        safe_rows = self._half_of_lost.get(key) or usable_rows
-        return max(1, min(self._settings.probe.maximum, usable_rows, safe_rows))
+        most_rows = min(self._settings.probe.maximum, usable_rows)
+        lost_rows = self._lost.trial_rows(key) if self._lost else None
+        if lost_rows:
+            # A trial that ended all ranks would end them again, so fewer rows are tried.
+            most_rows = min(most_rows, lost_rows // 2)
+        return max(1, most_rows)
 
     def find(
         self,
@@ -205,8 +206,8 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        if self._fits_whole_step:
-            usable_rows = min(epoch_rows, settings.step_rows)
+        if self._constant_step_rows is not None:
+            usable_rows = min(epoch_rows, self._constant_step_rows)
         elif settings.batch_tokens:
             usable_rows = epoch_rows
         else:
@@ -214,12 +215,13 @@ class BoundFinder:
         return self.trials.maximum(usable_rows)
 
     @property
-    def _fits_whole_step(self) -> bool:
-        """Whether a step fits itself and is always the same."""
+    def _constant_step_rows(self) -> int | None:
+        """Rows of a step that fits itself and is always the same; None for other steps."""
         settings = self._settings
-        return settings.micro_batch.is_auto and not (
-            settings.batch_changes or settings.grows or settings.batch_tokens
-        )
+        varies = settings.batch_changes or settings.grows or settings.batch_tokens
+        if varies or not settings.micro_batch.is_auto:
+            return None
+        return settings.step_rows
 
     def of_training(
         self,
@@ -251,15 +253,15 @@ class BoundFinder:
         """
         settings = self._settings
         splits = self._job.has_several_micro_batches or (
-            settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
+            settings.gradient_accumulation_steps > 1 and self._constant_step_rows is None
         )
-        rows = self.rows.of_length(length)
+        step_rows = kept_step_rows or self._constant_step_rows
         choices = self.choices(trainer)
 
         def search(accumulates: bool) -> ProbeResult:
             return self.trials.find(
                 trainer,
-                rows,
+                self.rows.of_length(length),
                 maximum=self.most_rows,
                 accumulates=accumulates,
                 rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
@@ -267,20 +269,17 @@ class BoundFinder:
                 choices=choices,
             )
 
-        def check_split(fitting_rows: int) -> None:
+        def check_split(result: ProbeResult) -> None:
             if settings.optimizer_in_bwd:
                 whose = "batch_size" if kept_step_rows is None else "the checkpoint's batch_size"
                 raise SettingError(
                     "optimizer_in_bwd",
                     True,
-                    f"{whose} {step_rows} is above the {fitting_rows} rows that fit here, and"
-                    " cannot be split into micro-batches; take a smaller one or more memory, or"
+                    f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here,"
+                    " and cannot be split into micro-batches; take a smaller one or more memory, or"
                     " start again with optimizer_in_bwd=False",
                 )
 
-        step_rows = kept_step_rows
-        if self._fits_whole_step:
-            step_rows = kept_step_rows or settings.step_rows
         return search_for_steps(search, splits=splits, step_rows=step_rows, check_split=check_split)
 
     def choices(self, trainer: Trainer) -> Choices | None:
@@ -424,9 +423,3 @@ def left_by_rounding(bound: int, batch_size: int) -> str:
         f" ({1 - batch_size / bound:.0%})"
     )
     return f"{unused}; probe.round_to_power_of_two=False trains with all of them"
-
-
-def _half(rows: int | None) -> int | None:
-    if not rows:
-        return rows
-    return max(1, rows // 2)

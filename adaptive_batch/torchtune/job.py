@@ -212,8 +212,8 @@ class Job:
         cuts = settings.chooses_fastest or settings.layout_kind.sorts
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
         cuts |= settings.measures_noise and settings.micro_batch.micro_batch_tokens is not None
-        has_number = settings.micro_batch.is_number
-        return has_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
+        divides = settings.micro_batch.is_number or settings.batch_tokens is not None
+        return divides or grows_beyond or holds_more or cuts
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured.

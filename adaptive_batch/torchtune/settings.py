@@ -719,9 +719,9 @@ class Settings:
     @property
     def needs_bound(self) -> bool:
         """Whether training needs to know the largest batch that fits."""
-        size = self.micro_batch
-        grows_freely = self.grow_beyond_maximum and size.is_number
-        return self.use_maximum_batch_size or size.is_auto or (self.grows and not grows_freely)
+        grows_freely = self.grow_beyond_maximum and self.micro_batch.is_number
+        grows_within = self.grows and not grows_freely
+        return self.use_maximum_batch_size or self.micro_batch.is_auto or grows_within
 
     @property
     def searches(self) -> bool:

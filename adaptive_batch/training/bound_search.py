@@ -448,7 +448,7 @@ def search_for_steps(
     *,
     splits: bool,
     step_rows: int | None,
-    check_split: Callable[[int], object] = lambda fitting_rows: None,
+    check_split: Callable[[ProbeResult], object] = lambda result: None,
 ) -> list[ProbeResult]:
     """Search for what fits in steps; where a step turns out to be several micro-batches, search
     again beside the gradients that its later ones meet. The last result counts.
@@ -457,14 +457,14 @@ def search_for_steps(
         search: function that searches, given whether gradients are there when a forward begins.
         splits: whether a step is several micro-batches whatever fits.
         step_rows: rows of a step on one device; None where it never has more than fit.
-        check_split: function that refuses a step of more rows than fit, where it cannot be split.
+        check_split: function that refuses a step of more rows than were found, where it cannot be
+            split.
     """
-    results = [search(splits)]
-    fitting_rows = results[0].max_batch_size
-    if not splits and step_rows is not None and step_rows > fitting_rows:
-        check_split(fitting_rows)
-        results.append(search(True))
-    return results
+    result = search(splits)
+    if splits or step_rows is None or step_rows <= result.max_batch_size:
+        return [result]
+    check_split(result)
+    return [result, search(True)]
 
 
 def find_max_batch_size(
