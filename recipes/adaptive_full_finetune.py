@@ -155,6 +155,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             job, self.checkpoints, self.resumed, self.queue, self.log, self.preemption
         )
         self.planner = self.saver.add("steps", planner)
+        if self.resumed.saved and not self.resumed.keeps_batch:
+            planner.batch.begin_again()
         self.reader = RowReader(data.dataset)
         self.lost = None
         if not settings.preview:

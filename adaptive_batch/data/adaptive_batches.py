@@ -138,11 +138,11 @@ class AdaptiveBatches(Sampler[list[int]]):
             maximum,
             counts_tokens=self._counts_tokens,
             divides_ahead=False,
-            first=batch_size,
             asks_rank_zero=True,
             event=self._tell_all,
             order=self._order,
         )
+        self._planner.batch.begin()
         self._queue = StepQueue(self._planner, lengths=rows if self._counts_tokens else None)
         order = asdict(sampling)
         # It changes no row's place, as another maximum does not.
