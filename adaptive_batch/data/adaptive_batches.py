@@ -32,7 +32,7 @@ from adaptive_batch.schedules import (
 
 from .batching import Batching, Sampling
 from .dataset import DatasetAdapter, RowLength
-from .micro_batches import MicroBatchLayout, MicroBatchLimit
+from .layouts import MicroBatchLayout, MicroBatchLimit
 from .order import SamplerOrder
 from .requested_batch import Event, Sizer
 from .step_planner import StepPlanner

@@ -15,7 +15,7 @@ from adaptive_batch.schedules import (
 )
 
 from .batching import Batching
-from .micro_batches import MicroBatchLayout, MicroBatchLimit
+from .layouts import MicroBatchLayout, MicroBatchLimit
 
 # Called as event(kind, message, **facts).
 Event = Callable[..., object]

@@ -25,7 +25,7 @@ from adaptive_batch.schedules import (
 from .balance import balance_by_rows, balance_by_tokens
 from .batching import Batching
 from .epoch_planner import EpochPlanner, Rows
-from .micro_batches import MicroBatchLimit
+from .layouts import MicroBatchLimit
 from .order import EpochOrder, RowOrder
 from .requested_batch import Event, RequestedBatch, Sizer
 
