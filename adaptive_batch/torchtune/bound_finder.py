@@ -302,12 +302,10 @@ class BoundFinder:
             configured=settings.micro_batch_layout,
             uniform=settings.uniform_micro_batches,
         )
-        rows = settings.step_rows
-        if settings.batch_tokens:
-            rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        if settings.batch_changes or settings.grows:
-            rows = 0
+        rows = self._constant_step_rows or 0
+        if settings.batch_tokens and not settings.grows:
+            rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
         unit = "rows" if settings.micro_batch.micro_batch_size else "tokens"
         return Choices(kinds, unit, rows, settings.probe.objective)
 

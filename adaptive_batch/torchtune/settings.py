@@ -34,7 +34,7 @@ from adaptive_batch.schedules import (
     parse_reference,
     rate_rule,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES, MicroBatchSize
+from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES, ConfiguredSize
 
 from .checks import check_together
 from .config_errors import as_dict
@@ -338,7 +338,7 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class MicroBatchSettings(MicroBatchSize):
+class MicroBatchSettings(ConfiguredSize):
     """Keys of the size of a micro-batch."""
 
     micro_batch_size: int | str | None = key(

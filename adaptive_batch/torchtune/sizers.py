@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from adaptive_batch.training import LimitChange, MicroBatchSize, MicroBatchSizer
+from adaptive_batch.training import ConfiguredSize, LimitChange, MicroBatchSizer
 
 from .data import Data
 from .job import Job
@@ -43,18 +43,18 @@ class Sizers:
                 configured `batch_size`.
         """
         settings = job.settings
-        size: MicroBatchSize = settings.micro_batch
+        size: ConfiguredSize = settings.micro_batch
         if size.is_auto and not searches:
-            size = MicroBatchSize()
+            size = ConfiguredSize()
         training = MicroBatchSizer(size, layout=data.shapes, memory=job.memory, on_change=on_change)
         reference_rows = settings.reference_micro_batch_size
         if reference_rows is None:
             return cls(training)
-        size = MicroBatchSize(reference_rows)
+        size = ConfiguredSize(reference_rows)
         if size.is_auto and searches:
-            size = MicroBatchSize(micro_batch_tokens="auto")
+            size = ConfiguredSize(micro_batch_tokens="auto")
         elif size.is_auto:
-            size = MicroBatchSize(settings.batch_size)
+            size = ConfiguredSize(settings.batch_size)
         layout = data.shapes
         if layout.uniform is None:
             # What is computed of a row does not depend on the rows beside it.

@@ -13,7 +13,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.training import Evaluation, Evaluator, MicroBatchSize, MicroBatchSizer
+from adaptive_batch.training import ConfiguredSize, Evaluation, Evaluator, MicroBatchSizer
 
 from .bound_finder import BoundFinder, TrialSearch
 from .data import Data
@@ -59,12 +59,12 @@ class Validation:
         self.num_rows = validation.rows_of(
             len(data.dataset_val), batch_size=settings.batch_size, ranks=job.ranks
         )
-        size = MicroBatchSize(validation.rows_at_once(settings.batch_size))
+        size = ConfiguredSize(validation.rows_at_once(settings.batch_size))
         if validation.fits_itself:
             bound = self._find(trainer, bounds.trials)
             self._runner.sizer.count_out_of_memory(bound.num_out_of_memory)
             tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
-            size = MicroBatchSize(micro_batch_tokens=tokens)
+            size = ConfiguredSize(micro_batch_tokens=tokens)
             log.event(
                 "validation_bound",
                 f"validation: {count(bound.max_batch_size, 'row')} of"

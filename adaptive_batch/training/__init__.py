@@ -23,7 +23,7 @@ from .packing import pack_rows, rows_apart
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
-from .sizing import LimitChange, MicroBatchSize, MicroBatchSizer, OOMPolicy
+from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
 from .throughput_search import Choices
 from .trials import Evaluation, TriedStep, WorstRows
@@ -40,13 +40,13 @@ __all__ = [
     "BatchForm",
     "BoundSearch",
     "Choices",
+    "ConfiguredSize",
     "Evaluation",
     "Evaluator",
     "FullBatchLoss",
     "LimitChange",
     "LoopEvents",
     "MicroBatchRunner",
-    "MicroBatchSize",
     "MicroBatchSizer",
     "NonfiniteSteps",
     "OOMPolicy",

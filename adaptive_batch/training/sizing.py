@@ -207,7 +207,7 @@ class OOMPolicy:
 
 
 @dataclass(frozen=True)
-class MicroBatchSize:
+class ConfiguredSize:
     """Configured size of a micro-batch: in rows or in padded tokens, or neither.
 
     Attributes:
@@ -516,7 +516,7 @@ class MicroBatchSizer:
 
     def __init__(
         self,
-        size: MicroBatchSize = MicroBatchSize(),
+        size: ConfiguredSize = ConfiguredSize(),
         *,
         layout: MicroBatchLayout | None = None,
         memory: DeviceMemory | None = None,
