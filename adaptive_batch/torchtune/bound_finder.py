@@ -218,8 +218,7 @@ class BoundFinder:
     def _constant_step_rows(self) -> int | None:
         """Rows of a step that fits itself and is always the same; None for other steps."""
         settings = self._settings
-        varies = settings.batch_changes or settings.grows or settings.batch_tokens
-        if varies or not settings.micro_batch.is_auto:
+        if settings.step_varies or not settings.micro_batch.is_auto:
             return None
         return settings.step_rows
 

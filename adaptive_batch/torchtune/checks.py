@@ -541,9 +541,8 @@ def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
     s = settings
     size = settings.micro_batch.micro_batch_size
     step_rows = settings.step_rows
-    changes = settings.batch_changes or settings.grows or settings.batch_tokens
     # Only where each step has the same rows is it known before training how they divide.
-    rows_alike = s.uniform_micro_batches in ("rows", "both") and not changes
+    rows_alike = s.uniform_micro_batches in ("rows", "both") and not s.step_varies
     one_by_one = False
     if isinstance(size, int) and 1 < size < step_rows:
         one_by_one = largest_divisor(step_rows, at_most=size) == 1
@@ -811,8 +810,7 @@ def cut_to_rows(settings: Settings, *, rows: int, ranks: int) -> str:
         ranks: ranks that a batch is counted on.
     """
     step_rows = settings.step_rows * ranks
-    changes = settings.batch_tokens or settings.batch_changes or settings.grows
-    if changes or step_rows <= rows:
+    if settings.step_varies or step_rows <= rows:
         return ""
     return f"a step of {step_rows} rows is cut to {count(rows, 'row')}: the dataset has no more"
 
@@ -965,8 +963,8 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
     size = settings.micro_batch.micro_batch_size
-    changes = settings.batch_changes or settings.grows or settings.batch_tokens
-    if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
+    is_whole = not (settings.step_varies or accumulates)
+    if is_whole and isinstance(size, int) and size > settings.batch_size:
         yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
     if settings.log_gradient_noise_scale:
         reason = _hides_noise(settings)

@@ -687,6 +687,11 @@ class Settings:
         return self.batch_increase_function is not None or self.batch_size_schedule is not None
 
     @property
+    def step_varies(self) -> bool:
+        """Whether a step may have other rows than are configured."""
+        return self.batch_changes or self.grows or self.batch_tokens is not None
+
+    @property
     def measures_noise(self) -> bool:
         """Whether the gradient noise scale is measured."""
         rule = self.batch_size_schedule
