@@ -148,6 +148,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.sizer,
             ranks=job.ranks,
             counts_tokens=settings.rate.lr_clock.counts_tokens,
+            keeps_saved_batch=self.resumed.keeps_batch,
             event=self.log.event,
         )
         self.queue = StepQueue(planner)
@@ -155,8 +156,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             job, self.checkpoints, self.resumed, self.queue, self.log, self.preemption
         )
         self.planner = self.saver.add("steps", planner)
-        if self.resumed.saved and not self.resumed.keeps_batch:
-            planner.batch.begin_again()
         self.reader = RowReader(data.dataset)
         self.lost = None
         if not settings.preview:

@@ -42,6 +42,8 @@ class RequestedBatch:
         sizer: knows the most rows that fit.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
             :meth:`StepRunner.agree_on` compares.
+        keeps_saved: whether a saved batch is kept; else the configured one counts, unless a
+            schedule decides.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
@@ -58,11 +60,13 @@ class RequestedBatch:
         sizer: Sizer,
         *,
         asks_rank_zero: bool = False,
+        keeps_saved: bool = True,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._batching = batching
         self._sizer = sizer
         self._asks_rank_zero = asks_rank_zero
+        self._keeps_saved = keeps_saved
         self._event = event
         self.rows_at_once = batching.batch_size
         self.rows_at_beginning: int | None = None
@@ -89,15 +93,6 @@ class RequestedBatch:
                 them.
         """
         self.rows_at_beginning = rows_at_beginning or self.rows_at_beginning or self.rows_at_once
-
-    def begin_again(self) -> None:
-        """Take the configured batch in place of a saved one, and grow from it; a schedule's stays,
-        which is asked for the next step.
-        """
-        if self._batching.batch_size_schedule is None:
-            self.rows_at_once = self._batching.batch_size
-        self.rows_at_beginning = None
-        self._grown_in = -1
 
     def maximum(self) -> int | None:
         """Return what a rule may not pass; None where it may grow freely, or the bound is not
@@ -187,8 +182,12 @@ class RequestedBatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.rows_at_once = state["batch_size"]
-        self.rows_at_beginning = state["first_batch_size"]
-        self._grown_in = state["grown_in"]
+        """Resume from a saved state, into a batch that has not begun; what is not kept is as it is
+        configured, and growth begins with it.
+        """
         self.saved_maximum = state["maximum"] or 0
+        if self._keeps_saved or self._batching.batch_size_schedule:
+            self.rows_at_once = state["batch_size"]
+        if self._keeps_saved:
+            self.rows_at_beginning = state["first_batch_size"]
+            self._grown_in = state["grown_in"]
