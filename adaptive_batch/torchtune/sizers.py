@@ -29,8 +29,6 @@ class Sizers:
         job: Job,
         data: Data,
         on_change: Callable[..., object] = lambda change, **kind: None,
-        *,
-        searches: bool = True,
     ) -> Sizers:
         """Return the sizers before anything was found.
 
@@ -39,22 +37,17 @@ class Sizers:
             data: rows of the run.
             on_change: function that is called with each change of a limit; of the reference's with
                 ``kind="reference_limit"``.
-            searches: whether a search finds what ``auto`` stands for; without one it is the
-                configured `batch_size`.
         """
         settings = job.settings
-        size: ConfiguredSize = settings.micro_batch
-        if size.is_auto and not searches:
-            size = ConfiguredSize()
-        training = MicroBatchSizer(size, layout=data.shapes, memory=job.memory, on_change=on_change)
+        training = MicroBatchSizer(
+            settings.micro_batch, layout=data.shapes, memory=job.memory, on_change=on_change
+        )
         reference_rows = settings.reference_micro_batch_size
         if reference_rows is None:
             return cls(training)
         size = ConfiguredSize(reference_rows)
-        if size.is_auto and searches:
+        if size.is_auto:
             size = ConfiguredSize(micro_batch_tokens="auto")
-        elif size.is_auto:
-            size = ConfiguredSize(settings.batch_size)
         layout = data.shapes
         if layout.uniform is None:
             # What is computed of a row does not depend on the rows beside it.
