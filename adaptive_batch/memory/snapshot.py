@@ -26,8 +26,11 @@ from .tracker import plain_tensors, storage_bytes
 
 _PLAIN = (bool, int, float, str, type(None))
 
-# The words of a Mersenne Twister and its position among them.
+# The words of a Mersenne Twister and its position among them, which lies before them in Python and
+# after them in NumPy.
 _TWISTER_BYTES = 4 * (624 + 1)
+# Of these so many are looked at, beside the position: all words change together.
+_SEEN_BYTES = 4 * (8 + 1)
 
 
 class TensorSnapshot:
@@ -105,7 +108,10 @@ class RandomState:
         self._device = device
         # There is one MPS, and it takes no device.
         self._which = () if device.type == "mps" else (device,)
-        self._state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": _state_of_python()}
+        self._state: dict[str, Any] = {
+            "torch": torch.default_generator.get_state(),
+            "python": _state_of_python(),
+        }
         if device.type != "cpu":
             self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
         # It is loaded when it is first used, and nothing has been drawn from it before.
@@ -150,29 +156,43 @@ class _WatchedState:
     last time.
 
     Python and NumPy take as long to make it as ten of torch's small operators, in each step of a
-    loop that draws none; a look at the generator's memory takes a fiftieth of that. It does not see
-    a script's own ``numpy.random.set_state`` with the same words and another number waiting.
+    loop that draws none; a look at the generator's memory takes a hundredth of that. It does not
+    see a script's own ``numpy.random.set_state`` with the same words and another number waiting.
     """
 
     def __init__(self) -> None:
+        # Held, so that its memory is its own.
+        self._generator: Any = None
         self.forget()
 
     def forget(self) -> None:
-        self._words: bytes | None = None
+        self._seen: bytes | None = None
         self._state: Any = None
 
-    def now(self, address: int, get_state: Callable[[], Any], *, has_second: bool = False) -> Any:
+    def now(
+        self,
+        generator: Any,
+        address: Callable[[], int],
+        get_state: Callable[[], Any],
+        *,
+        has_second: bool = False,
+    ) -> Any:
         """Return the state.
 
         Args:
-            address: of the generator's words.
+            generator: whose state it is.
+            address: function that returns where its position and the words beside it lie.
             get_state: function that makes the state.
             has_second: whether the second number of a normal pair waits, which no word shows.
         """
-        words = ctypes.string_at(address, _TWISTER_BYTES)
-        if has_second or words != self._words:
+        if generator is not self._generator:
+            self._generator = generator
+            self._memory = (ctypes.c_char * _SEEN_BYTES).from_address(address())
+            self.forget()
+        seen = self._memory.raw
+        if has_second or seen != self._seen:
             self._state = get_state()
-            self._words = None if has_second else words
+            self._seen = None if has_second else seen
         return self._state
 
 
@@ -187,9 +207,13 @@ def _state_of_python() -> Any:
     spare_bytes = _random.Random.__basicsize__ - object.__basicsize__ - _TWISTER_BYTES
     if not 0 <= spare_bytes < object.__basicsize__:
         return random.getstate()
-    address = id(generator) + object.__basicsize__
     has_second = generator.gauss_next is not None  # type: ignore[attr-defined]
-    return _python_state.now(address, random.getstate, has_second=has_second)
+    return _python_state.now(
+        generator,
+        lambda: id(generator) + object.__basicsize__,
+        random.getstate,
+        has_second=has_second,
+    )
 
 
 def _state_of_numpy(numpy_random: Any) -> Any:
@@ -200,7 +224,11 @@ def _state_of_numpy(numpy_random: Any) -> Any:
     generator = numpy_random.get_bit_generator()
     if not isinstance(generator, numpy_random.MT19937):
         return numpy_random.get_state(legacy=False)
-    state = _numpy_state.now(generator.ctypes.state_address, numpy_random.get_state)
+    state = _numpy_state.now(
+        generator,
+        lambda: generator.ctypes.state_address + _TWISTER_BYTES - _SEEN_BYTES,
+        numpy_random.get_state,
+    )
     *_, has_second, _ = state
     if has_second:
         _numpy_state.forget()

@@ -4,15 +4,13 @@ leaves them as they were; and those that its micro-batches have summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from adaptive_batch.distributed import local_part
 from adaptive_batch.schedules import squared_norm
-
-from .model_checks import with_gradients
 
 
 class GradientsApart:
@@ -23,15 +21,14 @@ class GradientsApart:
     its second part on they are there beside the earlier ones.
 
     Args:
-        model: model whose parameters have gradients.
+        parameters: those of the model.
         drop: function that leaves the model without gradients.
     """
 
-    def __init__(self, model: nn.Module, drop: Callable[[], object]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], drop: Callable[[], object]) -> None:
         self._drop = drop
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for parameter in with_gradients(model):
-            # None of one that is shared, where it comes again.
+        for parameter in parameters:
             if parameter.grad is not None:
                 self._earlier.append((parameter, parameter.grad))
                 parameter.grad = None

@@ -69,9 +69,10 @@ class LoopStep:
         self._events = LoopEvents(options.event, num_rows=len(step.dataset))
         if options.event is not None:
             batches.tell(options.event)
+        self._runner = step.step.parts.runner
         self._nonfinite = NonfiniteSteps(
             options.on_nonfinite_loss,
-            drop_gradients=step.step.parts.runner.drop_gradients,
+            drop_gradients=self._runner.drop_gradients,
             event=partial(log_event, options.event),
         )
         self._pending_step = PendingStep(model, optimizer)
@@ -92,7 +93,8 @@ class LoopStep:
         rows_at_once = self._batches.rows_on_largest_rank(planned.progress.batch)
         self._search.check_fits(rows_at_once)
         reshard(self._model)
-        check_gradients_are_clear(self._model, self._optimizer)
+        if self._runner.has_gradients:
+            check_gradients_are_clear(self._model, self._optimizer)
         progress = self._batches.progress
         self._events.begins(progress)
         began = time.perf_counter()

@@ -21,24 +21,6 @@ log = logging.getLogger("adaptive_batch")
 _NAMED = 3
 
 
-def with_gradients(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of a model that have a gradient, shared ones more than once, in a tenth
-    of the time that ``model.parameters()`` takes: each step asks.
-    """
-    modules: list[nn.Module | None] = [model]
-    parameters: list[nn.Parameter | None] = []
-    # It grows as it is gone through.
-    for module in modules:
-        if module is not None:
-            parameters += module._parameters.values()
-            modules += module._modules.values()
-    return [
-        parameter
-        for parameter in parameters
-        if parameter is not None and parameter.grad is not None
-    ]
-
-
 def has_batch_norm(model: nn.Module) -> bool:
     """Return whether the model normalizes over the rows of a micro-batch, so that its results
     depend on their number.
@@ -211,8 +193,6 @@ def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer) -> None:
     Raises:
         ValueError: with the parameters that have some.
     """
-    if not with_gradients(model):
-        return
     dirty = {
         name: parameter
         for name, parameter in model.named_parameters()

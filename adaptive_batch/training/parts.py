@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
@@ -17,6 +17,8 @@ from adaptive_batch.memory import RandomState
 
 # A dict is known at once; for an abstract class alone Python looks through its subclasses.
 _MAPPING = (dict, Mapping)
+# A tuple, since `list | tuple` is made anew each time.
+_LIST = (list, tuple)
 
 _SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
@@ -257,7 +259,9 @@ class RowsOfBatch:
 
     def _is_table(self, value: Any) -> TypeGuard[torch.Tensor]:
         """Whether a value is a tensor of `[rows, columns]`."""
-        return isinstance(value, torch.Tensor) and value.dim() == 2 and len(value) == self.num_rows
+        if not isinstance(value, torch.Tensor) or value.dim() != 2:
+            return False
+        return value.shape[0] == self.num_rows
 
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some rows; the script's own tensors of all of them."""
@@ -336,9 +340,14 @@ class RowsOfBatch:
 
 def _first_dimension(value: Any) -> int | None:
     """Return the length of the first tensor in a batch that has dimensions; None without one."""
-    for tensor in _tensors(value):
-        if tensor.dim():
-            return tensor.shape[0]
+    if isinstance(value, torch.Tensor):
+        if not value.dim():
+            return None
+        return value.shape[0]
+    for item in _items_of(value):
+        first_dimension = _first_dimension(item)
+        if first_dimension is not None:
+            return first_dimension
     return None
 
 
@@ -346,18 +355,14 @@ def _outside_lists(value: Any) -> Any:
     """Return a mapping without its lists and tuples, whose items may be one for each row."""
     if not isinstance(value, _MAPPING):
         return value
-    return [item for item in value.values() if not isinstance(item, list | tuple)]
+    return [item for item in value.values() if not isinstance(item, _LIST)]
 
 
 def _lists_in(value: Any) -> Iterator[list[Any]]:
     """Yield the lists in a batch that hold tensors."""
-    if isinstance(value, _MAPPING):
-        value = tuple(value.values())
-    if not isinstance(value, list | tuple):
-        return
     if isinstance(value, list) and any(isinstance(item, torch.Tensor) for item in value):
         yield value
-    for item in value:
+    for item in _items_of(value):
         if not isinstance(item, torch.Tensor):
             yield from _lists_in(item)
 
@@ -366,12 +371,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in a batch."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, _MAPPING):
-        for item in value.values():
-            yield from _tensors(item)
+        return
+    for item in _items_of(value):
+        yield from _tensors(item)
+
+
+def _items_of(value: Any) -> Iterable[Any]:
+    """Return what lies in a mapping, a list or a tuple; nothing of another value."""
+    if isinstance(value, _MAPPING):
+        return value.values()
+    if isinstance(value, _LIST):
+        return value
+    return ()
 
 
 def _like(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

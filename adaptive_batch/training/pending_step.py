@@ -8,8 +8,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from .model_checks import with_gradients
-
 
 class PendingStep:
     """A step that has run, until the optimizer has taken it.
@@ -42,7 +40,8 @@ class PendingStep:
             ValueError: the gradients of the last step wait for ``optimizer.step()``.
         """
         # A step that a GradScaler skips has no gradients any more.
-        if self._is_pending and with_gradients(self._model):
+        has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
+        if self._is_pending and has_gradients:
             raise ValueError(
                 "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
                 " here would lose that step; save after optimizer.step()"

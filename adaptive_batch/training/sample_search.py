@@ -15,7 +15,6 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 
 from .bound_search import BoundSearch, ProbeOptions, search_for_steps
-from .gradients import GradientsApart
 from .model_checks import check_parameters, gradients_must_come
 from .part_runner import LENGTHS_REMEDY, PartRunner
 from .parts import Part, Splittable, counted_sample, length_in_sample
@@ -115,7 +114,7 @@ class SampleSearch:
         if not beside_gradients:
             run()
             return
-        gradients = GradientsApart(self._runner.model, self._runner.drop_gradients)
+        gradients = self._runner.gradients_apart()
         if self._sizer.may_split:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()

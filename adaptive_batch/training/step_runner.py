@@ -72,6 +72,8 @@ class StepRunner:
         self.compilations = CompilationLog(model)
         self.is_trial = False
         self._snapshot = StepSnapshot(model, self.memory.device)
+        # Each step looks at their gradients, and to look for them takes ten times as long.
+        self._parameters = list(model.parameters())
 
     def agree_on(
         self,
@@ -150,7 +152,7 @@ class StepRunner:
             DoesNotFitError: one row alone ran out of memory.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
-        gradients = GradientsApart(self.model, self.drop_gradients)
+        gradients = self.gradients_apart()
         self.sharding.begin_step()
         restore = self._snapshot.take()
         divisions = [] if division is None else [division]
@@ -251,7 +253,7 @@ class StepRunner:
         Raises:
             RankLostError: out of memory.
         """
-        gradients = GradientsApart(self.model, self.drop_gradients)
+        gradients = self.gradients_apart()
         restore = self._snapshot.take()
         self.retry.current = row
         try:
@@ -263,8 +265,21 @@ class StepRunner:
         gradients.put_back()
         restore()
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients of an earlier batch are there."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    def gradients_apart(self) -> GradientsApart:
+        """Set the gradients of earlier batches aside."""
+        return GradientsApart(self._parameters, self.drop_gradients)
+
     def drop_gradients(self) -> None:
         """Leave no gradient, so that a step of the optimizer changes nothing."""
         self.sharding.reset()
-        for parameter in self.model.parameters():
+        parameters = list(self.model.parameters())
+        assert list(map(id, parameters)) == list(map(id, self._parameters)), (
+            "parameters of the model were replaced after what runs its steps was made"
+        )
+        for parameter in parameters:
             parameter.grad = None

@@ -6,6 +6,7 @@ import random
 import sys
 
 import numpy as np
+import pytest
 import torch
 import torchao.optim
 from torch import nn
@@ -108,6 +109,19 @@ def test_numpy_goes_on_where_each_snapshot_was_taken_whatever_was_drawn_since_th
             assert [np.random.normal() for _ in range(3)] == expected
             state.restore()
         number()
+
+
+@pytest.mark.parametrize("module", [random, np.random])
+def test_generators_that_were_seeded_anew_are_told_apart_by_their_words(module):
+    """A seed leaves the position where the seed before it left it."""
+    states = []
+    for seed in (1, 2):
+        module.seed(seed)
+        states.append((RandomState(CPU), module.random()))
+        module.seed(seed)
+    for state, expected in states:
+        state.restore()
+        assert module.random() == expected
 
 
 def test_numpy_has_no_state_where_it_is_not_loaded_and_nothing_can_have_been_drawn(monkeypatch):
