@@ -14,8 +14,7 @@ from .dataset import (
     move_to_device,
 )
 from .epoch_planner import EpochPlanner
-from .lengths import Measured, count_rows, longest_rows, measure_rows
-from .micro_batches import (
+from .layouts import (
     LAYOUT_KINDS,
     NO_LIMIT,
     UNIFORM,
@@ -29,6 +28,7 @@ from .micro_batches import (
     split_by_rows,
     split_by_tokens,
 )
+from .lengths import Measured, count_rows, longest_rows, measure_rows
 from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader

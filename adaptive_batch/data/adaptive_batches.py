@@ -32,7 +32,7 @@ from adaptive_batch.schedules import (
 
 from .batching import Batching, Sampling
 from .dataset import DatasetAdapter, RowLength
-from .micro_batches import MicroBatchLayout, MicroBatchLimit
+from .layouts import MicroBatchLayout, MicroBatchLimit
 from .order import SamplerOrder
 from .requested_batch import Event, Sizer
 from .step_planner import StepPlanner
@@ -138,11 +138,11 @@ class AdaptiveBatches(Sampler[list[int]]):
             maximum,
             counts_tokens=self._counts_tokens,
             divides_ahead=False,
-            first=batch_size,
             asks_rank_zero=True,
             event=self._tell_all,
             order=self._order,
         )
+        self._planner.batch.begin()
         self._queue = StepQueue(self._planner, lengths=rows if self._counts_tokens else None)
         order = asdict(sampling)
         # It changes no row's place, as another maximum does not.

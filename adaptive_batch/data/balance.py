@@ -17,7 +17,7 @@ from operator import mul
 
 import torch
 
-from .micro_batches import MicroBatchLayout, MicroBatchLimit
+from .layouts import MicroBatchLayout, MicroBatchLimit
 
 # What the groups of a wave are tried to hold, in percent of what they would hold if those of all
 # waves held alike. Measured on lognormal lengths it makes steps 2% to 7% shorter; twice as many

@@ -15,7 +15,7 @@ from adaptive_batch.schedules import (
 )
 
 from .batching import Batching
-from .micro_batches import MicroBatchLayout, MicroBatchLimit
+from .layouts import MicroBatchLayout, MicroBatchLimit
 
 # Called as event(kind, message, **facts).
 Event = Callable[..., object]
@@ -40,15 +40,16 @@ class RequestedBatch:
     Args:
         batching: batching as configured.
         sizer: knows the most rows that fit.
-        first: rows at once that training begins with; None for those of the first step.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
             :meth:`StepRunner.agree_on` compares.
+        keeps_saved: whether a saved batch is kept; else the configured one counts, unless a
+            schedule decides.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
         rows_at_once: rows that run at once if they fit, as they are requested for a step now; the
             step has `gradient_accumulation_steps` times as many.
-        first: what it was when training began.
+        rows_at_beginning: what it was when training began; None before.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
             device.
     """
@@ -58,16 +59,17 @@ class RequestedBatch:
         batching: Batching,
         sizer: Sizer,
         *,
-        first: int | None = None,
         asks_rank_zero: bool = False,
+        keeps_saved: bool = True,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._batching = batching
         self._sizer = sizer
         self._asks_rank_zero = asks_rank_zero
+        self._keeps_saved = keeps_saved
         self._event = event
         self.rows_at_once = batching.batch_size
-        self.first = first
+        self.rows_at_beginning: int | None = None
         self.saved_maximum = 0
         # The last epoch at whose beginning the growth function was called.
         self._grown_in = -1
@@ -83,13 +85,14 @@ class RequestedBatch:
         """Take what a search has found, or the user has set."""
         self.rows_at_once = rows_at_once
 
-    def begin(self, first: int | None) -> None:
+    def begin(self, rows_at_beginning: int | None = None) -> None:
         """Let training begin, or resume, with the rows at once as they are now.
 
         Args:
-            first: rows at once that training began with; None for what is known of them.
+            rows_at_beginning: rows at once that training began with; None for what is known of
+                them.
         """
-        self.first = first or self.first or self.rows_at_once
+        self.rows_at_beginning = rows_at_beginning or self.rows_at_beginning or self.rows_at_once
 
     def maximum(self) -> int | None:
         """Return what a rule may not pass; None where it may grow freely, or the bound is not
@@ -173,14 +176,18 @@ class RequestedBatch:
         """Return the state as plain values."""
         return {
             "batch_size": self.rows_at_once,
-            "first_batch_size": self.first,
+            "first_batch_size": self.rows_at_beginning,
             "grown_in": self._grown_in,
             "maximum": self.maximum(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state."""
-        self.rows_at_once = state["batch_size"]
-        self.first = state["first_batch_size"]
-        self._grown_in = state["grown_in"]
+        """Resume from a saved state, into a batch that has not begun; what is not kept is as it is
+        configured, and growth begins with it.
+        """
         self.saved_maximum = state["maximum"] or 0
+        if self._keeps_saved or self._batching.batch_size_schedule:
+            self.rows_at_once = state["batch_size"]
+        if self._keeps_saved:
+            self.rows_at_beginning = state["first_batch_size"]
+            self._grown_in = state["grown_in"]

@@ -25,7 +25,7 @@ from adaptive_batch.schedules import (
 from .balance import balance_by_rows, balance_by_tokens
 from .batching import Batching
 from .epoch_planner import EpochPlanner, Rows
-from .micro_batches import MicroBatchLimit
+from .layouts import MicroBatchLimit
 from .order import EpochOrder, RowOrder
 from .requested_batch import Event, RequestedBatch, Sizer
 
@@ -77,7 +77,9 @@ class EpochClock:
             batching = self._epochs.batching
             scheduled = batching.batch_size_schedule is not None
             self._reference = self._epochs.constant(
-                batching.batch_size if scheduled else self._batch.first or self._batch.rows_at_once
+                batching.batch_size
+                if scheduled
+                else self._batch.rows_at_beginning or self._batch.rows_at_once
             )
         return self._reference
 
@@ -176,8 +178,8 @@ class StepPlanner:
         counts_tokens: the tokens of an epoch must be known.
         divides_ahead: whether an epoch is divided into steps before it is trained, which may read
             lengths and ask rules, also where no clock counts tokens.
-        first: rows at once that training begins with; None for those of the first step.
         asks_rank_zero: see :class:`RequestedBatch`.
+        keeps_saved_batch: see :class:`RequestedBatch`.
         order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 
@@ -196,15 +198,19 @@ class StepPlanner:
         ranks: int | None = None,
         counts_tokens: bool = False,
         divides_ahead: bool = True,
-        first: int | None = None,
         asks_rank_zero: bool = False,
+        keeps_saved_batch: bool = True,
         order: EpochOrder | None = None,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._rows = rows
         self.sizer = sizer
         self.batch = RequestedBatch(
-            batching, sizer, first=first, asks_rank_zero=asks_rank_zero, event=event
+            batching,
+            sizer,
+            asks_rank_zero=asks_rank_zero,
+            keeps_saved=keeps_saved_batch,
+            event=event,
         )
         self.epochs = EpochPlanner(
             rows,
@@ -246,7 +252,7 @@ class StepPlanner:
         progress: Progress,
         *,
         rows_at_once: int | None = None,
-        first: int | None = None,
+        rows_at_beginning: int | None = None,
     ) -> Progress:
         """Begin the first epoch of this run, or resume it; find the constant batch that schedules
         count in.
@@ -254,10 +260,10 @@ class StepPlanner:
         Args:
             progress: where training is.
             rows_at_once: see :meth:`begin_epoch`.
-            first: rows at once that training began with; None for what is known of them.
+            rows_at_beginning: see :meth:`RequestedBatch.begin`.
         """
         progress = self.begin_epoch(progress, rows_at_once=rows_at_once)
-        self.batch.begin(first)
+        self.batch.begin(rows_at_beginning)
         self.clock.forget_reference()
         if self.clock.reference.steps == 0:
             remedy = (

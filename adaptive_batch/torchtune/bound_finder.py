@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,12 @@ from adaptive_batch.training import (
     ProbeOptions,
     WorstRows,
     kinds_to_choose_from,
+    search_for_steps,
 )
 
 from .data import Data
 from .job import Job
-from .lost_run import TRIALS, LostRun
+from .lost_run import LostRun
 from .probe_cache import ProbeCache, settings_name
 from .trainer import Trainer
 from .trial_rows import TrialRows
@@ -57,20 +57,21 @@ class TrialSearch:
         self._data = data
         self._settings = job.settings
         self._watch = watch
-        self._half_of_lost: dict[str, int | None] = {}
-        if lost:
-            self._half_of_lost = {key: _half(lost.trial_rows(key)) for key in TRIALS}
+        self._lost = lost
 
     def maximum(self, usable_rows: int, key: str = "trial_rows") -> int:
         """Return the most rows that are tried, of those that are of use at once.
 
         Args:
             usable_rows: these.
-            key: kind of the trials, of :data:`TRIALS`.
+            key: kind of the trials, of :data:`.TRIALS`.
         """
-        # A trial that ended all ranks would end them again, so fewer rows are tried.
-        safe_rows = self._half_of_lost.get(key) or usable_rows
-        return max(1, min(self._settings.probe.maximum, usable_rows, safe_rows))
+        most_rows = min(self._settings.probe.maximum, usable_rows)
+        lost_rows = self._lost.trial_rows(key) if self._lost else None
+        if lost_rows:
+            # A trial that ended all ranks would end them again, so fewer rows are tried.
+            most_rows = min(most_rows, lost_rows // 2)
+        return max(1, most_rows)
 
     def find(
         self,
@@ -188,9 +189,9 @@ class BoundFinder:
         grows_from_configured = (
             settings.batch_increase_function is not None and not settings.use_maximum_batch_size
         )
-        splits = settings.micro_batch_size is not None or settings.micro_batch_tokens is not None
+        cannot_split = grows_from_configured and not settings.micro_batch.is_given
         largest_batch = self.most_rows
-        if grows_from_configured and not splits and settings.batch_size > largest_batch:
+        if cannot_split and settings.batch_size > largest_batch:
             remedy = (
                 f"{largest_batch} rows are tried at most, as probe.maximum and the rows of an epoch"
                 f" allow; give {largest_batch} or less"
@@ -205,8 +206,8 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        if self._fits_whole_step:
-            usable_rows = min(epoch_rows, settings.step_rows)
+        if self._constant_step_rows is not None:
+            usable_rows = min(epoch_rows, self._constant_step_rows)
         elif settings.batch_tokens:
             usable_rows = epoch_rows
         else:
@@ -214,12 +215,12 @@ class BoundFinder:
         return self.trials.maximum(usable_rows)
 
     @property
-    def _fits_whole_step(self) -> bool:
-        """Whether a step fits itself and is always the same."""
+    def _constant_step_rows(self) -> int | None:
+        """Rows of a step that fits itself and is always the same; None for other steps."""
         settings = self._settings
-        return settings.fits_itself and not (
-            settings.batch_changes or settings.grows or settings.batch_tokens
-        )
+        if settings.step_varies or not settings.micro_batch.is_auto:
+            return None
+        return settings.step_rows
 
     def of_training(
         self,
@@ -250,66 +251,62 @@ class BoundFinder:
                 split.
         """
         settings = self._settings
-        step_rows = kept_step_rows or settings.step_rows
-        several = self._job.has_several_micro_batches or (
-            settings.gradient_accumulation_steps > 1 and not self._fits_whole_step
+        splits = self._job.has_several_micro_batches or (
+            settings.gradient_accumulation_steps > 1 and self._constant_step_rows is None
         )
-        rows = self.rows.of_length(length)
-        choices = None
-        if trainer.runner.sizer.throughput is None:
-            choices = self.choices(trainer)
-        search = partial(
-            self.trials.find,
-            trainer,
-            rows,
-            maximum=self.most_rows,
-            rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
-            path=self.path,
-        )
-        result = search(accumulates=several, choices=choices)
-        # A batch that is still to be found is never above what fits, so it needs no second search.
-        is_kept = kept_step_rows is not None or self._fits_whole_step
-        if several or not is_kept or step_rows <= result.max_batch_size:
-            return [result]
-        if settings.optimizer_in_bwd:
-            whose = "batch_size" if kept_step_rows is None else "the checkpoint's batch_size"
-            raise SettingError(
-                "optimizer_in_bwd",
-                True,
-                f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here, and"
-                " cannot be split into micro-batches; take a smaller one or more memory, or start"
-                " again with optimizer_in_bwd=False",
+        step_rows = kept_step_rows or self._constant_step_rows
+        choices = self.choices(trainer)
+
+        def search(accumulates: bool) -> ProbeResult:
+            return self.trials.find(
+                trainer,
+                self.rows.of_length(length),
+                maximum=self.most_rows,
+                accumulates=accumulates,
+                rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
+                path=self.path,
+                choices=choices,
             )
-        return [result, search(accumulates=True)]
+
+        def check_split(result: ProbeResult) -> None:
+            if settings.optimizer_in_bwd:
+                whose = "batch_size" if kept_step_rows is None else "the checkpoint's batch_size"
+                raise SettingError(
+                    "optimizer_in_bwd",
+                    True,
+                    f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here,"
+                    " and cannot be split into micro-batches; take a smaller one or more memory, or"
+                    " start again with optimizer_in_bwd=False",
+                )
+
+        return search_for_steps(search, splits=splits, step_rows=step_rows, check_split=check_split)
 
     def choices(self, trainer: Trainer) -> Choices | None:
-        """Return the choices of the fastest micro-batches; None for as much at once as fits."""
+        """Return the choices of the fastest micro-batches; None for as much at once as fits, and
+        where the sizer knows them.
+        """
         settings = self._settings
         data = self._data
-        if not settings.chooses_fastest:
+        if not settings.chooses_fastest or trainer.runner.sizer.throughput is not None:
             return None
 
-        def why_not(kind: str) -> str:
-            reason = data.why_unpacked or trainer.why_not(kind, data.longest(2))
+        def why_unfit(kind: str) -> str:
+            reason = data.why_unpacked or trainer.why_unfit(kind, data.longest(2))
             if reason:
                 log.info("rows are not %s: %s", kind, reason)
             return reason
 
-        layouts: tuple[str, ...]
-        if settings.micro_batch_layout is not None:
-            layouts = (settings.micro_batch_layout,)
-        elif settings.uniform_micro_batches:
-            layouts = ("padded",)
-        else:
-            layouts = kinds_to_choose_from(why_not)
-        rows = settings.step_rows
-        if settings.batch_tokens:
-            rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
+        kinds = kinds_to_choose_from(
+            why_unfit,
+            configured=settings.micro_batch_layout,
+            uniform=settings.uniform_micro_batches,
+        )
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        if settings.batch_changes or settings.grows:
-            rows = 0
-        unit = "rows" if settings.micro_batch_size else "tokens"
-        return Choices(layouts, unit, rows, settings.probe.objective)
+        rows = self._constant_step_rows or 0
+        if settings.batch_tokens and not settings.grows:
+            rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
+        unit = "rows" if settings.micro_batch.micro_batch_size else "tokens"
+        return Choices(kinds, unit, rows, settings.probe.objective)
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""
@@ -423,9 +420,3 @@ def left_by_rounding(bound: int, batch_size: int) -> str:
         f" ({1 - batch_size / bound:.0%})"
     )
     return f"{unused}; probe.round_to_power_of_two=False trains with all of them"
-
-
-def _half(rows: int | None) -> int | None:
-    if not rows:
-        return rows
-    return max(1, rows // 2)

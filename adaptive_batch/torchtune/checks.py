@@ -508,7 +508,7 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
 def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse two keys that both set the rows of a step or of a micro-batch."""
     s = settings
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     most_rows = settings.sampling.max_rows_per_batch
     finding_key = "batch_increase_function"
     if settings.use_maximum_batch_size:
@@ -516,7 +516,7 @@ def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     _refuse(
         config,
         (
-            size is not None and s.micro_batch_tokens is not None,
+            size is not None and s.micro_batch.micro_batch_tokens is not None,
             "micro_batch_tokens",
             f"micro_batch_size={size} is set too; both set what is run at once, so remove one",
         ),
@@ -539,11 +539,10 @@ def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
 def _check_layout(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse equal micro-batches of one row each, and rows that cannot lie as configured."""
     s = settings
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     step_rows = settings.step_rows
-    changes = settings.batch_changes or settings.grows or settings.batch_tokens
     # Only where each step has the same rows is it known before training how they divide.
-    rows_alike = s.uniform_micro_batches in ("rows", "both") and not changes
+    rows_alike = s.uniform_micro_batches in ("rows", "both") and not s.step_varies
     one_by_one = False
     if isinstance(size, int) and 1 < size < step_rows:
         one_by_one = largest_divisor(step_rows, at_most=size) == 1
@@ -714,7 +713,7 @@ def _check_resume(key: str, value: object) -> None:
 def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse keys that need several micro-batches in a step, or a whole gradient."""
     s = settings
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     is_split = isinstance(size, int) and (size < s.batch_size or s.batch_changes or s.grows)
     noise_key = "log_gradient_noise_scale" if s.log_gradient_noise_scale else "batch_size_schedule"
     stepped = "each micro-batch is stepped as it comes, so a step is one"
@@ -811,8 +810,7 @@ def cut_to_rows(settings: Settings, *, rows: int, ranks: int) -> str:
         ranks: ranks that a batch is counted on.
     """
     step_rows = settings.step_rows * ranks
-    changes = settings.batch_tokens or settings.batch_changes or settings.grows
-    if changes or step_rows <= rows:
+    if settings.step_varies or step_rows <= rows:
         return ""
     return f"a step of {step_rows} rows is cut to {count(rows, 'row')}: the dataset has no more"
 
@@ -964,9 +962,9 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
         yield "shuffle", f"sample_order={order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    size = settings.micro_batch_size
-    changes = settings.batch_changes or settings.grows or settings.batch_tokens
-    if isinstance(size, int) and size > settings.batch_size and not (changes or accumulates):
+    size = settings.micro_batch.micro_batch_size
+    is_whole = not (settings.step_varies or accumulates)
+    if is_whole and isinstance(size, int) and size > settings.batch_size:
         yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
     if settings.log_gradient_noise_scale:
         reason = _hides_noise(settings)
@@ -976,7 +974,7 @@ def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[
 
 def _hides_noise(settings: Settings) -> str:
     """Return why the gradient noise scale is never measured; empty where it may be."""
-    size = settings.micro_batch_size
+    size = settings.micro_batch.micro_batch_size
     rule = settings.batch_size_schedule
     rows: int | None = settings.step_rows
     if rule is not None:
@@ -988,7 +986,7 @@ def _hides_noise(settings: Settings) -> str:
         and settings.gradient_accumulation_steps == 1
         and not settings.grow_beyond_maximum
     )
-    by_length = settings.micro_batch_tokens is not None or settings.layout_kind.sorts
+    by_length = settings.micro_batch.micro_batch_tokens is not None or settings.layout_kind.sorts
     sorting_values = ["lengths", "both"]
     # Where length cuts micro-batches, equal rows too leave no random part of a step.
     if by_length:

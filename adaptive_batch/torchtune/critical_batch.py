@@ -38,7 +38,7 @@ from .data import Data
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
-from .settings import Settings
+from .settings import MicroBatchSettings, Settings
 from .sizers import Sizers
 from .trainer import Trainer
 
@@ -144,7 +144,13 @@ def _check_settings(settings: Settings) -> None:
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
     settings = job.settings
-    trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data, searches=False))
+    # Nothing is searched for, so auto is the configured batch.
+    if settings.micro_batch.is_auto:
+        settings = replace(settings, micro_batch=MicroBatchSettings())
+    if settings.reference_micro_batch_size == "auto":
+        settings = replace(settings, reference_micro_batch_size=settings.batch_size)
+    job.settings = settings
+    trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data))
     trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.

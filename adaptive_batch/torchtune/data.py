@@ -25,6 +25,7 @@ from adaptive_batch.training import RowLoss
 from .checks import TOKEN_KEYS, why_unpacked
 from .config_errors import building, one_line
 from .job import Job
+from .keys import values_of
 from .rows import Rows
 from .task import COLLATE_REMEDY
 
@@ -239,14 +240,15 @@ class Data:
         # A row that the model does not take is refused now, not when training needs its length.
         if settings.uniform_micro_batches or settings.rate.lr_clock.counts_tokens:
             _ = self.dataset.lengths
-        if isinstance(settings.micro_batch_tokens, int):
+        tokens = settings.micro_batch.micro_batch_tokens
+        if isinstance(tokens, int):
             needed = self.shapes.padded(int(self.dataset.lengths.max()))
-            if settings.micro_batch_tokens < needed:
+            if tokens < needed:
                 remedy = (
                     f"a row is padded to {needed} tokens; give {needed} or more, or shorten the"
                     " rows (tokenizer.max_seq_len)"
                 )
-                raise SettingError("micro_batch_tokens", settings.micro_batch_tokens, remedy)
+                raise SettingError("micro_batch_tokens", tokens, remedy)
         if settings.batch_tokens:
             divisible = settings.uniform_micro_batches in ("rows", "both")
             steps = plan_token_batches(
@@ -337,7 +339,8 @@ class Data:
 
     def _check_tokens_measure_rows(self) -> None:
         settings = self._settings
-        keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if getattr(settings, key)]
+        values = values_of(settings)
+        keys = [key for key in (*TOKEN_KEYS, "uniform_micro_batches") if values[key]]
         if not settings.layout_kind.is_usual:
             keys.append("micro_batch_layout")
         if settings.pad_to_multiple_of > 1:

@@ -183,7 +183,7 @@ class Estimator:
         why_not_replayed = estimated.why_not_replayed
         self._skeleton = run.job.skeleton
         not_counted = list(run.left_out)
-        if self._settings.fits_itself:
+        if self._settings.micro_batch.is_auto:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
@@ -387,7 +387,7 @@ class _Step:
         self._step = run.step(
             rows,
             accumulates=run.job.has_several_micro_batches
-            or settings.fits_itself
+            or settings.micro_batch.is_auto
             or settings.gradient_accumulation_steps > 1,
             keeps_gradients=keeps,
         )

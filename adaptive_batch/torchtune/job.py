@@ -206,14 +206,14 @@ class Job:
         Accumulation as configured is not counted.
         """
         settings = self.settings
-        has_own_number = isinstance(settings.micro_batch_size or settings.micro_batch_tokens, int)
         # Ranks that share one copy of the model each run more rows than batch_size.
         holds_more = self.ranks > distributed.data_parallel_size()
         grows_beyond = settings.grows and settings.grow_beyond_maximum
         cuts = settings.chooses_fastest or settings.layout_kind.sorts
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
-        cuts |= settings.measures_noise and settings.micro_batch_tokens is not None
-        return has_own_number or bool(settings.batch_tokens) or grows_beyond or holds_more or cuts
+        cuts |= settings.measures_noise and settings.micro_batch.micro_batch_tokens is not None
+        divides = settings.micro_batch.is_number or settings.batch_tokens is not None
+        return divides or grows_beyond or holds_more or cuts
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured.

@@ -235,7 +235,7 @@ class LimitFinder:
             self._log.event(
                 "batch_size", message, before=configured, after=rows_at_once, bound=bound
             )
-        if not (self._sizer.splits or is_scheduled) and rows_at_once > bound:
+        if not (settings.micro_batch.is_given or is_scheduled) and rows_at_once > bound:
             smaller = (
                 f"set batch_size={bound} or less (gradient_accumulation_steps makes up for it)"
             )
@@ -263,7 +263,7 @@ class LimitFinder:
         tried_rows = self._data.shapes.rows_within(limit, length)
         if (
             settings.grows
-            and settings.micro_batch_size is None
+            and settings.micro_batch.micro_batch_size is None
             and sizer.max_batch_size
             and limit.unit == "rows"
         ):

@@ -91,7 +91,7 @@ class TrainingPreview:
         progress: Progress,
         *,
         saved: Mapping[str, Any],
-        first: bool = False,
+        from_this_epoch: bool = False,
         changed: bool = False,
     ) -> None:
         """Ask the growth function ahead for the epochs that come; find where schedules end.
@@ -99,7 +99,7 @@ class TrainingPreview:
         Args:
             progress: progress of training.
             saved: recipe's state in the checkpoint; empty without one.
-            first: ask for the epoch at whose beginning progress is, too.
+            from_this_epoch: ask for the epoch at whose beginning progress is, too.
             changed: steps differ from those planned when the checkpoint was saved.
 
         Raises:
@@ -116,13 +116,13 @@ class TrainingPreview:
                 grown_sizes, reason = batch_sizes_ahead(
                     settings.batch_increase_function,
                     # An epoch that was asked about keeps its batch.
-                    first_epoch=epoch + (not first),
+                    first_epoch=epoch + (not from_this_epoch),
                     epochs=settings.epochs,
                     batch_size=batches.batch.rows_at_once,
                     maximum=batches.batch.maximum(),
                 )
             sizes = grown_sizes
-            if not first:
+            if not from_this_epoch:
                 sizes = [batches.batch.rows_at_once, *grown_sizes]
             if reason:
                 self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {reason}"
@@ -210,12 +210,14 @@ class TrainingPreview:
                         rows_at_once = 1 << rows.bit_length() - 1
                     lines += filter(None, [left_by_rounding(rows, rows_at_once)])
         lines += filter(None, [bounds.known_of_reference()])
-        known_first = batches.batch.first
+        known = batches.batch.rows_at_beginning
         batches.begin(progress, rows_at_once=rows_at_once)
-        self.look_ahead(progress, saved=saved, first=batches.batch.grows_at(progress))
+        self.look_ahead(progress, saved=saved, from_this_epoch=batches.batch.grows_at(progress))
         if self._sizes:
-            first = next(iter(self._sizes.values()))
-            batches.begin(progress, rows_at_once=first, first=known_first or first)
+            rows_at_once = next(iter(self._sizes.values()))
+            batches.begin(
+                progress, rows_at_once=rows_at_once, rows_at_beginning=known or rows_at_once
+            )
             self.look_ahead(progress, saved=saved)
         configured = self._job.cfg.optimizer.get("lr")
         if "optimizer.lr" not in settings.saving.resume_allow_changes:

@@ -197,11 +197,6 @@ class ResumedRun:
         if name == "steps" and self.begins_epoch_again:
             # It was planned by the lengths of other rows.
             state["planned_by"] = []
-        # The configured batch counts, and growth begins with it.
-        if name == "steps" and not self.keeps_batch:
-            state |= {"first_batch_size": None, "grown_in": -1}
-            if self._settings.batch_size_schedule is None:
-                state["batch_size"] = self._settings.batch_size
         return state
 
     def begin_reading(self, reader: RowReader, progress: Progress) -> None:

@@ -34,7 +34,7 @@ from adaptive_batch.schedules import (
     parse_reference,
     rate_rule,
 )
-from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES
+from adaptive_batch.training import ON_NONFINITE_LOSS, SEARCHES, ConfiguredSize
 
 from .checks import check_together
 from .config_errors import as_dict
@@ -338,6 +338,30 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
+class MicroBatchSettings(ConfiguredSize):
+    """Keys of the size of a micro-batch."""
+
+    micro_batch_size: int | str | None = key(
+        auto_or_whole,
+        "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see"
+        " `probe.objective`); or a number. The rows of a step run in as few micro-batches as that"
+        " allows; a `batch_size` above the bound is then no error",
+        default=None,
+        resume="report",
+    )
+    micro_batch_tokens: int | str | None = key(
+        auto_or_whole,
+        "tokens at once, padding included: `auto` = what is fastest within the bound (see"
+        " `probe.objective`); or a number, at least the longest row. The rows of a step are grouped"
+        " by length, so that there are as few micro-batches as can be and, of these, the least"
+        " padding. Not together with `micro_batch_size`, and not for rows with images, which tokens"
+        " do not measure",
+        default=None,
+        resume="report",
+    )
+
+
+@dataclass(frozen=True)
 class RateSettings:
     """Keys of the learning rate, and of what else of the optimizer follows the batch."""
 
@@ -528,24 +552,7 @@ class Settings:
         " earlier search in `output_dir`, or `probe.assumed_maximum`",
         default=False,
     )
-    micro_batch_size: int | str | None = key(
-        auto_or_whole,
-        "rows at once: null = `batch_size`; `auto` = what is fastest within the bound (see"
-        " `probe.objective`); or a number. The rows of a step run in as few micro-batches as that"
-        " allows; a `batch_size` above the bound is then no error",
-        default=None,
-        resume="report",
-    )
-    micro_batch_tokens: int | str | None = key(
-        auto_or_whole,
-        "tokens at once, padding included: `auto` = what is fastest within the bound (see"
-        " `probe.objective`); or a number, at least the longest row. The rows of a step are grouped"
-        " by length, so that there are as few micro-batches as can be and, of these, the least"
-        " padding. Not together with `micro_batch_size`, and not for rows with images, which tokens"
-        " do not measure",
-        default=None,
-        resume="report",
-    )
+    micro_batch: MicroBatchSettings = group(MicroBatchSettings)
     reference_micro_batch_size: int | str | None = key(
         auto_or_whole,
         "for `adaptive_dpo`: pairs at once in the reference, which then runs for all pairs of a"
@@ -680,6 +687,11 @@ class Settings:
         return self.batch_increase_function is not None or self.batch_size_schedule is not None
 
     @property
+    def step_varies(self) -> bool:
+        """Whether a step may have other rows than are configured."""
+        return self.batch_changes or self.grows or self.batch_tokens is not None
+
+    @property
     def measures_noise(self) -> bool:
         """Whether the gradient noise scale is measured."""
         rule = self.batch_size_schedule
@@ -694,11 +706,6 @@ class Settings:
         return self.adaptive or self.saving.save_every_n_steps is not None
 
     @property
-    def fits_itself(self) -> bool:
-        """Whether a micro-batch holds as much as fits."""
-        return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
-
-    @property
     def layout_kind(self) -> LayoutKind:
         """How rows lie in a micro-batch, unless ``auto`` chooses another."""
         return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
@@ -709,7 +716,7 @@ class Settings:
         optimizer in backward a step is one.
         """
         return (
-            self.fits_itself
+            self.micro_batch.is_auto
             and OBJECTIVES[self.probe.objective].cost is not None
             and not self.optimizer_in_bwd
         )
@@ -717,9 +724,9 @@ class Settings:
     @property
     def needs_bound(self) -> bool:
         """Whether training needs to know the largest batch that fits."""
-        has_own_number = isinstance(self.micro_batch_size or self.micro_batch_tokens, int)
-        grows_freely = self.grow_beyond_maximum and has_own_number
-        return self.use_maximum_batch_size or self.fits_itself or (self.grows and not grows_freely)
+        grows_freely = self.grow_beyond_maximum and self.micro_batch.is_number
+        grows_within = self.grows and not grows_freely
+        return self.use_maximum_batch_size or self.micro_batch.is_auto or grows_within
 
     @property
     def searches(self) -> bool:
@@ -739,7 +746,8 @@ class Settings:
             or self.grows
             or self.sampling.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
-            or bool(self.micro_batch_size or self.micro_batch_tokens or self.batch_tokens)
+            or self.micro_batch.is_given
+            or self.batch_tokens is not None
             or self.uniform_micro_batches is not None
             or not self.layout_kind.is_usual
         )
@@ -757,12 +765,9 @@ class Settings:
             )
             raise SettingError("batch_size_schedule", schedule, remedy)
         values = read_keys(cls, config)
-        if values.get("batch_tokens") and not values.keys() & {
-            "micro_batch_size",
-            "micro_batch_tokens",
-        }:
+        if values.get("batch_tokens") and not values["micro_batch"].is_given:
             # The tokens of a step do not tell what fits at once.
-            values["micro_batch_tokens"] = "auto"
+            values["micro_batch"] = MicroBatchSettings(micro_batch_tokens="auto")
         if values.get("optimizer_in_bwd"):
             values.setdefault("on_out_of_memory", "raise")
         rate = values["rate"]

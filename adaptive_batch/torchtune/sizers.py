@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from adaptive_batch.training import LimitChange, MicroBatchSizer
+from adaptive_batch.training import ConfiguredSize, LimitChange, MicroBatchSizer
 
 from .data import Data
 from .job import Job
@@ -30,8 +29,6 @@ class Sizers:
         job: Job,
         data: Data,
         on_change: Callable[..., object] = lambda change, **kind: None,
-        *,
-        searches: bool = True,
     ) -> Sizers:
         """Return the sizers before anything was found.
 
@@ -40,33 +37,23 @@ class Sizers:
             data: rows of the run.
             on_change: function that is called with each change of a limit; of the reference's with
                 ``kind="reference_limit"``.
-            searches: whether a search finds what ``auto`` stands for; without one it is the
-                configured `batch_size`.
         """
         settings = job.settings
-        configured: dict[str, Any] = {
-            "micro_batch_size": settings.micro_batch_size,
-            "micro_batch_tokens": settings.micro_batch_tokens,
-        }
-        if settings.fits_itself and not searches:
-            configured = {}
         training = MicroBatchSizer(
-            **configured, layout=data.shapes, memory=job.memory, on_change=on_change
+            settings.micro_batch, layout=data.shapes, memory=job.memory, on_change=on_change
         )
-        size = settings.reference_micro_batch_size
-        if size is None:
+        reference_rows = settings.reference_micro_batch_size
+        if reference_rows is None:
             return cls(training)
-        configured = {"micro_batch_size": size}
-        if size == "auto" and searches:
-            configured = {"micro_batch_tokens": size}
-        elif size == "auto":
-            configured = {"micro_batch_size": settings.batch_size}
+        size = ConfiguredSize(reference_rows)
+        if size.is_auto:
+            size = ConfiguredSize(micro_batch_tokens="auto")
         layout = data.shapes
         if layout.uniform is None:
             # What is computed of a row does not depend on the rows beside it.
             layout = layout.of_kind("grouped", time=layout.time)
         reference = MicroBatchSizer(
-            **configured,
+            size,
             layout=layout,
             memory=job.memory,
             on_change=counted_by(training, on_change, kind="reference_limit"),

@@ -29,8 +29,8 @@ def keys_against_padding(settings: Settings) -> str:
         )
     # A step that must run whole cannot be divided by length.
     can_split = settings.uniform_micro_batches is None and not settings.optimizer_in_bwd
-    if can_split and settings.micro_batch_tokens is None:
-        instead = ", without micro_batch_size," if settings.micro_batch_size is not None else ""
+    if can_split and settings.micro_batch.micro_batch_tokens is None:
+        instead = ", without micro_batch_size," if settings.micro_batch.is_given else ""
         return (
             f"micro_batch_tokens=auto{instead} groups the rows of a step by length, or packs them"
             " where they can be"

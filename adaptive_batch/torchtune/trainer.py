@@ -181,7 +181,7 @@ class Trainer:
             if hasattr(model, "max_seq_len"):
                 model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
 
-    def why_not(self, kind: str, rows: Sequence[dict[str, Any]]) -> str:
+    def why_unfit(self, kind: str, rows: Sequence[dict[str, Any]]) -> str:
         """Return why rows of a layout that does not pad would not train the model as padded ones
         do; empty where they would. All ranks call it.
 
@@ -202,7 +202,7 @@ class Trainer:
             return batch
 
         sequences = task.rows_of_sequences(rows)
-        return form.why_not(
+        return form.why_unfit(
             self.model,
             token_loss,
             sequences,
@@ -219,7 +219,7 @@ class Trainer:
         settings = self._job.settings
         if settings.layout_kind.pads:
             return
-        reason = self.why_not(data.shapes.kind, data.longest(2))
+        reason = self.why_unfit(data.shapes.kind, data.longest(2))
         if reason:
             remedy = f"{reason}; or give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)

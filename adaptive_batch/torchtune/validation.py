@@ -13,7 +13,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.training import Evaluation, Evaluator, MicroBatchSizer
+from adaptive_batch.training import ConfiguredSize, Evaluation, Evaluator, MicroBatchSizer
 
 from .bound_finder import BoundFinder, TrialSearch
 from .data import Data
@@ -59,13 +59,12 @@ class Validation:
         self.num_rows = validation.rows_of(
             len(data.dataset_val), batch_size=settings.batch_size, ranks=job.ranks
         )
-        rows: int | None = validation.rows_at_once(settings.batch_size)
-        tokens = None
+        size = ConfiguredSize(validation.rows_at_once(settings.batch_size))
         if validation.fits_itself:
             bound = self._find(trainer, bounds.trials)
             self._runner.sizer.count_out_of_memory(bound.num_out_of_memory)
-            rows = None
             tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
+            size = ConfiguredSize(micro_batch_tokens=tokens)
             log.event(
                 "validation_bound",
                 f"validation: {count(bound.max_batch_size, 'row')} of"
@@ -77,8 +76,7 @@ class Validation:
                 seconds=round(sum(bound.seconds), 2),
             )
         sizer = MicroBatchSizer(
-            micro_batch_size=rows,
-            micro_batch_tokens=tokens,
+            size,
             layout=data.shapes_val,
             memory=job.memory,
             on_change=counted_by(self._runner.sizer, log.limit, kind="validation_limit"),

@@ -3,7 +3,13 @@
 from .adaptive_step import AdaptiveStep, check_sizes
 from .agreement import Question, differences, same_answers
 from .batch_forms import FORMS, BatchForm, kinds_to_choose_from
-from .bound_search import SEARCHES, BoundSearch, ProbeOptions, find_max_batch_size
+from .bound_search import (
+    SEARCHES,
+    BoundSearch,
+    ProbeOptions,
+    find_max_batch_size,
+    search_for_steps,
+)
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
@@ -17,7 +23,7 @@ from .packing import pack_rows, rows_apart
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
-from .sizing import LimitChange, MicroBatchSizer, OOMPolicy
+from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
 from .throughput_search import Choices
 from .trials import Evaluation, TriedStep, WorstRows
@@ -34,6 +40,7 @@ __all__ = [
     "BatchForm",
     "BoundSearch",
     "Choices",
+    "ConfiguredSize",
     "Evaluation",
     "Evaluator",
     "FullBatchLoss",
@@ -66,4 +73,5 @@ __all__ = [
     "pack_rows",
     "rows_apart",
     "same_answers",
+    "search_for_steps",
 ]

@@ -39,7 +39,7 @@ from .options import StepOptions
 from .part_runner import PartRunner
 from .parts import OwnSplit, Part, RowsOfBatch, SplitBatch, Splittable
 from .sample_search import SampleSearch
-from .sizing import LimitChange, MicroBatchSizer
+from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer
 from .step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -133,8 +133,7 @@ class AdaptiveStep:
             next(model.parameters()).device, shared_by=distributed.local_world_size()
         )
         self.sizer = MicroBatchSizer(
-            micro_batch_size=micro_batch_size,
-            micro_batch_tokens=micro_batch_tokens,
+            ConfiguredSize(micro_batch_size, micro_batch_tokens),
             layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
             memory=self.memory,
             policy=options.oom_policy,

@@ -22,14 +22,14 @@ class BatchForm:
         lengths: function that returns the tokens of each row of such a batch.
         apart: function that returns, given these, a context manager in which forward and backward
             run, and no row sees another.
-        why_not: function that returns why a model would not be trained by such batches as by
+        why_unfit: function that returns why a model would not be trained by such batches as by
             padded ones, see :func:`.why_not_packed`; empty where it would.
     """
 
     join: Callable[..., Batch]
     lengths: Callable[[Batch], list[int]]
     apart: Callable[[Sequence[int]], AbstractContextManager[Any]]
-    why_not: Callable[..., str]
+    why_unfit: Callable[..., str]
 
 
 # Of each kind of layout that does not pad.
@@ -38,15 +38,23 @@ FORMS: Mapping[str, BatchForm] = {
 }
 
 
-def kinds_to_choose_from(why_not: Callable[[str], str]) -> tuple[str, ...]:
-    """Return the kinds of layouts of which ``auto`` takes the fastest.
+def kinds_to_choose_from(
+    why_unfit: Callable[[str], str], *, configured: str | None, uniform: str | None = None
+) -> tuple[str, ...]:
+    """Return the kinds of layouts of which ``auto`` takes the fastest; ranks ask together.
 
     Args:
-        why_not: function that returns why a kind that does not pad would not train the model as
+        why_unfit: function that returns why a kind that does not pad would not train the model as
             padded rows do; empty where it would.
+        configured: kind that is configured; None leaves the choice.
+        uniform: what all micro-batches have alike, see :class:`.MicroBatchLayout`.
     """
+    if uniform:
+        configured = configured or "padded"
+    if configured is not None:
+        return (configured,)
     return tuple(
         kind
         for kind, layout in LAYOUT_KINDS.items()
-        if (layout.pads and layout.sorts) or (not layout.pads and not why_not(kind))
+        if (layout.pads and layout.sorts) or (not layout.pads and not why_unfit(kind))
     )

@@ -443,6 +443,30 @@ class BoundSearch:
         )
 
 
+def search_for_steps(
+    search: Callable[[bool], ProbeResult],
+    *,
+    splits: bool,
+    step_rows: int | None,
+    check_split: Callable[[ProbeResult], object] = lambda result: None,
+) -> list[ProbeResult]:
+    """Search for what fits in steps; where a step turns out to be several micro-batches, search
+    again beside the gradients that its later ones meet. The last result counts.
+
+    Args:
+        search: function that searches, given whether gradients are there when a forward begins.
+        splits: whether a step is several micro-batches whatever fits.
+        step_rows: rows of a step on one device; None where it never has more than fit.
+        check_split: function that refuses a step of more rows than were found, where it cannot be
+            split.
+    """
+    result = search(splits)
+    if splits or step_rows is None or step_rows <= result.max_batch_size:
+        return [result]
+    check_split(result)
+    return [result, search(True)]
+
+
 def find_max_batch_size(
     model: nn.Module,
     optimizer: Optimizer,

@@ -86,10 +86,10 @@ class LoopRate(AdaptiveRate):
             return
         self._described_batch = planner.batch.rows_at_once
         # The configured batch, or what the first search has found.
-        assert planner.batch.first is not None, "AdaptiveBatches gives it"
+        assert planner.batch.rows_at_beginning is not None, "AdaptiveBatches begins with it"
         line = self.describe_unscaled(
             planner.batch.rows_at_once * planner.ranks,
-            configured=planner.batch.first * planner.ranks,
+            configured=planner.batch.rows_at_beginning * planner.ranks,
         )
         if line and distributed.is_rank_zero():
             log.info("%s", line)

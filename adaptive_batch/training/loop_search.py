@@ -17,7 +17,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import BoundSearch, ProbeOptions
+from .bound_search import BoundSearch, ProbeOptions, search_for_steps
 from .rate import AdaptiveRate
 from .row_step import RowStep
 from .throughput_search import Choices
@@ -95,7 +95,7 @@ class LoopSearch:
             ),
         )
 
-        def find(accumulates: bool) -> ProbeResult:
+        def search(accumulates: bool) -> ProbeResult:
             if accumulates and self._step.keeps_gradients:
                 # What is kept can be dropped once FSDP has run.
                 parts.learn_collectives(self._step.rows_of_step(dataset.longest(1)))
@@ -104,14 +104,12 @@ class LoopSearch:
             ).run()
 
         try:
-            result = find(splits)
-            accumulates = splits or step_rows > result.max_batch_size
-            if accumulates and not splits:
-                result = find(True)
+            results = search_for_steps(search, splits=splits, step_rows=step_rows)
         finally:
             dataset.forget()
+        result = results[-1]
         self._sizer.found(result)
-        self._accumulates = accumulates
+        self._accumulates = splits or len(results) > 1
         if self._seeks_batch_size and not self._batches.progress.steps:
             planner.begin_with(result.batch_size)
         return result

@@ -320,11 +320,30 @@ class MicroBatchRunner(StepRunner):
     def divide(
         self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit
     ) -> OwnPieces:
-        """Divide rows of this rank within a limit; see :meth:`run`."""
+        """Divide rows of this rank within a limit: those of the small batch that noise is sampled
+        with, and the others; or all as one part. See :meth:`run`.
+
+        In the order of the rows the first micro-batch is a random part of them. Elsewhere what a
+        micro-batch has depends on lengths, so a part that does not is divided by itself, at the
+        cost of one micro-batch more. With uniform micro-batches that is not done.
+        """
         if copies_of_each_row() > 1:
             small_rows = None
         lengths = list(map(self.loss.row_length, rows))
-        return _split(lengths, limit, self.sizer.layout, small_rows)
+        layout = self.sizer.layout
+        in_order = layout.keeps_order(limit)
+        if small_rows is None or in_order or layout.uniform:
+            pieces = micro_batches(lengths, limit, layout)
+            if in_order and small_rows is not None:
+                return pieces[:1], pieces[1:]
+            return (pieces,)
+        large_rows = sorted(set(range(len(lengths))) - set(small_rows))
+
+        def divided(part: Sequence[int]) -> list[MicroBatch]:
+            pieces = micro_batches([lengths[row] for row in part], limit, layout)
+            return [replace(piece, rows=[part[row] for row in piece.rows]) for piece in pieces]
+
+        return divided(small_rows), divided(large_rows)
 
     def run(
         self,
@@ -595,31 +614,3 @@ class _StepAttempt:
         if sums.small is not None:
             noise = sums.noise(self._gradients.squared_norm(), device=runner.memory.device)
         return sums.result(self._loss, num_pieces, grad_norm=runner.clip(), noise=noise)
-
-
-def _split(
-    lengths: Sequence[int],
-    limit: MicroBatchLimit,
-    layout: MicroBatchLayout,
-    small_rows: tuple[int, ...] | None,
-) -> OwnPieces:
-    """Split the rows of a step into micro-batches: of the small batch that noise is sampled with,
-    and of the others; None for one part.
-
-    In the order of the rows the first micro-batch is a random part of them. Elsewhere what a
-    micro-batch has depends on lengths, so a part that does not is split by itself, at the cost of
-    one micro-batch more. With uniform micro-batches that is not done.
-    """
-    in_order = layout.keeps_order(limit)
-    if small_rows is None or in_order or layout.uniform:
-        pieces = micro_batches(lengths, limit, layout)
-        if in_order and small_rows is not None:
-            return pieces[:1], pieces[1:]
-        return (pieces,)
-    large_rows = sorted(set(range(len(lengths))) - set(small_rows))
-
-    def split(part: Sequence[int]) -> list[MicroBatch]:
-        pieces = micro_batches([lengths[row] for row in part], limit, layout)
-        return [replace(piece, rows=[part[row] for row in piece.rows]) for piece in pieces]
-
-    return split(small_rows), split(large_rows)

@@ -44,7 +44,7 @@ class RowLayouts:
         collate: function that makes one padded batch of a list of rows, on the host.
         token_loss: function that returns the sum of the losses of a batch of one row.
         sizer: takes the layout that is configured.
-        written: layout as configured; None for what is found fastest.
+        configured: kind that is configured; None for what is found fastest.
         chooses: whether a search chooses the fastest micro-batches.
 
     Attributes:
@@ -62,7 +62,7 @@ class RowLayouts:
         token_loss: Callable[[Batch], torch.Tensor],
         sizer: MicroBatchSizer,
         *,
-        written: str | None,
+        configured: str | None,
         chooses: bool,
     ) -> None:
         self.chooses = chooses
@@ -71,13 +71,13 @@ class RowLayouts:
         self._collate = collate
         self._token_loss = token_loss
         self._sizer = sizer
-        self._written = written
-        if written is not None:
-            sizer.use_layout(written)
+        self._configured = configured
+        if configured is not None:
+            sizer.use_layout(configured)
         if not sizer.layout.pads:
-            reason = self._why_not(sizer.layout.kind)
+            reason = self._why_unfit(sizer.layout.kind)
             if reason:
-                raise SettingError("micro_batch_layout", written, f"{reason}; or give grouped")
+                raise SettingError("micro_batch_layout", configured, f"{reason}; or give grouped")
 
     def choices(self, step_rows: int, objective: str) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits
@@ -96,11 +96,9 @@ class RowLayouts:
 
     def kinds(self) -> tuple[str, ...]:
         """Return the layouts of which the fastest may be; ranks ask together."""
-        if self._written is not None:
-            return (self._written,)
-        return kinds_to_choose_from(self._why_not)
+        return kinds_to_choose_from(self._why_unfit, configured=self._configured)
 
-    def _why_not(self, kind: str) -> str:
+    def _why_unfit(self, kind: str) -> str:
         """Return why rows of a layout that does not pad would not train the model as padded ones
         do; empty where they would. Ranks ask together.
         """
@@ -115,7 +113,7 @@ class RowLayouts:
                 return "rows are no mappings with `labels` and `tokens` or `input_ids`"
 
         form = FORMS[kind]
-        return form.why_not(
+        return form.why_unfit(
             self._model,
             self._token_loss,
             rows,
@@ -228,7 +226,7 @@ class RowStep:
             collate,
             self._token_loss,
             self.sizer,
-            written=options.micro_batch_layout,
+            configured=options.micro_batch_layout,
             chooses=micro_batch_tokens == "auto",
         )
 

@@ -14,7 +14,7 @@ from adaptive_batch._util import check_bool, check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import BoundSearch, ProbeOptions
+from .bound_search import BoundSearch, ProbeOptions, search_for_steps
 from .model_checks import check_parameters, gradients_must_come
 from .part_runner import LENGTHS_REMEDY, PartRunner
 from .parts import Part, Splittable, counted_sample, length_in_sample
@@ -70,13 +70,15 @@ class SampleSearch:
             self._runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
         )
         worst = WorstRows.of_sample(counted_sample(sample, self._split_batch), length)
-        accumulates |= self._sizer.may_split
-        result = BoundSearch(tried, worst, options, accumulates=accumulates).run()
-        is_split = batch_size is not None and batch_size > result.max_batch_size
-        if is_split and not accumulates:
-            result = BoundSearch(tried, worst, options, accumulates=True).run()
+
+        def search(accumulates: bool) -> ProbeResult:
+            return BoundSearch(tried, worst, options, accumulates=accumulates).run()
+
+        splits = accumulates or self._sizer.may_split
+        results = search_for_steps(search, splits=splits, step_rows=batch_size)
+        result = results[-1]
         self._sizer.found(result)
-        self._tried_one_part = not (is_split or accumulates)
+        self._tried_one_part = not splits and len(results) == 1
         return result
 
     def see_split(self, num_pieces: int) -> None:

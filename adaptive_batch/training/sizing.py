@@ -207,19 +207,33 @@ class OOMPolicy:
 
 
 @dataclass(frozen=True)
-class _ConfiguredSize:
-    """Configured size of a micro-batch: a number, ``auto`` or None, in rows or in padded tokens."""
+class ConfiguredSize:
+    """Configured size of a micro-batch: in rows or in padded tokens, or neither.
 
-    micro_batch_size: int | str | None
-    micro_batch_tokens: int | str | None
+    Attributes:
+        micro_batch_size: rows at once: a number, ``auto`` for the maximum batch size, or None for
+            the rows of a step that fit.
+        micro_batch_tokens: padded tokens at once: a number, ``auto`` for those of the maximum
+            batch size, or None.
+    """
+
+    micro_batch_size: int | str | None = None
+    micro_batch_tokens: int | str | None = None
 
     @property
-    def splits(self) -> bool:
+    def is_given(self) -> bool:
+        """Whether there is one, so that a step runs as several micro-batches whatever fits."""
         return self.micro_batch_size is not None or self.micro_batch_tokens is not None
 
     @property
     def is_auto(self) -> bool:
+        """Whether a search finds it."""
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
+
+    @property
+    def is_number(self) -> bool:
+        """Whether it is known without a search."""
+        return self.is_given and not self.is_auto
 
     def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
         """Refuse a size above what fits; it is never cut in silence."""
@@ -485,10 +499,7 @@ class MicroBatchSizer:
     """Decides what one micro-batch may hold, and how its rows lie in it.
 
     Args:
-        micro_batch_size: rows at once: a number, ``auto`` for the maximum batch size, or None for
-            the rows of a step that fit.
-        micro_batch_tokens: padded tokens at once: a number, ``auto`` for those of the maximum
-            batch size, or None.
+        size: configured size of a micro-batch.
         layout: layout of micro-batches.
         memory: memory of the device; None where nothing runs.
         policy: how the limit shrinks and grows back; None for :class:`OOMPolicy` as it is.
@@ -505,15 +516,14 @@ class MicroBatchSizer:
 
     def __init__(
         self,
+        size: ConfiguredSize = ConfiguredSize(),
         *,
-        micro_batch_size: int | str | None = None,
-        micro_batch_tokens: int | str | None = None,
         layout: MicroBatchLayout | None = None,
         memory: DeviceMemory | None = None,
         policy: OOMPolicy | None = None,
         on_change: Callable[[LimitChange], object] = lambda change: None,
     ) -> None:
-        self._configured = _ConfiguredSize(micro_batch_size, micro_batch_tokens)
+        self._size = size
         self.layout = layout or MicroBatchLayout()
         self._on_change = on_change
         self.max_batch_size: int | None = None
@@ -551,8 +561,8 @@ class MicroBatchSizer:
             length: tokens of each of them.
             rows_at_once: see :meth:`limit`.
         """
-        rows = self._configured.micro_batch_size
-        tokens = self._configured.micro_batch_tokens
+        rows = self._size.micro_batch_size
+        tokens = self._size.micro_batch_tokens
         if tokens == "auto":
             tokens = self._padded_tokens(max_batch_size or 0, length) or NO_LIMIT
         if tokens is not None:
@@ -564,19 +574,14 @@ class MicroBatchSizer:
         return MicroBatchLimit(int(rows))
 
     @property
-    def splits(self) -> bool:
-        """Whether steps run as several micro-batches whatever fits."""
-        return self._configured.splits
-
-    @property
     def may_split(self) -> bool:
         """Whether a step that would fit at once may run as several micro-batches."""
-        return self.splits or self.layout.sorts
+        return self._size.is_given or self.layout.sorts
 
     @property
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
-        return self._configured.is_auto and not self.tried_length
+        return self._size.is_auto and not self.tried_length
 
     @property
     def must_ease(self) -> bool:
@@ -610,7 +615,7 @@ class MicroBatchSizer:
         """
         length = result.sequence_length
         fitting_tokens = self._padded_tokens(result.max_batch_size, length)
-        self._configured.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
+        self._size.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
         self.assume(result)
         self._learn_cost(result)
 
@@ -651,7 +656,7 @@ class MicroBatchSizer:
             if limit.unit == "tokens":
                 amount = self._padded_tokens(fitting_rows, length)
             self._lowered.hold(MicroBatchLimit(amount, limit.unit))
-        elif self._configured.micro_batch_tokens == "auto":
+        elif self._size.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
             self._lowered.hold(self._lowered.ceiling or limit)
         self._learn_cost(result)
@@ -741,7 +746,7 @@ class MicroBatchSizer:
 
     def conditions(self) -> dict[str, Any]:
         """Return what a lowered limit depends on; with another of them it is found again."""
-        return {"bound": self.max_batch_size, **asdict(self._configured)}
+        return {"bound": self.max_batch_size, **asdict(self._size)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""

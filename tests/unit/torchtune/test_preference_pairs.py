@@ -52,6 +52,7 @@ from adaptive_batch.training import (
     FORMS,
     REFERENCE,
     BoundSearch,
+    ConfiguredSize,
     Evaluation,
     MicroBatchSizer,
     OOMPolicy,
@@ -224,9 +225,9 @@ def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
         for name, parameter in wired.model.named_parameters():
             if "lora_b" in name:
                 parameter.zero_()
-    assert wired.trainer.why_not("packed", rows) == ""
+    assert wired.trainer.why_unfit("packed", rows) == ""
     wired.model.output.register_forward_pre_hook(lambda _, given: (given[0].cumsum(1),))
-    assert "mix tokens by torch's" in wired.trainer.why_not("packed", rows)
+    assert "mix tokens by torch's" in wired.trainer.why_unfit("packed", rows)
 
 
 def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
@@ -382,7 +383,7 @@ def test_a_step_that_is_run_again_does_not_ask_the_reference_again():
 def test_a_lowered_limit_of_the_reference_grows_back():
     rows = pairs(8)
     wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(8), reference_limit=MicroBatchLimit(8))
-    sizer = MicroBatchSizer(micro_batch_size=8, policy=OOMPolicy(grow_after=1))
+    sizer = MicroBatchSizer(ConfiguredSize(8), policy=OOMPolicy(grow_after=1))
     sizers = Sizers(MicroBatchSizer(), sizer)
     trainer = Trainer(wired.job, wired.data, wired.model, sizers)
     sizer.keep_below(MicroBatchLimit(2), rows_at_once=1)

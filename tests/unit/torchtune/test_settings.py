@@ -21,6 +21,7 @@ from adaptive_batch.torchtune.keys import (
 from adaptive_batch.torchtune.settings import (
     OURS,
     EstimateSettings,
+    MicroBatchSettings,
     ProbeSettings,
 )
 
@@ -249,7 +250,8 @@ VALIDATED = {"dataset_val": {"_component_": "a.b"}, "run_val_every_n_steps": 10}
 
 def test_the_keys_of_memory_and_tokens_default_to_what_happens_without_them():
     settings = Settings.from_config(PLAIN)
-    assert settings.micro_batch_size is settings.micro_batch_tokens is settings.batch_tokens is None
+    assert not settings.micro_batch.is_given
+    assert settings.batch_tokens is None
     sampling = settings.sampling
     assert (sampling.sample_order, sampling.sample_window) == ("dataloader", None)
     assert (sampling.min_rows_per_batch, sampling.max_rows_per_batch) == (1, None)
@@ -271,15 +273,16 @@ def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
     by_tokens = PLAIN | {"batch_tokens": 1000}
-    assert Settings.from_config(by_tokens).micro_batch_tokens == "auto"
-    assert Settings.from_config(by_tokens | {"micro_batch_tokens": 500}).micro_batch_tokens == 500
+    assert Settings.from_config(by_tokens).micro_batch.is_auto
+    given = Settings.from_config(by_tokens | {"micro_batch_tokens": 500})
+    assert given.micro_batch == MicroBatchSettings(micro_batch_tokens=500)
     by_rows = Settings.from_config(by_tokens | {"micro_batch_size": 2})
-    assert (by_rows.micro_batch_size, by_rows.micro_batch_tokens) == (2, None)
+    assert by_rows.micro_batch == MicroBatchSettings(micro_batch_size=2)
     assert not by_rows.needs_bound
 
 
 @pytest.mark.parametrize(
-    ("config", "adaptive", "needs_bound", "fits_itself"),
+    ("config", "adaptive", "needs_bound", "is_auto"),
     [
         ({"use_maximum_batch_size": True}, True, True, False),
         (
@@ -312,10 +315,10 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     ],
     ids=str,
 )
-def test_what_each_key_asks_for(config, adaptive, needs_bound, fits_itself):
+def test_what_each_key_asks_for(config, adaptive, needs_bound, is_auto):
     settings = Settings.from_config(PLAIN | config)
-    found = (settings.adaptive, settings.needs_bound, settings.fits_itself)
-    assert found == (adaptive, needs_bound, fits_itself)
+    found = (settings.adaptive, settings.needs_bound, settings.micro_batch.is_auto)
+    assert found == (adaptive, needs_bound, is_auto)
     assert settings.drop_last is not adaptive
 
 

@@ -21,6 +21,7 @@ from adaptive_batch.memory import Room
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.training import (
+    ConfiguredSize,
     LimitChange,
     MicroBatchRunner,
     MicroBatchSizer,
@@ -57,7 +58,7 @@ class Run:
         self.memory, self.changes = Squeezed(says=says), []
         self.model = model = nn.Embedding(8, 1)
         self.sizer = MicroBatchSizer(
-            micro_batch_size="auto" if bound else 32,
+            ConfiguredSize("auto" if bound else 32),
             memory=self.memory,
             on_change=self.changes.append,
         )

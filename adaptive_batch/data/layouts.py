@@ -1,4 +1,4 @@
-"""The rows of a step into micro-batches that one forward and backward may hold: pure functions, no
+"""Layouts and limits of micro-batches, and the rows of a step cut by them: pure functions, no
 device.
 """
 
