@@ -69,7 +69,7 @@ class AdaptiveStep:
     retry together.
 
     Args:
-        model: model on its device.
+        model: model on its device; its parameters are those that it has in the first step.
         forward_backward: ``forward_backward(part)`` runs forward and backward of ``part.batch``,
             its mean loss multiplied by ``part.share``; see :class:`Part`. What it returns is
             collected.

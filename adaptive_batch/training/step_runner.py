@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
@@ -71,8 +72,6 @@ class StepRunner:
         self.compilations = CompilationLog(model)
         self.is_trial = False
         self._snapshot = StepSnapshot(model, self.memory.device)
-        # Each step looks at their gradients, and to look for them takes ten times as long.
-        self._parameters = list(model.parameters())
 
     def agree_on(
         self,
@@ -263,6 +262,13 @@ class StepRunner:
         gradients.put_back()
         restore()
 
+    @cached_property
+    def _parameters(self) -> list[nn.Parameter]:
+        """The model's, listed in the first step: each looks at their gradients, and to look for
+        them again takes ten times as long.
+        """
+        return list(self.model.parameters())
+
     @property
     def has_gradients(self) -> bool:
         """Whether gradients of an earlier batch are there."""
@@ -277,7 +283,7 @@ class StepRunner:
         self.sharding.reset()
         parameters = list(self.model.parameters())
         assert list(map(id, parameters)) == list(map(id, self._parameters)), (
-            "parameters of the model were replaced after what runs its steps was made"
+            "parameters of the model were replaced after its first step"
         )
         for parameter in parameters:
             parameter.grad = None
