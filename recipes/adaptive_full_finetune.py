@@ -283,14 +283,16 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             began = time.perf_counter()
             for step in self.queue.steps():
                 rows = self.reader.read(step.own, following=step.following)
+                # Rows were not as long as cached lengths say, on which the plan depends.
                 if self.queue.plan_again():
                     continue
                 self._prepare(step, rows)
-                batch = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
-                rates = self.rate.apply(step.progress, batch=batch)
+                size = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
+                rates = self.rate.apply(step.progress, batch=size)
                 result = self._forward_backward(step, rows)
                 if not self.tally.drops(step, result, lr=rates["lr"]):
                     self.trainer.step()
+                # The scaled rate is of this step alone.
                 self.rate.restore()
                 measured = self.tally.add(step, result)
                 self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
@@ -322,14 +324,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.watch.beat(f"step {step.progress.steps + 1}")
 
     def _forward_backward(self, step: PlannedRows, rows: list[Any]) -> StepResult:
-        """Leave the gradients of a step, once all ranks agree on it."""
-        runner = self.trainer.runner
-        small_rows = self.tally.small_rows(step)
+        """Run forward and backward of the micro-batches of a step, again where memory runs out;
+        leave in the gradients the mean over its labels, on all ranks, clipped.
+        """
         question = Question(step.progress.batch, len(step.numbers), self.preemption.requested)
-        divide = partial(runner.divide, rows, small_rows)
-        division, ends = runner.agree_on(divide, question, rows_at_once=step.rows_at_once)
+        result, ends = self.trainer.runner.run_agreed(
+            rows,
+            question,
+            rows_at_once=step.rows_at_once,
+            small_rows=self.tally.small_rows(step),
+        )
         self.saver.note_end(ends)
-        return runner.run(rows, step.rows_at_once, small_rows=small_rows, division=division)
+        return result
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)

@@ -21,7 +21,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.schedules import NoiseSample
 
-from .agreement import Division, OwnPieces
+from .agreement import Division, OwnPieces, Question
 from .batch_forms import FORMS, BatchForm
 from .clipping import clip_gradients
 from .gradients import SummedGradients
@@ -344,6 +344,32 @@ class MicroBatchRunner(StepRunner):
             return [replace(piece, rows=[part[row] for row in piece.rows]) for piece in pieces]
 
         return divided(small_rows), divided(large_rows)
+
+    def run_agreed(
+        self,
+        rows: Sequence[Row],
+        question: Question,
+        *,
+        rows_at_once: int,
+        small_rows: tuple[int, ...] | None,
+    ) -> tuple[StepResult, bool]:
+        """Agree with all ranks on a step, and :meth:`run` it.
+
+        Args:
+            rows: see :meth:`run`.
+            question: what this rank says of the step to the others.
+            rows_at_once: see :meth:`run`.
+            small_rows: see :meth:`run`.
+
+        Returns:
+            What was run, and whether a rank was asked to end.
+
+        Raises:
+            GrowthFunctionError: a rule has answered differently on some rank.
+        """
+        divide = partial(self.divide, rows, small_rows)
+        division, ends = self.agree_on(divide, question, rows_at_once=rows_at_once)
+        return self.run(rows, rows_at_once, small_rows=small_rows, division=division), ends
 
     def run(
         self,

@@ -5,7 +5,6 @@ never above what it was.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -91,10 +90,7 @@ class Run:
         """Run so many steps; return the limit of each."""
         amounts = []
         for _ in range(number):
-            division, _ = self.runner.agree_on(
-                partial(self.runner.divide, ROWS, None), Question(32, 32), rows_at_once=32
-            )
-            self.runner.run(ROWS, 32, division=division)
+            self.runner.run_agreed(ROWS, Question(32, 32), rows_at_once=32, small_rows=None)
             self.model.zero_grad()
             amounts.append(self.amount)
         return amounts
