@@ -182,12 +182,14 @@ class RequestedBatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state, into a batch that has not begun; what is not kept is as it is
-        configured, and growth begins with it.
+        """Resume from a saved state; a batch that is not kept is as it is configured, and growth
+        begins with it.
         """
         self.saved_maximum = state["maximum"] or 0
         if self._keeps_saved or self._batching.batch_size_schedule:
             self.rows_at_once = state["batch_size"]
+        self.rows_at_beginning = None
+        self._grown_in = -1
         if self._keeps_saved:
             self.rows_at_beginning = state["first_batch_size"]
             self._grown_in = state["grown_in"]

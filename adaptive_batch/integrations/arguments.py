@@ -16,7 +16,7 @@ from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import check_device_memory
 from adaptive_batch.schedules import RULES
-from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions, check_sizes
+from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions, configured_size
 
 log = logging.getLogger("adaptive_batch")
 
@@ -63,7 +63,7 @@ class AdaptiveArguments:
     lr_scaling: str = "none"
 
     def __post_init__(self) -> None:
-        check_sizes(self.micro_batch_size, self.micro_batch_tokens)
+        configured_size(self.micro_batch_size, self.micro_batch_tokens)
         check_device_memory("device_memory", self.device_memory)
         check_headroom("headroom", self.headroom)
         instance_of(StepOptions, "options", self.options)

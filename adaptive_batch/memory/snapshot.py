@@ -29,7 +29,7 @@ _PLAIN = (bool, int, float, str, type(None))
 # The words of a Mersenne Twister and its position among them, which lies before them in Python and
 # after them in NumPy.
 _TWISTER_BYTES = 4 * (624 + 1)
-# Of these so many are looked at, beside the position: all words change together.
+# Of these the position and eight words are looked at: all words change together.
 _SEEN_BYTES = 4 * (8 + 1)
 
 
@@ -157,12 +157,14 @@ class _WatchedState:
 
     Python and NumPy take as long to make it as ten of torch's small operators, in each step of a
     loop that draws none; a look at the generator's memory takes a hundredth of that. It does not
-    see a script's own ``numpy.random.set_state`` with the same words and another number waiting.
+    see a script's own ``set_state`` to the same position and eight words where something else of
+    it differs.
     """
 
     def __init__(self) -> None:
-        # Held, so that its memory is its own.
+        # Held, so that what lies at its address is its own.
         self._generator: Any = None
+        self._memory: Any = None
         self.forget()
 
     def forget(self) -> None:
@@ -186,8 +188,8 @@ class _WatchedState:
             has_second: whether the second number of a normal pair waits, which no word shows.
         """
         if generator is not self._generator:
-            self._generator = generator
             self._memory = (ctypes.c_char * _SEEN_BYTES).from_address(address())
+            self._generator = generator
             self.forget()
         seen = self._memory.raw
         if has_second or seen != self._seen:

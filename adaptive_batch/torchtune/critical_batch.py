@@ -38,7 +38,7 @@ from .data import Data
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
-from .settings import MicroBatchSettings, Settings
+from .settings import Settings, without_search
 from .sizers import Sizers
 from .trainer import Trainer
 
@@ -87,6 +87,7 @@ def measure_critical_batch(job: Job) -> str:
     trained, held_out = _rows(job, data, resumed)
     # It refuses an optimizer without what scale_with_batch names, before any weights are loaded.
     stand_in(job, 1.0)
+    job.settings = without_search(job.settings)
     trainer = _load_trainer(job, data, checkpoints)
     rule = "sqrt" if settings.rate.lr_scaling == "none" else settings.rate.lr_scaling
     rate = LearningRate(
@@ -144,12 +145,6 @@ def _check_settings(settings: Settings) -> None:
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
     settings = job.settings
-    # Nothing is searched for, so auto is the configured batch.
-    if settings.micro_batch.is_auto:
-        settings = replace(settings, micro_batch=MicroBatchSettings())
-    if settings.reference_micro_batch_size == "auto":
-        settings = replace(settings, reference_micro_batch_size=settings.batch_size)
-    job.settings = settings
     trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data))
     trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)

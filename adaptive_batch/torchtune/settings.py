@@ -839,3 +839,12 @@ def write_reference(page: Path) -> None:
         begin = text.index("-->", text.index(f"<!-- {name}: ")) + len("-->")
         text = f"{text[:begin]}\n\n{rows}\n\n{text[text.index('<!-- end -->', begin) :]}"
     page.write_text(text, encoding="utf-8")
+
+
+def without_search(settings: Settings) -> Settings:
+    """Return the settings of a run that searches for nothing: ``auto`` is the configured batch."""
+    if settings.micro_batch.is_auto:
+        settings = replace(settings, micro_batch=MicroBatchSettings())
+    if settings.reference_micro_batch_size == "auto":
+        settings = replace(settings, reference_micro_batch_size=settings.batch_size)
+    return settings

@@ -45,7 +45,7 @@ class Sizers:
         reference_rows = settings.reference_micro_batch_size
         if reference_rows is None:
             return cls(training)
-        size = ConfiguredSize(reference_rows)
+        size = ConfiguredSize(micro_batch_size=reference_rows)
         if size.is_auto:
             size = ConfiguredSize(micro_batch_tokens="auto")
         layout = data.shapes

@@ -59,7 +59,7 @@ class Validation:
         self.num_rows = validation.rows_of(
             len(data.dataset_val), batch_size=settings.batch_size, ranks=job.ranks
         )
-        size = ConfiguredSize(validation.rows_at_once(settings.batch_size))
+        size = ConfiguredSize(micro_batch_size=validation.rows_at_once(settings.batch_size))
         if validation.fits_itself:
             bound = self._find(trainer, bounds.trials)
             self._runner.sizer.count_out_of_memory(bound.num_out_of_memory)

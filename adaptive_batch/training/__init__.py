@@ -1,6 +1,6 @@
 """The training loop: micro-batches, retries after running out of memory, evaluation."""
 
-from .adaptive_step import AdaptiveStep, check_sizes
+from .adaptive_step import AdaptiveStep, configured_size
 from .agreement import Question, differences, same_answers
 from .batch_forms import FORMS, BatchForm, kinds_to_choose_from
 from .bound_search import (
@@ -62,7 +62,7 @@ __all__ = [
     "StepResult",
     "TriedStep",
     "WorstRows",
-    "check_sizes",
+    "configured_size",
     "count_shifted_labels",
     "differences",
     "find_max_batch_size",

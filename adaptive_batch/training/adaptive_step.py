@@ -69,7 +69,7 @@ class AdaptiveStep:
     retry together.
 
     Args:
-        model: model on its device; its parameters are those that it has in the first step.
+        model: model on its device; its modules are those that it has in the first step.
         forward_backward: ``forward_backward(part)`` runs forward and backward of ``part.batch``,
             its mean loss multiplied by ``part.share``; see :class:`Part`. What it returns is
             collected.
@@ -113,7 +113,7 @@ class AdaptiveStep:
     ) -> None:
         options = instance_of(StepOptions, "options", options)
         options.check_of_step()
-        check_sizes(micro_batch_size, micro_batch_tokens)
+        size = configured_size(micro_batch_size, micro_batch_tokens)
         for key, function in (
             ("forward_backward", forward_backward),
             ("split", split),
@@ -133,7 +133,7 @@ class AdaptiveStep:
             next(model.parameters()).device, shared_by=distributed.local_world_size()
         )
         self.sizer = MicroBatchSizer(
-            ConfiguredSize(micro_batch_size, micro_batch_tokens),
+            size,
             layout=MicroBatchLayout(kind=options.micro_batch_layout or "padded"),
             memory=self.memory,
             policy=options.oom_policy,
@@ -354,8 +354,10 @@ class AdaptiveStep:
         self.sizer.load_state_dict(state["sizer"])
 
 
-def check_sizes(micro_batch_size: int | str | None, micro_batch_tokens: int | str | None) -> None:
-    """Refuse sizes of a micro-batch that cannot be used.
+def configured_size(
+    micro_batch_size: int | str | None, micro_batch_tokens: int | str | None
+) -> ConfiguredSize:
+    """Return the size of a micro-batch that these arguments configure.
 
     Raises:
         SettingError: naming the key.
@@ -369,6 +371,7 @@ def check_sizes(micro_batch_size: int | str | None, micro_batch_tokens: int | st
     ):
         if value not in (None, "auto"):
             check_whole(key, value, remedy="give auto, or a whole number, 1 or more")
+    return ConfiguredSize(micro_batch_size=micro_batch_size, micro_batch_tokens=micro_batch_tokens)
 
 
 def _log_change(event: Callable[..., object] | None, change: LimitChange) -> None:

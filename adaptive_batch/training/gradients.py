@@ -21,7 +21,7 @@ class GradientsApart:
     its second part on they are there beside the earlier ones.
 
     Args:
-        parameters: those of the model.
+        parameters: those that have gradients.
         drop: function that leaves the model without gradients.
     """
 
@@ -29,6 +29,7 @@ class GradientsApart:
         self._drop = drop
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
         for parameter in parameters:
+            # None of one that is shared, where it comes again.
             if parameter.grad is not None:
                 self._earlier.append((parameter, parameter.grad))
                 parameter.grad = None

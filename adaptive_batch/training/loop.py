@@ -60,7 +60,7 @@ class AdaptiveLoop:
     Arguments that are keys of the configuration mean what docs/configuration.md says of them.
 
     Args:
-        model: model on its device; its parameters are those that it has in the first step.
+        model: model on its device; its modules are those that it has in the first step.
         optimizer: optimizer of its parameters; the state of another that steps the rest is in no
             trial.
         dataset: map-style.

@@ -93,7 +93,7 @@ class LoopStep:
         rows_at_once = self._batches.rows_on_largest_rank(planned.progress.batch)
         self._search.check_fits(rows_at_once)
         reshard(self._model)
-        if self._runner.has_gradients:
+        if self._runner.with_gradients():
             check_gradients_are_clear(self._model, self._optimizer)
         progress = self._batches.progress
         self._events.begins(progress)

@@ -40,8 +40,9 @@ class PendingStep:
             ValueError: the gradients of the last step wait for ``optimizer.step()``.
         """
         # A step that a GradScaler skips has no gradients any more.
-        has_gradients = any(parameter.grad is not None for parameter in self._model.parameters())
-        if self._is_pending and has_gradients:
+        if not self._is_pending:
+            return
+        if any(parameter.grad is not None for parameter in self._model.parameters()):
             raise ValueError(
                 "the gradients of the last run() wait for optimizer.step(), and a run that resumes"
                 " here would lose that step; save after optimizer.step()"

@@ -71,8 +71,8 @@ class SampleSearch:
         )
         worst = WorstRows.of_sample(counted_sample(sample, self._split_batch), length)
 
-        def search(accumulates: bool) -> ProbeResult:
-            return BoundSearch(tried, worst, options, accumulates=accumulates).run()
+        def search(beside_gradients: bool) -> ProbeResult:
+            return BoundSearch(tried, worst, options, accumulates=beside_gradients).run()
 
         splits = accumulates or self._sizer.may_split
         results = search_for_steps(search, splits=splits, step_rows=batch_size)

@@ -206,7 +206,7 @@ class OOMPolicy:
         return replace(limit, amount=min(ceiling.amount, limit.amount + step))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConfiguredSize:
     """Configured size of a micro-batch: in rows or in padded tokens, or neither.
 
@@ -222,7 +222,7 @@ class ConfiguredSize:
 
     @property
     def is_given(self) -> bool:
-        """Whether there is one, so that a step runs as several micro-batches whatever fits."""
+        """Whether there is one: a larger step runs as several micro-batches, whatever fits."""
         return self.micro_batch_size is not None or self.micro_batch_tokens is not None
 
     @property

@@ -383,7 +383,7 @@ def test_a_step_that_is_run_again_does_not_ask_the_reference_again():
 def test_a_lowered_limit_of_the_reference_grows_back():
     rows = pairs(8)
     wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(8), reference_limit=MicroBatchLimit(8))
-    sizer = MicroBatchSizer(ConfiguredSize(8), policy=OOMPolicy(grow_after=1))
+    sizer = MicroBatchSizer(ConfiguredSize(micro_batch_size=8), policy=OOMPolicy(grow_after=1))
     sizers = Sizers(MicroBatchSizer(), sizer)
     trainer = Trainer(wired.job, wired.data, wired.model, sizers)
     sizer.keep_below(MicroBatchLimit(2), rows_at_once=1)

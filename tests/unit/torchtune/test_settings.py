@@ -23,6 +23,7 @@ from adaptive_batch.torchtune.settings import (
     EstimateSettings,
     MicroBatchSettings,
     ProbeSettings,
+    without_search,
 )
 
 GIB = 1024**3
@@ -269,6 +270,21 @@ def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
         SettingError, match=r"^on_out_of_memory='shrink'.*cannot be run again; give raise, or set"
     ):
         Settings.from_config(in_backward | {"on_out_of_memory": "shrink"})
+
+
+@pytest.mark.parametrize("auto", ["micro_batch_size", "micro_batch_tokens"])
+def test_without_a_search_the_configured_batch_stands_for_auto(auto):
+    config = PLAIN | {auto: "auto", "reference_micro_batch_size": "auto"}
+    settings = without_search(Settings.from_config(config))
+    assert not settings.micro_batch.is_given
+    assert settings.reference_micro_batch_size == settings.batch_size == 2
+    assert not settings.needs_bound
+
+
+def test_without_a_search_a_number_stays():
+    config = PLAIN | {"micro_batch_size": 1, "reference_micro_batch_size": 1}
+    settings = Settings.from_config(config)
+    assert without_search(settings) == settings
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():

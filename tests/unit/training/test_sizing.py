@@ -57,7 +57,7 @@ class Run:
         self.memory, self.changes = Squeezed(says=says), []
         self.model = model = nn.Embedding(8, 1)
         self.sizer = MicroBatchSizer(
-            ConfiguredSize("auto" if bound else 32),
+            ConfiguredSize(micro_batch_size="auto" if bound else 32),
             memory=self.memory,
             on_change=self.changes.append,
         )
