@@ -128,6 +128,8 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._explain = frozenset(explain)
         self._names = names
         self._is_counting = True
+        # Bytes of the storages that were made, resized or freed (0) in a pause.
+        self._changed: dict[int, int] = {}
         self._is_lifted = False
         self._is_inside = False
         self._in_forward: set[int] = set()
@@ -152,12 +154,15 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Context manager: count at the end what was made inside and is still alive."""
+        """Context manager: count and log at the end what was made inside and is still alive."""
         self._is_counting = False
         try:
             yield
         finally:
             self._is_counting = True
+            for key, size in self._changed.items():
+                self._replace(key, size)
+            self._changed.clear()
             self.check()
 
     def check(self) -> None:
@@ -200,6 +205,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def _replace(self, key: int, size: int) -> None:
         """Log that a storage has another block of memory now, or none."""
+        if not self._is_counting:
+            self._changed[key] = size
+            return
         freed = self._numbers.pop(key, None)
         if size:
             self._numbers[key] = self._num_allocations

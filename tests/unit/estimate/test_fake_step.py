@@ -16,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adaptive_batch.estimate import Between, CudaKernels, FakeDevice
+from adaptive_batch.estimate import Between, CachingAllocator, CudaKernels, FakeDevice
 from adaptive_batch.memory import (
     MemoryCurve,
     device_memory,
@@ -211,6 +211,29 @@ def test_an_uncounted_region_counts_what_stays_of_it():
         after = base + 1
     assert peak == storage_bytes([base, kept])
     assert counter.live_bytes == counter.peak_bytes == storage_bytes([base, kept, after])
+
+
+def test_the_log_of_an_uncounted_region_is_what_stays_of_it():
+    device = FakeDevice()
+    with device.mode:
+        resident = torch.zeros(100)
+        freed = torch.zeros(300)
+    with device.counting() as counter:
+        counter.add_named([("resident", resident), ("freed", freed)])
+        resident.add_(1)  # begins the count
+        made = torch.zeros(200)
+        with device.uncounted():
+            kept = torch.zeros(1000) + 1
+            torch.zeros(5000)
+            del freed, made
+        after = resident + 1
+        phase = counter.phase([("kept", kept)])
+    allocator = CachingAllocator(2**40)
+    allocator.replay([400, 1200, *phase.log])
+    sizes = [entry for entry in phase.log if entry > 0]
+    assert sizes == [800, 4000, 400]
+    assert allocator.requested_bytes == storage_bytes([resident, kept, after])
+    assert phase.after == {("kept", 0): 3}
 
 
 def test_a_copy_of_a_fake_model_can_be_planned_beside_it():
