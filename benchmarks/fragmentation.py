@@ -201,14 +201,16 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
     from torchtune.modules.loss import CEWithChunkedOutputLoss
 
     torch.set_default_dtype(torch.bfloat16)
-    # Nothing is made but what stays, as where a checkpoint is loaded.
+    # Nothing is made but what stays, as where a model is moved to a device.
     with torch.device("meta"):
         model = MODELS[case.model]()
-    model.to_empty(device="cuda")
     for module in model.modules():
-        if not getattr(module, "is_cache_built", True):
-            with torch.device("cuda"):
+        if getattr(module, "is_cache_built", True):
+            module.to_empty(device="cuda", recurse=False)
+        else:
+            with torch.device("cpu"):
                 module.rope_init()  # type: ignore[operator]
+            module.to("cuda")
     model.set_num_output_chunks(8)  # type: ignore[operator]
     loss_of = CEWithChunkedOutputLoss()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -250,6 +250,7 @@ class FakeStep:
             :class:`adaptive_batch.probe.DryRun`.
 
     Attributes:
+        accumulates: whether gradients of earlier micro-batches are there.
         optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in
             backward.
         resident: before a forward.
@@ -271,7 +272,7 @@ class FakeStep:
         self._in_backward = isinstance(optimizer, OptimizerInBackward)
         self._optimizers = optimizers_of(optimizer)
         self.forward_backward = forward_backward
-        self._accumulates = accumulates
+        self.accumulates = accumulates
         self._device = device
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = keep_gradients if accumulates else None
@@ -354,12 +355,12 @@ class FakeStep:
         for number, run in enumerate(of_steps):
             is_first_step = number == 0
             phase = self._at(rows, run)
-            has_first_micro_batch = self._accumulates or (self._in_backward and is_first_step)
+            has_first_micro_batch = self.accumulates or (self._in_backward and is_first_step)
             if has_first_micro_batch:
                 few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
                 first = few_rows or self._at(rows, run, is_first=True)
                 phases.append((first, is_first_step))
-            if self._accumulates:
+            if self.accumulates:
                 phases += [(phase, False)] * (micro_batches - 1)
             elif not has_first_micro_batch:
                 phases.append((phase, is_first_step))
@@ -463,8 +464,11 @@ class FakeStep:
         return traced_any
 
     def _resident_phase(self) -> Phase:
+        tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))
+        if not self._sharding.is_sharded:
+            tensors = _as_moved(self.model)
         with self._device.counting() as counter:
-            counter.add(tensor for _, tensor in _named(model=self.model))
+            counter.add(tensors)
             return counter.phase(_named(model=self.model))
 
     def _named(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
@@ -484,7 +488,7 @@ class FakeStep:
         if self._keep_gradients:
             with self._device.mode:
                 self._keep_gradients()
-        elif self._accumulates:
+        elif self.accumulates:
             self._give_gradients()
 
     def _give_gradients(self) -> None:
@@ -497,6 +501,15 @@ class FakeStep:
 def _named(*, model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
     for number, tensor in enumerate((*model.parameters(), *model.buffers())):
         yield ("model", number), tensor
+
+
+def _as_moved(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters and buffers in the order in which ``model.to(device)`` moves them."""
+    for child in module.children():
+        yield from _as_moved(child)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
 
 
 class DevicesAsHost(TorchFunctionMode):

@@ -122,28 +122,36 @@ class LengthPlan:
         targets: Sequence[Target],
         fits: Sequence[Fit],
         settings: AllocatorSettings,
+        *,
+        accumulating: Callable[[], FakeStep],
     ) -> list[LengthReplay | None]:
         """Replay the steps on each target; None where no row fits.
 
         Args:
-            step: the step, beside the gradients of earlier micro-batches.
+            step: the step.
             device: where it runs.
             targets: devices of its kind.
             fits: what fits on each of them.
             settings: of their allocator.
+            accumulating: function that returns the step beside the gradients of earlier
+                micro-batches, called where some step has several and `step` has none of them.
         """
         plans: list[PlannedSteps | None] = []
         all_shapes: list[Shape] = []
         is_packed = False
+        has_several = False
         for fit in fits:
             planned = None
             if fit.max_batch_size:
                 planned = self.steps(fit)
                 all_shapes += chain.from_iterable(planned.steps)
                 is_packed |= planned.is_packed
+                has_several |= any(len(shapes) > 1 for shapes in planned.steps)
             plans.append(planned)
         if not all_shapes:
             return [None] * len(targets)
+        if has_several and not step.accumulates:
+            step = accumulating()
         run = partial(self.forward_backward, device)
         shapes = TracedShapes(step, run, all_shapes, is_packed=is_packed)
         replays: list[LengthReplay | None] = []
@@ -261,7 +269,7 @@ class TracedShapes:
     with rows, whatever the length of each.
 
     Args:
-        step: the step, with the gradients of earlier micro-batches if steps have several.
+        step: the step, which accumulates if some step has several micro-batches.
         run: ``run(rows, length)`` runs forward and backward of a micro-batch.
         shapes: all that will be asked for.
         most_traced: shapes up to which each is traced; None for as many as the step's traces are
@@ -309,6 +317,8 @@ class TracedShapes:
         Raises:
             SettingError: no two numbers of rows ran the same operations.
         """
+        # Without gradients of earlier ones each micro-batch is a first one.
+        is_first = is_first and self._step.accumulates
         key = (shape, is_first)
         if key in self._phases:
             return self._phases[key]

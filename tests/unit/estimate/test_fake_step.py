@@ -236,6 +236,15 @@ def test_the_log_of_an_uncounted_region_is_what_stays_of_it():
     assert phase.after == {("kept", 0): 3}
 
 
+def test_what_is_loaded_is_in_the_order_in_which_a_model_is_moved_to_a_device():
+    moved = []
+    model = Decoder()
+    model._apply(lambda tensor: moved.append(tensor.nbytes) or tensor)
+    # A parameter and a buffer beside the layers come last.
+    assert moved[-2:] == [model.scale.nbytes, model.seen.nbytes]
+    assert list(fake_step(model=model).loading.log) == moved
+
+
 def test_a_copy_of_a_fake_model_can_be_planned_beside_it():
     device = FakeDevice()
     with torch.device("meta"):

@@ -372,6 +372,7 @@ class CountedSteps:
 
     model = None
     runs_few_layers = False
+    accumulates = True
 
     def __init__(self, size):
         self.size = size
@@ -426,6 +427,7 @@ def test_no_more_packed_rows_are_traced_than_there_are_tokens():
     asked = []
     step = SimpleNamespace(
         model=None,
+        accumulates=True,
         phase=lambda run, *, is_first: asked.append(run.args) or Phase(array("q"), (), {}),
     )
     shapes = [Shape(rows, rows) for rows in range(2, 9)]
@@ -464,6 +466,17 @@ def test_one_shape_is_traced_as_the_first_of_a_step_for_all():
         for shape, first in zip(shapes[1:], firsts, strict=True):
             run_shape = partial(run, step.model, device.batch, shape.rows, length=shape.length)
             assert first == step.phase(run_shape, is_first=True)
+
+
+def test_steps_of_one_micro_batch_each_have_the_log_of_one_that_could_have_several():
+    logs = {}
+    steps = [(Shape(rows, length),) for rows, length in ((2, 24), (3, 8), (1, 40), (2, 24))]
+    for accumulates in (False, True):
+        device = FakeDevice()
+        step = fake_step("AdamW foreach", accumulates=accumulates, device=device)
+        shapes = shapes_on(step, device, [shape for shapes in steps for shape in shapes])
+        logs[accumulates] = list(step_logs(step, shapes, steps))
+    assert logs[False] == logs[True]
 
 
 def test_few_shapes_are_traced_each():
