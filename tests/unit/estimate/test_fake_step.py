@@ -16,7 +16,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adaptive_batch.estimate import Between, CachingAllocator, CudaKernels, FakeDevice
+from adaptive_batch.estimate import (
+    Between,
+    CachingAllocator,
+    CudaKernels,
+    DevicesAsHost,
+    FakeDevice,
+)
 from adaptive_batch.memory import (
     MemoryCurve,
     device_memory,
@@ -192,6 +198,43 @@ def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
     assert isinstance(batch["tokens"], FakeTensor)
     assert (batch["tokens"].shape, batch["tokens"].dtype) == ((2, 3), torch.int64)
     assert (batch["names"], batch["mask"]) == (["a", "b"], None)
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda tensor: tensor.cuda(),
+        lambda tensor: tensor.to("cuda", non_blocking=True),
+        lambda tensor: tensor.to(device=torch.device("cpu")),
+        lambda tensor: tensor[:, :].to(torch.device("cuda", 0), torch.int64),
+    ],
+)
+def test_a_batch_on_the_host_is_counted_where_a_script_copies_it(move):
+    device = FakeDevice()
+    batch = {"tokens": torch.zeros(2, 3, dtype=torch.int64)}
+    with device.counting() as counter:
+        counter.add([])
+        first = torch.zeros(100)
+        device.batch(batch, is_moved=False)
+        tokens = batch["tokens"][:, :2].contiguous().view(4)
+        assert list(counter.log) == [400, 32]
+        with DevicesAsHost(device):
+            moved = move(batch["tokens"])
+            again = move(moved)
+    assert list(counter.log) == [400, 32, 48]
+    assert counter.live_bytes == storage_bytes([first, tokens, moved])
+    assert again.shape == moved.shape == (2, 3)
+
+
+def test_a_batch_on_the_host_that_changes_its_type_there_is_not_copied_twice():
+    device = FakeDevice()
+    batch = {"mask": torch.zeros(2, 3, dtype=torch.int64)}
+    with device.counting() as counter:
+        counter.add([])
+        device.batch(batch, is_moved=False)
+        with DevicesAsHost(device):
+            batch["mask"].to("cuda", torch.float32)
+    assert [entry for entry in counter.log if entry > 0] == [24]
 
 
 def test_two_traces_of_one_size_are_alike():
