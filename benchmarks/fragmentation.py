@@ -228,8 +228,8 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
 
 
 def run_case(case: Case, way: str, steps: int) -> list[StepMemory]:
-    """Train so many steps in this process; return what each has allocated at most, and what is
-    reserved after it.
+    """Train so many steps in this process; return what was allocated at most by the end of each,
+    and what is reserved after it.
     """
     if way == "unchecked":
         SplitCheck.begin_split = lambda *_: False  # type: ignore[method-assign]
@@ -245,7 +245,6 @@ def run_case(case: Case, way: str, steps: int) -> list[StepMemory]:
 
     memory = []
     for _, lengths in zip(range(steps), case.lengths(), strict=False):
-        torch.cuda.reset_peak_memory_stats()
         if way == "as sampled":
             run_as_sampled(lengths)
         else:

@@ -405,10 +405,17 @@ class TracedShapes:
         return self._traced[key]
 
 
+class StepLog(NamedTuple):
+    """What the micro-batches of a step allocate and free, and then the optimizer's step."""
+
+    micro_batches: Sequence[int]
+    optimizer: Sequence[int]
+
+
 def step_logs(
     step: FakeStep, shapes: TracedShapes, steps: Iterable[Sequence[Shape]]
-) -> Iterator[array[int]]:
-    """Yield what loading allocates and frees, and then each step (:mod:`.step_log`).
+) -> Iterator[StepLog]:
+    """Yield what each step allocates and frees (:mod:`.step_log`), the first after loading.
 
     Args:
         step: the step, for loading and the optimizer.
@@ -416,15 +423,14 @@ def step_logs(
         steps: shapes of the micro-batches of each step.
     """
     writer = LogWriter()
-    yield writer.add(step.loading, is_first=True)
+    log = writer.add(step.loading, is_first=True)
     for number, micro_batches in enumerate(steps):
-        log = array("q")
         for place, shape in enumerate(micro_batches):
             is_first = place == 0
             phase = shapes.phase(shape, is_first=is_first)
             log.extend(writer.add(phase, is_first=is_first and number == 0))
-        log.extend(writer.add(step.optimizer_step(number), is_first=False))
-        yield log
+        yield StepLog(log, writer.add(step.optimizer_step(number), is_first=False))
+        log = array("q")
 
 
 class StepMemory(NamedTuple):
@@ -438,7 +444,7 @@ class StepReplay:
     """The steps of a log on a simulated device.
 
     Args:
-        logs: loading, and each step.
+        logs: of each step, the first after loading.
         budget_bytes: what the allocator may take of the device.
         settings: of the allocator.
         largest: tokens of the largest micro-batch of each step, by which the cache is kept from
@@ -452,7 +458,7 @@ class StepReplay:
 
     def __init__(
         self,
-        logs: Sequence[Sequence[int]],
+        logs: Sequence[StepLog],
         *,
         budget_bytes: int,
         settings: AllocatorSettings,
@@ -465,10 +471,8 @@ class StepReplay:
         )
         self.steps: list[StepMemory] = []
         self.failed_step: int | None = None
-        loading, *logs_of_steps = logs
-        self._allocator.replay(loading)
-        sizes = largest or [0] * len(logs_of_steps)
-        for number, (log, size) in enumerate(zip(logs_of_steps, sizes, strict=True), start=1):
+        sizes = largest or [0] * len(logs)
+        for number, (log, size) in enumerate(zip(logs, sizes, strict=True), start=1):
             try:
                 self._run_step(log, size)
             except torch.OutOfMemoryError:
@@ -485,13 +489,21 @@ class StepReplay:
             failed_step=self.failed_step,
         )
 
-    def _run_step(self, log: Sequence[int], size: int) -> None:
+    def _run_step(self, log: StepLog, size: int) -> None:
         allocator = self._allocator
+        earlier_peak = allocator.peak_allocated_bytes
         self._cache.begin_step([size])
         allocator.peak_allocated_bytes = allocator.allocated_bytes
-        allocator.replay(log)
+        allocator.replay(log.micro_batches)
+        # Training's cache sees the peak of all until then, and not of the optimizer's step to come.
+        own_peak = allocator.peak_allocated_bytes
+        allocator.peak_allocated_bytes = max(earlier_peak, own_peak)
         self._cache.end_step()
-        self.steps.append(StepMemory(allocator.peak_allocated_bytes, allocator.reserved_bytes))
+        allocator.peak_allocated_bytes = own_peak
+        allocator.replay(log.optimizer)
+        own_peak = allocator.peak_allocated_bytes
+        self.steps.append(StepMemory(own_peak, allocator.reserved_bytes))
+        allocator.peak_allocated_bytes = max(earlier_peak, own_peak)
 
 
 def replay_lengths(
