@@ -891,6 +891,8 @@ def main() -> None:
     finally:
         runs.close()
     name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"
+    if arguments.only == "bounds" and arguments.lengths:
+        name += f"_{arguments.lengths}"
     records.write(name, arguments.output, **parts)
     for part in kept.values():
         part.forget()

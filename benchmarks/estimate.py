@@ -7,8 +7,9 @@ ranks; and what planning takes.
 On a CPU, tensor bytes are counted. `peaks`: small models of torchtune's builders; the peak at each
 of many sizes, and the bound under budgets between them, beside the recipes' own trials and their
 search. `ranks`: the same with FSDP2 on gloo, where each rank is a process. `time`: shipped configs
-planned in a fresh process each. `configs`: which of the shipped ones and of torchtune's own can be
-planned. On CUDA: random weights of real size; the peak of what the allocator gave out, and the
+planned in a fresh process each; one that is finished is kept in `.measure/`, and a part that was
+stopped resumes with the next one. `configs`: which of the shipped ones and of torchtune's own can
+be planned. On CUDA: random weights of real size; the peak of what the allocator gave out, and the
 bound beside one that is bisected and checked upward.
 """
 
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -35,6 +37,7 @@ import records
 import torch
 import torchtune
 from omegaconf import OmegaConf
+from records import Finished
 
 from adaptive_batch.config_files import config_path, shipped_configs
 from adaptive_batch.errors import DoesNotFitError, SettingError
@@ -353,34 +356,46 @@ TIMED = (
 )
 
 
-def measure_time(plannings: Sequence[Planning], *, repeats: int) -> list[dict[str, Any]]:
-    """Seconds and most memory of planning three lengths, without single changes and with them."""
+def measure_time(
+    plannings: Sequence[Planning], finished: Finished, *, repeats: int
+) -> list[dict[str, Any]]:
+    """Seconds and most memory of planning three lengths, first without single changes, then with
+    them.
+    """
+
+    def timed(planning: Planning, changes: bool) -> dict[str, Any]:
+        runs = [run_planning(planning, changes=changes) for _ in range(repeats)]
+        return {
+            "runs": runs,
+            **{key: median(run[key] for run in runs) for key in ("plan", "command", "user")},
+            "peak_bytes": max(run["peak_bytes"] for run in runs),
+            "target_seconds": None if changes else planning.target_seconds,
+        }
+
     rows = []
     print(f"load of this machine: {os.getloadavg()[0]:.2f} on {os.cpu_count()} cores")
     print(
         f"{'config':<44} {'changes':>7} {'plan s':>7} {'command s':>9} {'user s':>7}"
         f" {'peak GiB':>9} {'target s':>8}"
     )
-    for planning in plannings:
-        for changes in planning.changes:
-            runs = [run_planning(planning, changes=changes) for _ in range(repeats)]
-            row = {
-                "config": planning.config,
-                "overrides": planning.overrides,
-                "changes": changes,
-                "runs": runs,
-                **{key: median(run[key] for run in runs) for key in ("plan", "command", "user")},
-                "peak_bytes": max(run["peak_bytes"] for run in runs),
-                "target_seconds": None if changes else planning.target_seconds,
-            }
-            rows.append(row)
+    for changes, planning in product((False, True), plannings):
+        if changes not in planning.changes:
+            continue
+        key = {"config": planning.config, "overrides": planning.overrides, "changes": changes}
+        row = finished.entry(key, partial(timed, planning, changes))
+        rows.append(row)
+        outcome = row.get("failed")
+        if outcome is None:
             target = "-" if changes else f"{planning.target_seconds:.0f}"
-            print(
-                f"{' '.join((planning.config, *planning.overrides)):<44}"
-                f" {'yes' if changes else 'no':>7} {row['plan']:>7.1f} {row['command']:>9.1f}"
-                f" {row['user']:>7.1f} {row['peak_bytes'] / GIB:>9.2f} {target:>8}",
-                flush=True,
+            outcome = (
+                f"{row['plan']:>7.1f} {row['command']:>9.1f} {row['user']:>7.1f}"
+                f" {row['peak_bytes'] / GIB:>9.2f} {target:>8}"
             )
+        print(
+            f"{' '.join((planning.config, *planning.overrides)):<44}"
+            f" {'yes' if changes else 'no':>7} {outcome}",
+            flush=True,
+        )
     return rows
 
 
@@ -670,14 +685,17 @@ def main() -> None:
         parts["ranks"] = measure_ranks(RANKS[:2] if quick else RANKS)
         print()
     if arguments.only in (None, "time"):
+        finished = Finished("estimate-time")
         parts["time"] = measure_time(
-            TIMED[:1] if quick else TIMED, repeats=1 if quick else arguments.repeats
+            TIMED[:1] if quick else TIMED, finished, repeats=1 if quick else arguments.repeats
         )
         print()
     if arguments.only in (None, "configs"):
         parts["configs"] = measure_configs(all_configs()[::20] if quick else all_configs())
     name = f"estimate-{arguments.only}" if arguments.only else "estimate"
     records.write(name, arguments.output, **parts)
+    if "time" in parts:
+        finished.forget()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ which the optimizer's state is made, are left out.
 With ``--replays`` the first 100 steps of each are held against what `AdaptiveStep.estimate` replays
 of them: what is reserved after each step, and what expandable segments would reserve. The checks of
 the first splits, which no estimate replays, are left out of these runs.
+
+A case that is finished is kept in `.measure/`, and a measurement that was stopped resumes with the
+next one.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from typing import Any
 
 import records
 import torch
+from records import Finished
 from torch import nn
 
 from adaptive_batch import AdaptiveStep, Part
@@ -201,14 +205,16 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
     from torchtune.modules.loss import CEWithChunkedOutputLoss
 
     torch.set_default_dtype(torch.bfloat16)
-    # Nothing is made but what stays, as where a checkpoint is loaded.
+    # Nothing is made but what stays, as where a model is moved to a device.
     with torch.device("meta"):
         model = MODELS[case.model]()
-    model.to_empty(device="cuda")
     for module in model.modules():
-        if not getattr(module, "is_cache_built", True):
-            with torch.device("cuda"):
+        if getattr(module, "is_cache_built", True):
+            module.to_empty(device="cuda", recurse=False)
+        else:
+            with torch.device("cpu"):
                 module.rope_init()  # type: ignore[operator]
+            module.to("cuda")
     model.set_num_output_chunks(8)  # type: ignore[operator]
     loss_of = CEWithChunkedOutputLoss()
 
@@ -222,8 +228,8 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
 
 
 def run_case(case: Case, way: str, steps: int) -> list[StepMemory]:
-    """Train so many steps in this process; return what each has allocated at most, and what is
-    reserved after it.
+    """Train so many steps in this process; return what was allocated at most by the end of each,
+    and what is reserved after it.
     """
     if way == "unchecked":
         SplitCheck.begin_split = lambda *_: False  # type: ignore[method-assign]
@@ -239,7 +245,6 @@ def run_case(case: Case, way: str, steps: int) -> list[StepMemory]:
 
     memory = []
     for _, lengths in zip(range(steps), case.lengths(), strict=False):
-        torch.cuda.reset_peak_memory_stats()
         if way == "as sampled":
             run_as_sampled(lengths)
         else:
@@ -317,47 +322,65 @@ def answer(request: Mapping[str, Any]) -> None:
         print(json.dumps(run_case(case, request["way"], request["steps"])))
 
 
-def measure_fragmentation(cases: Sequence[Case], steps: int) -> list[dict[str, Any]]:
-    table = []
-    for case in cases:
+def measure_fragmentation(
+    cases: Sequence[Case], steps: int, finished: Finished
+) -> list[dict[str, Any]]:
+    def ratios_of(case: Case) -> dict[str, Any]:
         ways = {}
         for way in WAYS:
             ways[way] = summarised([StepMemory(*step) for step in in_process(way, case, steps)])
-        table.append({**asdict(case), **ways})
-        figures = "  ".join(f"{way} {ways[way]['p99']:.3f}" for way in WAYS)
+        return ways
+
+    table = []
+    for case in cases:
+        entry = finished.entry({**asdict(case), "steps": steps}, partial(ratios_of, case))
+        table.append(entry)
+        figures = entry.get("failed")
+        if figures is None:
+            figures = "  ".join(f"{way} {entry[way]['p99']:.3f}" for way in WAYS)
         print(f"{described(case)}  {figures}", flush=True)
-    for way in WAYS:
-        ratios = [row[way]["p99"] for row in table]
+    done = [entry for entry in table if "failed" not in entry]
+    for way in WAYS if done else ():
+        ratios = [entry[way]["p99"] for entry in done]
         print(f"{way}: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}")
     return table
 
 
-def measure_replays(cases: Sequence[Case], steps: int) -> list[dict[str, Any]]:
+def measure_replays(cases: Sequence[Case], steps: int, finished: Finished) -> list[dict[str, Any]]:
     """Hold replayed steps against those that ran."""
-    table = []
-    print(f"{'':<49} settings     equal  within 0.1%  worst step  most reserved")
-    for case in cases:
+
+    def compared(case: Case) -> dict[str, Any]:
         replays = in_process("replay", case, steps)
-        entry = asdict(case)
+        entry = {}
         for name, settings in SETTINGS.items():
             ran = in_process("unchecked", case, steps, settings=settings)
             reserved = [step[1] for step in ran]
             replayed = [step[1] for step in replays[name]]
             errors = [own / real - 1 for own, real in zip(replayed, reserved, strict=True)]
-            row = {
+            entry[name] = {
                 "equal": errors.count(0.0),
                 "near": sum(abs(error) <= 1e-3 for error in errors),
                 "worst": max(errors, key=abs),
                 "most_reserved": max(replayed) / max(reserved) - 1,
                 "reserved_gib": max(reserved) / 2**30,
             }
-            entry[name] = row
+        return entry
+
+    table = []
+    print(f"{'':<49} settings     equal  within 0.1%  worst step  most reserved")
+    for case in cases:
+        entry = finished.entry({**asdict(case), "steps": steps}, partial(compared, case))
+        table.append(entry)
+        if "failed" in entry:
+            print(f"{described(case)}  {entry['failed']}", flush=True)
+            continue
+        for name in SETTINGS:
+            row = entry[name]
             print(
                 f"{described(case)}  {name:<11} {row['equal']:>6} {row['near']:>12}"
                 f" {row['worst']:>11.3%} {row['most_reserved']:>14.3%}",
                 flush=True,
             )
-        table.append(entry)
     return table
 
 
@@ -383,14 +406,17 @@ def main() -> None:
         answer(json.loads(arguments.run))
         return
     cases = sample(20)[: 4 if arguments.quick else arguments.cases]
-    if arguments.replays:
-        steps = 20 if arguments.quick else REPLAYED
-        replays = measure_replays(cases, steps)
-        records.write("fragmentation_replays", arguments.output, steps=steps, cases=replays)
-        return
+    name = "fragmentation"
+    measure = measure_fragmentation
     steps = 60 if arguments.quick else STEPS
-    table = measure_fragmentation(cases, steps)
-    records.write("fragmentation", arguments.output, steps=steps, cases=table)
+    if arguments.replays:
+        name = "fragmentation_replays"
+        measure = measure_replays
+        steps = 20 if arguments.quick else REPLAYED
+    finished = Finished(name)
+    table = measure(cases, steps, finished)
+    records.write(name, arguments.output, steps=steps, cases=table)
+    finished.forget()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -115,6 +115,8 @@ class FakeDevice:
         self.kernels = kernels
         self._counter: AttributedTracker | None = None
         self._on_host: WeakSet[torch.UntypedStorage] = WeakSet()
+        # Of a batch that the step itself copies to the device, by what it calls for it.
+        self.not_moved: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         self.loaded: Phase | None = None
 
@@ -149,9 +151,25 @@ class FakeDevice:
             for module, name in tied_places:
                 module._parameters[name] = owner._parameters[own_name]
 
-    def batch(self, batch: dict[str, Any]) -> None:
-        """Make the tensors of a batch fake, in place, and count them."""
-        batch.update(tree_map_only(torch.Tensor, self._fake, dict(batch)))
+    def batch(self, batch: dict[str, Any], *, is_moved: bool = True) -> None:
+        """Make the tensors of a batch fake, in place, and count them.
+
+        Args:
+            batch: by name.
+            is_moved: whether all of it is on the device; False where what the CPU has is counted
+                once the step copies it, inside :class:`DevicesAsHost`.
+        """
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            if is_moved or tensor.device.type != "cpu":
+                return self._fake(tensor)
+            # The counter would see it made.
+            with disable_current_modes():
+                on_host = self._on_host_device(tensor)
+            self.not_moved.add(on_host.untyped_storage())
+            return on_host
+
+        batch.update(tree_map_only(torch.Tensor, fake, dict(batch)))
 
     def _on_host_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor like another, on the CPU, where all fake ones are."""
@@ -183,6 +201,7 @@ class FakeDevice:
         counter = AttributedTracker(
             operators=operators,
             on_host=self._on_host,
+            not_moved=self.not_moved,
             streams=self._streams,
             explain=explain,
             names=names,
@@ -250,6 +269,7 @@ class FakeStep:
             :class:`adaptive_batch.probe.DryRun`.
 
     Attributes:
+        accumulates: whether gradients of earlier micro-batches are there.
         optimizer_peak_bytes: of clipping and the optimizer's step; None with the optimizer in
             backward.
         resident: before a forward.
@@ -271,7 +291,7 @@ class FakeStep:
         self._in_backward = isinstance(optimizer, OptimizerInBackward)
         self._optimizers = optimizers_of(optimizer)
         self.forward_backward = forward_backward
-        self._accumulates = accumulates
+        self.accumulates = accumulates
         self._device = device
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = keep_gradients if accumulates else None
@@ -354,12 +374,12 @@ class FakeStep:
         for number, run in enumerate(of_steps):
             is_first_step = number == 0
             phase = self._at(rows, run)
-            has_first_micro_batch = self._accumulates or (self._in_backward and is_first_step)
+            has_first_micro_batch = self.accumulates or (self._in_backward and is_first_step)
             if has_first_micro_batch:
                 few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
                 first = few_rows or self._at(rows, run, is_first=True)
                 phases.append((first, is_first_step))
-            if self._accumulates:
+            if self.accumulates:
                 phases += [(phase, False)] * (micro_batches - 1)
             elif not has_first_micro_batch:
                 phases.append((phase, is_first_step))
@@ -463,8 +483,11 @@ class FakeStep:
         return traced_any
 
     def _resident_phase(self) -> Phase:
+        tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))
+        if not self._sharding.is_sharded:
+            tensors = _as_moved(self.model)
         with self._device.counting() as counter:
-            counter.add(tensor for _, tensor in _named(model=self.model))
+            counter.add(tensors)
             return counter.phase(_named(model=self.model))
 
     def _named(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
@@ -484,7 +507,7 @@ class FakeStep:
         if self._keep_gradients:
             with self._device.mode:
                 self._keep_gradients()
-        elif self._accumulates:
+        elif self.accumulates:
             self._give_gradients()
 
     def _give_gradients(self) -> None:
@@ -499,18 +522,45 @@ def _named(*, model: nn.Module) -> Iterator[tuple[tuple[str, int], torch.Tensor]
         yield ("model", number), tensor
 
 
+def _as_moved(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters and buffers in the order in which ``model.to(device)`` moves them."""
+    for child in module.children():
+        yield from _as_moved(child)
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor
+
+
 class DevicesAsHost(TorchFunctionMode):
-    """Inside, what a script puts on a device stays on the CPU, where fake tensors are."""
+    """Inside, what a script puts on a device stays on the CPU, where fake tensors are.
+
+    Args:
+        device: whose tensors are copied where they were not on it yet.
+    """
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.to:
-            args = tuple(map(_host_in_place_of, args))
-        if "device" in kwargs:
+            return self._moved(args[0])
+        names_device = "device" in kwargs
+        if names_device:
             kwargs["device"] = _host_in_place_of(kwargs["device"])
-        return func(*args, **kwargs)
+        if func is not torch.Tensor.to:
+            return func(*args, **kwargs)
+        on_host = tuple(map(_host_in_place_of, args))
+        names_device |= any(isinstance(value, torch.device) for value in on_host)
+        result = func(*on_host, **kwargs)
+        return self._moved(result) if names_device else result
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of what was not on the device yet; anything else as it is."""
+        if tensor.untyped_storage() in self._device.not_moved:
+            return tensor.clone()
+        return tensor
 
 
 def _host_in_place_of(value: Any) -> Any:

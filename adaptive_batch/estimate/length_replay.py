@@ -122,28 +122,36 @@ class LengthPlan:
         targets: Sequence[Target],
         fits: Sequence[Fit],
         settings: AllocatorSettings,
+        *,
+        accumulating: Callable[[], FakeStep],
     ) -> list[LengthReplay | None]:
         """Replay the steps on each target; None where no row fits.
 
         Args:
-            step: the step, beside the gradients of earlier micro-batches.
+            step: the step.
             device: where it runs.
             targets: devices of its kind.
             fits: what fits on each of them.
             settings: of their allocator.
+            accumulating: function that returns the step beside the gradients of earlier
+                micro-batches, called where some step has several and `step` has none of them.
         """
         plans: list[PlannedSteps | None] = []
         all_shapes: list[Shape] = []
         is_packed = False
+        has_several = False
         for fit in fits:
             planned = None
             if fit.max_batch_size:
                 planned = self.steps(fit)
                 all_shapes += chain.from_iterable(planned.steps)
                 is_packed |= planned.is_packed
+                has_several |= any(len(shapes) > 1 for shapes in planned.steps)
             plans.append(planned)
         if not all_shapes:
             return [None] * len(targets)
+        if has_several and not step.accumulates:
+            step = accumulating()
         run = partial(self.forward_backward, device)
         shapes = TracedShapes(step, run, all_shapes, is_packed=is_packed)
         replays: list[LengthReplay | None] = []
@@ -261,7 +269,7 @@ class TracedShapes:
     with rows, whatever the length of each.
 
     Args:
-        step: the step, with the gradients of earlier micro-batches if steps have several.
+        step: the step, which accumulates if some step has several micro-batches.
         run: ``run(rows, length)`` runs forward and backward of a micro-batch.
         shapes: all that will be asked for.
         most_traced: shapes up to which each is traced; None for as many as the step's traces are
@@ -309,6 +317,8 @@ class TracedShapes:
         Raises:
             SettingError: no two numbers of rows ran the same operations.
         """
+        # Without gradients of earlier ones each micro-batch is a first one.
+        is_first = is_first and self._step.accumulates
         key = (shape, is_first)
         if key in self._phases:
             return self._phases[key]
@@ -395,10 +405,17 @@ class TracedShapes:
         return self._traced[key]
 
 
+class StepLog(NamedTuple):
+    """What the micro-batches of a step allocate and free, and then the optimizer's step."""
+
+    micro_batches: Sequence[int]
+    optimizer: Sequence[int]
+
+
 def step_logs(
     step: FakeStep, shapes: TracedShapes, steps: Iterable[Sequence[Shape]]
-) -> Iterator[array[int]]:
-    """Yield what loading allocates and frees, and then each step (:mod:`.step_log`).
+) -> Iterator[StepLog]:
+    """Yield what each step allocates and frees (:mod:`.step_log`), the first after loading.
 
     Args:
         step: the step, for loading and the optimizer.
@@ -406,15 +423,14 @@ def step_logs(
         steps: shapes of the micro-batches of each step.
     """
     writer = LogWriter()
-    yield writer.add(step.loading, is_first=True)
+    log = writer.add(step.loading, is_first=True)
     for number, micro_batches in enumerate(steps):
-        log = array("q")
         for place, shape in enumerate(micro_batches):
             is_first = place == 0
             phase = shapes.phase(shape, is_first=is_first)
             log.extend(writer.add(phase, is_first=is_first and number == 0))
-        log.extend(writer.add(step.optimizer_step(number), is_first=False))
-        yield log
+        yield StepLog(log, writer.add(step.optimizer_step(number), is_first=False))
+        log = array("q")
 
 
 class StepMemory(NamedTuple):
@@ -428,7 +444,7 @@ class StepReplay:
     """The steps of a log on a simulated device.
 
     Args:
-        logs: loading, and each step.
+        logs: of each step, the first after loading.
         budget_bytes: what the allocator may take of the device.
         settings: of the allocator.
         largest: tokens of the largest micro-batch of each step, by which the cache is kept from
@@ -442,7 +458,7 @@ class StepReplay:
 
     def __init__(
         self,
-        logs: Sequence[Sequence[int]],
+        logs: Sequence[StepLog],
         *,
         budget_bytes: int,
         settings: AllocatorSettings,
@@ -455,10 +471,8 @@ class StepReplay:
         )
         self.steps: list[StepMemory] = []
         self.failed_step: int | None = None
-        loading, *logs_of_steps = logs
-        self._allocator.replay(loading)
-        sizes = largest or [0] * len(logs_of_steps)
-        for number, (log, size) in enumerate(zip(logs_of_steps, sizes, strict=True), start=1):
+        sizes = largest or [0] * len(logs)
+        for number, (log, size) in enumerate(zip(logs, sizes, strict=True), start=1):
             try:
                 self._run_step(log, size)
             except torch.OutOfMemoryError:
@@ -475,13 +489,21 @@ class StepReplay:
             failed_step=self.failed_step,
         )
 
-    def _run_step(self, log: Sequence[int], size: int) -> None:
+    def _run_step(self, log: StepLog, size: int) -> None:
         allocator = self._allocator
+        earlier_peak = allocator.peak_allocated_bytes
         self._cache.begin_step([size])
         allocator.peak_allocated_bytes = allocator.allocated_bytes
-        allocator.replay(log)
+        allocator.replay(log.micro_batches)
+        # Training's cache sees the peak of all until then, and not of the optimizer's step to come.
+        own_peak = allocator.peak_allocated_bytes
+        allocator.peak_allocated_bytes = max(earlier_peak, own_peak)
         self._cache.end_step()
-        self.steps.append(StepMemory(allocator.peak_allocated_bytes, allocator.reserved_bytes))
+        allocator.peak_allocated_bytes = own_peak
+        allocator.replay(log.optimizer)
+        own_peak = allocator.peak_allocated_bytes
+        self.steps.append(StepMemory(own_peak, allocator.reserved_bytes))
+        allocator.peak_allocated_bytes = max(earlier_peak, own_peak)
 
 
 def replay_lengths(

@@ -161,12 +161,17 @@ def estimate_step(
                     allocator=settings,
                 )
                 if length_plan is not None:
-                    several = step
-                    if not accumulates:
-                        # Its first step makes the states again, and may have several micro-batches.
+
+                    def accumulating(
+                        twin: Optimizer = twin, make_step: Callable[..., FakeStep] = make_step
+                    ) -> FakeStep:
+                        # Its first step makes the states again.
                         twin.state.clear()
-                        several = make_step(accumulates=True)
-                    own_replays = length_plan.replay(several, fake, own, some, settings)
+                        return make_step(accumulates=True)
+
+                    own_replays = length_plan.replay(
+                        step, fake, own, some, settings, accumulating=accumulating
+                    )
                     for number, replay in zip(members, own_replays, strict=True):
                         if replay is not None:
                             replays[number] = replay

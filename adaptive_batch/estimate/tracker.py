@@ -100,6 +100,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     Args:
         operators: of the estimated device, where it is no CPU.
         on_host: storages that are not on the device, those that are made here included.
+        not_moved: storages on the host that are not counted at all.
         streams: their numbers in the log, those that are met here included; a CPU's do nothing, but
             FSDP changes between them.
         explain: numbers of operations at which all live bytes are attributed to modules, for which
@@ -111,6 +112,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         *,
         operators: CudaOperators | None = None,
         on_host: WeakSet[torch.UntypedStorage] | None = None,
+        not_moved: WeakSet[torch.UntypedStorage] | None = None,
         streams: dict[object, int] | None = None,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
@@ -124,10 +126,13 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._operators = operators
         self._instead = operators.instead if operators else {}
         self._on_host = on_host if on_host is not None else WeakSet()
+        self._not_moved = not_moved if not_moved is not None else WeakSet()
         self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
         self._explain = frozenset(explain)
         self._names = names
         self._is_counting = True
+        # Bytes of the storages that were made, resized or freed (0) in a pause.
+        self._changed: dict[int, int] = {}
         self._is_lifted = False
         self._is_inside = False
         self._in_forward: set[int] = set()
@@ -152,12 +157,15 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Context manager: count at the end what was made inside and is still alive."""
+        """Context manager: count and log at the end what was made inside and is still alive."""
         self._is_counting = False
         try:
             yield
         finally:
             self._is_counting = True
+            for key, size in self._changed.items():
+                self._replace(key, size)
+            self._changed.clear()
             self.check()
 
     def check(self) -> None:
@@ -200,6 +208,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def _replace(self, key: int, size: int) -> None:
         """Log that a storage has another block of memory now, or none."""
+        if not self._is_counting:
+            self._changed[key] = size
+            return
         freed = self._numbers.pop(key, None)
         if size:
             self._numbers[key] = self._num_allocations
@@ -266,7 +277,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def _counts(self, tensor: torch.Tensor) -> bool:
         # Fake tensors stand for real ones.
-        return True
+        return not self._not_moved or tensor.untyped_storage() not in self._not_moved
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The most frequent call on fake tensors, and no operation.

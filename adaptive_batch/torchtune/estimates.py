@@ -478,7 +478,8 @@ class _Step:
     def replay(
         self, targets: Sequence[Target], fits: Sequence[Fit], allocator: AllocatorSettings
     ) -> list[LengthReplay | None]:
-        """Replay training's first steps on devices of this kind; the model is built again.
+        """Replay training's first steps on devices of this kind; the model is built again where
+        steps have several micro-batches, and the estimate is of one alone.
 
         Args:
             targets: the devices.
@@ -486,7 +487,6 @@ class _Step:
             allocator: settings of their caching allocator.
         """
         rows, _ = self._rows["longest"]
-        step = self.run.step(rows, accumulates=True)
 
         @cache
         def rows_of(length: int) -> Rows:
@@ -503,7 +503,14 @@ class _Step:
             self.run.trainer.runner.try_rows(some_rows)
 
         plan = LengthPlan(self._first_steps, run)
-        return plan.replay(step, self.run.device, targets, fits, allocator)
+        return plan.replay(
+            self._step,
+            self.run.device,
+            targets,
+            fits,
+            allocator,
+            accumulating=lambda: self.run.step(rows, accumulates=True),
+        )
 
     def _first_steps(self, fit: Fit) -> PlannedSteps:
         """Return training's first steps where so many of the longest rows fit."""

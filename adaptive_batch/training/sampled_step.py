@@ -84,10 +84,11 @@ class SampledStep:
             batch = self._sample(num_rows)
             if width is not None:
                 batch = self._shortened(batch, width)
-        on_device = {"batch": batch}
-        device.batch(on_device)
-        with DevicesAsHost():
-            self._forward_backward(Part(on_device["batch"], num_rows, is_trial=True))
+        made = {"batch": batch}
+        # What a sample has on the CPU a script has to copy to a model that is not there.
+        device.batch(made, is_moved=self._device.type == "cpu")
+        with DevicesAsHost(device):
+            self._forward_backward(Part(made["batch"], num_rows, is_trial=True))
 
     def length_plan(
         self, lengths: Any, batch_size: int | None, *, maximum: int

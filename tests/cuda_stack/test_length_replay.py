@@ -115,10 +115,10 @@ def on_cuda(
         for rows, length in micro:
             batch = batch_of(rows, length)
             forward_backward(net, batch["tokens"].to(CUDA), batch["labels"].to(CUDA))
-        optimizer.step()
-        optimizer.zero_grad()
         if cache:
             cache.end_step()
+        optimizer.step()
+        optimizer.zero_grad()
         yield torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
 
 

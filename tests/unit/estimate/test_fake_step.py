@@ -16,7 +16,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from adaptive_batch.estimate import Between, CudaKernels, FakeDevice
+from adaptive_batch.estimate import (
+    Between,
+    CachingAllocator,
+    CudaKernels,
+    DevicesAsHost,
+    FakeDevice,
+)
 from adaptive_batch.memory import (
     MemoryCurve,
     device_memory,
@@ -194,6 +200,43 @@ def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
     assert (batch["names"], batch["mask"]) == (["a", "b"], None)
 
 
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda tensor: tensor.cuda(),
+        lambda tensor: tensor.to("cuda", non_blocking=True),
+        lambda tensor: tensor.to(device=torch.device("cpu")),
+        lambda tensor: tensor[:, :].to(torch.device("cuda", 0), torch.int64),
+    ],
+)
+def test_a_batch_on_the_host_is_counted_where_a_script_copies_it(move):
+    device = FakeDevice()
+    batch = {"tokens": torch.zeros(2, 3, dtype=torch.int64)}
+    with device.counting() as counter:
+        counter.add([])
+        first = torch.zeros(100)
+        device.batch(batch, is_moved=False)
+        tokens = batch["tokens"][:, :2].contiguous().view(4)
+        assert list(counter.log) == [400, 32]
+        with DevicesAsHost(device):
+            moved = move(batch["tokens"])
+            again = move(moved)
+    assert list(counter.log) == [400, 32, 48]
+    assert counter.live_bytes == storage_bytes([first, tokens, moved])
+    assert again.shape == moved.shape == (2, 3)
+
+
+def test_a_batch_on_the_host_that_changes_its_type_there_is_not_copied_twice():
+    device = FakeDevice()
+    batch = {"mask": torch.zeros(2, 3, dtype=torch.int64)}
+    with device.counting() as counter:
+        counter.add([])
+        device.batch(batch, is_moved=False)
+        with DevicesAsHost(device):
+            batch["mask"].to("cuda", torch.float32)
+    assert [entry for entry in counter.log if entry > 0] == [24]
+
+
 def test_two_traces_of_one_size_are_alike():
     step = fake_step("AdamW8bit", checkpointing=True)
     assert step.trace(4) == step.trace(4)
@@ -211,6 +254,38 @@ def test_an_uncounted_region_counts_what_stays_of_it():
         after = base + 1
     assert peak == storage_bytes([base, kept])
     assert counter.live_bytes == counter.peak_bytes == storage_bytes([base, kept, after])
+
+
+def test_the_log_of_an_uncounted_region_is_what_stays_of_it():
+    device = FakeDevice()
+    with device.mode:
+        resident = torch.zeros(100)
+        freed = torch.zeros(300)
+    with device.counting() as counter:
+        counter.add_named([("resident", resident), ("freed", freed)])
+        resident.add_(1)  # begins the count
+        made = torch.zeros(200)
+        with device.uncounted():
+            kept = torch.zeros(1000) + 1
+            torch.zeros(5000)
+            del freed, made
+        after = resident + 1
+        phase = counter.phase([("kept", kept)])
+    allocator = CachingAllocator(2**40)
+    allocator.replay([400, 1200, *phase.log])
+    sizes = [entry for entry in phase.log if entry > 0]
+    assert sizes == [800, 4000, 400]
+    assert allocator.requested_bytes == storage_bytes([resident, kept, after])
+    assert phase.after == {("kept", 0): 3}
+
+
+def test_what_is_loaded_is_in_the_order_in_which_a_model_is_moved_to_a_device():
+    moved = []
+    model = Decoder()
+    model._apply(lambda tensor: moved.append(tensor.nbytes) or tensor)
+    # A parameter and a buffer beside the layers come last.
+    assert moved[-2:] == [model.scale.nbytes, model.seen.nbytes]
+    assert list(fake_step(model=model).loading.log) == moved
 
 
 def test_a_copy_of_a_fake_model_can_be_planned_beside_it():

@@ -23,6 +23,7 @@ from adaptive_batch.estimate import (
     CudaKernels,
     FakeDevice,
     PlannedSteps,
+    StepLog,
     StepReplay,
     TracedShapes,
     batches_in_order,
@@ -372,6 +373,7 @@ class CountedSteps:
 
     model = None
     runs_few_layers = False
+    accumulates = True
 
     def __init__(self, size):
         self.size = size
@@ -426,6 +428,7 @@ def test_no_more_packed_rows_are_traced_than_there_are_tokens():
     asked = []
     step = SimpleNamespace(
         model=None,
+        accumulates=True,
         phase=lambda run, *, is_first: asked.append(run.args) or Phase(array("q"), (), {}),
     )
     shapes = [Shape(rows, rows) for rows in range(2, 9)]
@@ -466,6 +469,17 @@ def test_one_shape_is_traced_as_the_first_of_a_step_for_all():
             assert first == step.phase(run_shape, is_first=True)
 
 
+def test_steps_of_one_micro_batch_each_have_the_log_of_one_that_could_have_several():
+    logs = {}
+    steps = [(Shape(rows, length),) for rows, length in ((2, 24), (3, 8), (1, 40), (2, 24))]
+    for accumulates in (False, True):
+        device = FakeDevice()
+        step = fake_step("AdamW foreach", accumulates=accumulates, device=device)
+        shapes = shapes_on(step, device, [shape for shapes in steps for shape in shapes])
+        logs[accumulates] = list(step_logs(step, shapes, steps))
+    assert logs[False] == logs[True]
+
+
 def test_few_shapes_are_traced_each():
     device = FakeDevice()
     step = fake_step(accumulates=True, device=device)
@@ -485,12 +499,16 @@ def step_log(number, *sizes):
     return array("q", [*sizes, *frees])
 
 
-def replay_of(*steps, largest, budget=1000 * MIB, expandable=False):
-    logs = [array("q", [64 * MIB])]
+def replay_of(*steps, largest, budget=1000 * MIB, expandable=False, of_optimizer=()):
+    logs = []
     number = 1
+    loading = array("q", [64 * MIB])
     for sizes in steps:
-        logs.append(step_log(number, *sizes))
+        micro_batches = loading + step_log(number, *sizes)
         number += len(sizes)
+        logs.append(StepLog(micro_batches, step_log(number, *of_optimizer)))
+        number += len(of_optimizer)
+        loading = array("q")
     settings = AllocatorSettings(expandable_segments=expandable)
     return StepReplay(logs, budget_bytes=budget, settings=settings, largest=largest)
 
@@ -517,6 +535,14 @@ def test_a_cache_that_is_given_back_is_one_block_of_what_a_step_needs():
         replay_of(*fragmented, largest=[1] * 4, expandable=True).steps[-1].reserved_bytes
         <= 180 * MIB
     )
+
+
+def test_the_cache_is_made_for_the_peaks_until_an_optimizers_step():
+    steps = [[30 * MIB], [30 * MIB], [30 * MIB]]
+    replay = replay_of(*steps, largest=[1] * 3, of_optimizer=[100 * MIB])
+    assert [step.allocated_bytes // MIB for step in replay.steps] == [164] * 3
+    # 194 are held after the first step, 94 of which its micro-batch was seen to need.
+    assert [step.reserved_bytes // MIB for step in replay.steps] == [194, 194, 164]
 
 
 def test_what_runs_out_of_memory_is_named_and_what_is_tried_again_is_counted():
