@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._inductor import scheduler
+from torch._inductor import config, scheduler
 from torch.nn import functional
 
 from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice
@@ -83,7 +83,9 @@ def inductors_kernels(monkeypatch):
         return code(self, nodes)
 
     monkeypatch.setattr(scheduler.Scheduler, "_codegen", recorded)
-    return kernels
+    # What an earlier run has cached is not scheduled.
+    with config.patch(force_disable_caches=True):
+        yield kernels
 
 
 @pytest.fixture
