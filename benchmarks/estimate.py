@@ -1,16 +1,18 @@
 """What a plan on fake tensors says, beside what real trials count, on one device and on several
 ranks; and what planning takes.
 
-    python benchmarks/estimate.py [--quick] [--only {peaks,ranks,time,configs}] [--output DIR]
+    python benchmarks/estimate.py [--only {peaks,ranks,time,compiled,configs}] [--quick]
+    [--output DIR]
     python benchmarks/estimate.py --device cuda [--quick] [--memory 24GiB] [--output DIR]
 
 On a CPU, tensor bytes are counted. `peaks`: small models of torchtune's builders; the peak at each
 of many sizes, and the bound under budgets between them, beside the recipes' own trials and their
 search. `ranks`: the same with FSDP2 on gloo, where each rank is a process. `time`: shipped configs
 planned in a fresh process each; one that is finished is kept in `.measure/`, and a part that was
-stopped resumes with the next one. `configs`: which of the shipped ones and of torchtune's own can
-be planned. On CUDA: random weights of real size; the peak of what the allocator gave out, and the
-bound beside one that is bisected and checked upward.
+stopped resumes with the next one. `compiled`: the same for one length, two of them, eager and
+compiled. `configs`: which of the shipped ones and of torchtune's own can be planned. On CUDA:
+random weights of real size; the peak of what the allocator gave out, and the bound beside one that
+is bisected and checked upward.
 """
 
 from __future__ import annotations
@@ -354,6 +356,15 @@ TIMED = (
     Planning("llama3_1_70B_8gpu", ("estimate.world_size=8",), changes=(False,)),
     Planning("llama3_1_70B_8gpu", ("estimate.world_size=1",), changes=(False,)),
 )
+ONE_LENGTH = (
+    "estimate.devices=[B200]",
+    "estimate.sequence_lengths=[2048]",
+)
+TIMED_COMPILED = tuple(
+    Planning(config, (*ONE_LENGTH, f"compile={compiled}"), changes=(False,))
+    for config in ("llama3_2_1B", "llama3_1_8B")
+    for compiled in (False, True)
+)
 
 
 def measure_time(
@@ -646,7 +657,7 @@ def budget_here(combination: Combination, memory: str | None) -> int:
     )
 
 
-MEASURES = ("peaks", "ranks", "time", "configs")
+MEASURES = ("peaks", "ranks", "time", "compiled", "configs")
 
 
 def main() -> None:
@@ -688,6 +699,13 @@ def main() -> None:
         finished = Finished("estimate-time")
         parts["time"] = measure_time(
             TIMED[:1] if quick else TIMED, finished, repeats=1 if quick else arguments.repeats
+        )
+        print()
+    if arguments.only in (None, "compiled"):
+        parts["compiled"] = measure_time(
+            TIMED_COMPILED[:2] if quick else TIMED_COMPILED,
+            Finished("estimate-compiled"),
+            repeats=1 if quick else arguments.repeats,
         )
         print()
     if arguments.only in (None, "configs"):

@@ -9,13 +9,14 @@ what Inductor's would, by one rule, which is the same on every build of PyTorch:
   its results to memory.
 * All others are fused. One writes its result to memory where the graph returns it, where an
   operator of the first kind reads it, where it is a reduction, or where several read it and it
-  reads much itself. Otherwise the kernels that need its result compute it.
-* Fused kernels that read the same memory in loops of one size are one, which runs as soon as all
-  that they read is there. Sums over rows, as for the gradient of a norm's weight, are first of all
-  fused with each other; what they need runs before what else runs after the first of them.
+  reads much itself. Otherwise the kernels that need its result compute it, and so do those that
+  stand before the first operator that needs it in memory.
+* Generated kernels that share memory are fused, as `fused_kernels` says. What only the operators of
+  one kernel need is not in memory.
+* Kernels run in the order with the lowest peak of several, as `kernel_order` says.
 * Memory is freed after its last reader. A kernel writes a result in the place of what it reads for
-  that result alone and for the last time, if that has the same dtype and size, and is no argument
-  of the caller.
+  that result alone, in the same order and for the last time, if that has the same dtype and size,
+  and is no argument of the caller; else over memory that was freed before, as `memory_reuse` says.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from __future__ import annotations
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,10 @@ from adaptive_batch._torch import (
     push_torch_function_mode,
 )
 from adaptive_batch.errors import SettingError
+
+from .fused_kernels import Access, Kernel, Operation, fused_kernels, num_bytes_of, size_of
+from .kernel_order import KernelOrders
+from .memory_reuse import MemoryReuse
 
 if TYPE_CHECKING:
     from .cuda_workspace import CudaKernels
@@ -64,6 +70,10 @@ _POINTWISE = {
     *("scalar_tensor", "triu", "tril", "convert_element_type", "iota", "fma"),
     *("inductor_seeds", "inductor_lookup_seed", "inductor_random"),
 }
+# All of a tensor, row by row.
+_WHOLE = ()
+# Operators that Inductor gives the memory of their results.
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 # Versions of torch whose compiled steps the rule was held against.
@@ -368,164 +378,149 @@ class GraphMemory:
             if not _is_view(node):
                 for operand in operands:
                     self._readers.setdefault(operand, set()).add(node)
-        # What each node reads from memory, and the nodes that write to it.
-        self._reads: dict[fx.Node, set[fx.Node]] = {}
-        self._written = set(self._arguments)
+        self._places = {node: place for place, node in enumerate(graph.nodes)}
+        # From which place in the graph on results are in memory, and how each node reads them.
+        self._written_at = dict.fromkeys(self._arguments, -1)
+        self._reads: dict[fx.Node, dict[fx.Node, dict[object, int]]] = {}
         for node in graph.nodes:
             self._reads[node] = self._memory_read_by(node)
             if self._roots[node] is node and self._is_written(node):
-                self._written.add(node)
-        self._kernels: list[fx.Node] = []
-        # The nodes that run in one kernel with a node, in their order.
-        self._joined: dict[fx.Node, list[fx.Node]] = {}
-        for node in self._nodes:
-            if self._is_kernel(node):
-                self._schedule(node)
+                self._written_at[node] = self._place_of_writing(node)
         self._returned = {self._roots[node] for node in self._output.all_input_nodes}
-        last_readers: dict[fx.Node, fx.Node | None] = dict.fromkeys(self._written)
-        for node in self._kernels:
-            last_readers.update(dict.fromkeys(self._reads[node], self._joined[node][-1]))
-        self._freed_after: dict[fx.Node | None, list[fx.Node]] = {}
-        for node, reader in last_readers.items():
-            if node not in self._returned:
-                # What nobody reads is freed at once.
-                maker = node if node.op != "placeholder" else None
-                self._freed_after.setdefault(reader or maker, []).append(node)
+        self._kernels = self._ordered_kernels()
+        # What fused kernels compute that nothing else needs, which is not in memory.
+        self._internal = self._internal_results()
+        self._freed_after = self._last_read()
+        # The memory that results are written over.
+        self._taken = self._taken_memory()
 
-    def _memory_read_by(self, node: fx.Node) -> set[fx.Node]:
-        reads: set[fx.Node] = set()
+    def _memory_read_by(self, node: fx.Node) -> dict[fx.Node, dict[object, int]]:
+        """Return the memory that a node reads: in which orders, and how many bytes in each."""
+        reads: dict[fx.Node, dict[object, int]] = {}
         for operand in node.all_input_nodes:
             root = self._roots[operand]
-            reads |= {root} if root in self._written else self._reads[root]
+            index = _index(operand)
+            if self._is_there(root, node):
+                reads.setdefault(root, {})[index] = num_bytes_of(operand)
+                continue
+            # It is computed again.
+            for memory, indices in self._reads[root].items():
+                for inner, num_bytes in indices.items():
+                    within = inner if index == _WHOLE else (inner, index)
+                    reads.setdefault(memory, {})[within] = num_bytes
         return reads
+
+    def _is_there(self, root: fx.Node, reader: fx.Node) -> bool:
+        """Return whether a result is in memory when a node reads it."""
+        return self._written_at.get(root, len(self._places)) <= self._places[reader]
 
     def _is_kernel(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
             return False
-        return node in self._written or _has_several_results(node) or _is_copy_to_argument(node)
+        return node in self._written_at or _has_several_results(node) or _is_copy_to_argument(node)
 
-    def _schedule(self, node: fx.Node) -> None:
-        """Add a node to the kernels: last, or, where it is fused, to the first that reads the same
-        memory in a loop of the same size, if what it reads is there by then.
-        """
-        reads = self._reads[node]
-        joined = self._sums_over_rows_with(node)
-        for kernel in reversed(self._kernels if _is_fused(node) and not joined else []):
-            is_alike = _is_fused(kernel) and _loop_size(kernel) == _loop_size(node)
-            if is_alike and reads & {kernel, *self._reads[kernel]}:
-                joined = self._joined[kernel]
-            if kernel in reads or any(user in reads for user in kernel.users):
-                break
-        if not joined and _is_fused(node):
-            joined = self._delayed_for(node)
-        place = len(self._kernels)
-        if joined:
-            place = self._kernels.index(joined[-1]) + 1
-        self._kernels.insert(place, node)
-        joined.append(node)
-        self._joined[node] = joined
+    def _ordered_kernels(self) -> Sequence[Kernel]:
+        nodes = [node for node in self._nodes if self._is_kernel(node)]
+        nodes.sort(key=lambda node: self._written_at.get(node, self._places[node]))
+        operations: list[Operation] = []
+        num_users = Counter(self._returned)
+        number = 0
+        for node in nodes:
+            operations.append(self._operation(node, number))
+            number = operations[-1].last_number + 1
+            num_users.update(self._reads[node].keys())
+        kernels = fused_kernels(operations, num_users)
+        return KernelOrders(kernels, self._donated, self._returned).best()
 
-    def _delayed_for(self, node: fx.Node) -> list[fx.Node]:
-        """Delay the last kernel that reads the same memory in a loop of the same size until what a
-        node reads is there, with all that needs its results; return it, to be fused with the node.
+    def _operation(self, node: fx.Node, number: int) -> Operation:
+        writes = tuple(node.users) if _has_several_results(node) else (node,)
+        is_over_rows = _is_over_rows(node)
+        accesses = [
+            Access(memory, (index, is_over_rows), num_bytes)
+            for memory, indices in self._reads[node].items()
+            for index, num_bytes in indices.items()
+        ]
+        accesses += [Access(result, (_WHOLE, False), num_bytes_of(result)) for result in writes]
+        num_results = max(1, _num_elements(next(iter(writes), node)))
+        num_summands = 1
+        if _is_reduction(node):
+            num_summands = _num_elements(node.all_input_nodes[0]) // num_results
+        return Operation(
+            node=node,
+            accesses=tuple(accesses),
+            writes=writes,
+            loop=(num_results, num_summands),
+            is_fused=_is_fused(node),
+            is_reduction=_is_reduction(node),
+            is_over_rows=is_over_rows,
+            number=number,
+        )
 
-        Returns none where each such kernel is needed for a part of what the node reads.
-        """
-        reads = self._reads[node]
-        needed = self._needed_for(reads, self._joined)
-        for kernel in reversed(self._kernels):
-            joined = self._joined[kernel]
-            is_alike = _is_fused(kernel) and _loop_size(kernel) == _loop_size(node)
-            if is_alike and joined[0] not in needed and reads & self._reads[kernel]:
-                self._delay(joined)
-                return joined
-        return []
-
-    def _sums_over_rows_with(self, node: fx.Node) -> list[fx.Node]:
-        """Take the last sums over rows that read what a sum over rows reads out of their kernel,
-        and run all that the node needs before them; return them, to be fused with it.
-
-        Returns none, and leaves kernels as they are, where there are none, the node needs one of
-        them, or they cannot run apart from what else is in their kernel.
-        """
-        if not _is_over_rows(node):
-            return []
-        size = _loop_size(node)
-        for kernel in reversed(self._kernels):
-            shared = self._reads[node] & self._reads[kernel]
-            is_alike = _is_over_rows(kernel) and _loop_size(kernel) == size
-            if not is_alike or size not in map(_num_elements, shared):
-                continue
-            kernel_nodes = self._joined[kernel]
-            sums = [other for other in kernel_nodes if _is_over_rows(other)]
-            rest = [other for other in kernel_nodes if other not in sums]
-            joined = {**self._joined, **dict.fromkeys(sums, sums), **dict.fromkeys(rest, rest)}
-            reads = self._reads[node]
-            needed = self._needed_for(reads, joined)
-            needed.update(joined[maker][0] for maker in self._makers(reads))
-            rest_reads_sums = self._read_results(rest, sums)
-            sums_read_rest = self._read_results(sums, rest)
-            if sums[0] in needed or (rest_reads_sums and sums_read_rest):
-                return []
-            # The rest stays one kernel, on the side of the sums where it began if it can be there.
-            if rest and (sums_read_rest or (kernel_nodes[0] is rest[0] and not rest_reads_sums)):
-                needed.add(rest[0])
-            place = self._kernels.index(kernel_nodes[0])
-            later = [other for other in self._kernels[place:] if other not in sums]
-            sooner = [other for other in later if joined[other][0] in needed]
-            others = [other for other in later if joined[other][0] not in needed]
-            self._kernels[place:] = [*sooner, *sums, *others]
-            self._joined = joined
-            return sums
-        return []
-
-    def _read_results(self, readers: Iterable[fx.Node], makers: Iterable[fx.Node]) -> bool:
-        """Return whether nodes read what others write to memory."""
-        results = _results(makers)
-        return any(self._reads[reader] & results for reader in readers)
-
-    def _needed_for(
-        self, reads: Iterable[fx.Node], kernels: Mapping[fx.Node, Sequence[fx.Node]]
-    ) -> set[fx.Node]:
-        """Return the first node of each kernel without which the makers of memory cannot run.
-
-        Args:
-            reads: that memory.
-            kernels: nodes that run in one kernel with a node.
-        """
-        needed: set[fx.Node] = set()
-        makers = self._makers(reads)
-        while makers:
-            joined = kernels[makers.pop()]
-            for node in joined:
-                for maker in self._makers(self._reads[node]):
-                    first = kernels[maker][0]
-                    if first is not joined[0] and first not in needed:
-                        needed.add(first)
-                        makers.append(first)
-        return needed
-
-    def _makers(self, reads: Iterable[fx.Node]) -> list[fx.Node]:
-        """Return the nodes of kernels that have written memory; arguments have none."""
-        makers = []
-        for memory in reads:
-            # One of several results is an item of theirs.
-            maker = memory if memory in self._joined else next(iter(memory.all_input_nodes), None)
-            if maker in self._joined:
-                makers.append(maker)
-        return makers
-
-    def _delay(self, joined: Sequence[fx.Node]) -> None:
-        """Move a kernel to the end, and after it whatever needs its results."""
-        made = _results(joined)
-        moved = dict.fromkeys(joined)
+    def _internal_results(self) -> set[fx.Node]:
+        readers: dict[fx.Node, set[Kernel]] = {}
         for kernel in self._kernels:
-            together = self._joined[kernel]
-            if kernel not in moved and any(self._reads[node] & made for node in together):
-                moved.update(dict.fromkeys(together))
-                made |= _results(together)
-        stay = [kernel for kernel in self._kernels if kernel not in moved]
-        self._kernels = [*stay, *moved]
+            for node in kernel.nodes:
+                for memory in self._reads[node]:
+                    readers.setdefault(memory, set()).add(kernel)
+        return {
+            node
+            for kernel in self._kernels
+            if kernel.is_fused
+            for node in kernel.numbers
+            if node not in self._returned and readers.get(node, set()) <= {kernel}
+        }
+
+    def _last_read(self) -> dict[Kernel | None, list[fx.Node]]:
+        """Return what is freed after each kernel, and before the first one."""
+        last_readers: dict[fx.Node, Kernel | None] = dict.fromkeys(self._arguments)
+        names = {node: node.name for node in self._arguments}
+        for kernel in self._kernels:
+            last_readers.update(dict.fromkeys((*kernel.reads, *kernel.numbers), kernel))
+            names.update({node: f"buf{number}" for node, number in kernel.numbers.items()})
+        freed_after: dict[Kernel | None, list[fx.Node]] = {}
+        # By the names that Inductor gives memory.
+        for memory in sorted(last_readers, key=names.__getitem__):
+            if memory not in self._returned:
+                freed_after.setdefault(last_readers[memory], []).append(memory)
+        return freed_after
+
+    def _taken_memory(self) -> dict[fx.Node, fx.Node]:
+        """Return what results are written over, which is freed no more."""
+        taken: dict[fx.Node, fx.Node] = {}
+        reuse = MemoryReuse(self._kernels, self._freed_after, self._donated)
+        for kernel in self._kernels:
+            freed = self._freed_after.get(kernel, [])
+            for node in kernel.nodes:
+                if _has_several_results(node) or node in self._internal:
+                    continue
+                operand = self._written_over(node, kernel) if kernel.is_fused else None
+                if operand is not None:
+                    freed.remove(operand)
+                    taken[node] = operand
+                elif kernel.is_fused or _name(node) in _PRODUCTS:
+                    reused = reuse.take(node, kernel)
+                    if reused is not None:
+                        taken[node], freed_by = reused
+                        self._freed_after[freed_by].remove(taken[node])
+            for memory in freed:
+                if memory.op != "placeholder" and memory not in self._internal:
+                    reuse.free(memory, kernel)
+        return taken
+
+    def _written_over(self, node: fx.Node, kernel: Kernel) -> fx.Node | None:
+        """Return what a fused node reads alone and for the last time, in the order in which it
+        writes; None where there is no such memory.
+        """
+        freed = self._freed_after.get(kernel, ())
+        for operand, indices in self._reads[node].items():
+            is_own = operand.op != "placeholder" or operand in self._donated
+            if operand not in freed or not is_own or operand in self._internal:
+                continue
+            readers = [other for other in kernel.nodes if operand in self._reads[other]]
+            is_alike = [*indices] == [_WHOLE] and size_of(operand) == size_of(node)
+            if is_alike and readers == [node]:
+                return operand
+        return None
 
     def _is_written(self, node: fx.Node) -> bool:
         if node.op != "call_function" or _has_several_results(node):
@@ -535,8 +530,31 @@ class GraphMemory:
         readers = self._readers.get(node, set())
         if any(not _is_fused(reader) for reader in readers):
             return True
+        return self._reads_much(node)
+
+    def _reads_much(self, node: fx.Node) -> bool:
         num_reads = len(self._reads[node])
-        return num_reads > _MOST_READS or (len(readers) > 1 and num_reads > _MANY_READS)
+        num_readers = len(self._readers.get(node, ()))
+        return num_reads > _MOST_READS or (num_readers > 1 and num_reads > _MANY_READS)
+
+    def _place_of_writing(self, node: fx.Node) -> int:
+        """Return the place in the graph at which a result is written: where it is computed, or
+        where the first operator needs it that Inductor generates no kernel for.
+        """
+        if not _is_fused(node) or _is_reduction(node) or self._reads_much(node):
+            return self._places[node]
+        places = []
+        views = [node]
+        while views:
+            view = views.pop()
+            for user in view.users:
+                if user is self._output:
+                    places.append(self._places[view])
+                elif _is_view(user):
+                    views.append(user)
+                elif not _is_fused(user):
+                    places.append(self._places[user])
+        return min(places)
 
     def allocate(self, args: list[Any]) -> list[Any]:
         """Allocate and free what a call does, and return its results.
@@ -548,46 +566,38 @@ class GraphMemory:
         args.clear()
         for node in self._freed_after.get(None, ()):
             del memory[node]
-        for node in self._kernels:
-            freed = self._freed_after.get(node, [])
-            if _is_fused(node):
-                self._write(node, memory)
-            elif not _is_copy_to_argument(node):
-                self._run(node, memory)
-            for operand in freed:
+        for kernel in self._kernels:
+            for node in kernel.nodes:
+                if kernel.is_fused:
+                    self._write(node, memory)
+                elif not _is_copy_to_argument(node):
+                    self._run(node, memory)
+            for operand in self._freed_after.get(kernel, ()):
                 memory.pop(operand, None)
         results = self._output.args[0]
         assert isinstance(results, list | tuple)
         return [self._tensor(result, memory) for result in results]
 
     def _write(self, node: fx.Node, memory: dict[fx.Node, Any]) -> None:
-        """Give a fused result memory: new, or of what it alone reads, for the last time."""
-        value = node.meta["val"]
+        """Give a fused result memory."""
         if _has_several_results(node):
             for result in node.users:
                 memory[result] = _empty_like(result.meta["val"])
-            return
-        joined = self._joined[node]
-        for operand in self._freed_after.get(joined[-1], ()):
-            is_own = operand.op != "placeholder" or operand in self._donated
-            # What reads this result in the same kernel computes it again, from the same operands.
-            readers = [
-                kernel
-                for kernel in joined
-                if operand in self._reads[kernel]
-                or (node in self._reads[kernel] and not _is_reduction(kernel))
-            ]
-            is_there = operand in memory and readers == [node]
-            if is_own and is_there and _takes_the_place(value, memory[operand]):
-                memory[node] = memory.pop(operand)
-                return
-        memory[node] = _empty_like(value)
+        elif node in self._taken:
+            memory[node] = memory.pop(self._taken[node])
+        elif node not in self._internal:
+            memory[node] = _empty_like(node.meta["val"])
 
     def _run(self, node: fx.Node, memory: dict[fx.Node, Any]) -> None:
         """Run an operator that is not fused, so that what it needs is counted as elsewhere."""
         args, kwargs = fx.map_arg(
             (node.args, node.kwargs), lambda operand: self._tensor(operand, memory)
         )
+        if node in self._taken:
+            assert isinstance(node.target, OpOverload)
+            memory[node] = memory.pop(self._taken[node])
+            node.target.overloadpacket.out(*args, **kwargs, out=self._tensor(node, memory))
+            return
         assert callable(node.target)
         results = node.target(*args, **kwargs)
         if not _has_several_results(node):
@@ -619,15 +629,6 @@ def _empty_like(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
-def _results(kernels: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return what kernels write to memory."""
-    results = set(kernels)
-    for kernel in kernels:
-        if _has_several_results(kernel):
-            results.update(kernel.users)
-    return results
-
-
 def _has_several_results(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
 
@@ -636,22 +637,29 @@ def _is_copy_to_argument(node: fx.Node) -> bool:
     return node.target is aten.copy_.default
 
 
-def _takes_the_place(value: torch.Tensor, operand: Any) -> bool:
-    return (
-        isinstance(operand, torch.Tensor)
-        and operand.dtype == value.dtype
-        and operand.numel() == value.numel()
-    )
-
-
-def _loop_size(node: fx.Node) -> int:
-    """Return how many elements a fused kernel computes or, in a reduction, reads."""
-    return _num_elements(node.all_input_nodes[0] if _is_reduction(node) else node)
-
-
 def _num_elements(node: fx.Node) -> int:
     value = node.meta["val"]
     return value.numel() if isinstance(value, torch.Tensor) else 0
+
+
+def _index(node: fx.Node) -> object:
+    """Return which part of memory a tensor is, in which order of its elements."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return _WHOLE
+    dimensions: list[tuple[int, int]] = []
+    for size, stride in zip(value.shape, value.stride(), strict=True):
+        # Those of one element, and those that are expanded, do not count.
+        if size == 1 or not stride:
+            continue
+        if dimensions and dimensions[-1][1] == size * stride:
+            dimensions[-1] = (dimensions[-1][0] * size, stride)
+        else:
+            dimensions.append((size, stride))
+    is_row_by_row = not dimensions or (len(dimensions) == 1 and dimensions[0][1] == 1)
+    if is_row_by_row and not value.storage_offset():
+        return _WHOLE
+    return (tuple(dimensions), value.storage_offset())
 
 
 def _is_view(node: fx.Node) -> bool:

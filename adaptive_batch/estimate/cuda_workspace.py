@@ -181,6 +181,48 @@ class CudaKernels(TorchFunctionMode):
         """Attention by the operator that CUDA takes, for a graph of operators."""
         return self._attention(*args, **kwargs, run=_attention_operator)
 
+    def operators_of_graphs(self) -> dict[Any, Callable[..., Any]]:
+        """Return what runs in the place of attention's operators in a graph: each allocates what
+        its kernel does.
+        """
+        aten = torch.ops.aten
+
+        def flash_backward(
+            gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, *_: Any
+        ) -> tuple[Tensor, ...]:
+            buffers = [
+                tensor.transpose(1, 2)
+                for tensor in (gradient, output)
+                if not tensor.transpose(1, 2).is_contiguous()
+            ]
+            buffers = [buffer.contiguous() for buffer in buffers]
+            return _flash_gradients(query, key, value, buffers)
+
+        def efficient_backward(
+            _: Tensor,
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            __: Tensor | None,
+            output: Tensor,
+            *options: Any,
+            **___: Any,
+        ) -> tuple[Tensor | None, ...]:
+            dropout = options[3]
+            workspace_bytes = _efficient_workspace_bytes(query, key, value, dropout, self)
+            return (*_efficient_gradients(query, key, value, output, workspace_bytes), None)
+
+        def cudnn_backward(
+            _: Tensor, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
+        ) -> list[Tensor]:
+            return _cudnn_gradients(query, key, value)
+
+        return {
+            aten._scaled_dot_product_flash_attention_backward.default: flash_backward,
+            aten._scaled_dot_product_efficient_attention_backward.default: efficient_backward,
+            aten._scaled_dot_product_cudnn_attention_backward.default: cudnn_backward,
+        }
+
     def _varlen_attention(
         self, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], ends: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
@@ -350,17 +392,29 @@ class _FlashAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, _, output, *_ = ctx.saved_tensors
-        batch, heads, queries, head_dim = query.shape
-        buffers = [gradient.transpose(1, 2).contiguous(), output.transpose(1, 2).contiguous()]
-        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        padded_queries = round_up(queries, 128)
-        buffers.append(_floats(batch, heads, padded_queries, 1))
-        buffers.append(_floats(batch, heads, padded_queries, _rounded(head_dim)))
-        # Key heads that several heads share have a gradient for each of these first.
-        if key.shape[1] != heads:
-            buffers += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
-        free_last_first(buffers)
-        return (*gradients, None, None, None)
+        gradient = gradient.transpose(1, 2).contiguous()
+        output = output.transpose(1, 2).contiguous()
+        buffers = [gradient, output]
+        del gradient, output
+        return (*_flash_gradients(query, key, value, buffers), None, None, None)
+
+
+def _flash_gradients(
+    query: Tensor, key: Tensor, value: Tensor, buffers: list[Tensor]
+) -> tuple[Tensor, ...]:
+    """Return the gradients of query, key and value, having allocated what ``mha_bwd`` needs; what
+    is there beside is freed with it.
+    """
+    batch, heads, queries, head_dim = query.shape
+    gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    padded_queries = round_up(queries, 128)
+    buffers.append(_floats(batch, heads, padded_queries, 1))
+    buffers.append(_floats(batch, heads, padded_queries, _rounded(head_dim)))
+    # Key heads that several heads share have a gradient for each of these first.
+    if key.shape[1] != heads:
+        buffers += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
+    free_last_first(buffers)
+    return gradients
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -449,23 +503,33 @@ class _EfficientAttention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, *_, output = ctx.saved_tensors
         gradient = gradient.transpose(1, 2).contiguous()
-        gradients = [
-            tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
-            for tensor in (query, key, value)
-        ]
-        if query.dtype.itemsize == 2:
-            buffers = [_floats(*query.shape[:3])]
-        else:
-            buffers = [gradient * output.transpose(1, 2)]
-            buffers.append(buffers[0].sum(-1))
-            delta = buffers[1].transpose(1, 2).contiguous()
-            free_last_first(buffers)
-            buffers = [delta]
-            del delta
-        buffers.append(torch.empty(ctx.workspace_bytes, dtype=torch.uint8))
-        while buffers:
-            del buffers[0]
+        gradients = _efficient_gradients(query, key, value, output, ctx.workspace_bytes)
         return (*gradients, None, None, None)
+
+
+def _efficient_gradients(
+    query: Tensor, key: Tensor, value: Tensor, output: Tensor, workspace_bytes: int
+) -> list[Tensor]:
+    """Return the gradients of query, key and value, having allocated what
+    ``_efficient_attention_backward`` needs.
+    """
+    gradients = [
+        tensor.new_empty(tensor.transpose(1, 2).shape).transpose(1, 2)
+        for tensor in (query, key, value)
+    ]
+    if query.dtype.itemsize == 2:
+        buffers = [_floats(*query.shape[:3])]
+    else:
+        buffers = [torch.empty_like(output.transpose(1, 2))]
+        buffers.append(buffers[0].sum(-1))
+        delta = buffers[1].transpose(1, 2).contiguous()
+        free_last_first(buffers)
+        buffers = [delta]
+        del delta
+    buffers.append(torch.empty(workspace_bytes, dtype=torch.uint8))
+    while buffers:
+        del buffers[0]
+    return gradients
 
 
 class _CudnnAttention(torch.autograd.Function):
@@ -497,9 +561,14 @@ class _CudnnAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         query, key, value, *_ = ctx.saved_tensors
-        gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        _floats(*query.shape[:3], query.shape[3] + 1)
-        return (*gradients, None, None, None)
+        return (*_cudnn_gradients(query, key, value), None, None, None)
+
+
+def _cudnn_gradients(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """Return the gradients of query, key and value, having allocated what cuDNN is given."""
+    gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    _floats(*query.shape[:3], query.shape[3] + 1)
+    return gradients
 
 
 class _Norm(torch.autograd.Function):

@@ -16,7 +16,8 @@ from .roofline import Roofline
 from .tracker import StepTrace
 
 # Rows of two steps, tried in turn until both run the same operations.
-_PAIRS = ((FEW, MORE), (MORE, 4), (8, 9))
+# What compiled graphs run can depend on the sizes, the less the more rows there are.
+_PAIRS = ((FEW, MORE), (MORE, 4), (8, 9), (16, 17), (32, 33))
 # Fewest rows of the step that a curve is checked by.
 _LEAST_CHECKED = 5
 # The first step makes gradients and states; from the third on, steps are alike.

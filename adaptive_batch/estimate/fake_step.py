@@ -198,6 +198,7 @@ class FakeDevice:
         operators = None
         if kernels:
             operators = CudaOperators(kernels.capability, kernels.multiprocessors)
+            operators.instead.update(kernels.operators_of_graphs())
         counter = AttributedTracker(
             operators=operators,
             on_host=self._on_host,

@@ -142,7 +142,9 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     read = list(args)
     if not_read is not None:
         del read[not_read : not_read + 1]
-    moved = num_bytes([*read, *kwargs.values(), result])
+    # What a result is written to is that result.
+    read += [value for name, value in kwargs.items() if name != "out"]
+    moved = num_bytes([*read, result])
     formula = _FORMULAS.get(packet)
     if formula is None:
         return torch.float32, 0, moved
