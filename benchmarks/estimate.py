@@ -695,8 +695,8 @@ def main() -> None:
     if arguments.only in (None, "ranks"):
         parts["ranks"] = measure_ranks(RANKS[:2] if quick else RANKS)
         print()
+    finished = Finished("estimate-time")
     if arguments.only in (None, "time"):
-        finished = Finished("estimate-time")
         parts["time"] = measure_time(
             TIMED[:1] if quick else TIMED, finished, repeats=1 if quick else arguments.repeats
         )
@@ -704,7 +704,7 @@ def main() -> None:
     if arguments.only in (None, "compiled"):
         parts["compiled"] = measure_time(
             TIMED_COMPILED[:2] if quick else TIMED_COMPILED,
-            Finished("estimate-compiled"),
+            finished,
             repeats=1 if quick else arguments.repeats,
         )
         print()
@@ -712,7 +712,7 @@ def main() -> None:
         parts["configs"] = measure_configs(all_configs()[::20] if quick else all_configs())
     name = f"estimate-{arguments.only}" if arguments.only else "estimate"
     records.write(name, arguments.output, **parts)
-    if "time" in parts:
+    if parts.keys() & {"time", "compiled"}:
         finished.forget()
 
 
