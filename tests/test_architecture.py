@@ -3,6 +3,7 @@ alone.
 """
 
 import ast
+import inspect
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import adaptive_batch
+from adaptive_batch import AdaptiveBatches, AdaptiveLoop, AdaptiveRate, AdaptiveStep
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "adaptive_batch"
@@ -152,6 +154,13 @@ def test_what_runs_at_once_is_set_by_its_owner_alone(path):
         # FSDP's own events are reset where a backward has failed.
         is_torchs = path.name == "fsdp.py" and attribute.attr.endswith("_event")
         assert is_own or is_torchs or not owned.search(attribute.attr), ast.unparse(attribute)
+
+
+@pytest.mark.parametrize(
+    ("kind", "most"), [(AdaptiveStep, 8), (AdaptiveBatches, 8), (AdaptiveRate, 8), (AdaptiveLoop, 17)]
+)
+def test_what_a_script_makes_takes_few_arguments(kind, most):
+    assert len(inspect.signature(kind).parameters) <= most
 
 
 UNIT = ROOT / "tests" / "unit"

@@ -36,6 +36,7 @@ class BatchForm:
 FORMS: Mapping[str, BatchForm] = {
     "packed": BatchForm(pack_rows, packed_lengths, rows_apart, why_not_packed)
 }
+assert FORMS.keys() == {kind for kind, layout in LAYOUT_KINDS.items() if not layout.pads}
 
 
 def kinds_to_choose_from(
