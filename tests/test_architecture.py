@@ -157,7 +157,8 @@ def test_what_runs_at_once_is_set_by_its_owner_alone(path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [(AdaptiveStep, 8), (AdaptiveBatches, 8), (AdaptiveRate, 8), (AdaptiveLoop, 17)]
+    ("kind", "most"),
+    [(AdaptiveStep, 8), (AdaptiveBatches, 8), (AdaptiveRate, 8), (AdaptiveLoop, 17)],
 )
 def test_what_a_script_makes_takes_few_arguments(kind, most):
     assert len(inspect.signature(kind).parameters) <= most
