@@ -370,9 +370,7 @@ TIMED_COMPILED = tuple(
 def measure_time(
     plannings: Sequence[Planning], finished: Finished, *, repeats: int
 ) -> list[dict[str, Any]]:
-    """Seconds and most memory of planning three lengths, first without single changes, then with
-    them.
-    """
+    """Seconds and most memory of each planning, first without single changes, then with them."""
 
     def timed(planning: Planning, changes: bool) -> dict[str, Any]:
         runs = [run_planning(planning, changes=changes) for _ in range(repeats)]
@@ -393,6 +391,7 @@ def measure_time(
         if changes not in planning.changes:
             continue
         key = {"config": planning.config, "overrides": planning.overrides, "changes": changes}
+        key["repeats"] = repeats
         row = finished.entry(key, partial(timed, planning, changes))
         rows.append(row)
         outcome = row.get("failed")
@@ -695,16 +694,18 @@ def main() -> None:
     if arguments.only in (None, "ranks"):
         parts["ranks"] = measure_ranks(RANKS[:2] if quick else RANKS)
         print()
-    finished = Finished("estimate-time")
+    timed: list[Finished] = []
     if arguments.only in (None, "time"):
+        timed.append(Finished("estimate-time"))
         parts["time"] = measure_time(
-            TIMED[:1] if quick else TIMED, finished, repeats=1 if quick else arguments.repeats
+            TIMED[:1] if quick else TIMED, timed[-1], repeats=1 if quick else arguments.repeats
         )
         print()
     if arguments.only in (None, "compiled"):
+        timed.append(Finished("estimate-compiled"))
         parts["compiled"] = measure_time(
             TIMED_COMPILED[:2] if quick else TIMED_COMPILED,
-            finished,
+            timed[-1],
             repeats=1 if quick else arguments.repeats,
         )
         print()
@@ -712,7 +713,7 @@ def main() -> None:
         parts["configs"] = measure_configs(all_configs()[::20] if quick else all_configs())
     name = f"estimate-{arguments.only}" if arguments.only else "estimate"
     records.write(name, arguments.output, **parts)
-    if parts.keys() & {"time", "compiled"}:
+    for finished in timed:
         finished.forget()
 
 

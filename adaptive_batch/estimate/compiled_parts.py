@@ -3,7 +3,7 @@
 Such a part goes through Dynamo and AOTAutograd as it does for Inductor: with Inductor's
 decompositions, its passes over the joint graph of forward and backward, and the partitioner that
 decides what forward saves. No kernel is generated or called. Instead, a call of a graph allocates
-what Inductor's would, by one rule, which is the same on every build of PyTorch:
+what Inductor's would, by one rule, which is the same on every build of torch 2.13:
 
 * An operator that Inductor generates no kernel for (a matrix product, attention, a scatter) writes
   its results to memory.
@@ -25,7 +25,7 @@ import operator
 import os
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -72,8 +72,13 @@ _POINTWISE = {
 }
 # All of a tensor, row by row.
 _WHOLE = ()
-# Operators that Inductor gives the memory of their results.
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+# Operators that Inductor gives the memory of their results, and what writes there.
+_PRODUCTS: dict[Any, Any] = {
+    aten.mm.default: aten.mm.out,
+    aten.addmm.default: aten.addmm.out,
+    aten.bmm.default: aten.bmm.out,
+    aten.baddbmm.default: aten.baddbmm.out,
+}
 
 
 # Versions of torch whose compiled steps the rule was held against.
@@ -274,7 +279,7 @@ class CompiledParts:
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         backends = private("torch._dynamo.backends.common", "aot_autograd")
-        inductor = private("torch._inductor.compile_fx", "partition_fn", "select_decomp_table")
+        inductor = private("torch._inductor.compile_fx", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
             for node in graph.graph.nodes:
@@ -286,17 +291,28 @@ class CompiledParts:
         compile_graph = backends.aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
-            partition_fn=inductor.partition_fn,
+            partition_fn=self._partition,
             decompositions=inductor.select_decomp_table(),
         )
         compiled: Callable[..., Any] = compile_graph(graph, inputs)
         return compiled
 
+    def _partition(self, *args: Any, **kwargs: Any) -> Any:
+        """Divide a graph into forward and backward as Inductor does, whose passes ask it for the
+        mode of fake tensors where the graph draws random numbers.
+        """
+        inductor = private("torch._inductor.compile_fx", "partition_fn")
+        virtualized = private("torch._inductor.virtualized", "V")
+        with virtualized.V.set_fake_mode(self._device.mode):
+            return inductor.partition_fn(*args, **kwargs)
+
     def _forward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return self._call(GraphMemory(graph.graph, is_backward=False))
+        return self._call(GraphMemory(graph.graph))
 
     def _backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return self._call(GraphMemory(graph.graph, is_backward=True))
+        guards = private("torch._guards", "TracingContext")
+        donated = guards.TracingContext.get().fw_metadata.bw_donated_idxs
+        return self._call(GraphMemory(graph.graph, donated or ()))
 
     def _call(self, memory: GraphMemory) -> Callable[..., Any]:
         def call(args: list[Any]) -> list[Any]:
@@ -354,17 +370,19 @@ class GraphMemory:
 
     Args:
         graph: of ATen's operators, with fake tensors as ``meta["val"]``.
-        is_backward: whether what forward has saved is among its arguments.
+        donated: positions of the arguments that forward has made for this graph alone, and that
+            can be written over; None of a forward.
     """
 
-    def __init__(self, graph: fx.Graph, *, is_backward: bool) -> None:
+    def __init__(self, graph: fx.Graph, donated: Collection[int] | None = None) -> None:
         *self._nodes, self._output = graph.nodes
         self._arguments = [node for node in self._nodes if node.op == "placeholder"]
-        # What forward made for backward alone can be written over.
-        self._donated = {
+        self._donated = {self._arguments[position] for position in donated or ()}
+        # What forward has saved, which may be the caller's as well.
+        self._saved = {
             node
             for node in self._arguments
-            if is_backward and not node.name.startswith(("primals", "tangents"))
+            if donated is not None and not node.name.startswith(("primals", "tangents"))
         }
         # The node whose memory a node's result lies in.
         self._roots: dict[fx.Node, fx.Node] = {}
@@ -430,7 +448,7 @@ class GraphMemory:
             number = operations[-1].last_number + 1
             num_users.update(self._reads[node].keys())
         kernels = fused_kernels(operations, num_users)
-        return KernelOrders(kernels, self._donated, self._returned).best()
+        return KernelOrders(kernels, self._saved, self._returned).best()
 
     def _operation(self, node: fx.Node, number: int) -> Operation:
         writes = tuple(node.users) if _has_several_results(node) else (node,)
@@ -487,7 +505,7 @@ class GraphMemory:
     def _taken_memory(self) -> dict[fx.Node, fx.Node]:
         """Return what results are written over, which is freed no more."""
         taken: dict[fx.Node, fx.Node] = {}
-        reuse = MemoryReuse(self._kernels, self._freed_after, self._donated)
+        reuse = MemoryReuse(self._kernels, self._freed_after, self._saved)
         for kernel in self._kernels:
             freed = self._freed_after.get(kernel, [])
             for node in kernel.nodes:
@@ -497,7 +515,7 @@ class GraphMemory:
                 if operand is not None:
                     freed.remove(operand)
                     taken[node] = operand
-                elif kernel.is_fused or _name(node) in _PRODUCTS:
+                elif kernel.is_fused or node.target in _PRODUCTS:
                     reused = reuse.take(node, kernel)
                     if reused is not None:
                         taken[node], freed_by = reused
@@ -582,7 +600,8 @@ class GraphMemory:
         """Give a fused result memory."""
         if _has_several_results(node):
             for result in node.users:
-                memory[result] = _empty_like(result.meta["val"])
+                if result not in self._internal:
+                    memory[result] = _empty_like(result.meta["val"])
         elif node in self._taken:
             memory[node] = memory.pop(self._taken[node])
         elif node not in self._internal:
@@ -594,9 +613,8 @@ class GraphMemory:
             (node.args, node.kwargs), lambda operand: self._tensor(operand, memory)
         )
         if node in self._taken:
-            assert isinstance(node.target, OpOverload)
             memory[node] = memory.pop(self._taken[node])
-            node.target.overloadpacket.out(*args, **kwargs, out=self._tensor(node, memory))
+            _PRODUCTS[node.target](*args, **kwargs, out=self._tensor(node, memory))
             return
         assert callable(node.target)
         results = node.target(*args, **kwargs)

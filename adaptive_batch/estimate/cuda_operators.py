@@ -22,7 +22,10 @@ from .cuda_workspace import free_last_first, varlen_gradients
 
 aten = torch.ops.aten
 
-_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_MATMULS = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    *(aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out),
+)
 # Threads of a multiprocessor, where they are not 2048.
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
 # Values that a thread of a reduction adds up.

@@ -550,12 +550,15 @@ class DevicesAsHost(TorchFunctionMode):
         names_device = "device" in kwargs
         if names_device:
             kwargs["device"] = _host_in_place_of(kwargs["device"])
-        if func is not torch.Tensor.to:
-            return func(*args, **kwargs)
-        on_host = tuple(map(_host_in_place_of, args))
-        names_device |= any(isinstance(value, torch.device) for value in on_host)
-        result = func(*on_host, **kwargs)
-        return self._moved(result) if names_device else result
+        if func is torch.Tensor.to:
+            args = tuple(map(_host_in_place_of, args))
+            # A tensor names its device, too.
+            names_device |= any(isinstance(arg, torch.device | torch.Tensor) for arg in args[1:])
+        result = func(*args, **kwargs)
+        names_device |= func is torch.Tensor.type_as
+        if names_device and isinstance(result, torch.Tensor):
+            return self._moved(result)
+        return result
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of what was not on the device yet; anything else as it is."""

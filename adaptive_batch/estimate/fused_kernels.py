@@ -160,7 +160,8 @@ class _Fusion:
                 break
 
     def _fuse_once(self) -> None:
-        scores = {pair: _Score.of(*pair) for pair in self._pairs() if self._can_fuse(*pair)}
+        pairs = dict.fromkeys(self._pairs())
+        scores = {pair: _Score.of(*pair) for pair in pairs if self._can_fuse(*pair)}
         kernels = dict.fromkeys(self.kernels)
         fused_into: dict[Kernel, Kernel] = {}
         for pair in sorted(scores, key=scores.__getitem__, reverse=True):

@@ -198,6 +198,36 @@ def test_a_result_is_written_over_memory_that_was_freed_before(device):
     assert sizes.count(SIZE) == 3
 
 
+def test_a_product_of_another_dtype_than_its_operands_has_new_memory(device):
+    def computes(x, y, z):
+        halves = (x @ y).t().contiguous().bfloat16()
+        return torch.mm(halves @ halves, halves, out_dtype=torch.float32)
+
+    sizes, left_out = allocated(device, computes)
+    assert sizes[-1] == SIZE
+    assert not left_out
+
+
+def test_the_first_product_takes_the_workspace_of_cublas_wherever_it_is_written(device):
+    # The two sums of a kernel of their own are done with, and one has the product's size.
+    sizes, _ = allocated(device, lambda x, y, z: x.cumsum(0).t().cumsum(0) @ y)
+    assert max(sizes) > 100 * SIZE
+
+
+def test_what_forward_returns_is_the_callers_and_never_written_over(device):
+    kept, _ = allocated(device, lambda x, y, z: torch.sigmoid(x @ y), backward=True)
+    # Its gradient, and those of both operands of the product.
+    assert kept.count(SIZE) == 3
+
+
+def test_a_part_that_draws_random_numbers_in_training_is_compiled(device):
+    sizes, left_out = allocated(
+        device, lambda x, y, z: functional.dropout(x @ y, 0.1) @ z, backward=True
+    )
+    assert not left_out
+    assert sizes
+
+
 @pytest.mark.parametrize(
     "total",
     [lambda x: x.sum(dim=None, keepdim=True), lambda x: x.sum().sum(0)],

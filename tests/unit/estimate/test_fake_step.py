@@ -207,6 +207,9 @@ def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
         lambda tensor: tensor.to("cuda", non_blocking=True),
         lambda tensor: tensor.to(device=torch.device("cpu")),
         lambda tensor: tensor[:, :].to(torch.device("cuda", 0), torch.int64),
+        lambda tensor: tensor.to(tensor),
+        lambda tensor: tensor.type_as(tensor),
+        lambda tensor: torch.as_tensor(tensor, device="cuda"),
     ],
 )
 def test_a_batch_on_the_host_is_counted_where_a_script_copies_it(move):
