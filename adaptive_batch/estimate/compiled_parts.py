@@ -279,7 +279,7 @@ class CompiledParts:
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         backends = private("torch._dynamo.backends.common", "aot_autograd")
-        inductor = private("torch._inductor.compile_fx", "select_decomp_table")
+        inductor = private("torch._inductor.compile_fx", "partition_fn", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
             for node in graph.graph.nodes:
@@ -291,20 +291,11 @@ class CompiledParts:
         compile_graph = backends.aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
-            partition_fn=self._partition,
+            partition_fn=inductor.partition_fn,
             decompositions=inductor.select_decomp_table(),
         )
         compiled: Callable[..., Any] = compile_graph(graph, inputs)
         return compiled
-
-    def _partition(self, *args: Any, **kwargs: Any) -> Any:
-        """Divide a graph into forward and backward as Inductor does, whose passes ask it for the
-        mode of fake tensors where the graph draws random numbers.
-        """
-        inductor = private("torch._inductor.compile_fx", "partition_fn")
-        virtualized = private("torch._inductor.virtualized", "V")
-        with virtualized.V.set_fake_mode(self._device.mode):
-            return inductor.partition_fn(*args, **kwargs)
 
     def _forward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return self._call(GraphMemory(graph.graph))
