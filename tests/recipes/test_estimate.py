@@ -339,6 +339,11 @@ def test_without_lengths_the_longest_row_of_the_data_is_planned(small):
 @pytest.mark.slow
 def test_steps_of_packed_rows_are_replayed(small):
     of_cuda = ("estimate.devices=64MiB", "estimate.context=0", "device=cuda", "dtype=bf16")
+    # Of few lengths, so that few shapes are traced.
+    of_cuda += (
+        "dataset._component_=support.components.OfLengths",
+        f"dataset.lengths={[8, 16, 24, 32] * 8}",
+    )
     replays = {}
     for layout in ("padded", "packed"):
         text = _plan_file(small, *of_cuda, f"micro_batch_layout={layout}").read_text()
@@ -346,9 +351,8 @@ def test_steps_of_packed_rows_are_replayed(small):
         memory = replays[layout]["memory"]
         assert replays[layout]["num_steps"] == 50
         assert 0 < memory["allocated_bytes"] <= memory["reserved_bytes"]
-    # Attention to rows of several lengths takes more in backward than so little padding.
     peaks = {layout: replay["memory"]["allocated_bytes"] for layout, replay in replays.items()}
-    assert peaks["packed"] > peaks["padded"]
+    assert peaks["packed"] < peaks["padded"]
 
 
 @pytest.mark.slow
