@@ -48,6 +48,11 @@ def drawn_lengths(num_rows=120):
     return [draw.randint(8, LONGEST - 1) for _ in range(num_rows - 1)] + [LONGEST]
 
 
+def few_lengths():
+    """Rows whose micro-batches have few shapes to be traced."""
+    return [60 * math.ceil(length / 60) for length in drawn_lengths()]
+
+
 def batch_of(lengths, *, token=0):
     tokens = torch.full((len(lengths), max(lengths)), token)
     labels = torch.full_like(tokens, -100)
@@ -652,7 +657,7 @@ def loop_of(lengths, *, dtype=torch.float32, **arguments):
 
 
 def test_a_loop_replays_its_own_steps():
-    lengths = drawn_lengths()
+    lengths = few_lengths()
     loop = loop_of(lengths, batch_size=8, micro_batch_tokens=600)
     epochs = loop._batches.planner.epochs
     batches = [*epochs.rows_ahead(loop.progress, rows_at_once=8, num_steps=50)]
@@ -671,8 +676,7 @@ def test_a_loop_that_takes_what_fits_is_replayed_with_that():
 
 
 def test_a_loop_replays_packed_rows():
-    # Of few lengths, so that few shapes are traced.
-    lengths = [60 * math.ceil(length / 60) for length in drawn_lengths()]
+    lengths = few_lengths()
     limits = {"micro_batch_tokens": 600, "batch_size": 8}
     replays = {}
     for layout in ("grouped", "packed"):
