@@ -475,7 +475,7 @@ class GraphMemory:
             node
             for kernel in self._kernels
             if kernel.is_fused
-            for node in kernel.numbers
+            for node in kernel.results
             if node not in self._returned and readers.get(node, set()) <= {kernel}
         }
 
@@ -484,8 +484,8 @@ class GraphMemory:
         last_readers: dict[fx.Node, Kernel | None] = dict.fromkeys(self._arguments)
         names = {node: node.name for node in self._arguments}
         for kernel in self._kernels:
-            last_readers.update(dict.fromkeys((*kernel.reads, *kernel.numbers), kernel))
-            names.update({node: f"buf{number}" for node, number in kernel.numbers.items()})
+            last_readers.update(dict.fromkeys((*kernel.reads, *kernel.results), kernel))
+            names.update({node: f"buf{number}" for node, number in kernel.results.items()})
         freed_after: dict[Kernel | None, list[fx.Node]] = {}
         # By the names that Inductor gives memory.
         for memory in sorted(last_readers, key=names.__getitem__):

@@ -7,6 +7,8 @@ after the makers of what they read. Two kernels can be fused where
 
 * their loops are of one size, or one reduces what the other computes;
 * neither needs what runs between them;
+* they are of at most 64 operators together;
+* kernels apart would not write over more memory than they share;
 * one needs the result of the other, or they are near each other in the graph.
 """
 
@@ -26,6 +28,7 @@ _LARGEST_KERNEL = 64  # config.max_fusion_size
 _NEIGHBOURS = 64  # config.max_fusion_buffer_group_pairwise_attempts
 _LEAST_SHARED_BYTES = 10  # config.score_fusion_memory_threshold
 _LEAST_OVERLAP = 0.5  # config.min_overlap_ratio
+# Elements that are written over for each shared byte: fewer do not keep kernels apart.
 _WORTH_OF_A_BYTE = 32  # can_fusion_increase_peak_memory
 _MUCH_MORE = 16  # choices.FusionScore
 
@@ -72,15 +75,15 @@ class Operation:
     @property
     def last_number(self) -> int:
         """That of its last result."""
-        return self.number + num_numbers(self.node, is_over_rows=self.is_over_rows) - 1
+        return self.number + num_operations_of(self.node, is_over_rows=self.is_over_rows) - 1
 
-    def numbers(self) -> Iterator[tuple[fx.Node, int]]:
+    def numbered_results(self) -> Iterator[tuple[fx.Node, int]]:
         """Yield the results with their numbers."""
         first = self.last_number - len(self.writes) + 1
         yield from zip(self.writes, range(first, self.last_number + 1), strict=True)
 
 
-def num_numbers(node: fx.Node, *, is_over_rows: bool) -> int:
+def num_operations_of(node: fx.Node, *, is_over_rows: bool) -> int:
     """Return how many operations Inductor makes of a node."""
     value = node.meta.get("val")
     if isinstance(value, tuple | list):
@@ -100,8 +103,13 @@ class Kernel:
         self.nodes = [operation.node for operation in operations]
         self.first = min(operation.number for operation in operations)
         self.last = max(operation.last_number for operation in operations)
-        self.accesses = dict.fromkeys(chain.from_iterable(one.accesses for one in operations))
-        self.numbers = dict(chain.from_iterable(one.numbers() for one in operations))
+        self.accesses = dict.fromkeys(
+            chain.from_iterable(operation.accesses for operation in operations)
+        )
+        # What they write to memory, with Inductor's numbers of it.
+        self.results = dict(
+            chain.from_iterable(operation.numbered_results() for operation in operations)
+        )
         self.is_fused = operations[0].is_fused
         self.is_over_rows = operations[0].is_over_rows
         reductions = [operation for operation in operations if operation.is_reduction]
@@ -112,12 +120,12 @@ class Kernel:
     def reads(self) -> dict[fx.Node, None]:
         """What others have written."""
         memories = (access.memory for access in self.accesses)
-        return dict.fromkeys(memory for memory in memories if memory not in self.numbers)
+        return dict.fromkeys(memory for memory in memories if memory not in self.results)
 
     @cached_property
     def num_bytes_read(self) -> int:
         return sum(
-            access.num_bytes for access in self.accesses if access.memory not in self.numbers
+            access.num_bytes for access in self.accesses if access.memory not in self.results
         )
 
     def distance(self, other: Kernel) -> int:
@@ -149,8 +157,8 @@ class _Fusion:
                 if memory in self._makers:
                     maker = self._makers[memory]
                     kernel.ancestors |= maker.bits | maker.ancestors
-            self._makers.update(dict.fromkeys(kernel.numbers, kernel))
-            self._numbers.update(kernel.numbers)
+            self._makers.update(dict.fromkeys(kernel.results, kernel))
+            self._numbers.update(kernel.results)
             kernels.append(kernel)
         self.kernels = kernels
         for _ in range(_ROUNDS):
@@ -178,7 +186,7 @@ class _Fusion:
                 fused_into[part] = kernel
                 del kernels[part]
             kernels[kernel] = None
-            self._makers.update(dict.fromkeys(kernel.numbers, kernel))
+            self._makers.update(dict.fromkeys(kernel.results, kernel))
             for other in kernels:
                 if other.ancestors & bits:
                     other.ancestors |= kernel.ancestors | bits
@@ -213,7 +221,7 @@ class _Fusion:
         is written, and nothing runs between them.
         """
         for access in second.accesses:
-            if access.memory in first.numbers and access not in first.accesses:
+            if access.memory in first.results and access not in first.accesses:
                 return False
         makers = self._makers_of(second)
         return not any(maker.ancestors & first.bits for maker in makers if maker is not first)

@@ -18,17 +18,17 @@ class KernelOrders:
 
     Args:
         kernels: in the order of their fusion.
-        donated: arguments that are freed in the graph.
+        saved: arguments that forward has saved, which are freed in the graph.
         returned: results that are not.
     """
 
     def __init__(
-        self, kernels: Sequence[Kernel], donated: Collection[fx.Node], returned: Collection[fx.Node]
+        self, kernels: Sequence[Kernel], saved: Collection[fx.Node], returned: Collection[fx.Node]
     ) -> None:
         self._kernels = kernels
         self._places = {kernel: place for place, kernel in enumerate(kernels)}
         self._returned = returned
-        self._makers = {memory: kernel for kernel in kernels for memory in kernel.numbers}
+        self._makers = {memory: kernel for kernel in kernels for memory in kernel.results}
         self._makers_of: dict[Kernel, dict[Kernel, None]] = {}
         # Of memory that can be freed: kernels that read it.
         self._readers: dict[fx.Node, dict[Kernel, None]] = {memory: {} for memory in self._makers}
@@ -36,7 +36,7 @@ class KernelOrders:
         for kernel in kernels:
             own = [memory for memory in kernel.reads if memory in self._makers]
             self._makers_of[kernel] = dict.fromkeys(self._makers[memory] for memory in own)
-            freeable = [*own, *(memory for memory in kernel.reads if memory in donated)]
+            freeable = [*own, *(memory for memory in kernel.reads if memory in saved)]
             self._freeable_reads[kernel] = freeable
             for memory in freeable:
                 self._readers.setdefault(memory, {})[kernel] = None
@@ -44,8 +44,8 @@ class KernelOrders:
         for kernel, makers in self._makers_of.items():
             for maker in makers:
                 self._users_of[maker].append(kernel)
-        self._made_bytes = {kernel: sum(map(num_bytes_of, kernel.numbers)) for kernel in kernels}
-        self._donated_bytes = sum(
+        self._made_bytes = {kernel: sum(map(num_bytes_of, kernel.results)) for kernel in kernels}
+        self._saved_bytes = sum(
             num_bytes_of(memory) for memory in self._readers if memory not in self._makers
         )
 
@@ -58,7 +58,7 @@ class KernelOrders:
         """Return the most that is alive after a kernel, in bytes."""
         steps = {kernel: step for step, kernel in enumerate(order)}
         changes = [0] * (len(order) + 1)
-        changes[0] = self._donated_bytes
+        changes[0] = self._saved_bytes
         for kernel, step in steps.items():
             changes[step] += self._made_bytes[kernel]
         for memory, readers in self._readers.items():
@@ -79,9 +79,9 @@ class KernelOrders:
         freed_bytes = dict.fromkeys(self._kernels, 0)
         for kernel in self._kernels:
             last = [memory for memory in self._freeable_reads[kernel] if num_readers[memory] == 1]
-            unread = [memory for memory in kernel.numbers if not num_readers[memory]]
+            unread = [memory for memory in kernel.results if not num_readers[memory]]
             freed_bytes[kernel] = sum(map(num_bytes_of, (*last, *unread)))
-        live_bytes = self._donated_bytes
+        live_bytes = self._saved_bytes
         returned = (memory for memory in self._readers if memory in self._returned)
         peak_bytes = max(live_bytes, sum(map(num_bytes_of, returned)))
         ready = {kernel for kernel in self._kernels if not num_makers[kernel]}

@@ -22,14 +22,14 @@ class MemoryReuse:
     Args:
         kernels: in the order in which they run.
         freed_after: what is read for the last time by each of them.
-        donated: arguments that are freed in the graph.
+        saved: arguments that forward has saved, which are freed in the graph.
     """
 
     def __init__(
         self,
         kernels: Sequence[Kernel],
         freed_after: Mapping[Kernel | None, Sequence[fx.Node]],
-        donated: Collection[fx.Node],
+        saved: Collection[fx.Node],
     ) -> None:
         # The first step of each kernel; each result of an operator of several is a step, too.
         self._steps: dict[Kernel, int] = {}
@@ -39,10 +39,10 @@ class MemoryReuse:
             num_steps += 1 if kernel.is_fused else kernel.last - kernel.first + 1
         changes = [0] * (num_steps + 1)
         for kernel, step in self._steps.items():
-            changes[step] += sum(map(num_bytes_of, kernel.numbers))
+            changes[step] += sum(map(num_bytes_of, kernel.results))
             for memory in freed_after.get(kernel, ()):
                 changes[step + 1] -= num_bytes_of(memory)
-                if memory in donated:
+                if memory in saved:
                     changes[0] += num_bytes_of(memory)
         self._live_bytes = list(accumulate(changes))
         self._peak_bytes = max(self._live_bytes)

@@ -63,6 +63,7 @@ class AdaptiveArguments:
     lr_scaling: str = "none"
 
     def __post_init__(self) -> None:
+        # What it raises is said here, before a step is made.
         configured_size(self.micro_batch_size, self.micro_batch_tokens)
         check_device_memory("device_memory", self.device_memory)
         check_headroom("headroom", self.headroom)

@@ -133,7 +133,7 @@ def kernels_of(graph):
     made = set(graph._arguments)
     for kernel in kernels:
         assert kernel.reads.keys() <= made
-        made.update(kernel.numbers)
+        made.update(kernel.results)
     return [[node.target._schema.name for node in kernel.nodes] for kernel in kernels]
 
 

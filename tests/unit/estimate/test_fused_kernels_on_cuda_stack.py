@@ -97,7 +97,7 @@ def own_kernels(monkeypatch):
     def recorded(memory, *arguments, **keywords):
         init(memory, *arguments, **keywords)
         for kernel in memory._kernels:
-            values = [node.meta["val"] for node in kernel.numbers]
+            values = [node.meta["val"] for node in kernel.results]
             kernels.append([value.numel() * value.element_size() for value in values])
 
     monkeypatch.setattr(GraphMemory, "__init__", recorded)
