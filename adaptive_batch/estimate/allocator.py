@@ -270,6 +270,15 @@ class CachingAllocator:
                 assert block is not None, f"allocation {~entry} is freed twice"
                 self.free(block)
 
+    def peak_within(self, log: Iterable[int]) -> int:
+        """Do what a log says; return the most that was allocated meanwhile, in bytes."""
+        earlier_peak = self.peak_allocated_bytes
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.replay(log)
+        own_peak = self.peak_allocated_bytes
+        self.peak_allocated_bytes = max(earlier_peak, own_peak)
+        return own_peak
+
     def _new_pool(self, stream: int, *, is_small: bool) -> _Pool:
         pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)
         self._pools[stream, is_small] = pool

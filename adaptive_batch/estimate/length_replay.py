@@ -491,19 +491,12 @@ class StepReplay:
 
     def _run_step(self, log: StepLog, size: int) -> None:
         allocator = self._allocator
-        earlier_peak = allocator.peak_allocated_bytes
         self._cache.begin_step([size])
-        allocator.peak_allocated_bytes = allocator.allocated_bytes
-        allocator.replay(log.micro_batches)
+        peak = allocator.peak_within(log.micro_batches)
         # Training's cache sees the peak of all until then, and not of the optimizer's step to come.
-        own_peak = allocator.peak_allocated_bytes
-        allocator.peak_allocated_bytes = max(earlier_peak, own_peak)
         self._cache.end_step()
-        allocator.peak_allocated_bytes = own_peak
-        allocator.replay(log.optimizer)
-        own_peak = allocator.peak_allocated_bytes
-        self.steps.append(StepMemory(own_peak, allocator.reserved_bytes))
-        allocator.peak_allocated_bytes = max(earlier_peak, own_peak)
+        peak = max(peak, allocator.peak_within(log.optimizer))
+        self.steps.append(StepMemory(peak, allocator.reserved_bytes))
 
 
 def replay_lengths(
