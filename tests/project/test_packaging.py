@@ -317,7 +317,11 @@ def test_tune_finds_the_recipe_as_a_module(name):
 
 @pytest.mark.install
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("archive", ["wheel", "sdist"])
+@pytest.mark.parametrize(
+    "archive",
+    # The source archive makes the same wheel: see the last test.
+    ["wheel", pytest.param("sdist", marks=pytest.mark.nightly)],
+)
 def test_each_archive_installs_into_a_new_environment_that_trains_from_any_folder(
     published, small, tmp_path, archive
 ):
