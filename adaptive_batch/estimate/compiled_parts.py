@@ -629,7 +629,10 @@ class GraphMemory:
             return _empty_like(value)
         if tensor.dtype != value.dtype:
             tensor = tensor.view(value.dtype)
-        return tensor.as_strided(value.shape, value.stride(), value.storage_offset())
+        layout = (value.shape, value.stride(), value.storage_offset())
+        if (tensor.shape, tensor.stride(), tensor.storage_offset()) == layout:
+            return tensor
+        return tensor.as_strided(*layout)
 
 
 def _empty_like(value: Any) -> Any:

@@ -157,8 +157,13 @@ def traces_alike(
     Raises:
         SettingError: no two did.
     """
+    traces: dict[int, StepTrace] = {}
     for few, many in _PAIRS:
-        low, high = (step.trace(size, forward_backward=run) for size in (few, many))
+        for size in (few, many):
+            if size not in traces:
+                traces[size] = step.trace(size, forward_backward=run)
+        low = traces[few]
+        high = traces[many]
         if low.trace.program == high.trace.program:
             return (few, low), (many, high)
     remedy = (

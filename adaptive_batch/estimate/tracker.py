@@ -7,14 +7,14 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from adaptive_batch._torch import FakeTensor, current_autograd_node, current_graph_task_id
@@ -331,29 +331,42 @@ class ModuleNames(TorchFunctionMode):
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Context manager: hooks on all modules keep the name up to date."""
+        """Context manager: hooks on all modules keep the name up to date.
+
+        They are no module's own, which would be part of what is compiled: each layer would be a
+        graph of its own.
+        """
         self._stack = []
         self._last = ""
-        with ExitStack() as hooks, self:
-            for name, module in self._model.named_modules():
-                readable = name.replace("_checkpoint_wrapped_module.", "").replace(
-                    "._checkpoint_wrapped_module", ""
-                )
-                enter = partial(self._enter, readable)
-                hooks.enter_context(module.register_forward_pre_hook(enter))
-                hooks.enter_context(module.register_forward_hook(self._leave, always_call=True))
+        names: dict[nn.Module, str] = {}
+        for name, module in self._model.named_modules():
+            names[module] = name.replace("_checkpoint_wrapped_module.", "").replace(
+                "._checkpoint_wrapped_module", ""
+            )
+
+        def enter(module: nn.Module, _: object) -> None:
+            if module in names:
+                self._stack.append(self._name_inside(names[module]))
+
+        def leave(module: nn.Module, *_: object) -> None:
+            if module in names:
+                self._stack.pop()
+
+        with (
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
+            self,
+        ):
             yield
 
-    def _enter(self, name: str, *_: object) -> None:
+    def _name_inside(self, name: str) -> str:
+        """Return the name of a module that is called in the current one."""
         inside = self._stack[-1] if self._stack else ""
         # A shared module is listed under its first name, a wrapped one (to be recomputed) under its
         # wrapper's.
         if inside and name != inside and not name.startswith(f"{inside}."):
-            name = f"{inside}.{name.rpartition('.')[2]}"
-        self._stack.append(name)
-
-    def _leave(self, *_: object) -> None:
-        self._stack.pop()
+            return f"{inside}.{name.rpartition('.')[2]}"
+        return name
 
     def current(self) -> str:
         """Return the name of the innermost module; empty outside of all."""

@@ -413,6 +413,15 @@ def test_a_scripts_compiled_model_is_estimated_as_such_and_left_as_it_was(eager_
     assert what_runs(model) == before
 
 
+def test_layers_alike_share_a_graph_at_each_size_that_is_tried(graphs):
+    model = scripts_model(compiles={})
+    assert estimate_of(model).lengths[0].check is not None
+    arguments = [
+        tuple((node.name, node.meta["val"].shape) for node in graph._arguments) for graph in graphs
+    ]
+    assert len(arguments) == len(set(arguments)) >= 6
+
+
 def test_a_wrapper_of_a_compiled_layer_runs_as_it_does():
     model = scripts_model(wraps={})
     for number in (1, 2):

@@ -168,7 +168,7 @@ def test_a_shared_module_has_the_name_of_where_it_runs():
     model = Outer()
     names = ModuleNames(model)
     seen: list[str] = []
-    model.first.register_forward_hook(lambda *_: seen.append(names.current()))
+    model.first.register_forward_pre_hook(lambda *_: seen.append(names.current()))
     with names.following():
         assert names.current() == ""
         model(torch.ones(2, 8))
@@ -210,11 +210,19 @@ def test_a_layer_that_is_wrapped_to_be_recomputed_has_one_name_in_forward_and_ba
         assert {where.backward for where in wheres if where.module == module} == {False, True}
 
 
-def test_hooks_are_gone_afterwards():
+def test_hooks_are_no_modules_own_and_gone_afterwards():
+    """What is compiled would have a graph for each module otherwise."""
     model = Outer()
-    with ModuleNames(model).following():
-        assert all(module._forward_pre_hooks for module in model.modules())
-    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    names = ModuleNames(model)
+    with names.following():
+        model(torch.ones(2, 8))
+        assert not any(
+            module._forward_pre_hooks or module._forward_hooks for module in model.modules()
+        )
+    seen: list[str] = []
+    model.first.register_forward_pre_hook(lambda *_: seen.append(names.current()))
+    model(torch.ones(2, 8))
+    assert seen == ["", ""]
 
 
 def test_a_place_reads_as_a_sentence():
