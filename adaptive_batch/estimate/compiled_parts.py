@@ -57,6 +57,9 @@ aten = torch.ops.aten
 # several read is written to memory above the first, any value above the second.
 _MANY_READS = 4
 _MOST_READS = 8
+# Summands of a reduction that Inductor generates without a loop, as any other operator:
+# unroll_reductions_threshold.
+_FEW_SUMMANDS = range(2, 8)
 
 _REDUCTIONS = {
     *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax"),
@@ -79,6 +82,11 @@ _PRODUCTS: dict[Any, Any] = {
     aten.bmm.default: aten.bmm.out,
     aten.baddbmm.default: aten.baddbmm.out,
 }
+# Operators that read a tensor of the host, which Inductor takes for unaligned, and their results.
+_UNALIGNED = (
+    torch.ops.adaptive_batch.packed_attention.default,
+    torch.ops.adaptive_batch.packed_attention_backward.default,
+)
 
 
 # Versions of torch whose compiled steps the rule was held against.
@@ -497,6 +505,9 @@ class GraphMemory:
         """Return what results are written over, which is freed no more."""
         taken: dict[fx.Node, fx.Node] = {}
         reuse = MemoryReuse(self._kernels, self._freed_after, self._saved)
+        unaligned = {
+            result for node in self._nodes if node.target in _UNALIGNED for result in node.users
+        }
         for kernel in self._kernels:
             freed = self._freed_after.get(kernel, [])
             for node in kernel.nodes:
@@ -506,13 +517,16 @@ class GraphMemory:
                 if operand is not None:
                     freed.remove(operand)
                     taken[node] = operand
+                    if operand in unaligned:
+                        unaligned.add(node)
                 elif kernel.is_fused or node.target in _PRODUCTS:
                     reused = reuse.take(node, kernel)
                     if reused is not None:
                         taken[node], freed_by = reused
                         self._freed_after[freed_by].remove(taken[node])
             for memory in freed:
-                if memory.op != "placeholder" and memory not in self._internal:
+                is_own = memory.op != "placeholder" and memory not in self._internal
+                if is_own and memory not in unaligned:
                     reuse.free(memory, kernel)
         return taken
 
@@ -684,7 +698,10 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    return _name(node) in _REDUCTIONS
+    if _name(node) not in _REDUCTIONS or _has_several_results(node):
+        return _name(node) in _REDUCTIONS
+    num_results = max(1, _num_elements(node))
+    return _num_elements(node.all_input_nodes[0]) // num_results not in _FEW_SUMMANDS
 
 
 def _is_over_rows(node: fx.Node) -> bool:
