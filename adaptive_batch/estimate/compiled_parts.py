@@ -43,7 +43,15 @@ from adaptive_batch._torch import (
 )
 from adaptive_batch.errors import SettingError
 
-from .fused_kernels import Access, Kernel, Operation, fused_kernels, num_bytes_of, size_of
+from .fused_kernels import (
+    Access,
+    Kernel,
+    Operation,
+    fused_kernels,
+    num_bytes_of,
+    num_operations_of,
+    size_of,
+)
 from .kernel_order import KernelOrders
 from .memory_reuse import MemoryReuse
 
@@ -432,8 +440,11 @@ class GraphMemory:
         return self._written_at.get(root, len(self._places)) <= self._places[reader]
 
     def _is_kernel(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
+        if node.op != "call_function" or _is_view(node):
             return False
+        if node.target is operator.getitem:
+            # One of a fused operator's results is written by its kernel.
+            return not _is_fused(node.all_input_nodes[0])
         return node in self._written_at or _has_several_results(node) or _is_copy_to_argument(node)
 
     def _ordered_kernels(self) -> Sequence[Kernel]:
@@ -441,16 +452,28 @@ class GraphMemory:
         nodes.sort(key=lambda node: self._written_at.get(node, self._places[node]))
         operations: list[Operation] = []
         num_users = Counter(self._returned)
-        number = 0
+        numbers: dict[fx.Node, int] = {}
+        next_number = 0
         for node in nodes:
-            operations.append(self._operation(node, number))
-            number = operations[-1].last_number + 1
+            if node.target is operator.getitem:
+                source, position = node.args
+                assert isinstance(source, fx.Node)
+                num_before = sum(_is_tensor(value) for value in source.meta["val"][:position])
+                numbers[node] = numbers[source] + 1 + num_before
+            else:
+                numbers[node] = next_number
+                next_number += num_operations_of(node, is_over_rows=_is_over_rows(node))
+            operations.append(self._operation(node, numbers[node]))
             num_users.update(self._reads[node].keys())
         kernels = fused_kernels(operations, num_users)
         return KernelOrders(kernels, self._saved, self._returned).best()
 
     def _operation(self, node: fx.Node, number: int) -> Operation:
-        writes = tuple(node.users) if _has_several_results(node) else (node,)
+        is_fused = _is_fused(node)
+        results = tuple(node.users) if _has_several_results(node) else (node,)
+        # What others make has a place of its own in their order, where it is taken from them.
+        writes = results if is_fused else (node,)
+        is_taken = node.target is operator.getitem
         is_over_rows = _is_over_rows(node)
         accesses = [
             Access(memory, (index, is_over_rows), num_bytes)
@@ -467,7 +490,8 @@ class GraphMemory:
             accesses=tuple(accesses),
             writes=writes,
             loop=(num_results, num_summands),
-            is_fused=_is_fused(node),
+            made_bytes=0 if is_taken else sum(map(num_bytes_of, results)),
+            is_fused=is_fused,
             is_reduction=_is_reduction(node),
             is_over_rows=is_over_rows,
             number=number,
@@ -546,7 +570,7 @@ class GraphMemory:
         return None
 
     def _is_written(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or _has_several_results(node):
+        if node.op != "call_function" or (_has_several_results(node) and _is_fused(node)):
             return False
         if not _is_fused(node) or _is_reduction(node):
             return True
@@ -622,12 +646,7 @@ class GraphMemory:
             _PRODUCTS[node.target](*args, **kwargs, out=self._tensor(node, memory))
             return
         assert callable(node.target)
-        results = node.target(*args, **kwargs)
-        if not _has_several_results(node):
-            memory[node] = results
-            return
-        for result in node.users:
-            memory[result] = results[result.args[1]]
+        memory[node] = node.target(*args, **kwargs)
 
     def _tensor(self, node: Any, memory: dict[fx.Node, Any]) -> Any:
         """Return the result of a node, which may be a view of another's."""
@@ -650,6 +669,10 @@ def _empty_like(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def _has_several_results(node: fx.Node) -> bool:
@@ -698,8 +721,10 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    if _name(node) not in _REDUCTIONS or _has_several_results(node):
-        return _name(node) in _REDUCTIONS
+    if _name(node) not in _REDUCTIONS:
+        return False
+    if _has_several_results(node):
+        return True
     num_results = max(1, _num_elements(node))
     return _num_elements(node.all_input_nodes[0]) // num_results not in _FEW_SUMMANDS
 
