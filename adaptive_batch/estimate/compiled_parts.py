@@ -8,9 +8,9 @@ what Inductor's would, by one rule, which is the same on every build of torch 2.
 * An operator that Inductor generates no kernel for (a matrix product, attention, a scatter) writes
   its results to memory.
 * All others are fused. One writes its result to memory where the graph returns it, where an
-  operator of the first kind reads it, where it is a reduction, or where several read it and it
-  reads much itself. Otherwise the kernels that need its result compute it, and so do those that
-  stand before the first operator that needs it in memory.
+  operator of the first kind reads it, where it is a reduction of 8 values or more, or where several
+  read it and it reads much itself. Otherwise the kernels that need its result compute it, and so
+  do those that stand before the first operator that needs it in memory.
 * Generated kernels that share memory are fused, as `fused_kernels` says. What only the operators of
   one kernel need is not in memory.
 * Kernels run in the order with the lowest peak of several, as `kernel_order` says.
@@ -295,7 +295,7 @@ class CompiledParts:
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         backends = private("torch._dynamo.backends.common", "aot_autograd")
-        inductor = private("torch._inductor.compile_fx", "partition_fn", "select_decomp_table")
+        inductor = private("torch._inductor.compile_fx", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
             for node in graph.graph.nodes:
@@ -307,7 +307,7 @@ class CompiledParts:
         compile_graph = backends.aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
-            partition_fn=inductor.partition_fn,
+            partition_fn=_partitioned,
             decompositions=inductor.select_decomp_table(),
         )
         compiled: Callable[..., Any] = compile_graph(graph, inputs)
@@ -329,6 +329,16 @@ class CompiledParts:
         # Arguments are freed inside.
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _partitioned(*args: Any, **kwargs: Any) -> Any:
+    """Divide a graph of forward and backward as Inductor does."""
+    inductor = private("torch._inductor.compile_fx", "partition_fn")
+    guards = private("torch._guards", "TracingContext")
+    virtualized = private("torch._inductor.virtualized", "V")
+    # Passes that replace random numbers make fake tensors, which have to be of the graph's mode.
+    with virtualized.V.set_fake_mode(guards.TracingContext.get().fake_mode):
+        return inductor.partition_fn(*args, **kwargs)
 
 
 def _check_packed_rows(node: fx.Node, kernels: CudaKernels) -> None:
@@ -396,7 +406,7 @@ class GraphMemory:
         self._readers: dict[fx.Node, set[fx.Node]] = {}
         for node in graph.nodes:
             operands = [self._roots[operand] for operand in node.all_input_nodes]
-            if _is_view(node) or _is_copy_to_argument(node):
+            if _is_view(node):
                 self._roots[node] = operands[0]
             else:
                 self._roots[node] = node
@@ -445,7 +455,7 @@ class GraphMemory:
         if node.target is operator.getitem:
             # One of a fused operator's results is written by its kernel.
             return not _is_fused(node.all_input_nodes[0])
-        return node in self._written_at or _has_several_results(node) or _is_copy_to_argument(node)
+        return node in self._written_at or _has_several_results(node)
 
     def _ordered_kernels(self) -> Sequence[Kernel]:
         nodes = [node for node in self._nodes if self._is_kernel(node)]
@@ -617,7 +627,7 @@ class GraphMemory:
             for node in kernel.nodes:
                 if kernel.is_fused:
                     self._write(node, memory)
-                elif not _is_copy_to_argument(node):
+                else:
                     self._run(node, memory)
             for operand in self._freed_after.get(kernel, ()):
                 memory.pop(operand, None)
@@ -677,10 +687,6 @@ def _is_tensor(value: object) -> bool:
 
 def _has_several_results(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
-
-
-def _is_copy_to_argument(node: fx.Node) -> bool:
-    return node.target is aten.copy_.default
 
 
 def _num_elements(node: fx.Node) -> int:

@@ -56,6 +56,7 @@ CASES = {
     "chunked, recomputed": (8, 1024, 1, (*LLAMA, RECOMPUTED)),
     "accumulated": (2, 512, 2, (*LLAMA, PLAIN)),
     "LoRA": (4, 1024, 1, (*LORA, PLAIN)),
+    "LoRA, dropout": (4, 1024, 1, (*LORA, PLAIN, "model.lora_dropout=0.1")),
     "LoRA, recomputed": (4, 1024, 1, (*LORA, PLAIN, RECOMPUTED)),
     "biased": (4, 700, 1, (*QWEN, PLAIN)),
     "soft caps": (2, 512, 1, (*GEMMA, PLAIN)),
