@@ -8,9 +8,9 @@ what Inductor's would, by one rule, which is the same on every build of torch 2.
 * An operator that Inductor generates no kernel for (a matrix product, attention, a scatter) writes
   its results to memory.
 * All others are fused. One writes its result to memory where the graph returns it, where an
-  operator of the first kind reads it, where it is a reduction, or where several read it and it
-  reads much itself. Otherwise the kernels that need its result compute it, and so do those that
-  stand before the first operator that needs it in memory.
+  operator of the first kind reads it, where it is a reduction of 8 values or more, or where several
+  read it and it reads much itself. Otherwise the kernels that need its result compute it, and so
+  do those that stand before the first operator that needs it in memory.
 * Generated kernels that share memory are fused, as `fused_kernels` says. What only the operators of
   one kernel need is not in memory.
 * Kernels run in the order with the lowest peak of several, as `kernel_order` says.
@@ -43,7 +43,15 @@ from adaptive_batch._torch import (
 )
 from adaptive_batch.errors import SettingError
 
-from .fused_kernels import Access, Kernel, Operation, fused_kernels, num_bytes_of, size_of
+from .fused_kernels import (
+    Access,
+    Kernel,
+    Operation,
+    fused_kernels,
+    num_bytes_of,
+    num_operations_of,
+    size_of,
+)
 from .kernel_order import KernelOrders
 from .memory_reuse import MemoryReuse
 
@@ -57,6 +65,9 @@ aten = torch.ops.aten
 # several read is written to memory above the first, any value above the second.
 _MANY_READS = 4
 _MOST_READS = 8
+# Summands of a reduction that Inductor generates without a loop, as any other operator:
+# unroll_reductions_threshold.
+_FEW_SUMMANDS = range(2, 8)
 
 _REDUCTIONS = {
     *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax"),
@@ -79,6 +90,11 @@ _PRODUCTS: dict[Any, Any] = {
     aten.bmm.default: aten.bmm.out,
     aten.baddbmm.default: aten.baddbmm.out,
 }
+# Operators that read a tensor of the host, which Inductor takes for unaligned, and their results.
+_UNALIGNED = (
+    torch.ops.adaptive_batch.packed_attention.default,
+    torch.ops.adaptive_batch.packed_attention_backward.default,
+)
 
 
 # Versions of torch whose compiled steps the rule was held against.
@@ -279,7 +295,7 @@ class CompiledParts:
 
     def _backend(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         backends = private("torch._dynamo.backends.common", "aot_autograd")
-        inductor = private("torch._inductor.compile_fx", "partition_fn", "select_decomp_table")
+        inductor = private("torch._inductor.compile_fx", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
             for node in graph.graph.nodes:
@@ -291,7 +307,7 @@ class CompiledParts:
         compile_graph = backends.aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
-            partition_fn=inductor.partition_fn,
+            partition_fn=_partitioned,
             decompositions=inductor.select_decomp_table(),
         )
         compiled: Callable[..., Any] = compile_graph(graph, inputs)
@@ -313,6 +329,16 @@ class CompiledParts:
         # Arguments are freed inside.
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+
+def _partitioned(*args: Any, **kwargs: Any) -> Any:
+    """Divide a graph of forward and backward as Inductor does."""
+    inductor = private("torch._inductor.compile_fx", "partition_fn")
+    guards = private("torch._guards", "TracingContext")
+    virtualized = private("torch._inductor.virtualized", "V")
+    # Passes that replace random numbers make fake tensors, which have to be of the graph's mode.
+    with virtualized.V.set_fake_mode(guards.TracingContext.get().fake_mode):
+        return inductor.partition_fn(*args, **kwargs)
 
 
 def _check_packed_rows(node: fx.Node, kernels: CudaKernels) -> None:
@@ -380,7 +406,7 @@ class GraphMemory:
         self._readers: dict[fx.Node, set[fx.Node]] = {}
         for node in graph.nodes:
             operands = [self._roots[operand] for operand in node.all_input_nodes]
-            if _is_view(node) or _is_copy_to_argument(node):
+            if _is_view(node):
                 self._roots[node] = operands[0]
             else:
                 self._roots[node] = node
@@ -424,25 +450,40 @@ class GraphMemory:
         return self._written_at.get(root, len(self._places)) <= self._places[reader]
 
     def _is_kernel(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node.target is operator.getitem or _is_view(node):
+        if node.op != "call_function" or _is_view(node):
             return False
-        return node in self._written_at or _has_several_results(node) or _is_copy_to_argument(node)
+        if node.target is operator.getitem:
+            # One of a fused operator's results is written by its kernel.
+            return not _is_fused(node.all_input_nodes[0])
+        return node in self._written_at or _has_several_results(node)
 
     def _ordered_kernels(self) -> Sequence[Kernel]:
         nodes = [node for node in self._nodes if self._is_kernel(node)]
         nodes.sort(key=lambda node: self._written_at.get(node, self._places[node]))
         operations: list[Operation] = []
         num_users = Counter(self._returned)
-        number = 0
+        numbers: dict[fx.Node, int] = {}
+        next_number = 0
         for node in nodes:
-            operations.append(self._operation(node, number))
-            number = operations[-1].last_number + 1
+            if node.target is operator.getitem:
+                source, position = node.args
+                assert isinstance(source, fx.Node)
+                num_before = sum(_is_tensor(value) for value in source.meta["val"][:position])
+                numbers[node] = numbers[source] + 1 + num_before
+            else:
+                numbers[node] = next_number
+                next_number += num_operations_of(node, is_over_rows=_is_over_rows(node))
+            operations.append(self._operation(node, numbers[node]))
             num_users.update(self._reads[node].keys())
         kernels = fused_kernels(operations, num_users)
         return KernelOrders(kernels, self._saved, self._returned).best()
 
     def _operation(self, node: fx.Node, number: int) -> Operation:
-        writes = tuple(node.users) if _has_several_results(node) else (node,)
+        is_fused = _is_fused(node)
+        results = tuple(node.users) if _has_several_results(node) else (node,)
+        # What others make has a place of its own in their order, where it is taken from them.
+        writes = results if is_fused else (node,)
+        is_taken = node.target is operator.getitem
         is_over_rows = _is_over_rows(node)
         accesses = [
             Access(memory, (index, is_over_rows), num_bytes)
@@ -459,7 +500,8 @@ class GraphMemory:
             accesses=tuple(accesses),
             writes=writes,
             loop=(num_results, num_summands),
-            is_fused=_is_fused(node),
+            made_bytes=0 if is_taken else sum(map(num_bytes_of, results)),
+            is_fused=is_fused,
             is_reduction=_is_reduction(node),
             is_over_rows=is_over_rows,
             number=number,
@@ -497,6 +539,9 @@ class GraphMemory:
         """Return what results are written over, which is freed no more."""
         taken: dict[fx.Node, fx.Node] = {}
         reuse = MemoryReuse(self._kernels, self._freed_after, self._saved)
+        unaligned = {
+            result for node in self._nodes if node.target in _UNALIGNED for result in node.users
+        }
         for kernel in self._kernels:
             freed = self._freed_after.get(kernel, [])
             for node in kernel.nodes:
@@ -506,13 +551,16 @@ class GraphMemory:
                 if operand is not None:
                     freed.remove(operand)
                     taken[node] = operand
+                    if operand in unaligned:
+                        unaligned.add(node)
                 elif kernel.is_fused or node.target in _PRODUCTS:
                     reused = reuse.take(node, kernel)
                     if reused is not None:
                         taken[node], freed_by = reused
                         self._freed_after[freed_by].remove(taken[node])
             for memory in freed:
-                if memory.op != "placeholder" and memory not in self._internal:
+                is_own = memory.op != "placeholder" and memory not in self._internal
+                if is_own and memory not in unaligned:
                     reuse.free(memory, kernel)
         return taken
 
@@ -532,7 +580,7 @@ class GraphMemory:
         return None
 
     def _is_written(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or _has_several_results(node):
+        if node.op != "call_function" or (_has_several_results(node) and _is_fused(node)):
             return False
         if not _is_fused(node) or _is_reduction(node):
             return True
@@ -579,7 +627,7 @@ class GraphMemory:
             for node in kernel.nodes:
                 if kernel.is_fused:
                     self._write(node, memory)
-                elif not _is_copy_to_argument(node):
+                else:
                     self._run(node, memory)
             for operand in self._freed_after.get(kernel, ()):
                 memory.pop(operand, None)
@@ -608,12 +656,7 @@ class GraphMemory:
             _PRODUCTS[node.target](*args, **kwargs, out=self._tensor(node, memory))
             return
         assert callable(node.target)
-        results = node.target(*args, **kwargs)
-        if not _has_several_results(node):
-            memory[node] = results
-            return
-        for result in node.users:
-            memory[result] = results[result.args[1]]
+        memory[node] = node.target(*args, **kwargs)
 
     def _tensor(self, node: Any, memory: dict[fx.Node, Any]) -> Any:
         """Return the result of a node, which may be a view of another's."""
@@ -641,12 +684,12 @@ def _empty_like(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 def _has_several_results(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
-
-
-def _is_copy_to_argument(node: fx.Node) -> bool:
-    return node.target is aten.copy_.default
 
 
 def _num_elements(node: fx.Node) -> int:
@@ -687,7 +730,12 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    return _name(node) in _REDUCTIONS
+    if _name(node) not in _REDUCTIONS:
+        return False
+    if _has_several_results(node):
+        return True
+    num_results = max(1, _num_elements(node))
+    return _num_elements(node.all_input_nodes[0]) // num_results not in _FEW_SUMMANDS
 
 
 def _is_over_rows(node: fx.Node) -> bool:

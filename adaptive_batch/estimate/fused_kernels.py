@@ -56,6 +56,7 @@ class Operation:
         node: of the graph.
         accesses: what it reads, then what it writes.
         writes: the nodes of its results.
+        made_bytes: of the memory that it allocates.
         loop: number of elements that are computed, and of those that each is reduced from.
         is_fused: whether Inductor generates its kernel.
         is_reduction: whether it is a reduction.
@@ -66,6 +67,7 @@ class Operation:
     node: fx.Node
     accesses: tuple[Access, ...]
     writes: tuple[fx.Node, ...]
+    made_bytes: int
     loop: tuple[int, int]
     is_fused: bool
     is_reduction: bool
@@ -75,6 +77,8 @@ class Operation:
     @property
     def last_number(self) -> int:
         """That of its last result."""
+        if not self.is_fused:
+            return self.number
         return self.number + num_operations_of(self.node, is_over_rows=self.is_over_rows) - 1
 
     def numbered_results(self) -> Iterator[tuple[fx.Node, int]]:
@@ -115,6 +119,7 @@ class Kernel:
         reductions = [operation for operation in operations if operation.is_reduction]
         self.is_reduction = bool(reductions)
         self.loop = (reductions or operations)[0].loop
+        self.made_bytes = sum(operation.made_bytes for operation in operations)
 
     @cached_property
     def reads(self) -> dict[fx.Node, None]:

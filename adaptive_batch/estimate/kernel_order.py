@@ -44,7 +44,6 @@ class KernelOrders:
         for kernel, makers in self._makers_of.items():
             for maker in makers:
                 self._users_of[maker].append(kernel)
-        self._made_bytes = {kernel: sum(map(num_bytes_of, kernel.results)) for kernel in kernels}
         self._saved_bytes = sum(
             num_bytes_of(memory) for memory in self._readers if memory not in self._makers
         )
@@ -60,7 +59,7 @@ class KernelOrders:
         changes = [0] * (len(order) + 1)
         changes[0] = self._saved_bytes
         for kernel, step in steps.items():
-            changes[step] += self._made_bytes[kernel]
+            changes[step] += kernel.made_bytes
         for memory, readers in self._readers.items():
             if memory not in self._returned:
                 last = max((steps[reader] for reader in readers), default=None)
@@ -91,7 +90,7 @@ class KernelOrders:
             kernel = min(ready, key=self._least(freed_bytes, gap))
             ready.remove(kernel)
             order.append(kernel)
-            live_bytes += self._made_bytes[kernel]
+            live_bytes += kernel.made_bytes
             peak_bytes = max(peak_bytes, live_bytes)
             live_bytes -= freed_bytes[kernel]
             for user in self._users_of[kernel]:
@@ -109,7 +108,7 @@ class KernelOrders:
         self, freed_bytes: dict[Kernel, int], gap: int
     ) -> Callable[[Kernel], tuple[int, int, int]]:
         def key(kernel: Kernel) -> tuple[int, int, int]:
-            made = self._made_bytes[kernel]
+            made = kernel.made_bytes
             above = made if made > gap else 0
             return above, made - freed_bytes[kernel], self._places[kernel]
 
@@ -138,7 +137,7 @@ class KernelOrders:
         sizes = {}
         for kernel in self._kernels:
             read_bytes = sum(map(num_bytes_of, self._freeable_reads[kernel]))
-            sizes[kernel] = (self._made_bytes[kernel] + read_bytes, self._places[kernel])
+            sizes[kernel] = (kernel.made_bytes + read_bytes, self._places[kernel])
 
         def by_size(kernels: Iterable[Kernel]) -> list[Kernel]:
             return sorted(kernels, key=sizes.__getitem__)

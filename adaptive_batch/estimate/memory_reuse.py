@@ -31,15 +31,10 @@ class MemoryReuse:
         freed_after: Mapping[Kernel | None, Sequence[fx.Node]],
         saved: Collection[fx.Node],
     ) -> None:
-        # The first step of each kernel; each result of an operator of several is a step, too.
-        self._steps: dict[Kernel, int] = {}
-        num_steps = 0
-        for kernel in kernels:
-            self._steps[kernel] = num_steps
-            num_steps += 1 if kernel.is_fused else kernel.last - kernel.first + 1
-        changes = [0] * (num_steps + 1)
+        self._steps = {kernel: step for step, kernel in enumerate(kernels)}
+        changes = [0] * (len(kernels) + 1)
         for kernel, step in self._steps.items():
-            changes[step] += sum(map(num_bytes_of, kernel.results))
+            changes[step] += kernel.made_bytes
             for memory in freed_after.get(kernel, ()):
                 changes[step + 1] -= num_bytes_of(memory)
                 if memory in saved:

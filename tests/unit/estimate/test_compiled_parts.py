@@ -220,6 +220,14 @@ def test_what_forward_returns_is_the_callers_and_never_written_over(device):
     assert kept.count(SIZE) == 3
 
 
+def test_a_part_that_draws_random_numbers_in_training_is_compiled(device):
+    sizes, left_out = allocated(
+        device, lambda x, y, z: functional.dropout(x @ y, 0.1) @ z, backward=True
+    )
+    assert not left_out
+    assert sizes
+
+
 @pytest.mark.parametrize(
     "total",
     [lambda x: x.sum(dim=None, keepdim=True), lambda x: x.sum().sum(0)],

@@ -56,6 +56,7 @@ CASES = {
     "chunked, recomputed": (8, 1024, 1, (*LLAMA, RECOMPUTED)),
     "accumulated": (2, 512, 2, (*LLAMA, PLAIN)),
     "LoRA": (4, 1024, 1, (*LORA, PLAIN)),
+    "LoRA, dropout": (4, 1024, 1, (*LORA, PLAIN, "model.lora_dropout=0.1")),
     "LoRA, recomputed": (4, 1024, 1, (*LORA, PLAIN, RECOMPUTED)),
     "biased": (4, 700, 1, (*QWEN, PLAIN)),
     "soft caps": (2, 512, 1, (*GEMMA, PLAIN)),
@@ -98,23 +99,6 @@ def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
     assert abs(expected - peak) < abs(expected_of_eager - peak)
 
 
-def test_what_is_reserved_is_that_of_a_step_whose_kernels_inductor_has_cached():
-    rows, tokens, _, overrides = CASES["bf16"]
-    compiled = read("llama3_2_1B", "compile=True", *overrides)
-    expected = CachingAllocator(2**40, AllocatorSettings.from_environment())
-    expected.replay(estimated(compiled, rows, tokens))
-    # The first run fills the cache, and tunes kernels beside the step.
-    for _ in range(2):
-        torch.compiler.reset()
-        torch._C._cuda_clearCublasWorkspaces()
-        gc.collect()
-        torch.cuda.empty_cache()
-        held = torch.cuda.memory_reserved()
-        on_cuda(compiled, rows, tokens)
-    reserved = torch.cuda.max_memory_reserved() - held
-    assert expected.peak_reserved_bytes == pytest.approx(reserved, rel=0.01)
-
-
 PACKED = "micro_batch_layout=packed"
 # Rows, tokens of each, settings.
 PACKS = {
@@ -138,6 +122,30 @@ def test_a_compiled_step_of_packed_rows_is_estimated_to_the_byte(case):
     gc.collect()
     torch.cuda.empty_cache()
     assert expected == pytest.approx(peak, abs=1024)
+
+
+RESERVED = {
+    "bf16": (*CASES["bf16"][:2], CASES["bf16"][3]),
+    "packed, many short rows, recomputed": PACKS["packed, many short rows, recomputed"],
+}
+
+
+@pytest.mark.parametrize("case", RESERVED)
+def test_what_is_reserved_is_that_of_a_step_whose_kernels_inductor_has_cached(case):
+    rows, tokens, overrides = RESERVED[case]
+    compiled = read("llama3_2_1B", "compile=True", *overrides)
+    expected = CachingAllocator(2**40, AllocatorSettings.from_environment())
+    expected.replay(estimated(compiled, rows, tokens))
+    # The first run fills the cache, and tunes kernels beside the step.
+    for _ in range(2):
+        torch.compiler.reset()
+        torch._C._cuda_clearCublasWorkspaces()
+        gc.collect()
+        torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved()
+        on_cuda(compiled, rows, tokens)
+    reserved = torch.cuda.max_memory_reserved() - held
+    assert expected.peak_reserved_bytes == pytest.approx(reserved, rel=0.01)
 
 
 @pytest.mark.parametrize("budget", [0.5, pytest.param(0.15, marks=pytest.mark.slow), 0.0])
