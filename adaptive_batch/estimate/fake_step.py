@@ -487,6 +487,16 @@ class FakeStep:
         """
         return self._layers.phase(partial(self._trace_phase, run, is_first), kind=is_first)
 
+    def evaluated(self, run: Callable[[], object]) -> Phase:
+        """Return the log of a forward pass in evaluation mode, before a step has gradients."""
+
+        def trace() -> Phase:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            return self._counted(run)
+
+        return self._layers.phase(trace, kind="evaluated")
+
     def _trace_phase(self, run: Callable[[], object], is_first: bool) -> Phase:
         """Run one micro-batch, and return its log."""
         if is_first:
@@ -497,6 +507,9 @@ class FakeStep:
                     optimizer.state.clear()
         else:
             self._prepare()
+        return self._counted(run)
+
+    def _counted(self, run: Callable[[], object]) -> Phase:
         with self._device.counting() as counter:
             counter.add_named(self._named())
             run()
