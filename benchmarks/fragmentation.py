@@ -2,7 +2,7 @@
 device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/fragmentation.py [--quick]
-        [--replays] [--cases N] [--output DIR]
+        [--replays | --ranks N] [--cases N] [--output DIR]
 
 Twenty distributions of lengths, each with a model of real width and two layers, drawn by a seed.
 500 steps run as micro-batches of a written number of tokens, on the default allocator: in a random
@@ -11,8 +11,12 @@ reserved at the end of one, over the peak of what was allocated until then; the 
 which the optimizer's state is made, are left out.
 
 With ``--replays`` the first 100 steps of each are held against what `AdaptiveStep.estimate` replays
-of them: what is reserved after each step, and what expandable segments would reserve. The checks of
-the first splits, which no estimate replays, are left out of these runs.
+of them, with the checks of splits: what is reserved after each step, on the default allocator and
+with expandable segments. Where there are more shapes than are traced, fewer steps are replayed.
+
+With ``--ranks N`` the first case of 8 billion parameters' width whose lengths are lognormal runs
+40 steps on so many ranks that FSDP2 divides its model over, each with rows of its own. Reported
+are the figures of the rank that reserves most over its peak; splits are not checked.
 
 A case that is finished is kept in `.measure/`, and a measurement that was stopped resumes with the
 next one.
@@ -28,8 +32,9 @@ import random
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -38,10 +43,12 @@ from typing import Any
 import records
 import torch
 from records import Finished
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 
 from adaptive_batch import AdaptiveStep, Part
 from adaptive_batch.data import MicroBatchLimit, micro_batches
+from adaptive_batch.distributed import maximum
 from adaptive_batch.estimate import StepReplay, length_replay
 from adaptive_batch.estimate.length_replay import StepMemory
 from adaptive_batch.training import sampled_step
@@ -50,6 +57,7 @@ from adaptive_batch.training.split_check import SplitCheck
 SEED = 32
 STEPS = 500
 REPLAYED = 100
+STEPS_ON_RANKS = 40
 ROWS = 24
 LONGEST = 4096
 WAYS = ("as sampled", "AdaptiveStep")
@@ -208,6 +216,10 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
     # Nothing is made but what stays, as where a model is moved to a device.
     with torch.device("meta"):
         model = MODELS[case.model]()
+    if distributed.is_initialized():
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer)
+        fully_shard(model)
     for module in model.modules():
         if getattr(module, "is_cache_built", True):
             module.to_empty(device="cuda", recurse=False)
@@ -223,7 +235,12 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
         logits = model(part.batch["tokens"].to(device))
         (loss_of(logits, part.batch["labels"].to(device)) * part.share).backward()
 
-    step = AdaptiveStep(model, forward_backward, micro_batch_tokens=case.tokens)
+    step = AdaptiveStep(
+        model,
+        forward_backward,
+        micro_batch_tokens=case.tokens,
+        num_labels=lambda batch: (batch["labels"] != -100).sum(),
+    )
     return step, torch.optim.AdamW(model.parameters(), fused=True)
 
 
@@ -231,15 +248,17 @@ def run_case(case: Case, way: str, steps: int) -> list[StepMemory]:
     """Train so many steps in this process; return what was allocated at most by the end of each,
     and what is reserved after it.
     """
-    if way == "unchecked":
-        SplitCheck.begin_split = lambda *_: False  # type: ignore[method-assign]
     step, optimizer = built(case)
     draw = random.Random(case.seed)
 
     def run_as_sampled(lengths: list[int]) -> None:
         pieces = micro_batches(lengths, MicroBatchLimit(case.tokens, "tokens"))
         draw.shuffle(pieces)
-        for piece in pieces:
+        # A rank that has fewer runs its last one again.
+        pieces += pieces[-1:] * (maximum(len(pieces)) - len(pieces))
+        for number, piece in enumerate(pieces, start=1):
+            if distributed.is_initialized():
+                step.model.set_requires_gradient_sync(number == len(pieces))  # type: ignore[operator]
             batch = batch_of([lengths[row] for row in piece.rows])
             step.parts.run_alone(Part(batch, len(piece.rows), share=1 / len(pieces)))
 
@@ -304,7 +323,7 @@ def in_process(way: str, case: Case, steps: int, *, settings: str = "") -> Any:
     """Run a way of a case in a process of its own, whose allocator is new; return its answer."""
     request = json.dumps({"case": asdict(case), "way": way, "steps": steps})
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", __file__, "--run", request],
+        [sys.executable, "-W", "ignore", __file__, "--answer", request],
         capture_output=True,
         text=True,
         check=True,
@@ -313,8 +332,47 @@ def in_process(way: str, case: Case, steps: int, *, settings: str = "") -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def on_ranks(case: Case, way: str, steps: int, num_ranks: int) -> list[dict[str, float]]:
+    """Run a way of a case on several ranks; return the figures of each."""
+    request = {"case": asdict(case), "way": way, "steps": steps}
+    # Small messages have to arrive.
+    stub = {"STUB_CUDA_COUNT": str(num_ranks), "STUB_CUDA_KEEP": "65536"}
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(
+            [
+                *(sys.executable, "-W", "ignore", "-m", "torch.distributed.run"),
+                *("--standalone", "--nproc-per-node", str(num_ranks), __file__),
+                *("--answer", json.dumps({**request, "folder": folder})),
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, **stub, "PYTORCH_ALLOC_CONF": ""},
+        )
+        memories = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
+    assert len(memories) == num_ranks
+    return [summarised([StepMemory(*step) for step in memory]) for memory in memories]
+
+
+def answer_on_rank(request: Mapping[str, Any]) -> None:
+    """Leave what a rank that :func:`on_ranks` has started was asked for in a file of its own."""
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
+    distributed.init_process_group("nccl")
+    # Losses are what memory happens to hold where small messages arrive.
+    SplitCheck.begin_split = lambda *_: False  # type: ignore[method-assign]
+    case = Case(**request["case"])
+    case = replace(case, seed=case.seed + 1000 * rank)
+    memory = run_case(case, request["way"], request["steps"])
+    (Path(request["folder"]) / f"{rank}.json").write_text(json.dumps(memory))
+    distributed.destroy_process_group()
+
+
 def answer(request: Mapping[str, Any]) -> None:
     """Print what a process that :func:`in_process` has started was asked for."""
+    if "folder" in request:
+        answer_on_rank(request)
+        return
     case = Case(**request["case"])
     if request["way"] == "replay":
         print(json.dumps(replay_case(case, request["steps"])))
@@ -353,11 +411,12 @@ def measure_replays(cases: Sequence[Case], steps: int, finished: Finished) -> li
         replays = in_process("replay", case, steps)
         entry = {}
         for name, settings in SETTINGS.items():
-            ran = in_process("unchecked", case, steps, settings=settings)
-            reserved = [step[1] for step in ran]
             replayed = [step[1] for step in replays[name]]
+            ran = in_process("AdaptiveStep", case, len(replayed), settings=settings)
+            reserved = [step[1] for step in ran]
             errors = [own / real - 1 for own, real in zip(replayed, reserved, strict=True)]
             entry[name] = {
+                "replayed": len(replayed),
                 "equal": errors.count(0.0),
                 "near": sum(abs(error) <= 1e-3 for error in errors),
                 "worst": max(errors, key=abs),
@@ -367,7 +426,7 @@ def measure_replays(cases: Sequence[Case], steps: int, finished: Finished) -> li
         return entry
 
     table = []
-    print(f"{'':<49} settings     equal  within 0.1%  worst step  most reserved")
+    print(f"{'':<49} settings    steps  equal  within 0.1%  worst step  most reserved")
     for case in cases:
         entry = finished.entry({**asdict(case), "steps": steps}, partial(compared, case))
         table.append(entry)
@@ -377,11 +436,28 @@ def measure_replays(cases: Sequence[Case], steps: int, finished: Finished) -> li
         for name in SETTINGS:
             row = entry[name]
             print(
-                f"{described(case)}  {name:<11} {row['equal']:>6} {row['near']:>12}"
+                f"{described(case)}  {name:<10} {row['replayed']:>6} {row['equal']:>6}"
+                f" {row['near']:>12}"
                 f" {row['worst']:>11.3%} {row['most_reserved']:>14.3%}",
                 flush=True,
             )
     return table
+
+
+def measure_ranks(
+    cases: Sequence[Case], steps: int, finished: Finished, *, num_ranks: int
+) -> list[dict[str, Any]]:
+    def ratios_of(case: Case) -> dict[str, Any]:
+        return {way: on_ranks(case, way, steps, num_ranks) for way in WAYS}
+
+    eligible = (case for case in cases if (case.model, case.kind) == ("llama3_1_8b", "lognormal"))
+    case = next(eligible)
+    key = {**asdict(case), "ranks": num_ranks, "steps": steps}
+    entry = finished.entry(key, partial(ratios_of, case))
+    for way in WAYS if "failed" not in entry else ():
+        worst = max(entry[way], key=lambda figures: figures["p99"])
+        print(f"{described(case)}  {num_ranks} ranks  {way:<12} {worst['p99']:.3f}", flush=True)
+    return [entry]
 
 
 def described(case: Case) -> str:
@@ -396,23 +472,29 @@ def main() -> None:
     parser.add_argument(
         "--replays", action="store_true", help="hold replayed steps against those that ran"
     )
+    parser.add_argument("--ranks", type=int, metavar="N", help="one case on so many ranks")
     parser.add_argument("--cases", type=int, default=20, metavar="N", help="the first N of 20")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
-    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("run it by the Python of `make cuda-stack`")
-    if arguments.run:
-        answer(json.loads(arguments.run))
+    if arguments.answer:
+        answer(json.loads(arguments.answer))
         return
     cases = sample(20)[: 4 if arguments.quick else arguments.cases]
     name = "fragmentation"
-    measure = measure_fragmentation
+    measure: Callable[..., list[dict[str, Any]]] = measure_fragmentation
     steps = 60 if arguments.quick else STEPS
     if arguments.replays:
         name = "fragmentation_replays"
         measure = measure_replays
         steps = 20 if arguments.quick else REPLAYED
+    elif arguments.ranks:
+        cases = sample(20)
+        name = f"fragmentation_{arguments.ranks}_ranks"
+        measure = partial(measure_ranks, num_ranks=arguments.ranks)
+        steps = 20 if arguments.quick else STEPS_ON_RANKS
     finished = Finished(name)
     table = measure(cases, steps, finished)
     records.write(name, arguments.output, steps=steps, cases=table)

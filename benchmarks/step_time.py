@@ -4,6 +4,7 @@ our own two ways.
     python benchmarks/step_time.py [--compare stock] [--pairs N] [--quick] [--device cuda]
         [--output DIR] [key=value ...]
     python benchmarks/step_time.py --compare micro ...
+    python benchmarks/step_time.py --compare order ...
 
 ``micro`` compares ours with ``micro_batch_size: auto``, where one micro-batch holds the whole step,
 with ours adaptive off. Both train in one process, each in a thread of its own, one step each in
@@ -11,12 +12,18 @@ turns: what slows the machine slows both. They are built anew for each of severa
 turns at being first: where their tensors happen to lie makes a difference of a percent or two,
 which stays for as long as they live. The first step of an epoch, which saves a checkpoint, is left
 out.
+
+``order`` compares micro-batches with the most tokens first, as they run, with a random order of the
+same ones. In the first steps of a round both are in the same order, and their losses have to be the
+same bits; how far they are apart by the end of it is reported too.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import random
+import re
 import statistics
 import sys
 import tempfile
@@ -39,13 +46,15 @@ from turns import (
     stock_recipe,
 )
 
+from adaptive_batch.data import MicroBatch
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
 
 ROUNDS = 8
 WARM_UP = 5  # pairs of a round: allocators and lazy initialisation
-TARGET = 1.01
 
+Losses = dict[str, list[list[float]]]  # of each side, by rounds
 Seconds = dict[str, list[list[float]]]  # of each side, by rounds
 
 
@@ -65,8 +74,30 @@ class Comparison:
     record: str
     measured: Side
     over: Side
+    target: float = 1.01
 
 
+def shuffling_recipe(cfg: DictConfig) -> Any:
+    """Our recipe, whose micro-batches run in a random order after the first steps."""
+    recipe = our_recipe(cfg)
+    runner = recipe.trainer.runner
+    divide = runner.divide
+    draw = random.Random(0)
+    num_steps = 0
+
+    def shuffled(*arguments: Any) -> tuple[list[MicroBatch], ...]:
+        nonlocal num_steps
+        num_steps += 1
+        parts = tuple(list(part) for part in divide(*arguments))
+        for part in parts if num_steps > WARM_UP else ():
+            draw.shuffle(part)
+        return parts
+
+    runner.divide = shuffled  # type: ignore[method-assign, assignment]
+    return recipe
+
+
+BY_TOKENS = ("batch_size=32", "micro_batch_tokens=1024")
 COMPARISONS = {
     "stock": Comparison("step_time", Side("ours", our_recipe), Side("stock", stock_recipe)),
     "micro": Comparison(
@@ -78,25 +109,33 @@ COMPARISONS = {
         ),
         Side("off", our_recipe),
     ),
+    "order": Comparison(
+        "step_time_order",
+        Side("largest first", our_recipe, BY_TOKENS),
+        Side("random order", shuffling_recipe, BY_TOKENS),
+        target=1.0,
+    ),
 }
 
 
 def measure(
     folder: Path, comparison: Comparison, *, pairs: int, device: str, overrides: list[str]
-) -> tuple[Seconds, Seconds, int]:
-    """Seconds of each side's steps on the clock and of the processor, by rounds and in pairs; and
-    rows of a step.
+) -> tuple[Seconds, Seconds, Losses, int]:
+    """Seconds of each side's steps on the clock and of the processor, by rounds and in pairs; their
+    losses, of all steps; and rows of a step.
     """
     demo.prepare(folder)
     rows = len(demo.read_rows(folder / "data" / "train.jsonl"))
+    sides = (comparison.over, comparison.measured)
     common = [f"device={device}", *overrides]
+    if sides[0].overrides == sides[1].overrides:
+        common = [*sides[0].overrides, *common]
     cfg = configuration(folder, "any", common)
     step_rows = cfg.batch_size * cfg.gradient_accumulation_steps
     steps = rows // step_rows
     pairs = -(-pairs // ROUNDS)
     epochs = -(-(pairs + WARM_UP) // (steps - 1))
     kept = [step for step in range(epochs * steps) if step % steps][WARM_UP:][:pairs]
-    sides = (comparison.over, comparison.measured)
 
     def ends_turn(name: str, num_steps: int) -> bool:
         if num_steps > kept[-1]:
@@ -105,6 +144,7 @@ def measure(
 
     on_clock: Seconds = {side.name: [] for side in sides}
     of_processor: Seconds = {side.name: [] for side in sides}
+    losses: Losses = {side.name: [] for side in sides}
     for number in range(ROUNDS):
         in_order = sides if number % 2 == 0 else sides[::-1]
         names = [side.name for side in in_order]
@@ -118,7 +158,29 @@ def measure(
         for side in sides:
             on_clock[side.name].append([relay.seconds[side.name][step] for step in kept])
             of_processor[side.name].append([relay.cpu_seconds[side.name][step] for step in kept])
-    return on_clock, of_processor, step_rows
+            (lines,) = (folder / f"{side.name}_{number}").rglob("log_*.txt")
+            losses[side.name].append([*map(float, re.findall(r" loss:(\S+)", lines.read_text()))])
+    return on_clock, of_processor, losses, step_rows
+
+
+def losses_apart(losses: Losses, comparison: Comparison) -> dict[str, Any]:
+    """Whether the losses of the first steps are the same bits, and the largest difference of any
+    pair, as a share.
+    """
+    pairs = [
+        list(zip(*of_sides, strict=True))
+        for of_sides in zip(
+            losses[comparison.measured.name], losses[comparison.over.name], strict=True
+        )
+    ]
+    return {
+        "same_bits_in_first_steps": all(
+            a == b for of_round in pairs for a, b in of_round[:WARM_UP]
+        ),
+        "same_bits": sum(a == b for of_round in pairs for a, b in of_round),
+        "losses": sum(map(len, pairs)),
+        "largest_difference": max(abs(a / b - 1) for of_round in pairs for a, b in of_round),
+    }
 
 
 def ratios(seconds: Seconds, comparison: Comparison) -> torch.Tensor:
@@ -161,7 +223,7 @@ def main() -> None:
         folder = Path(temporary)
         os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
         with printing_into(folder / "printed.txt"):
-            on_clock, of_processor, step_rows = measure(
+            on_clock, of_processor, losses, step_rows = measure(
                 folder,
                 comparison,
                 pairs=pairs,
@@ -188,11 +250,13 @@ def main() -> None:
             f"{side.name:<8} {1e3 * statistics.median(seconds):>10.2f} {1e3 * tenths[0]:>8.2f} "
             f"{1e3 * tenths[-1]:>8.2f} {1e3 * statistics.median(flat(of_processor, side)):>13.2f}"
         )
-    verdict = "met" if low <= TARGET else "NOT met"
+    verdict = "met" if low <= comparison.target else "NOT met"
     print(
         f"{comparison.measured.name} / {comparison.over.name}: median {ratio:.4f}, 95% interval"
-        f" {low:.4f} to {high:.4f}; target {TARGET} within it: {verdict}"
+        f" {low:.4f} to {high:.4f}; target {comparison.target} within it: {verdict}"
     )
+    apart = losses_apart(losses, comparison)
+    print(", ".join(f"{name}: {value}" for name, value in apart.items()))
     print(
         f"of the processor's time: median {ratio_cpu:.4f}, 95% interval {low_cpu:.4f} to"
         f" {high_cpu:.4f}"
@@ -210,7 +274,8 @@ def main() -> None:
         ratio_median=ratio,
         ratio_interval_95=[low, high],
         ratio_of_rounds=of_rounds,
-        target=TARGET,
+        target=comparison.target,
+        losses_apart=apart,
         processor_ratio_median=ratio_cpu,
         processor_ratio_interval_95=[low_cpu, high_cpu],
         seconds=on_clock,

@@ -270,6 +270,29 @@ class CachingAllocator:
                 assert block is not None, f"allocation {~entry} is freed twice"
                 self.free(block)
 
+    def replay_apart(self, log: Iterable[int]) -> None:
+        """Do what a log says that is no training, whose retries do not count. From where memory
+        runs out on do only what it frees, give the cache back, and count peaks afresh.
+        """
+        num_retries = self.num_retries
+        entries = iter(log)
+        try:
+            self.replay(entries)
+        except torch.OutOfMemoryError:
+            blocks = self._replayed
+            blocks.append(None)
+            for entry in entries:
+                if entry > 0:
+                    blocks.append(None)
+                    continue
+                block = blocks[~entry]
+                blocks[~entry] = None
+                if block is not None:
+                    self.free(block)
+            self.empty_cache()
+            self.peak_allocated_bytes = self.allocated_bytes
+        self.num_retries = num_retries
+
     def peak_within(self, log: Iterable[int]) -> int:
         """Do what a log says; return the most that was allocated meanwhile, in bytes."""
         earlier_peak = self.peak_allocated_bytes

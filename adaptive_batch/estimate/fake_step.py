@@ -171,6 +171,42 @@ class FakeDevice:
 
         batch.update(tree_map_only(torch.Tensor, fake, dict(batch)))
 
+    def prepare_optimizer(self, optimizer: Optimizer) -> tuple[str, ...]:
+        """Have an optimizer step on fake tensors, as it does on the device.
+
+        Returns:
+            What is not counted as it would be there, a sentence each.
+        """
+        is_torchaos = type(optimizer).__module__.partition(".")[0] == "torchao"
+        if is_torchaos:
+            # Tables whose values are read when they are made, and kept.
+            for states in ("subclass_4bit", "subclass_8bit"):
+                tables = private(f"torchao.optim.{states}", "get_qmap_signed", "get_qmap_unsigned")
+                tables.get_qmap_signed()
+                tables.get_qmap_unsigned()
+        if self.kernels is None:
+            return ()
+        for group in optimizer.param_groups:
+            is_plain = all(group.get(key) is None for key in ("fused", "foreach"))
+            if is_plain and "foreach" in group:
+                # What torch takes there.
+                group["foreach"] = True
+        if not is_torchaos:
+            return ()
+        step = optimizer.step
+
+        def uncounted(*args: Any, **kwargs: Any) -> Any:
+            # Left out, as it keeps nothing, and takes long: many operations for each weight.
+            compiled_parts = replaced(torch, compile=lambda *_, **__: lambda *_, **__: None)
+            with self.uncounted(), compiled_parts:
+                return step(*args, **kwargs)
+
+        optimizer.step = uncounted  # type: ignore[method-assign]
+        return (
+            "torchao: its step is compiled on a device, so only the states that it keeps are"
+            " counted",
+        )
+
     def _on_host_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor like another, on the CPU, where all fake ones are."""
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter)
@@ -451,6 +487,16 @@ class FakeStep:
         """
         return self._layers.phase(partial(self._trace_phase, run, is_first), kind=is_first)
 
+    def evaluated(self, run: Callable[[], object]) -> Phase:
+        """Return the log of a forward pass in evaluation mode, before a step has gradients."""
+
+        def trace() -> Phase:
+            for parameter in self.model.parameters():
+                parameter.grad = None
+            return self._counted(run)
+
+        return self._layers.phase(trace, kind="evaluated")
+
     def _trace_phase(self, run: Callable[[], object], is_first: bool) -> Phase:
         """Run one micro-batch, and return its log."""
         if is_first:
@@ -461,6 +507,9 @@ class FakeStep:
                     optimizer.state.clear()
         else:
             self._prepare()
+        return self._counted(run)
+
+    def _counted(self, run: Callable[[], object]) -> Phase:
         with self._device.counting() as counter:
             counter.add_named(self._named())
             run()

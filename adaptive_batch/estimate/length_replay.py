@@ -9,10 +9,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import chain, combinations
+from itertools import chain, combinations, repeat
 from numbers import Integral, Real
 from typing import Any, NamedTuple
 
@@ -35,6 +35,8 @@ REPLAYED_STEPS = 50
 # parameters the former takes a fifth of a second, the latter 2.5.
 MOST_TRACED = 256
 MOST_TRACED_WHOLE = 6
+# Of more shapes only the steps before are replayed, where they are so many.
+FEWEST_STEPS = 10
 # Lengths that more shapes are traced at: the shortest, the longest, and between them.
 _NUM_LENGTHS = 3
 
@@ -60,6 +62,7 @@ class PlannedSteps:
         limit: what a micro-batch may hold.
         steps: shapes of the micro-batches of each step, in the order in which they run.
         largest: most tokens of a micro-batch of each step.
+        checks: shapes that a check of the split evaluates before each step, none before most.
         is_packed: whether the rows of a micro-batch lie one after the other.
     """
 
@@ -67,6 +70,7 @@ class PlannedSteps:
     limit: MicroBatchLimit
     steps: tuple[tuple[Shape, ...], ...]
     largest: tuple[int, ...]
+    checks: tuple[tuple[Shape, ...], ...]
     is_packed: bool = False
 
     @classmethod
@@ -75,6 +79,7 @@ class PlannedSteps:
         batches: Iterable[Sequence[int]],
         limit: MicroBatchLimit,
         divide: Callable[[Sequence[int]], Sequence[MicroBatch]],
+        check: Callable[[Sequence[int], Sequence[MicroBatch]], Iterable[Shape]] = lambda *_: (),
     ) -> PlannedSteps:
         """Plan steps.
 
@@ -83,23 +88,37 @@ class PlannedSteps:
                 each row.
             limit: what a micro-batch may hold.
             divide: function that returns the micro-batches of rows of these lengths.
+            check: function that returns the shapes that are evaluated before the step of these
+                lengths and micro-batches.
         """
         batch_size = 0
         is_packed = False
         steps = []
         largest = []
+        checks = []
         for lengths in batches:
             batch_size = batch_size or len(lengths)
             shapes = []
             sizes = [0]
-            for piece in divide(lengths):
+            pieces = divide(lengths)
+            for piece in pieces:
                 is_packed |= bool(piece.packed)
                 length = sum(piece.packed) or piece.length
                 shapes.append(Shape(len(piece.rows), length))
                 sizes.append(piece.padded_tokens)
             steps.append(tuple(shapes))
             largest.append(max(sizes))
-        return cls(batch_size, limit, tuple(steps), tuple(largest), is_packed)
+            checks.append(tuple(check(lengths, pieces)))
+        return cls(batch_size, limit, tuple(steps), tuple(largest), tuple(checks), is_packed)
+
+    def first(self, num_steps: int) -> PlannedSteps:
+        """Return the first steps of these."""
+        return replace(
+            self,
+            steps=self.steps[:num_steps],
+            largest=self.largest[:num_steps],
+            checks=self.checks[:num_steps],
+        )
 
 
 @dataclass(frozen=True)
@@ -110,10 +129,12 @@ class LengthPlan:
         steps: function that returns the steps where so many rows fit.
         forward_backward: ``forward_backward(device, rows, length)`` runs one micro-batch; see
             :class:`Shape`.
+        evaluate: the same of a forward pass that checks a split; None where none is checked.
     """
 
     steps: Callable[[Fit], PlannedSteps]
     forward_backward: Callable[[FakeDevice, int, int], object]
+    evaluate: Callable[[FakeDevice, int, int], object] | None = None
 
     def replay(
         self,
@@ -136,34 +157,54 @@ class LengthPlan:
             accumulating: function that returns the step beside the gradients of earlier
                 micro-batches, called where some step has several and `step` has none of them.
         """
-        plans: list[PlannedSteps | None] = []
-        all_shapes: list[Shape] = []
-        is_packed = False
-        has_several = False
-        for fit in fits:
-            planned = None
-            if fit.max_batch_size:
-                planned = self.steps(fit)
-                all_shapes += chain.from_iterable(planned.steps)
-                is_packed |= planned.is_packed
-                has_several |= any(len(shapes) > 1 for shapes in planned.steps)
-            plans.append(planned)
-        if not all_shapes:
+        plans = [self.steps(fit) if fit.max_batch_size else None for fit in fits]
+        fitting = [planned for planned in plans if planned is not None]
+        all_steps = list(chain.from_iterable(planned.steps for planned in fitting))
+        if not any(all_steps):
             return [None] * len(targets)
-        if has_several and not step.accumulates:
+        if any(len(shapes) > 1 for shapes in all_steps) and not step.accumulates:
             step = accumulating()
-        run = partial(self.forward_backward, device)
-        shapes = TracedShapes(step, run, all_shapes, is_packed=is_packed)
+        num_steps = num_replayed(fitting, _most_traced(step))
+        fitting = [planned.first(num_steps) for planned in fitting]
+        evaluate = None
+        if self.evaluate is not None and step.runs_few_layers:
+            evaluate = partial(self.evaluate, device)
+        shapes = TracedShapes(
+            step,
+            partial(self.forward_backward, device),
+            chain.from_iterable(chain.from_iterable(planned.steps) for planned in fitting),
+            evaluate=evaluate,
+            is_packed=any(planned.is_packed for planned in fitting),
+        )
         replays: list[LengthReplay | None] = []
-        for planned, target in zip(plans, targets, strict=True):
+        for fit, target in zip(fits, targets, strict=True):
             replay = None
-            if planned is not None:
+            if fit.max_batch_size:
+                planned = fitting.pop(0)
                 budget_bytes = target.budget_bytes
                 replay = replay_lengths(
                     planned, step, shapes, budget_bytes=budget_bytes, settings=settings
                 )
             replays.append(replay)
         return replays
+
+
+def _most_traced(step: FakeStep) -> int:
+    """Return up to how many shapes of a step are traced each."""
+    return MOST_TRACED if step.runs_few_layers else MOST_TRACED_WHOLE
+
+
+def num_replayed(plans: Sequence[PlannedSteps], most_shapes: int) -> int:
+    """Return how many steps are replayed: those before there are more shapes than are traced each;
+    all where these are few.
+    """
+    shapes: set[Shape] = set()
+    all_steps = list(zip(*(planned.steps for planned in plans), strict=True))
+    for num_steps, of_plans in enumerate(all_steps):
+        shapes.update(chain.from_iterable(of_plans))
+        if len(shapes) > most_shapes:
+            return num_steps if num_steps >= FEWEST_STEPS else len(all_steps)
+    return len(all_steps)
 
 
 def batches_in_order(
@@ -274,6 +315,8 @@ class TracedShapes:
         shapes: all that will be asked for.
         most_traced: shapes up to which each is traced; None for as many as the step's traces are
             short enough for.
+        evaluate: ``evaluate(rows, length)`` runs a forward pass that checks a split; None where
+            none is to be asked for.
         is_packed: whether they are of packed rows.
     """
 
@@ -284,9 +327,12 @@ class TracedShapes:
         shapes: Iterable[Shape],
         *,
         most_traced: int | None = None,
+        evaluate: Callable[[int, int], object] | None = None,
         is_packed: bool = False,
     ) -> None:
         self._step = step
+        self._evaluate = evaluate
+        self._evaluated: dict[Shape, Phase] = {}
         self._is_packed = is_packed
         self._run = run
         self._traced: dict[tuple[Shape, bool], Phase] = {}
@@ -296,7 +342,7 @@ class TracedShapes:
         distinct = sorted(set(shapes), key=lambda shape: (shape.length, shape.rows))
         self.num_shapes = len(distinct)
         if most_traced is None:
-            most_traced = MOST_TRACED if step.runs_few_layers else MOST_TRACED_WHOLE
+            most_traced = _most_traced(step)
         self.is_exact = self.num_shapes <= most_traced
         lengths = sorted(shape.length for shape in distinct)
         places = [place * (len(lengths) - 1) // (_NUM_LENGTHS - 1) for place in range(_NUM_LENGTHS)]
@@ -329,6 +375,16 @@ class TracedShapes:
             phase = self._trace(*key) if self.is_exact else self._between(*key)
         self._phases[key] = phase
         return phase
+
+    def evaluated(self, shapes: Iterable[Shape]) -> Iterator[Phase]:
+        """Yield the logs of forward passes that check a split; nothing where none is run."""
+        if self._evaluate is None:
+            return
+        for shape in shapes:
+            if shape not in self._evaluated:
+                run = partial(self._evaluate, *shape)
+                self._evaluated[shape] = self._step.evaluated(run)
+            yield self._evaluated[shape]
 
     def _first_like_later(self, shape: Shape) -> Phase | None:
         """Return the log of a step's first micro-batch by that of a later one of its shape; None
@@ -406,14 +462,21 @@ class TracedShapes:
 
 
 class StepLog(NamedTuple):
-    """What the micro-batches of a step allocate and free, and then the optimizer's step."""
+    """What is allocated and freed before a step, by the check of its split, by its micro-batches,
+    and then by the optimizer's step.
+    """
 
+    before: Sequence[int]
+    check: Sequence[int]
     micro_batches: Sequence[int]
     optimizer: Sequence[int]
 
 
 def step_logs(
-    step: FakeStep, shapes: TracedShapes, steps: Iterable[Sequence[Shape]]
+    step: FakeStep,
+    shapes: TracedShapes,
+    steps: Iterable[Sequence[Shape]],
+    checks: Iterable[Sequence[Shape]] = repeat(()),
 ) -> Iterator[StepLog]:
     """Yield what each step allocates and frees (:mod:`.step_log`), the first after loading.
 
@@ -421,16 +484,25 @@ def step_logs(
         step: the step, for loading and the optimizer.
         shapes: logs of micro-batches.
         steps: shapes of the micro-batches of each step.
+        checks: shapes that are evaluated before each step.
     """
     writer = LogWriter()
-    log = writer.add(step.loading, is_first=True)
-    for number, micro_batches in enumerate(steps):
+    before = writer.add(step.loading, is_first=True)
+    # What is allocated once, and was by now.
+    num_once = 0
+    for number, (micro_batches, checked) in enumerate(zip(steps, checks, strict=False)):
+        check = array("q")
+        for phase in shapes.evaluated(checked):
+            check.extend(writer.add(phase, is_first=num_once == 0))
+            num_once = len(phase.once)
+        log = array("q")
         for place, shape in enumerate(micro_batches):
             is_first = place == 0
             phase = shapes.phase(shape, is_first=is_first)
+            phase = replace(phase, once=phase.once[num_once:])
             log.extend(writer.add(phase, is_first=is_first and number == 0))
-        yield StepLog(log, writer.add(step.optimizer_step(number), is_first=False))
-        log = array("q")
+        yield StepLog(before, check, log, writer.add(step.optimizer_step(number), is_first=False))
+        before = array("q")
 
 
 class StepMemory(NamedTuple):
@@ -491,6 +563,10 @@ class StepReplay:
 
     def _run_step(self, log: StepLog, size: int) -> None:
         allocator = self._allocator
+        allocator.replay(log.before)
+        if log.check:
+            with self._cache.apart():
+                allocator.replay_apart(log.check)
         self._cache.begin_step([size])
         peak = allocator.peak_within(log.micro_batches)
         # Training's cache sees the peak of all until then, and not of the optimizer's step to come.
@@ -508,7 +584,7 @@ def replay_lengths(
     settings: AllocatorSettings,
 ) -> LengthReplay:
     """Return what the allocator of a device does in the steps, and with expandable segments."""
-    logs = list(step_logs(step, shapes, planned.steps))
+    logs = list(step_logs(step, shapes, planned.steps, planned.checks))
     replay = StepReplay(logs, budget_bytes=budget_bytes, settings=settings, largest=planned.largest)
     expandable = None
     if not settings.expandable_segments:

@@ -134,13 +134,14 @@ def estimate_step(
     settings = AllocatorSettings.from_environment()
     fits: dict[int, Fit] = {}
     replays: dict[int, LengthReplay] = {}
-    of_compiled: list[str] = []
+    not_counted: dict[str, None] = {}
     try:
         # Reversed, so that the length of the first kind stays.
         for members in reversed(alike(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
             compiled = CompiledParts(fake)
             with _fake_in_place(fake, model, optimizer) as twin, compiled.in_place(model):
+                not_counted.update(dict.fromkeys(fake.prepare_optimizer(twin)))
                 make_step = partial(
                     FakeStep,
                     model=model,
@@ -176,9 +177,7 @@ def estimate_step(
                         if replay is not None:
                             replays[number] = replay
             fits.update(zip(members, some, strict=True))
-            for sentence in compiled.left_out:
-                if sentence not in of_compiled:
-                    of_compiled.append(sentence)
+            not_counted.update(dict.fromkeys(compiled.left_out))
     except Exception as error:
         remedy = needs_values(error)
         if remedy is None:
@@ -191,7 +190,7 @@ def estimate_step(
         ),
         lengths=(length,),
         maximum=maximum,
-        left_out=(*of_compiled, *left_out([device.architecture for device in parsed])),
+        left_out=(*not_counted, *left_out([device.architecture for device in parsed])),
         seconds=round(time.perf_counter() - start, 2),
     )
 
@@ -214,10 +213,11 @@ def _fake_in_place(
         memo: dict[int, Any] = {id(real[name]): fakes[name] for name in real}
         memo[id(optimizer.state)] = type(optimizer.state)(dict)
         twin = copy.deepcopy(optimizer, memo)
-        # What torch takes on CUDA.
-        for group in twin.param_groups:
-            if "foreach" in group and group["foreach"] is None and not group.get("fused"):
-                group["foreach"] = True
+        # Optimizer's own copy leaves out what a subclass has set on itself. A method that was
+        # replaced, as a scheduler replaces `step`, is the real optimizer's.
+        for name, value in vars(optimizer).items():
+            if name not in vars(twin) and not callable(value):
+                setattr(twin, name, copy.deepcopy(value, memo))
         yield twin
     finally:
         for module, training, parameters, buffers in modules:

@@ -41,7 +41,6 @@ from .trainer import Trainer
 
 Rows = Callable[[int], list[dict[str, Any]]]
 
-_COMPILED_OPTIMIZERS = "torchao."
 _BITSANDBYTES = "bitsandbytes."
 
 
@@ -302,36 +301,10 @@ class FakeRun:
             )
             with self.device.mode:
                 return StatesOfBitsandbytes(parameters, component)
-        if component.startswith(_COMPILED_OPTIMIZERS):
-            from torchao.optim import subclass_4bit, subclass_8bit
-
-            # Tables whose values are read when they are made, and kept.
-            for states in (subclass_4bit, subclass_8bit):
-                states.get_qmap_signed()
-                states.get_qmap_unsigned()
         with self.device.mode:
             optimizer = self.job.new_optimizer(parameters)
-        if not self._on_accelerator:
-            return optimizer
-        is_plain = all(optimizer.defaults.get(key) is None for key in ("fused", "foreach"))
-        if component.startswith("torch.optim.") and is_plain and "foreach" in optimizer.defaults:
-            # What torch takes there.
-            for group in optimizer.param_groups:
-                group["foreach"] = True
-        if component.startswith(_COMPILED_OPTIMIZERS):
-            self._leave_out(
-                "torchao: its step is compiled on a device, so only the states that it keeps are"
-                " counted"
-            )
-            step = optimizer.step
-
-            def uncounted(*args: Any, **kwargs: Any) -> Any:
-                # Left out, as it keeps nothing, and takes long: many operations for each weight.
-                compiled_parts = replaced(torch, compile=lambda *_, **__: lambda *_, **__: None)
-                with self.device.uncounted(), compiled_parts:
-                    return step(*args, **kwargs)
-
-            optimizer.step = uncounted  # type: ignore[method-assign]
+        for sentence in self.device.prepare_optimizer(optimizer):
+            self._leave_out(sentence)
         return optimizer
 
 

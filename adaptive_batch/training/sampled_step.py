@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
+from itertools import count as count_from
 from typing import Any
 
 import torch
 
 from adaptive_batch._torch import disable_current_modes, tree_leaves, tree_map_only
 from adaptive_batch._util import check_whole, count
-from adaptive_batch.data import MicroBatch, MicroBatchLimit
+from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
     REPLAYED_STEPS,
@@ -19,14 +21,17 @@ from adaptive_batch.estimate import (
     Fit,
     LengthPlan,
     PlannedSteps,
+    Shape,
     batches_in_order,
     checked_lengths,
     lengths_of_quantiles,
 )
 from adaptive_batch.memory import RandomState
 
+from .part_runner import PartRunner
 from .parts import OwnSplit, Part, RowsOfBatch, Splittable, length_in_sample
 from .sizing import MicroBatchSizer
+from .split_check import CHECKED_SPLITS, halves
 
 # Rows of a sample among which a shorter one is looked for.
 _MOST_LOOKED_AT = 16
@@ -37,10 +42,9 @@ class SampledStep:
 
     Args:
         sample: function that returns the `n` longest rows as a batch.
-        forward_backward: function that runs a part.
+        parts: runs and plans parts.
         split_batch: function that makes a batch ready to be split.
         sizer: decides what a micro-batch may hold.
-        plan: function that returns the micro-batches of rows of some lengths within a limit.
         device: of the model.
         keeps_columns: whether parts keep the batch's columns, as where another shape would be
             compiled; a script's own function that splits batches does as it does.
@@ -52,19 +56,17 @@ class SampledStep:
     def __init__(
         self,
         sample: Callable[[int], Any],
-        forward_backward: Callable[[Part], object],
+        parts: PartRunner,
         split_batch: Callable[[Any], Splittable],
         sizer: MicroBatchSizer,
-        plan: Callable[[Sequence[int], MicroBatchLimit], list[MicroBatch]],
         *,
         device: torch.device,
         keeps_columns: bool,
     ) -> None:
         self._sample = sample
-        self._forward_backward = forward_backward
+        self._parts = parts
         self._split_batch = split_batch
         self._sizer = sizer
-        self._plan = plan
         self._keeps_columns = keeps_columns
         # A model on the meta device draws no random numbers; the sample may.
         if device.type == "meta":
@@ -80,6 +82,20 @@ class SampledStep:
             num_rows: rows of the batch.
             width: tokens that they are padded to; None for those of the sample.
         """
+        self._run_part(device, num_rows, width, run=self._parts.run_alone)
+
+    def evaluate(self, device: FakeDevice, num_rows: int, width: int) -> None:
+        """Run what the check of a split runs of rows; the rest as in :meth:`run`."""
+        self._run_part(device, num_rows, width, run=self._parts.evaluate_alone)
+
+    def _run_part(
+        self,
+        device: FakeDevice,
+        num_rows: int,
+        width: int | None,
+        *,
+        run: Callable[[Part], object],
+    ) -> None:
         with disable_current_modes():
             batch = self._sample(num_rows)
             if width is not None:
@@ -88,7 +104,7 @@ class SampledStep:
         # What a sample has on the CPU a script has to copy to a model that is not there.
         device.batch(made, is_moved=self._device.type == "cpu")
         with DevicesAsHost(device):
-            self._forward_backward(Part(made["batch"], num_rows, is_trial=True))
+            run(Part(made["batch"], num_rows, is_trial=True))
 
     def length_plan(
         self, lengths: Any, batch_size: int | None, *, maximum: int
@@ -131,14 +147,35 @@ class SampledStep:
             )
 
             def divide(batch: Sequence[int]) -> list[MicroBatch]:
-                pieces = self._plan(batch, limit)
+                pieces = self._parts.plan(batch, limit)
                 if keeps_columns:
                     return [replace(piece, length=max(batch)) for piece in pieces]
                 return pieces
 
-            return PlannedSteps.of(batches_in_order(tokens, rows), limit, divide)
+            splits = count_from(1)
 
-        return LengthPlan(steps, self.run)
+            def check(batch: Sequence[int], pieces: Sequence[MicroBatch]) -> Iterator[Shape]:
+                if len(pieces) < 2 or next(splits) not in CHECKED_SPLITS:
+                    return
+                for piece in self._checked(pieces):
+                    length = max(batch if keeps_columns else [batch[row] for row in piece])
+                    yield Shape(len(piece), length)
+
+            return PlannedSteps.of(batches_in_order(tokens, rows), limit, divide, check)
+
+        return LengthPlan(steps, self.run, self.evaluate)
+
+    def _checked(self, pieces: Sequence[MicroBatch]) -> list[list[int]]:
+        """Return the rows of the pieces that the check of a split evaluates."""
+        if any(piece.packed for piece in pieces):
+            return []
+        parts = [list(piece.rows) for piece in pieces]
+        whole = sorted(chain.from_iterable(parts))
+        if self._sizer.max_batch_size is not None or self._sizer.waits_for_search:
+            # The largest part and its halves, as what fits is known by then.
+            whole = max(parts, key=len)
+            parts = halves(whole)
+        return [whole, *parts] if len(parts) > 1 else []
 
     def _shortened(self, batch: Any, length: int) -> Any:
         """Return a batch of the longest rows as one of rows of a length."""

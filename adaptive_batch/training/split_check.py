@@ -40,9 +40,11 @@ _LOSS_EPSILONS = 2
 _MOST_CHECKS = 3
 # Splits that are checked again: the first batch may have been one of equal parts by chance.
 _CHECKED_AGAIN = frozenset({2, 4, 8, 16, 32, 64})
+# Splits that are checked where the first shows how labels are counted.
+CHECKED_SPLITS = _CHECKED_AGAIN | {1}
 
 
-class _BackwardCatcher(TorchFunctionMode):
+class BackwardCatcher(TorchFunctionMode):
     """Catches ``Tensor.backward``, where GradScaler, accelerate and Fabric arrive too, and sums up
     its losses.
 
@@ -217,7 +219,7 @@ class EvaluatedPieces:
         statistics: Statistics,
     ) -> float | None:
         """Return the loss that the function calls backward on; None where no backward is seen."""
-        with self._runner.trial(evaluates=True), _BackwardCatcher() as catcher:
+        with self._runner.trial(evaluates=True), BackwardCatcher() as catcher:
             part = Part(make_batch(), num_rows, share=share, is_trial=True, statistics=statistics)
             try:
                 self._forward_backward(part)
@@ -340,7 +342,7 @@ class SplitCheck:
             largest = list(pieces[sizes.index(max(sizes))]) if sizes else []
             if distributed.any_of_ranks(len(largest) > 1):
                 whole = largest
-                pieces = _halves(whole)
+                pieces = halves(whole)
         while distributed.any_of_ranks(len(pieces) > 1):
             counts = [self._labels.counts(rows.part(piece), len(piece)) for piece in pieces]
             # A part without labels in the likelier way may have some in the other.
@@ -351,7 +353,7 @@ class SplitCheck:
                 self._decide(rows, counts, shares, losses)
                 return
             whole = whole[: (len(whole) + 1) // 2]
-            pieces = _halves(whole)
+            pieces = halves(whole)
 
     def _decide(
         self,
@@ -440,7 +442,8 @@ class SplitCheck:
         return SettingError("forward_backward", self._name, remedy)
 
 
-def _halves(rows: list[int]) -> list[list[int]]:
+def halves(rows: list[int]) -> list[list[int]]:
+    """Return the two halves of a piece, of which the first may have a row more; one of one row."""
     middle = (len(rows) + 1) // 2
     return [half for half in (rows[:middle], rows[middle:]) if half]
 

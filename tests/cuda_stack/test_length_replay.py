@@ -23,6 +23,7 @@ from adaptive_batch.estimate import (
     StepReplay,
     TracedShapes,
     batches_in_order,
+    length_replay,
     packed_row_lengths,
     step_logs,
 )
@@ -252,7 +253,15 @@ def test_steps_whose_cache_is_kept_whole_reserve_and_end_as_they_do_on_cuda():
     assert ends[-1] is None
 
 
-def test_a_script_that_puts_its_batch_on_the_device_is_estimated_with_its_own_lengths():
+def test_steps_of_a_script_are_replayed_with_the_checks_of_their_splits(monkeypatch):
+    replays = []
+
+    class KeptReplay(StepReplay):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            replays.append(self)
+
+    monkeypatch.setattr(length_replay, "StepReplay", KeptReplay)
     net = made().to(CUDA)
     optimizer = torch.optim.AdamW(net.parameters())
 
@@ -263,17 +272,20 @@ def test_a_script_that_puts_its_batch_on_the_device_is_estimated_with_its_own_le
         loss.backward()
         return loss.detach()
 
-    step = AdaptiveStep(net, forward_backward_of, micro_batch_tokens=LARGEST_FIRST.amount)
+    step = AdaptiveStep(
+        net,
+        forward_backward_of,
+        micro_batch_tokens=LARGEST_FIRST.amount,
+        num_labels=lambda batch: (batch["labels"] != -100).sum(),
+    )
     draw = random.Random(1)
     lengths = [draw.randint(30, 2000) for _ in range(BATCH * 5)]
     name = torch.cuda.get_device_name()
     estimate = step.estimate(
         optimizer, lambda rows: batch_of(rows, 2000), name, lengths=lengths, batch_size=BATCH
     )
-    for number, batch in enumerate(batches_in_order(lengths, BATCH, num_steps=15)):
-        # Some of the first splits are checked by the whole batch, which needs more than any part.
-        if number == 10:
-            torch.cuda.reset_peak_memory_stats()
+    reserved_bytes = []
+    for batch in batches_in_order(lengths, BATCH, num_steps=10):
         tokens = torch.ones(BATCH, max(batch), dtype=torch.long)
         labels = torch.full_like(tokens, -100)
         for row, length in enumerate(batch):
@@ -281,6 +293,9 @@ def test_a_script_that_puts_its_batch_on_the_device_is_estimated_with_its_own_le
         step({"tokens": tokens, "labels": labels})
         optimizer.step()
         optimizer.zero_grad()
+        reserved_bytes.append(torch.cuda.memory_reserved())
+    replay = replays[0]
+    assert [step.reserved_bytes for step in replay.steps[:10]] == reserved_bytes
     memory = estimate.devices[0].replay.memory
     assert memory.allocated_bytes == pytest.approx(torch.cuda.max_memory_allocated(), rel=2e-3)
     assert memory.num_retries == 0

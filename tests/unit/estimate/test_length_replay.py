@@ -23,6 +23,7 @@ from adaptive_batch.estimate import (
     AllocatorSettings,
     CudaKernels,
     FakeDevice,
+    Fit,
     PlannedSteps,
     StepLog,
     StepReplay,
@@ -35,9 +36,10 @@ from adaptive_batch.estimate import (
     read_estimate,
     step_logs,
 )
-from adaptive_batch.estimate.length_replay import Shape
+from adaptive_batch.estimate.length_replay import Shape, num_replayed
 from adaptive_batch.estimate.step_log import Phase
 from adaptive_batch.training import rows_apart
+from adaptive_batch.training.sampled_step import SampledStep
 
 MIB = 2**20
 LONGEST = 200
@@ -345,6 +347,37 @@ def test_steps_are_planned_as_the_step_runs_them(arguments):
         assert widths[-len(shapes) :] == [*shapes]
 
 
+@pytest.mark.parametrize("arguments", [{"micro_batch_tokens": 300}, {"micro_batch_size": 3}])
+def test_checks_of_splits_are_planned_as_the_step_runs_them(arguments):
+    model = torch.nn.Linear(1, 1)
+    evaluated = []
+
+    def forward_backward(part):
+        if part.is_trial:
+            evaluated.append(tuple(part.batch["tokens"].shape))
+        (model(torch.ones(1, 1)).sum() * part.share).backward()
+
+    step = AdaptiveStep(model, forward_backward, num_labels=lambda batch: 1, **arguments)
+    lengths = drawn_lengths(24)
+    sampled = SampledStep(
+        sample,
+        step.parts,
+        step._split_batch,
+        step.sizer,
+        device=torch.device("cpu"),
+        keeps_columns=False,
+    )
+    plan = sampled.length_plan([*lengths, LONGEST], 8, maximum=16)
+    planned = plan.steps(Fit(LONGEST, 16, 16, 0, 0))
+    assert sum(map(bool, planned.checks)) == 6
+    for batch, checked in zip(
+        batches_in_order([*lengths, LONGEST], 8), planned.checks, strict=True
+    ):
+        evaluated.clear()
+        step(batch_of(batch))
+        assert evaluated == [*checked]
+
+
 # --- logs of shapes
 
 
@@ -486,6 +519,15 @@ def test_steps_of_one_micro_batch_each_have_the_log_of_one_that_could_have_sever
     assert logs[False] == logs[True]
 
 
+def test_of_more_shapes_than_are_traced_the_steps_before_are_replayed_if_they_are_ten():
+    limit = MicroBatchLimit(1)
+    planned = PlannedSteps.of(
+        [[length] for length in range(1, 31)], limit, lambda batch: micro_batches(batch, limit)
+    )
+    assert [num_replayed([planned], most) for most in (30, 29, 10, 9)] == [30, 29, 10, 30]
+    assert planned.first(2).steps == ((Shape(1, 1),), (Shape(1, 2),))
+
+
 def test_few_shapes_are_traced_each():
     device = FakeDevice()
     step = fake_step(accumulates=True, device=device)
@@ -505,15 +547,16 @@ def step_log(number, *sizes):
     return array("q", [*sizes, *frees])
 
 
-def replay_of(*steps, largest, budget=1000 * MIB, expandable=False, of_optimizer=()):
+def replay_of(*steps, largest, checks=None, budget=1000 * MIB, expandable=False, of_optimizer=()):
     logs = []
     number = 1
     loading = array("q", [64 * MIB])
-    for sizes in steps:
-        micro_batches = loading + step_log(number, *sizes)
-        number += len(sizes)
-        logs.append(StepLog(micro_batches, step_log(number, *of_optimizer)))
-        number += len(of_optimizer)
+    for place, sizes in enumerate(steps):
+        parts = []
+        for own_sizes in ((checks or {}).get(place, ()), sizes, of_optimizer):
+            parts.append(step_log(number, *own_sizes))
+            number += len(own_sizes)
+        logs.append(StepLog(loading, *parts))
         loading = array("q")
     settings = AllocatorSettings(expandable_segments=expandable)
     return StepReplay(logs, budget_bytes=budget, settings=settings, largest=largest)
@@ -559,6 +602,27 @@ def test_what_runs_out_of_memory_is_named_and_what_is_tried_again_is_counted():
     retried = replay_of(*GROWING[:3], budget=210 * MIB, largest=None)
     assert retried.failed_step is None
     assert retried.memory.num_retries == 2
+
+
+def test_the_check_of_a_split_leaves_its_cache_and_no_peak():
+    steps = [[50 * MIB] * 2, [50 * MIB] * 2]
+    replay = replay_of(*steps, largest=None, checks={1: [100 * MIB]})
+    assert [step.reserved_bytes // MIB for step in replay.steps] == [164, 264]
+    # What needs more than training did gives the cache back, and its peak is none of training.
+    replay = replay_of(*steps, largest=None, checks={1: [101 * MIB]})
+    assert [step.reserved_bytes // MIB for step in replay.steps] == [164, 164]
+    assert [step.allocated_bytes // MIB for step in replay.steps] == [164, 164]
+    assert replay.memory.num_retries == 0
+
+
+def test_a_check_that_does_not_fit_leaves_the_cache_empty():
+    steps = [[40 * MIB] * 2, [60 * MIB]]
+    replay = replay_of(
+        *steps, largest=None, checks={1: [90 * MIB, 40 * MIB, 30 * MIB]}, budget=210 * MIB
+    )
+    assert replay.failed_step is None
+    assert [step.reserved_bytes // MIB for step in replay.steps] == [144, 124]
+    assert replay.memory.num_retries == 0
 
 
 # --- what is said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torchao
 from torch import nn
 
 from adaptive_batch import AdaptiveLoop, SettingError, StepOptions, estimate_memory
@@ -77,6 +78,26 @@ def test_a_real_model_and_its_optimizer_are_left_as_they_were():
     assert optimizer.state[model.words.weight] is state
     assert not model.training
     assert optimizer.param_groups[0]["foreach"] is None
+
+
+def test_an_optimizer_with_attributes_of_its_own_is_estimated_with_its_own_states():
+    model = Tied(dim=128)
+    optimizer = torchao.optim.AdamW8bit(model.parameters(), block_size=128)
+    # A scheduler replaces the optimizer's `step`.
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    estimate = estimate_memory(model, sample(), optimizer, "1GiB", mean_loss=mean_loss(model))
+    table_bytes = 256 * 4
+    expected_bytes = 0
+    for parameter in model.parameters():
+        num_elements = parameter.numel()
+        moment_bytes = num_elements * 4
+        if num_elements >= 4096:
+            moment_bytes = num_elements + num_elements // 128 * 4 + table_bytes
+        step_bytes = 4
+        expected_bytes += 2 * moment_bytes + step_bytes
+    assert estimate.lengths[0].resident.optimizer == expected_bytes
+    assert estimate.left_out[0].startswith("torchao: its step is compiled on a device")
+    assert not optimizer.state
 
 
 def test_an_error_on_the_way_puts_the_model_back():
