@@ -1,11 +1,12 @@
 """Losses and weights of our recipe beside torchtune's stock one, with everything adaptive off:
 identical to the bit?
 
-    python benchmarks/parity.py [--quick] [--output DIR]
+    python benchmarks/parity.py [--quick] [--compiled] [--output DIR]
 
 Every run is a real one of two epochs on a small model. Losses are compared as they stand in the
 logs, final weights as they were saved. A resumed run is also begun from the checkpoint that the
-other recipe wrote.
+other recipe wrote. ``--compiled`` compares whole runs with ``compile=True`` instead, each beside
+two runs of the stock recipe: where these differ, ours is not counted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 import records
 import torch
+from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -56,6 +58,17 @@ RESUMED: tuple[Features, ...] = (
     ("cosine", "max_steps_per_epoch", "plain cross-entropy"),
     ("cosine", "SGD with momentum"),
 )
+COMPILED: tuple[Features, ...] = (
+    (),
+    ("accumulation",),
+    ("clipping",),
+    ("activation checkpointing",),
+    ("plain cross-entropy",),
+    ("bf16",),
+    ("packed",),
+    ("dropout",),
+)
+STOCK_TWICE = "the stock recipe twice, compiled"
 QUICK = 8  # combinations of each kind
 
 
@@ -85,6 +98,22 @@ def compare_resumed(setup: SmallSetup, features: Features) -> list[dict[str, Any
     return [
         outcome("resumed from our checkpoint", features, expected, from_ours),
         outcome("resumed from the stock checkpoint", features, expected, from_stock),
+    ]
+
+
+def compare_compiled(setup: SmallSetup, features: Features) -> list[dict[str, Any]]:
+    """Two epochs with each recipe, compiled, and two more with the stock one."""
+    overrides = [override for feature in features for override in FEATURES[feature]]
+    runs = []
+    for recipe in (STOCK, STOCK, OURS):
+        torch.compiler.reset()
+        counters.clear()
+        runs.append(setup.run_in_process(recipe, "compile=True", *overrides))
+        assert counters["stats"]["unique_graphs"], f"{recipe} has compiled nothing"
+    stock, again, ours = runs
+    return [
+        outcome(STOCK_TWICE, features, stock, again),
+        outcome("whole, compiled", features, stock, ours),
     ]
 
 
@@ -155,6 +184,7 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help=f"about {QUICK} combinations of each kind"
     )
+    parser.add_argument("--compiled", action="store_true", help="compile=True in all runs")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
 
@@ -168,6 +198,8 @@ def main() -> None:
     tasks = [(compare_whole, features) for features in whole] + [
         (compare_resumed, features) for features in resumed
     ]
+    if arguments.compiled:
+        tasks = [(compare_compiled, features) for features in COMPILED]
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder, os.fdopen(os.dup(2), "w") as terminal:
         setup = make_setup(Path(folder))
@@ -175,17 +207,23 @@ def main() -> None:
             with quiet():
                 rows += compare(setup, features)
     print_table(rows)
-    done = sum(map(identical, rows))
-    print(f"{done} of {len(rows)} comparisons identical in every loss, gradient norm and weight")
+    undecided = [
+        row["features"] for row in rows if row["kind"] == STOCK_TWICE and not identical(row)
+    ]
+    counted = [
+        row for row in rows if row["kind"] != STOCK_TWICE and row["features"] not in undecided
+    ]
+    done = sum(map(identical, counted))
+    print(f"{done} of {len(counted)} comparisons identical in every loss, gradient norm and weight")
 
     records.write(
-        "parity",
+        "parity_compiled" if arguments.compiled else "parity",
         arguments.output,
         seconds=round(time.perf_counter() - start, 1),
         identical=done,
         comparisons=rows,
     )
-    sys.exit(0 if done == len(rows) else 1)
+    sys.exit(0 if done == len(counted) else 1)
 
 
 if __name__ == "__main__":

@@ -485,18 +485,22 @@ def torchtune_step(length: int, rows: int) -> MemoryEstimate:
     return estimate_memory(model, batch, optimizer, DEVICES, mean_loss=of_batch, maximum=rows)
 
 
-# Rows of torchtune's table, and the key that tells them apart.
+# Rows of torchtune's table, and the keys that tell them apart.
 COMPILED_ROWS = {
-    "tt-ladder-packed+compile+chunkedCE": "enable_activation_checkpointing=False",
-    "tt-ladder-+AC": "enable_activation_checkpointing=True",
+    "tt-ladder-packed+compile+chunkedCE": ("enable_activation_checkpointing=False",),
+    "tt-ladder-+AC": ("enable_activation_checkpointing=True",),
+    "tt-ladder-+optimizer_in_bwd": (
+        "enable_activation_checkpointing=True",
+        "optimizer_in_bwd=True",
+    ),
 }
 
 
-def compiled_step(length: int, rows: int, override: str) -> MemoryEstimate:
+def compiled_step(length: int, rows: int, overrides: tuple[str, ...]) -> MemoryEstimate:
     """Estimate a compiled step of the recipe with Llama 3.2 3B: the chunked loss, fused AdamW."""
     given = [
         "compile=True",
-        override,
+        *overrides,
         "estimate.changes=False",
         f"estimate.sequence_lengths=[{length}]",
         f"probe.maximum={rows}",
@@ -580,7 +584,9 @@ NO_ESTIMATE = (
         r"^tt-ladder-baseline|^litgpt|^ao-llama2-7B|^tt-pr389|^tt-lora-tutorial",
         "lengths of the rows are not known",
     ),
-    (r"^tt-ladder|^ao-llama2-1B|^ao-titan|compile", "compiled, or with activations offloaded"),
+    (r"^tt-ladder", "with activations offloaded"),
+    (r"^ao-llama2-1B", "compiled as a whole from a script of its own"),
+    (r"^ao-titan|compile", "compiled on ranks"),
     (r"^tt-readme", "compiled, and the keys are not known"),
     (
         r"^tt-2024-05|^tt-pr961|^tt-pr1530",

@@ -80,6 +80,7 @@ LEAST = {"fixed": 1.6, "packed": 1.0}  # over stock, where lengths vary most
 LEAST_OF_PAIRS = {"default": 2.0, "fixed": 1.3}
 DEFAULT_PAIRS = 4  # at once, in torchtune's configs
 NOT_BELOW, OF_SWEEP, SAME_LOSS = 0.98, 0.97, 1e-4
+MOST_RECOMPILED = 4  # of a run
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,13 @@ def summary(run: Run, relay: Relay) -> dict[str, Any]:
         padded = sum(
             n / (1 - step["padding_fraction"]) for n, step in zip(of_steps, steps, strict=True)
         )
-        found |= {"limit": str(run.recipe.planner.limit), "search": run.search()}
+        recompiled = [record for record in read_log(run) if record["kind"] == "recompiled"]
+        found |= {
+            "limit": str(run.recipe.planner.limit),
+            "search": run.search(),
+            # In its turns; of code that other ways run too, whoever ran it first.
+            "recompiled": [f"{record['function']}: {record['reason']}" for record in recompiled],
+        }
     columns = torch.tensor([of_steps, seconds, cpu_seconds], dtype=torch.float64)
     found["turns"] = columns.view(3, -1, run.steps_per_turn).sum(-1).T[WARM_UP:].tolist()
     return found | {
@@ -413,10 +420,15 @@ def cell_of(
     """What `auto` came to under a budget, whose search by memory alone is given."""
     ratios = compare(way, ways, fits_tokens=largest["fits_tokens"])
     search = {"fastest": way["search"], "largest": largest}
+    of_cell = verdicts(lengths, ratios, LEAST_OF_PAIRS if way["pairs"] else LEAST)
+    num_recompiled = len(way["recompiled"])
+    if num_recompiled:
+        words = f"{num_recompiled} recompilations, at most {MOST_RECOMPILED}"
+        of_cell.append((words, num_recompiled <= MOST_RECOMPILED))
     return {
         "budget": way["budget"],
         "ratios": ratios,
-        "verdicts": verdicts(lengths, ratios, LEAST_OF_PAIRS if way["pairs"] else LEAST),
+        "verdicts": of_cell,
         "search": search,
     }
 
