@@ -488,12 +488,12 @@ def step_logs(
     """
     writer = LogWriter()
     before = writer.add(step.loading, is_first=True)
-    # What is allocated once, and was by now.
-    num_once = 0
     for number, (micro_batches, checked) in enumerate(zip(steps, checks, strict=False)):
         check = array("q")
+        # What the check of the first step has allocated once is there for its micro-batches.
+        num_once = 0
         for phase in shapes.evaluated(checked):
-            check.extend(writer.add(phase, is_first=num_once == 0))
+            check.extend(writer.add(phase, is_first=number == num_once == 0))
             num_once = len(phase.once)
         log = array("q")
         for place, shape in enumerate(micro_batches):

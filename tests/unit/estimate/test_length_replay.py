@@ -519,6 +519,36 @@ def test_steps_of_one_micro_batch_each_have_the_log_of_one_that_could_have_sever
     assert logs[False] == logs[True]
 
 
+class _Workspaces:
+    """A step whose forward and backward allocate a workspace each, and its shapes."""
+
+    loading = Phase(array("q", [8]), (), {})
+
+    def optimizer_step(self, number):
+        return Phase(array("q"), (), {})
+
+    def evaluated(self, shapes):
+        return [Phase(array("q", [5, ~0]), (), {}, ((1, 100),)) for _ in shapes]
+
+    def phase(self, shape, *, is_first):
+        return Phase(array("q", [7, ~0]), (), {}, ((0, 100), (1, 200)))
+
+
+@pytest.mark.parametrize("checked_step", [0, 1])
+def test_what_a_check_allocates_once_training_does_not_allocate_again(checked_step):
+    once = _Workspaces()
+    steps = [(Shape(1, 1), Shape(1, 1))] * 2
+    checks = [steps[0] if number == checked_step else () for number in range(2)]
+    sizes = [
+        [[entry for entry in part if entry > 0] for part in (log.check, log.micro_batches)]
+        for log in step_logs(once, once, steps, checks)
+    ]
+    if checked_step == 0:
+        assert sizes == [[[5, 100, 5], [7, 200, 7]], [[], [7, 7]]]
+    else:
+        assert sizes == [[[], [100, 7, 200, 7]], [[5, 5], [7, 7]]]
+
+
 def test_of_more_shapes_than_are_traced_the_steps_before_are_replayed_if_they_are_ten():
     limit = MicroBatchLimit(1)
     planned = PlannedSteps.of(
