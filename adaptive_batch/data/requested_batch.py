@@ -42,8 +42,7 @@ class RequestedBatch:
         sizer: knows the most rows that fit.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
             :meth:`StepRunner.agree_on` compares.
-        keeps_saved: whether a saved batch is kept; else the configured one counts, unless a
-            schedule decides.
+        keeps_batch: whether a saved batch is kept; else the configured one counts.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
@@ -60,13 +59,13 @@ class RequestedBatch:
         sizer: Sizer,
         *,
         asks_rank_zero: bool = False,
-        keeps_saved: bool = True,
+        keeps_batch: bool = True,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._batching = batching
         self._sizer = sizer
         self._asks_rank_zero = asks_rank_zero
-        self._keeps_saved = keeps_saved
+        self._keeps_batch = keeps_batch
         self._event = event
         self.rows_at_once = batching.batch_size
         self.rows_at_beginning: int | None = None
@@ -186,10 +185,9 @@ class RequestedBatch:
         begins with it.
         """
         self.saved_maximum = state["maximum"] or 0
-        if self._keeps_saved or self._batching.batch_size_schedule:
-            self.rows_at_once = state["batch_size"]
         self.rows_at_beginning = None
         self._grown_in = -1
-        if self._keeps_saved:
+        if self._keeps_batch:
+            self.rows_at_once = state["batch_size"]
             self.rows_at_beginning = state["first_batch_size"]
             self._grown_in = state["grown_in"]

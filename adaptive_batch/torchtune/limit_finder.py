@@ -72,8 +72,7 @@ class LimitFinder:
         sizer = self._sizer
         planner = self._planner
         saved = resumed.state_of("limits")
-        is_scheduled = settings.batch_size_schedule is not None
-        keeps_batch = resumed.keeps_batch or (bool(resumed.saved) and is_scheduled)
+        keeps_batch = resumed.keeps_batch
         self._log_notes()
         if saved is not None and saved["throughput"]:
             choices = self._bounds.choices(self._trainer)

@@ -36,24 +36,18 @@ def test_an_epoch_that_is_resumed_does_not_grow_again():
     assert again.rows_at_once == batch.rows_at_once == 5
 
 
-def test_a_saved_batch_that_is_not_kept_is_the_configured_one_unless_a_schedule_decides():
+def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
     sizer = SimpleNamespace(max_batch_size=20)
     grown = growing(None)
     grown.begin()
     grown.grow(1)
     resumed = RequestedBatch(
-        Batching(batch_size=3, batch_increase_function=at_epochs({1: 3})), sizer, keeps_saved=False
+        Batching(batch_size=3, batch_increase_function=at_epochs({1: 3})), sizer, keeps_batch=False
     )
     resumed.load_state_dict(grown.state_dict())
     assert resumed.grows_at(Progress(epoch=1))
     resumed.begin()
     assert resumed.rows_at_once == resumed.rows_at_beginning == 3
-    rule = linear_ramp(start=2, end=32, over="10ba")
-    scheduled = RequestedBatch(
-        Batching(batch_size=3, batch_size_schedule=rule), sizer, keeps_saved=False
-    )
-    scheduled.load_state_dict(grown.state_dict())
-    assert scheduled.rows_at_once == grown.rows_at_once == 5
 
 
 def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
