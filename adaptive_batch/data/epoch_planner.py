@@ -146,7 +146,7 @@ class EpochPlanner:
         rule = self.batching.batch_size_schedule
         batching = self.batching
         if rule is None or batching.batch_tokens:
-            rows = rows_at_once * batching.gradient_accumulation_steps
+            rows = batching.step_rows(rows_at_once)
             return lambda progress: rows
         return lambda progress: request_batch(rule, progress, maximum=self._maximum()).after
 
@@ -246,7 +246,7 @@ class EpochPlanner:
             batches = self._token_steps.constant(order, self._rows.lengths)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
             return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: batches.rows))
-        step_rows = rows_at_once * batching.gradient_accumulation_steps * self.ranks
+        step_rows = batching.step_rows(rows_at_once) * self.ranks
         plan = EpochPlan.of(self.num_rows, step_rows=step_rows, **batching.ends)
         return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(Progress())))
 

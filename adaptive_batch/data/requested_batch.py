@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from adaptive_batch import distributed
@@ -78,7 +79,7 @@ class RequestedBatch:
     @property
     def step_rows(self) -> int:
         """Rows of a step on one device, unless it is filled with tokens."""
-        return self.rows_at_once * self._batching.gradient_accumulation_steps
+        return self._batching.step_rows(self.rows_at_once)
 
     def take(self, rows_at_once: int) -> None:
         """Take what a search has found, or the user has set."""
@@ -109,25 +110,35 @@ class RequestedBatch:
         """Let a schedule follow the maximum that is found here, not that of the checkpoint."""
         self.saved_maximum = 0
 
-    # --- the growth function, called as an epoch begins
+    # --- the rules: a growth function is called as an epoch begins, a schedule for each step
+
+    def follow(self, schedule: Schedule) -> None:
+        """Follow a schedule from now on that is coupled to the rate's."""
+        self._batching = replace(self._batching, batch_size_schedule=schedule)
 
     def grows_at(self, progress: Progress) -> bool:
         """Return whether the growth function is called at this point: as an epoch begins, once."""
         return not progress.epoch_steps and progress.epoch > self._grown_in
 
-    def grow(self, epoch: int) -> None:
-        """Add the rows of the growth function to the batch."""
-        function = self._batching.batch_increase_function
+    def request(self, progress: Progress) -> int:
+        """Take the batch that the rules request for the step at a progress; return the step's rows
+        on one device.
+        """
+        batching = self._batching
+        is_over = batching.epochs is not None and progress.epoch >= batching.epochs
+        if batching.batch_increase_function is not None and self.grows_at(progress) and not is_over:
+            self._grow(batching.batch_increase_function, progress.epoch)
+        if batching.batch_size_schedule is not None and not batching.batch_tokens:
+            self._ask(batching.batch_size_schedule, progress)
+        return self.step_rows
+
+    def _grow(self, function: Callable[[int, int], int], epoch: int) -> None:
         size = self.rows_at_once
-        is_over = self._batching.epochs is not None and epoch >= self._batching.epochs
-        if function is not None and epoch > self._grown_in and not is_over:
-            batch = distributed.from_rank_zero(
-                lambda: next_batch_size(
-                    function, epoch=epoch, batch_size=size, maximum=self.maximum()
-                )
-            )
-            self._grown_in = epoch
-            self._change(batch, "epoch", epoch)
+        batch = distributed.from_rank_zero(
+            lambda: next_batch_size(function, epoch=epoch, batch_size=size, maximum=self.maximum())
+        )
+        self._grown_in = epoch
+        self._change(batch, "epoch", epoch)
 
     def ahead(self, progress: Progress, epochs: int) -> dict[int, int]:
         """Return the rows at once in each epoch that is left of so many, as the growth function
@@ -144,13 +155,9 @@ class RequestedBatch:
             sizes[epoch] = size
         return sizes
 
-    # --- a schedule, asked for each step
-
-    def follow(self, rule: Schedule, progress: Progress) -> int:
-        """Take what a schedule requests for the next step, and return it."""
-
+    def _ask(self, schedule: Schedule, progress: Progress) -> None:
         def request() -> ClampedBatch:
-            return request_batch(rule, progress, maximum=self.maximum())
+            return request_batch(schedule, progress, maximum=self.maximum())
 
         batch = distributed.from_rank_zero(request) if self._asks_rank_zero else request()
         if batch.after != self.rows_at_once or not (progress.steps or self._logged):
@@ -160,7 +167,6 @@ class RequestedBatch:
             if prints:
                 self._logged = batch.after
             self._change(batch, "step", progress.steps, prints=prints)
-        return batch.after
 
     def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
         previous = self.rows_at_once

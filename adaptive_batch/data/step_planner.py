@@ -127,7 +127,9 @@ class EpochClock:
             of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
             return rate_left_at(time_by(clock.decay, of_constant_batch))
 
-        self._epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
+        coupled = rule.coupled(batching.batch_tokens or batching.batch_size, decay)
+        self._epochs.follow(coupled)
+        self._batch.follow(coupled)
 
 
 @dataclass(frozen=True)
@@ -284,22 +286,20 @@ class StepPlanner:
 
         Where `rows_at_once` is known, no rule is called.
         """
-        if rows_at_once is not None:
-            self.batch.take(rows_at_once)
-        elif progress.epoch_steps == 0:
-            self.batch.grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self.clock.go_to(progress)
         if self.epochs.begin(progress):
             self._log_replanned(
                 progress, "rows are not as long as they were when the checkpoint was saved"
             )
+        if rows_at_once is not None:
+            self.batch.take(rows_at_once)
+        else:
+            self.batch.request(progress)
         if self.batching.drop_last and self.clock.plan.steps == 0:
             rows = self.clock.plan.rows
             remedy = f"a step of the requested batch is more than an epoch's {rows} rows"
             raise SettingError("drop_last", True, remedy)
-        if rows_at_once is None:
-            self._follow(progress)
         return progress
 
     def start_epoch(self, progress: Progress) -> None:
@@ -340,7 +340,7 @@ class StepPlanner:
         """Return the rows of the step at a progress; None where the epoch is over."""
         if self.epochs.is_over(progress):
             return None
-        batch, size = self.epochs.next_step(progress, requested=self._follow(progress))
+        batch, size = self.epochs.next_step(progress, requested=self.batch.request(progress))
         if not size:
             # With drop_last fewer rows are left than are requested.
             return None
@@ -357,15 +357,6 @@ class StepPlanner:
         if (progress.batch, progress.pace) != (batch, pace):
             progress = replace(progress, batch=batch, pace=pace)
         return PlannedRows(progress, self.batch.rows_at_once, numbers, positions, following)
-
-    def _follow(self, progress: Progress) -> int:
-        """Return the requested rows of the next step on one device; with a schedule the batch size
-        becomes that.
-        """
-        rule = self.batching.batch_size_schedule
-        if rule is None or self.batching.batch_tokens:
-            return self.batch.step_rows
-        return self.batch.follow(rule, progress)
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch

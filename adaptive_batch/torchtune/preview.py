@@ -133,7 +133,7 @@ class TrainingPreview:
         reference = batches.clock.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
-            largest = max(sizes, default=1) * settings.gradient_accumulation_steps
+            largest = batches.batching.step_rows(max(sizes, default=1))
             if settings.batch_size_schedule is not None:
                 # A schedule that measures has a maximum.
                 maximum = getattr(settings.batch_size_schedule, "maximum", None)

@@ -20,19 +20,19 @@ def test_looking_ahead_answers_as_growing_does(maximum, sizes):
     ahead = batch.ahead(Progress(), 4)
     grown = []
     for epoch in range(4):
-        batch.grow(epoch)
+        batch.request(Progress(epoch=epoch))
         grown.append(batch.rows_at_once)
     assert [*ahead.values()] == grown == sizes
 
 
 def test_an_epoch_that_is_resumed_does_not_grow_again():
     batch = growing(None)
-    batch.grow(0)
-    batch.grow(1)
+    batch.request(Progress())
+    batch.request(Progress(epoch=1))
     again = growing(None)
     again.load_state_dict(batch.state_dict())
     assert not again.grows_at(Progress(epoch=1))
-    again.grow(1)
+    again.request(Progress(epoch=1))
     assert again.rows_at_once == batch.rows_at_once == 5
 
 
@@ -40,7 +40,7 @@ def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
     sizer = SimpleNamespace(max_batch_size=20)
     grown = growing(None)
     grown.begin()
-    grown.grow(1)
+    grown.request(Progress(epoch=1))
     resumed = RequestedBatch(
         Batching(batch_size=3, batch_increase_function=at_epochs({1: 3})), sizer, keeps_batch=False
     )
@@ -56,6 +56,6 @@ def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
     saved = RequestedBatch(batching, SimpleNamespace(max_batch_size=20))
     batch = RequestedBatch(batching, SimpleNamespace(max_batch_size=8))
     batch.load_state_dict(saved.state_dict())
-    assert batch.follow(rule, Progress(steps=10)) == 20
+    assert batch.request(Progress(steps=10)) == 20
     batch.forget_saved_maximum()
-    assert batch.follow(rule, Progress(steps=10)) == 8
+    assert batch.request(Progress(steps=10)) == 8
