@@ -100,7 +100,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bounds.of_training(trainer, length=length)
+            *_, result = bounds.of_training(trainer, length=length, step_rows=settings.step_rows)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -155,8 +155,11 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         # This gives back the memory of the last.
         trainer = None
         try:
-            _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
-            *_, bound = bounds.of_training(trainer, length=length)
+            tuned, _, bounds, trainer = build(
+                with_overrides(job.cfg, overrides), watch, job.builder
+            )
+            step_rows = tuned.settings.step_rows
+            *_, bound = bounds.of_training(trainer, length=length, step_rows=step_rows)
             rows = bounds.rows.of_length(length).first(bound.batch_size)
             speed = tokens_per_second(trainer, bound, rows)
         except (DoesNotFitError, SettingError) as error:

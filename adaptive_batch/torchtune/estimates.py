@@ -386,9 +386,7 @@ class _Step:
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
         self._step = run.step(
             rows,
-            accumulates=run.job.has_several_micro_batches
-            or settings.micro_batch.is_auto
-            or settings.gradient_accumulation_steps > 1,
+            accumulates=run.job.search_plan.accumulates or settings.micro_batch.is_auto,
             keeps_gradients=keeps,
         )
 

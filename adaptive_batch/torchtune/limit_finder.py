@@ -75,16 +75,17 @@ class LimitFinder:
         keeps_batch = resumed.keeps_batch
         self._log_notes()
         if saved is not None and saved["throughput"]:
-            choices = self._bounds.choices(self._trainer)
+            choices = self._bounds.choices(self._trainer, planner.batch.step_rows)
             if choices is not None:
                 sizer.load_throughput(saved, kinds=choices.kinds)
         self._trainer.check_layout(data)
         results = []
-        if settings.needs_bound:
+        if self._job.search_plan.is_needed:
             results = self._bounds.of_training(
                 self._trainer,
                 length=settings.probe.sequence_length,
-                kept_step_rows=planner.batch.step_rows if keeps_batch else None,
+                step_rows=planner.batch.step_rows,
+                keeps_batch=keeps_batch,
             )
             self._log_searches(results)
             sizer.found(results[-1])
@@ -154,7 +155,7 @@ class LimitFinder:
         if reference is None:
             return
         sizer = reference.sizer
-        if settings.reference_micro_batch_size == "auto" or settings.needs_bound:
+        if settings.reference_micro_batch_size == "auto" or self._job.search_plan.is_needed:
             result = self._bounds.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )

@@ -194,7 +194,8 @@ class TrainingPreview:
         batches = self._batches
         rows_at_once = batches.batch.rows_at_once
         lines = [message for _, message, _ in resumed.changes()]
-        if settings.needs_bound:
+        plan = self._job.search_plan
+        if plan.is_needed:
             rows, tokens, source = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
             lines.append(f"bound: {rows or unknown} ({source})")
@@ -206,7 +207,7 @@ class TrainingPreview:
                     and settings.batch_size_schedule is None
                 ):
                     rows_at_once = rows
-                    if settings.probe.round_to_power_of_two:
+                    if plan.rounds:
                         rows_at_once = 1 << rows.bit_length() - 1
                     lines += filter(None, [left_by_rounding(rows, rows_at_once)])
         lines += filter(None, [bounds.known_of_reference()])

@@ -499,6 +499,25 @@ class SavingSettings:
 
 
 @dataclass(frozen=True)
+class SearchPlan:
+    """What is found before training, as all keys together ask for it.
+
+    Attributes:
+        is_needed: whether training needs to know the largest batch that fits.
+        times: whether a micro-batch holds what is fastest, rather than as much as fits.
+        step_stays: whether a step fits itself and always has the rows that are configured.
+        accumulates: whether some step has several micro-batches whatever fits.
+        rounds: whether the power of two at or below the bound is tried, too.
+    """
+
+    is_needed: bool
+    times: bool
+    step_stays: bool
+    accumulates: bool
+    rounds: bool
+
+
+@dataclass(frozen=True)
 class Settings:
     """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning."""
 
@@ -710,31 +729,39 @@ class Settings:
         """How rows lie in a micro-batch, unless ``auto`` chooses another."""
         return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
 
-    @property
-    def chooses_fastest(self) -> bool:
-        """Whether a micro-batch holds what is fastest, rather than as much as fits; with the
-        optimizer in backward a step is one.
-        """
-        return (
-            self.micro_batch.is_auto
-            and OBJECTIVES[self.probe.objective].cost is not None
-            and not self.optimizer_in_bwd
-        )
+    def search_plan(self, *, holds_more: bool = False) -> SearchPlan:
+        """Return what is found before training.
 
-    @property
-    def needs_bound(self) -> bool:
-        """Whether training needs to know the largest batch that fits."""
-        grows_freely = self.grow_beyond_maximum and self.micro_batch.is_number
-        grows_within = self.grows and not grows_freely
-        return self.use_maximum_batch_size or self.micro_batch.is_auto or grows_within
+        Args:
+            holds_more: whether a rank has more rows of a step than are configured, as others began
+                the run.
+        """
+        size = self.micro_batch
+        grows_beyond = self.grows and self.grow_beyond_maximum
+        grows_within = self.grows and not (grows_beyond and size.is_number)
+        # With the optimizer in backward a step is one micro-batch.
+        is_timed = OBJECTIVES[self.probe.objective].cost is not None and not self.optimizer_in_bwd
+        times = size.is_auto and is_timed
+        step_stays = size.is_auto and not self.step_varies
+        divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts
+        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
+        samples = self.measures_noise and size.micro_batch_tokens is not None
+        repeats = self.gradient_accumulation_steps > 1 and not step_stays
+        return SearchPlan(
+            is_needed=self.use_maximum_batch_size or size.is_auto or grows_within,
+            times=times,
+            step_stays=step_stays,
+            accumulates=divides or samples or times or grows_beyond or repeats or holds_more,
+            rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
+        )
 
     @property
     def searches(self) -> bool:
         """Whether anything that fits is found before training: in training, in validation, or in a
         reference.
         """
-        in_validation = self.validation.fits_itself
-        return self.needs_bound or in_validation or self.reference_micro_batch_size == "auto"
+        in_reference = self.reference_micro_batch_size == "auto"
+        return self.search_plan().is_needed or self.validation.fits_itself or in_reference
 
     @property
     def adaptive(self) -> bool:
@@ -742,7 +769,7 @@ class Settings:
         behaviour.
         """
         return (
-            self.needs_bound
+            self.search_plan().is_needed
             or self.grows
             or self.sampling.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1

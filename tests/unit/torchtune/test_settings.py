@@ -278,7 +278,7 @@ def test_without_a_search_the_configured_batch_stands_for_auto(auto):
     settings = without_search(Settings.from_config(config))
     assert not settings.micro_batch.is_given
     assert settings.reference_micro_batch_size == settings.batch_size == 2
-    assert not settings.needs_bound
+    assert not settings.search_plan().is_needed
 
 
 def test_without_a_search_a_number_stays():
@@ -294,7 +294,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     assert given.micro_batch == MicroBatchSettings(micro_batch_tokens=500)
     by_rows = Settings.from_config(by_tokens | {"micro_batch_size": 2})
     assert by_rows.micro_batch == MicroBatchSettings(micro_batch_size=2)
-    assert not by_rows.needs_bound
+    assert not by_rows.search_plan().is_needed
 
 
 @pytest.mark.parametrize(
@@ -333,7 +333,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
 )
 def test_what_each_key_asks_for(config, adaptive, needs_bound, is_auto):
     settings = Settings.from_config(PLAIN | config)
-    found = (settings.adaptive, settings.needs_bound, settings.micro_batch.is_auto)
+    found = (settings.adaptive, settings.search_plan().is_needed, settings.micro_batch.is_auto)
     assert found == (adaptive, needs_bound, is_auto)
     assert settings.drop_last is not adaptive
 
