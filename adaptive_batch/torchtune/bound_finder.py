@@ -20,7 +20,6 @@ from adaptive_batch.training import (
     Evaluation,
     ProbeOptions,
     WorstRows,
-    kinds_to_choose_from,
     search_for_steps,
 )
 
@@ -291,17 +290,18 @@ class BoundFinder:
                 log.info("rows are not %s: %s", kind, reason)
             return reason
 
-        kinds = kinds_to_choose_from(
-            why_unfit,
-            configured=settings.micro_batch_layout,
-            uniform=settings.uniform_micro_batches,
-        )
         # A step that changes its size may have as many rows as fit, which 0 stands for.
         rows = step_rows if plan.step_stays else 0
         if settings.batch_tokens and not settings.grows:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
-        unit = "rows" if settings.micro_batch.micro_batch_size else "tokens"
-        return Choices(kinds, unit, rows, settings.probe.objective)
+        return Choices.of(
+            why_unfit,
+            configured=settings.micro_batch_layout,
+            step_rows=rows,
+            objective=settings.probe.objective,
+            unit="rows" if settings.micro_batch.micro_batch_size else "tokens",
+            uniform=settings.uniform_micro_batches,
+        )
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""

@@ -115,6 +115,9 @@ class LoopSearch:
         return result
 
     def _choices(self, step_rows: int, objective: str) -> Choices | None:
+        # With a saved state steps are cut as they were.
+        if self._sizer.throughput is not None:
+            return None
         batch_tokens = self._batches.planner.batching.batch_tokens
         if batch_tokens:
             step_rows = max(1, int(batch_tokens / self._step.dataset.lengths.double().mean()))
@@ -192,4 +195,6 @@ class LoopSearch:
             return
         self._accumulates = state["bound_accumulates"]
         if self._step.layouts.chooses and state["sizer"]["throughput"]:
-            self._sizer.load_throughput(state["sizer"], kinds=self._step.layouts.kinds())
+            choices = self._step.layouts.choices(self._batches.batch_size, "throughput")
+            assert choices is not None, "it was timed"
+            self._sizer.load_throughput(state["sizer"], kinds=choices.kinds)

@@ -19,7 +19,7 @@ from adaptive_batch.probe import OBJECTIVES
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question
-from .batch_forms import FORMS, kinds_to_choose_from
+from .batch_forms import FORMS
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
 from .options import StepOptions
@@ -81,22 +81,20 @@ class RowLayouts:
 
     def choices(self, step_rows: int, objective: str) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits
-        is wanted.
+        is wanted. Ranks ask together.
 
         Args:
             step_rows: rows of a step on one device.
             objective: name of what is sought.
         """
-        # With a saved state steps are cut as they were.
-        is_known = self._sizer.throughput is not None
-        times = OBJECTIVES[objective].cost is not None
-        if not (self.chooses and times) or is_known:
+        if not self.chooses or OBJECTIVES[objective].cost is None:
             return None
-        return Choices(self.kinds(), "tokens", step_rows, objective)
-
-    def kinds(self) -> tuple[str, ...]:
-        """Return the layouts of which the fastest may be; ranks ask together."""
-        return kinds_to_choose_from(self._why_unfit, configured=self._configured)
+        return Choices.of(
+            self._why_unfit,
+            configured=self._configured,
+            step_rows=step_rows,
+            objective=objective,
+        )
 
     def _why_unfit(self, kind: str) -> str:
         """Return why rows of a layout that does not pad would not train the model as padded ones
