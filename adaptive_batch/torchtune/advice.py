@@ -118,7 +118,7 @@ def advise(job: Job, data: Data, result: ProbeResult, *, rows_at_once: int) -> s
     budget = result.budget_bytes
     # The batch may need fewer rows at once than fit.
     bound = result.max_batch_size
-    rows = min(bound, data.shapes.rows_within(sizer.limit(rows_at_once), result.sequence_length))
+    rows = min(bound, sizer.layout.rows_within(sizer.limit(rows_at_once), result.sequence_length))
     used = (result.peak_bytes() or budget) - round((bound - rows) * (result.bytes_per_row() or 0))
     if result.from_cache or used > (1 - _LEAST_ROOM) * budget:
         return ""

@@ -490,7 +490,7 @@ class _Step:
         def rows_of(length: int) -> Rows:
             return self._rows_of(length)[0]
 
-        pads = self.run.data.shapes.pads
+        pads = self.run.data.configured_layout.pads
 
         def run(device: FakeDevice, num_rows: int, length: int) -> None:
             with disable_current_modes():
@@ -564,7 +564,7 @@ class _Step:
             for step in range(_STEPS):
                 numbers = range(step * rows, (step + 1) * rows)
                 longest_drawn = max(drawn[number % len(drawn)] for number in numbers)
-                padded = self.run.data.shapes.padded(longest_drawn)
+                padded = self.run.data.configured_layout.padded(longest_drawn)
                 share = Fraction(padded - shorter, tokens - shorter)
                 steps.append(Between(short, longest, share, run_of(padded)))
             return steps

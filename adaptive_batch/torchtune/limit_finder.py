@@ -260,7 +260,7 @@ class LimitFinder:
         if not tried_length or length <= tried_length:
             return
         limit = sizer.limit(rows_at_once)
-        tried_rows = self._data.shapes.rows_within(limit, length)
+        tried_rows = sizer.layout.rows_within(limit, length)
         if (
             settings.grows
             and settings.micro_batch.micro_batch_size is None
@@ -306,7 +306,7 @@ class LimitFinder:
             return
         limit = self._planner.limit
         rows = self._planner.batch.step_rows
-        fitting_rows = self._data.shapes.rows_within(limit, int(self._data.dataset.lengths.max()))
+        fitting_rows = self._sizer.layout.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
             self._log.event(
                 "uniform_micro_batches",

@@ -172,7 +172,9 @@ def train(run: StackRun) -> Outcome:
     data = Data(job, [row_of(length) for length in lengths], packed=False)
     data.dataset._measured = Measured(torch.tensor([[length, length, 1] for length in lengths]))
     sizer = HeldSizer(
-        MicroBatchLimit(max(map(len, run.steps), default=1)), layout=data.shapes, memory=job.memory
+        MicroBatchLimit(max(map(len, run.steps), default=1)),
+        layout=data.configured_layout,
+        memory=job.memory,
     )
     steps, done, error = run.steps, 0, None
     found: dict[str, int] = {}

@@ -534,6 +534,6 @@ def test_both_answers_are_padded_to_a_multiple():
     job = Job(cfg, Settings.from_config(cfg), builder_of(cfg), needs=TO_PLAN)
     rows = [pair((9, 5), torch.Generator().manual_seed(0))]
     data = Data(job, rows, packed=False)
-    length = data.shapes.padded(job.task.length(rows[0]))
+    length = data.configured_layout.padded(job.task.length(rows[0]))
     batch = data.collator.collate(job.task.lengthened(rows, length, pad_id=0))
     assert batch["tokens"].shape == (2, 16)
