@@ -124,13 +124,13 @@ def probe(
         step_rows = result.batch_size * settings.gradient_accumulation_steps
         of_reference = bounds.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
-    rows_at_once = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
+    batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
     if settings.probe.tune:
         # The other settings need their memory.
         del bounds, data, trainer
         tune(job, result, fitting_lengths[-1], watch)
         return results
-    advice = advise(job, data, result, rows_at_once=rows_at_once)
+    advice = advise(job, data, result, batch_size=batch_size)
     if advice:
         say(advice)
     return results

@@ -32,7 +32,7 @@ class Sizer(Protocol):
     max_batch_size: int | None
     layout: MicroBatchLayout
 
-    def limit(self, rows_at_once: int) -> MicroBatchLimit: ...
+    def limit(self, batch_size: int) -> MicroBatchLimit: ...
 
 
 class RequestedBatch:
@@ -47,9 +47,9 @@ class RequestedBatch:
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
-        rows_at_once: rows that run at once if they fit, as they are requested for a step now; the
-            step has `gradient_accumulation_steps` times as many.
-        rows_at_beginning: what it was when training began; None before.
+        batch_size: rows that are requested for a step now, which run at once if they fit; the step
+            has `gradient_accumulation_steps` times as many.
+        first_batch_size: what it was when training began; None before.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
             device.
     """
@@ -68,8 +68,8 @@ class RequestedBatch:
         self._asks_rank_zero = asks_rank_zero
         self._keeps_batch = keeps_batch
         self._event = event
-        self.rows_at_once = batching.batch_size
-        self.rows_at_beginning: int | None = None
+        self.batch_size = batching.batch_size
+        self.first_batch_size: int | None = None
         self.saved_maximum = 0
         # The last epoch at whose beginning the growth function was called.
         self._grown_in = -1
@@ -79,20 +79,19 @@ class RequestedBatch:
     @property
     def step_rows(self) -> int:
         """Rows of a step on one device, unless it is filled with tokens."""
-        return self._batching.step_rows(self.rows_at_once)
+        return self._batching.step_rows(self.batch_size)
 
-    def take(self, rows_at_once: int) -> None:
+    def take(self, batch_size: int) -> None:
         """Take what a search has found, or the user has set."""
-        self.rows_at_once = rows_at_once
+        self.batch_size = batch_size
 
-    def begin(self, rows_at_beginning: int | None = None) -> None:
-        """Let training begin, or resume, with the rows at once as they are now.
+    def begin(self, first_batch_size: int | None = None) -> None:
+        """Let training begin, or resume, with the batch size as it is now.
 
         Args:
-            rows_at_beginning: rows at once that training began with; None for what is known of
-                them.
+            first_batch_size: batch size that training began with; None for what is known of it.
         """
-        self.rows_at_beginning = rows_at_beginning or self.rows_at_beginning or self.rows_at_once
+        self.first_batch_size = first_batch_size or self.first_batch_size or self.batch_size
 
     def maximum(self) -> int | None:
         """Return what a rule may not pass; None where it may grow freely, or the bound is not
@@ -133,7 +132,7 @@ class RequestedBatch:
         return self.step_rows
 
     def _grow(self, function: Callable[[int, int], int], epoch: int) -> None:
-        size = self.rows_at_once
+        size = self.batch_size
         batch = distributed.from_rank_zero(
             lambda: next_batch_size(function, epoch=epoch, batch_size=size, maximum=self.maximum())
         )
@@ -141,11 +140,11 @@ class RequestedBatch:
         self._change(batch, "epoch", epoch)
 
     def ahead(self, progress: Progress, epochs: int) -> dict[int, int]:
-        """Return the rows at once in each epoch that is left of so many, as the growth function
+        """Return the batch size in each epoch that is left of so many, as the growth function
         answers now.
         """
         function = self._batching.batch_increase_function
-        size = self.rows_at_once
+        size = self.batch_size
         sizes = {}
         for epoch in range(progress.epoch, epochs):
             if function is not None and (epoch > progress.epoch or self.grows_at(progress)):
@@ -160,7 +159,7 @@ class RequestedBatch:
             return request_batch(schedule, progress, maximum=self.maximum())
 
         batch = distributed.from_rank_zero(request) if self._asks_rank_zero else request()
-        if batch.after != self.rows_at_once or not (progress.steps or self._logged):
+        if batch.after != self.batch_size or not (progress.steps or self._logged):
             # a ramp may change it with each step: what is near to what was printed last is written
             # to the run log only
             prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
@@ -169,8 +168,8 @@ class RequestedBatch:
             self._change(batch, "step", progress.steps, prints=prints)
 
     def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
-        previous = self.rows_at_once
-        self.rows_at_once = batch.after
+        previous = self.batch_size
+        self.batch_size = batch.after
         facts = {unit: at, "before": previous, "requested": batch.requested, "after": batch.after}
         message = f"{unit} {at}: {batch.describe(previous)}"
         self._event("batch_size", message, prints=prints, **facts)
@@ -180,8 +179,8 @@ class RequestedBatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
         return {
-            "batch_size": self.rows_at_once,
-            "first_batch_size": self.rows_at_beginning,
+            "batch_size": self.batch_size,
+            "first_batch_size": self.first_batch_size,
             "grown_in": self._grown_in,
             "maximum": self.maximum(),
         }
@@ -191,9 +190,9 @@ class RequestedBatch:
         begins with it.
         """
         self.saved_maximum = state["maximum"] or 0
-        self.rows_at_beginning = None
+        self.first_batch_size = None
         self._grown_in = -1
         if self._keeps_batch:
-            self.rows_at_once = state["batch_size"]
-            self.rows_at_beginning = state["first_batch_size"]
+            self.batch_size = state["batch_size"]
+            self.first_batch_size = state["first_batch_size"]
             self._grown_in = state["grown_in"]

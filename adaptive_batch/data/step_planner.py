@@ -65,7 +65,7 @@ class EpochClock:
     def plan(self) -> EpochPlan:
         """The current epoch, divided into steps as its beginning shows it."""
         if self._plan is None:
-            self._plan = self._epochs.divide(self._at, self._epochs.rule(self._batch.rows_at_once))
+            self._plan = self._epochs.divide(self._at, self._epochs.rule(self._batch.batch_size))
         return self._plan
 
     @property
@@ -79,7 +79,7 @@ class EpochClock:
             self._reference = self._epochs.constant(
                 batching.batch_size
                 if scheduled
-                else self._batch.rows_at_beginning or self._batch.rows_at_once
+                else self._batch.first_batch_size or self._batch.batch_size
             )
         return self._reference
 
@@ -138,14 +138,14 @@ class PlannedRows:
 
     Attributes:
         progress: progress before the step, with the batch that is requested for it.
-        rows_at_once: rows that run at once if they fit.
+        batch_size: rows of it on one device that run at once if they fit.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
         following: row numbers that this rank is likely to take next.
     """
 
     progress: Progress
-    rows_at_once: int
+    batch_size: int
     numbers: list[int]
     positions: Sequence[int]
     following: list[int]
@@ -245,7 +245,7 @@ class StepPlanner:
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now."""
-        return self.sizer.limit(self.batch.rows_at_once)
+        return self.sizer.limit(self.batch.batch_size)
 
     # --- epochs
 
@@ -253,38 +253,38 @@ class StepPlanner:
         self,
         progress: Progress,
         *,
-        rows_at_once: int | None = None,
-        rows_at_beginning: int | None = None,
+        batch_size: int | None = None,
+        first_batch_size: int | None = None,
     ) -> Progress:
         """Begin the first epoch of this run, or resume it; find the constant batch that schedules
         count in.
 
         Args:
             progress: where training is.
-            rows_at_once: see :meth:`begin_epoch`.
-            rows_at_beginning: see :meth:`RequestedBatch.begin`.
+            batch_size: see :meth:`begin_epoch`.
+            first_batch_size: see :meth:`RequestedBatch.begin`.
         """
-        progress = self.begin_epoch(progress, rows_at_once=rows_at_once)
-        self.batch.begin(rows_at_beginning)
+        progress = self.begin_epoch(progress, batch_size=batch_size)
+        self.batch.begin(first_batch_size)
         self.clock.forget_reference()
         if self.clock.reference.steps == 0:
             remedy = (
                 f"an epoch of {self.epochs.num_rows} rows has no whole step; set drop_last=False"
             )
-            raise SettingError("batch_size", self.batch.rows_at_once, remedy)
+            raise SettingError("batch_size", self.batch.batch_size, remedy)
         return progress
 
-    def begin_with(self, rows_at_once: int) -> None:
+    def begin_with(self, batch_size: int) -> None:
         """Take the batch that training begins with, as a search has found it."""
-        self.batch.take(rows_at_once)
-        self.batch.begin(rows_at_once)
+        self.batch.take(batch_size)
+        self.batch.begin(batch_size)
         self.clock.forget_reference()
 
-    def begin_epoch(self, progress: Progress, *, rows_at_once: int | None = None) -> Progress:
+    def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
         epoch.
 
-        Where `rows_at_once` is known, no rule is called.
+        Where `batch_size` is known, no rule is called.
         """
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self.clock.go_to(progress)
@@ -292,8 +292,8 @@ class StepPlanner:
             self._log_replanned(
                 progress, "rows are not as long as they were when the checkpoint was saved"
             )
-        if rows_at_once is not None:
-            self.batch.take(rows_at_once)
+        if batch_size is not None:
+            self.batch.take(batch_size)
         else:
             self.batch.request(progress)
         if self.batching.drop_last and self.clock.plan.steps == 0:
@@ -356,7 +356,7 @@ class StepPlanner:
         pace = self.clock.pace()
         if (progress.batch, progress.pace) != (batch, pace):
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, self.batch.rows_at_once, numbers, positions, following)
+        return PlannedRows(progress, self.batch.batch_size, numbers, positions, following)
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch

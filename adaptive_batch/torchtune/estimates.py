@@ -515,14 +515,14 @@ class _Step:
         data = self.run.data
         job = self.run.job
         sizer = Sizers.of(job, data).training
-        rows_at_once = job.settings.batch_size
+        batch_size = job.settings.batch_size
         if job.settings.use_maximum_batch_size:
-            rows_at_once = fit.max_batch_size
+            batch_size = fit.max_batch_size
         limit = sizer.limit_where_fits(
-            fit.max_batch_size, length=fit.sequence_length, rows_at_once=rows_at_once
+            fit.max_batch_size, length=fit.sequence_length, batch_size=batch_size
         )
         steps = self._trial_rows.epochs.rows_ahead(
-            Progress(), rows_at_once=rows_at_once, num_steps=REPLAYED_STEPS
+            Progress(), batch_size=batch_size, num_steps=REPLAYED_STEPS
         )
 
         def divide(numbers: Sequence[int]) -> list[MicroBatch]:

@@ -331,7 +331,7 @@ class TrainingLog:
             prints=self.is_new(content),
             epoch=epoch,
             global_batch=plan.step_rows,
-            batch_size=batches.batch.rows_at_once,
+            batch_size=batches.batch.batch_size,
             batch_tokens=settings.batch_tokens,
             limit=holds.amount,
             unit=holds.unit,

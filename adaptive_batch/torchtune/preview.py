@@ -75,7 +75,7 @@ class TrainingPreview:
                     grown = next_batch_size(
                         function,
                         epoch=progress.epoch,
-                        batch_size=batches.batch.rows_at_once,
+                        batch_size=batches.batch.batch_size,
                         maximum=None,
                     )
                     same_answers({"batch_increase_function": grown.after})
@@ -83,7 +83,7 @@ class TrainingPreview:
                     function,
                     first_epoch=progress.epoch + has_begun,
                     epochs=settings.epochs,
-                    batch_size=batches.batch.rows_at_once,
+                    batch_size=batches.batch.batch_size,
                 )
 
     def look_ahead(
@@ -110,7 +110,7 @@ class TrainingPreview:
         epoch = progress.epoch
         self._sizes = {}
         self._unknown = ""
-        sizes = [batches.batch.rows_at_once] * max(0, settings.epochs - epoch)
+        sizes = [batches.batch.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             with RandomState(self._job.device):
                 grown_sizes, reason = batch_sizes_ahead(
@@ -118,12 +118,12 @@ class TrainingPreview:
                     # An epoch that was asked about keeps its batch.
                     first_epoch=epoch + (not from_this_epoch),
                     epochs=settings.epochs,
-                    batch_size=batches.batch.rows_at_once,
+                    batch_size=batches.batch.batch_size,
                     maximum=batches.batch.maximum(),
                 )
             sizes = grown_sizes
             if not from_this_epoch:
-                sizes = [batches.batch.rows_at_once, *grown_sizes]
+                sizes = [batches.batch.batch_size, *grown_sizes]
             if reason:
                 self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {reason}"
         self._sizes = dict(enumerate(sizes, start=epoch))
@@ -192,7 +192,7 @@ class TrainingPreview:
         progress = resumed.progress
         saved = resumed.saved
         batches = self._batches
-        rows_at_once = batches.batch.rows_at_once
+        batch_size = batches.batch.batch_size
         lines = [message for _, message, _ in resumed.changes()]
         plan = self._job.search_plan
         if plan.is_needed:
@@ -206,19 +206,17 @@ class TrainingPreview:
                     and not resumed.keeps_batch
                     and settings.batch_size_schedule is None
                 ):
-                    rows_at_once = rows
+                    batch_size = rows
                     if plan.rounds:
-                        rows_at_once = 1 << rows.bit_length() - 1
-                    lines += filter(None, [left_by_rounding(rows, rows_at_once)])
+                        batch_size = 1 << rows.bit_length() - 1
+                    lines += filter(None, [left_by_rounding(rows, batch_size)])
         lines += filter(None, [bounds.known_of_reference()])
-        known = batches.batch.rows_at_beginning
-        batches.begin(progress, rows_at_once=rows_at_once)
+        known = batches.batch.first_batch_size
+        batches.begin(progress, batch_size=batch_size)
         self.look_ahead(progress, saved=saved, from_this_epoch=batches.batch.grows_at(progress))
         if self._sizes:
-            rows_at_once = next(iter(self._sizes.values()))
-            batches.begin(
-                progress, rows_at_once=rows_at_once, rows_at_beginning=known or rows_at_once
-            )
+            batch_size = next(iter(self._sizes.values()))
+            batches.begin(progress, batch_size=batch_size, first_batch_size=known or batch_size)
             self.look_ahead(progress, saved=saved)
         configured = self._job.cfg.optimizer.get("lr")
         if "optimizer.lr" not in settings.saving.resume_allow_changes:
@@ -230,7 +228,7 @@ class TrainingPreview:
 
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._sizes), self._settings.epochs)
-        last = [self._batches.batch.rows_at_once, *self._sizes.values()][-1]
+        last = [self._batches.batch.batch_size, *self._sizes.values()][-1]
         # The best guess for an epoch whose batch is not known is that nothing changes.
         stays = dict.fromkeys(unknown, last)
         return self._batches.epochs.num_steps(progress, {**self._sizes, **stays})
@@ -249,10 +247,10 @@ class TrainingPreview:
             key = (at.epoch, at.batch)
             if key != previous_key:
                 # A schedule changes the batch within an epoch, a growth function between two.
-                rows_at_once = at.batch
+                batch_size = at.batch
                 if not scheduled:
-                    rows_at_once = self._sizes[at.epoch]
-                limit = self._sizer.limit(rows_at_once)
+                    batch_size = self._sizes[at.epoch]
+                limit = self._sizer.limit(batch_size)
                 num_micro_batches = self._num_micro_batches(rows, limit)
             batch = len(rows)
             if rate.counts_tokens:
@@ -277,7 +275,7 @@ class TrainingPreview:
         """Return notes on the stages of a schedule."""
         settings = self._settings
         batches = self._batches
-        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch.rows_at_once)
+        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch.batch_size)
         changes: dict[str, int] = {}
 
         def steps() -> Iterator[Progress]:

@@ -147,12 +147,12 @@ class LoopSearch:
         """
         from adaptive_batch.estimate import REPLAYED_STEPS
 
-        rows_at_once = self._batches.batch_size
+        batch_size = self._batches.batch_size
         if self._is_due:
-            rows_at_once = max_batch_size
+            batch_size = max_batch_size
         return self._batches.planner.epochs.rows_ahead(
             self._batches.progress.at_epoch_start(),
-            rows_at_once=rows_at_once,
+            batch_size=batch_size,
             num_steps=REPLAYED_STEPS,
         )
 

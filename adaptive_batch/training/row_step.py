@@ -275,16 +275,16 @@ class RowStep:
         """Return rows as a batch that is ready to be split."""
         return _RowsOfStep(self, rows)
 
-    def run(self, rows: Sequence[Row], *, rows_at_once: int, question: Question) -> StepResult:
+    def run(self, rows: Sequence[Row], *, batch_size: int, question: Question) -> StepResult:
         """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            rows_at_once: rows of the step on the rank that has most.
+            batch_size: rows of the step on the rank that has most.
             question: what this rank says of the step to the others.
         """
         step_rows = self.rows_of_step(rows)
-        results = self.step.parts.run(step_rows, rows_at_once=rows_at_once, question=question)
+        results = self.step.parts.run(step_rows, batch_size=batch_size, question=question)
         trained = [result for result in results if result is not None]
         losses = [loss for loss, _ in trained]
         loss = 0.0

@@ -21,7 +21,7 @@ def test_looking_ahead_answers_as_growing_does(maximum, sizes):
     grown = []
     for epoch in range(4):
         batch.request(Progress(epoch=epoch))
-        grown.append(batch.rows_at_once)
+        grown.append(batch.batch_size)
     assert [*ahead.values()] == grown == sizes
 
 
@@ -33,7 +33,7 @@ def test_an_epoch_that_is_resumed_does_not_grow_again():
     again.load_state_dict(batch.state_dict())
     assert not again.grows_at(Progress(epoch=1))
     again.request(Progress(epoch=1))
-    assert again.rows_at_once == batch.rows_at_once == 5
+    assert again.batch_size == batch.batch_size == 5
 
 
 def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
@@ -47,7 +47,7 @@ def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
     resumed.load_state_dict(grown.state_dict())
     assert resumed.grows_at(Progress(epoch=1))
     resumed.begin()
-    assert resumed.rows_at_once == resumed.rows_at_beginning == 3
+    assert resumed.batch_size == resumed.first_batch_size == 3
 
 
 def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
