@@ -755,6 +755,16 @@ class Settings:
             rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
         )
 
+    def without_search(self) -> Settings:
+        """Return the settings of a run that searches for nothing: ``auto`` is the configured
+        batch.
+        """
+        micro_batch = MicroBatchSettings() if self.micro_batch.is_auto else self.micro_batch
+        reference_rows = self.reference_micro_batch_size
+        if reference_rows == "auto":
+            reference_rows = self.batch_size
+        return replace(self, micro_batch=micro_batch, reference_micro_batch_size=reference_rows)
+
     @property
     def searches(self) -> bool:
         """Whether anything that fits is found before training: in training, in validation, or in a
@@ -866,12 +876,3 @@ def write_reference(page: Path) -> None:
         begin = text.index("-->", text.index(f"<!-- {name}: ")) + len("-->")
         text = f"{text[:begin]}\n\n{rows}\n\n{text[text.index('<!-- end -->', begin) :]}"
     page.write_text(text, encoding="utf-8")
-
-
-def without_search(settings: Settings) -> Settings:
-    """Return the settings of a run that searches for nothing: ``auto`` is the configured batch."""
-    if settings.micro_batch.is_auto:
-        settings = replace(settings, micro_batch=MicroBatchSettings())
-    if settings.reference_micro_batch_size == "auto":
-        settings = replace(settings, reference_micro_batch_size=settings.batch_size)
-    return settings

@@ -499,7 +499,7 @@ class MicroBatchSizer:
     """Decides what one micro-batch may hold, and how its rows lie in it.
 
     Args:
-        size: configured size of a micro-batch.
+        micro_batch: configured size of a micro-batch.
         layout: layout of micro-batches.
         memory: memory of the device; None where nothing runs.
         policy: how the limit shrinks and grows back; None for :class:`OOMPolicy` as it is.
@@ -516,14 +516,14 @@ class MicroBatchSizer:
 
     def __init__(
         self,
-        size: ConfiguredSize = ConfiguredSize(),
+        micro_batch: ConfiguredSize = ConfiguredSize(),
         *,
         layout: MicroBatchLayout | None = None,
         memory: DeviceMemory | None = None,
         policy: OOMPolicy | None = None,
         on_change: Callable[[LimitChange], object] = lambda change: None,
     ) -> None:
-        self._size = size
+        self._micro_batch = micro_batch
         self.layout = layout or MicroBatchLayout()
         self._on_change = on_change
         self.max_batch_size: int | None = None
@@ -561,8 +561,8 @@ class MicroBatchSizer:
             length: tokens of each of them.
             batch_size: see :meth:`limit`.
         """
-        rows = self._size.micro_batch_size
-        tokens = self._size.micro_batch_tokens
+        rows = self._micro_batch.micro_batch_size
+        tokens = self._micro_batch.micro_batch_tokens
         if tokens == "auto":
             tokens = self._padded_tokens(max_batch_size or 0, length) or NO_LIMIT
         if tokens is not None:
@@ -576,12 +576,12 @@ class MicroBatchSizer:
     @property
     def may_split(self) -> bool:
         """Whether a step that would fit at once may run as several micro-batches."""
-        return self._size.is_given or self.layout.sorts
+        return self._micro_batch.is_given or self.layout.sorts
 
     @property
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
-        return self._size.is_auto and not self.tried_length
+        return self._micro_batch.is_auto and not self.tried_length
 
     @property
     def must_ease(self) -> bool:
@@ -615,7 +615,7 @@ class MicroBatchSizer:
         """
         length = result.sequence_length
         fitting_tokens = self._padded_tokens(result.max_batch_size, length)
-        self._size.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
+        self._micro_batch.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
         self.assume(result)
         self._learn_cost(result)
 
@@ -656,7 +656,7 @@ class MicroBatchSizer:
             if limit.unit == "tokens":
                 amount = self._padded_tokens(fitting_rows, length)
             self._lowered.hold(MicroBatchLimit(amount, limit.unit))
-        elif self._size.micro_batch_tokens == "auto":
+        elif self._micro_batch.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
             self._lowered.hold(self._lowered.ceiling or limit)
         self._learn_cost(result)
@@ -746,7 +746,7 @@ class MicroBatchSizer:
 
     def conditions(self) -> dict[str, Any]:
         """Return what a lowered limit depends on; with another of them it is found again."""
-        return {"bound": self.max_batch_size, **asdict(self._size)}
+        return {"bound": self.max_batch_size, **asdict(self._micro_batch)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""

@@ -23,7 +23,6 @@ from adaptive_batch.torchtune.settings import (
     EstimateSettings,
     MicroBatchSettings,
     ProbeSettings,
-    without_search,
 )
 
 GIB = 1024**3
@@ -275,7 +274,7 @@ def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
 @pytest.mark.parametrize("auto", ["micro_batch_size", "micro_batch_tokens"])
 def test_without_a_search_the_configured_batch_stands_for_auto(auto):
     config = PLAIN | {auto: "auto", "reference_micro_batch_size": "auto"}
-    settings = without_search(Settings.from_config(config))
+    settings = Settings.from_config(config).without_search()
     assert not settings.micro_batch.is_given
     assert settings.reference_micro_batch_size == settings.batch_size == 2
     assert not settings.search_plan().is_needed
@@ -284,7 +283,7 @@ def test_without_a_search_the_configured_batch_stands_for_auto(auto):
 def test_without_a_search_a_number_stays():
     config = PLAIN | {"micro_batch_size": 1, "reference_micro_batch_size": 1}
     settings = Settings.from_config(config)
-    assert without_search(settings) == settings
+    assert settings.without_search() == settings
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
