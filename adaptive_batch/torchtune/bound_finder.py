@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -220,9 +221,10 @@ class BoundFinder:
         length: int | str,
         step_rows: int,
         keeps_batch: bool = False,
+        saved: Mapping[str, Any] | None = None,
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit in training, and within it
-        the fastest micro-batches, see :meth:`choices`, unless the sizer knows them.
+        the fastest micro-batches, unless the sizer takes those of a checkpoint.
 
         All that is resident in training is there in the trials, too.
 
@@ -231,6 +233,7 @@ class BoundFinder:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             step_rows: rows that are requested for a step on one device.
             keeps_batch: whether these are a checkpoint's, which are kept whatever fits.
+            saved: state of the sizer in the checkpoint; None without one.
 
         Returns:
             The search that counts, last. Where a step fits itself, one micro-batch is tried first;
@@ -243,7 +246,12 @@ class BoundFinder:
                 split.
         """
         plan = self._job.search_plan
-        choices = self.choices(trainer, step_rows)
+        sizer = trainer.runner.sizer
+        choices = self._choices(trainer, step_rows) if plan.times else None
+        if choices and saved:
+            sizer.load_throughput(saved, kinds=choices.kinds)
+        if sizer.throughput is not None:
+            choices = None
 
         def search(accumulates: bool) -> ProbeResult:
             return self.trials.find(
@@ -274,15 +282,9 @@ class BoundFinder:
             check_split=check_split,
         )
 
-    def choices(self, trainer: Trainer, step_rows: int) -> Choices | None:
-        """Return the choices of the fastest micro-batches; None for as much at once as fits, and
-        where the sizer knows them. `step_rows` are requested for a step on one device.
-        """
+    def _choices(self, trainer: Trainer, step_rows: int) -> Choices:
         settings = self._settings
         data = self._data
-        plan = self._job.search_plan
-        if not plan.times or trainer.runner.sizer.throughput is not None:
-            return None
 
         def why_unfit(kind: str) -> str:
             reason = data.why_unpacked or trainer.why_unfit(kind, data.longest(2))
@@ -291,7 +293,7 @@ class BoundFinder:
             return reason
 
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        rows = step_rows if plan.step_stays else 0
+        rows = step_rows if self._job.search_plan.step_stays else 0
         if settings.batch_tokens and not settings.grows:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
         return Choices.of(

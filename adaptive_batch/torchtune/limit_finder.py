@@ -74,10 +74,6 @@ class LimitFinder:
         saved = resumed.state_of("limits")
         keeps_batch = resumed.keeps_batch
         self._log_notes()
-        if saved is not None and saved["throughput"]:
-            choices = self._bounds.choices(self._trainer, planner.batch.step_rows)
-            if choices is not None:
-                sizer.load_throughput(saved, kinds=choices.kinds)
         self._trainer.check_layout(data)
         results = []
         if self._job.search_plan.is_needed:
@@ -86,6 +82,7 @@ class LimitFinder:
                 length=settings.probe.sequence_length,
                 step_rows=planner.batch.step_rows,
                 keeps_batch=keeps_batch,
+                saved=saved,
             )
             self._log_searches(results)
             sizer.found(results[-1])

@@ -129,14 +129,13 @@ class ResumedRun:
         )
         if self.begins_epoch_again:
             self.progress = self.progress.at_epoch_start()
-        if saved and settings.batch_size_schedule is not None:
-            self.keeps_batch = True
-        elif saved and settings.batch_changes:
+        scheduled = settings.batch_size_schedule is not None
+        if saved and (scheduled or settings.batch_changes):
             found_before = (
                 saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
             )
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
-            self.keeps_batch = found_before and knows_bound
+            self.keeps_batch = scheduled or (found_before and knows_bound)
 
     def _may_change(self, name: str) -> bool:
         return name in self._settings.saving.resume_allow_changes
