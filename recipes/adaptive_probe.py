@@ -158,8 +158,9 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
             tuned, _, bounds, trainer = build(
                 with_overrides(job.cfg, overrides), watch, job.builder
             )
-            step_rows = tuned.settings.step_rows
-            *_, bound = bounds.of_training(trainer, length=length, step_rows=step_rows)
+            *_, bound = bounds.of_training(
+                trainer, length=length, step_rows=tuned.settings.step_rows
+            )
             rows = bounds.rows.of_length(length).first(bound.batch_size)
             speed = tokens_per_second(trainer, bound, rows)
         except (DoesNotFitError, SettingError) as error:

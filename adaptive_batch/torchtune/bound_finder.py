@@ -277,7 +277,7 @@ class BoundFinder:
 
         return search_for_steps(
             search,
-            splits=plan.accumulates,
+            accumulates=plan.accumulates,
             step_rows=step_rows if plan.step_stays or keeps_batch else None,
             check_split=check_split,
         )

@@ -72,7 +72,6 @@ class LimitFinder:
         sizer = self._sizer
         planner = self._planner
         saved = resumed.state_of("limits")
-        keeps_batch = resumed.keeps_batch
         self._log_notes()
         self._trainer.check_layout(data)
         results = []
@@ -81,7 +80,7 @@ class LimitFinder:
                 self._trainer,
                 length=settings.probe.sequence_length,
                 step_rows=planner.batch.step_rows,
-                keeps_batch=keeps_batch,
+                keeps_batch=resumed.keeps_batch,
                 saved=saved,
             )
             self._log_searches(results)
@@ -89,7 +88,9 @@ class LimitFinder:
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
             planner.batch.take(
-                self._rows_within(results[-1], planner.batch.batch_size, keeps_batch=keeps_batch)
+                self._rows_within(
+                    results[-1], planner.batch.batch_size, keeps_batch=resumed.keeps_batch
+                )
             )
         if saved is not None:
             sizer.load_state_dict(saved)

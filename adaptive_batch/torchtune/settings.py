@@ -779,7 +779,7 @@ class Settings:
         behaviour.
         """
         return (
-            self.search_plan().is_needed
+            self.use_maximum_batch_size
             or self.grows
             or self.sampling.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1

@@ -77,7 +77,7 @@ class LoopSearch:
         step_rows = self._batches.rows_on_largest_rank(self._batches.batch_size)
         # On fewer ranks than training began with, even a rule's batch that is cut to the bound is
         # more rows than that.
-        splits = (
+        accumulates = (
             planner.batching.grow_beyond_maximum or self._sizer.may_split or planner.ranks > ranks
         )
         # Reading a row of some datasets draws random numbers.
@@ -104,12 +104,12 @@ class LoopSearch:
             ).run()
 
         try:
-            results = search_for_steps(search, splits=splits, step_rows=step_rows)
+            results = search_for_steps(search, accumulates=accumulates, step_rows=step_rows)
         finally:
             dataset.forget()
         result = results[-1]
         self._sizer.found(result)
-        self._accumulates = splits or len(results) > 1
+        self._accumulates = accumulates or len(results) > 1
         if self._seeks_batch_size and not self._batches.progress.steps:
             planner.begin_with(result.batch_size)
         return result
@@ -194,7 +194,7 @@ class LoopSearch:
         if has_found:
             return
         self._accumulates = state["bound_accumulates"]
-        if self._step.layouts.chooses and state["sizer"]["throughput"]:
+        if state["sizer"]["throughput"]:
             choices = self._step.layouts.choices(self._batches.batch_size, "throughput")
-            assert choices is not None, "it was timed"
-            self._sizer.load_throughput(state["sizer"], kinds=choices.kinds)
+            if choices is not None:
+                self._sizer.load_throughput(state["sizer"], kinds=choices.kinds)
