@@ -286,6 +286,40 @@ def test_without_a_search_a_number_stays():
     assert settings.without_search() == settings
 
 
+AUTO = {"micro_batch_tokens": "auto"}
+LARGEST = {"probe": {"objective": "largest"}}
+TWICE = {"gradient_accumulation_steps": 2}
+GROWING = {
+    "batch_increase_function": {"_component_": "adaptive_batch.schedules.geometric", "factor": 2}
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "times", "step_stays", "accumulates"),
+    [
+        ({}, False, False, False),
+        (TWICE, False, False, True),
+        ({"micro_batch_size": 1}, False, False, True),
+        (AUTO, True, True, True),
+        (AUTO | LARGEST, False, True, False),
+        # The whole step is tried as one micro-batch first.
+        (AUTO | LARGEST | TWICE, False, True, False),
+        (AUTO | LARGEST | GROWING, False, False, False),
+        (AUTO | LARGEST | GROWING | TWICE, False, False, True),
+        (AUTO | LARGEST | GROWING | {"grow_beyond_maximum": True}, False, False, True),
+        (AUTO | LARGEST | {"micro_batch_layout": "grouped"}, False, True, True),
+        (AUTO | LARGEST | {"log_gradient_noise_scale": True}, False, True, True),
+        ({"batch_tokens": 100} | LARGEST, False, False, True),
+    ],
+    ids=str,
+)
+def test_what_a_search_has_to_try(config, times, step_stays, accumulates):
+    settings = Settings.from_config(PLAIN | config)
+    plan = settings.search_plan()
+    assert (plan.times, plan.step_stays, plan.accumulates) == (times, step_stays, accumulates)
+    assert settings.search_plan(holds_more=True).accumulates
+
+
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
     by_tokens = PLAIN | {"batch_tokens": 1000}
     assert Settings.from_config(by_tokens).micro_batch.is_auto
