@@ -246,12 +246,7 @@ class BoundFinder:
                 split.
         """
         plan = self._job.search_plan
-        sizer = trainer.runner.sizer
-        choices = self._choices(trainer, step_rows) if plan.times else None
-        if choices and saved:
-            sizer.load_throughput(saved, kinds=choices.kinds)
-        if sizer.throughput is not None:
-            choices = None
+        choices = self._choices(trainer, step_rows, saved) if plan.times else None
 
         def search(accumulates: bool) -> ProbeResult:
             return self.trials.find(
@@ -282,8 +277,14 @@ class BoundFinder:
             check_split=check_split,
         )
 
-    def _choices(self, trainer: Trainer, step_rows: int) -> Choices:
+    def _choices(
+        self, trainer: Trainer, step_rows: int, saved: Mapping[str, Any] | None
+    ) -> Choices | None:
+        """Return what the fastest micro-batches are chosen from; None where the sizer knows them,
+        of the checkpoint too.
+        """
         settings = self._settings
+        sizer = trainer.runner.sizer
         data = self._data
 
         def why_unfit(kind: str) -> str:
@@ -296,7 +297,7 @@ class BoundFinder:
         rows = step_rows if self._job.search_plan.step_stays else 0
         if settings.batch_tokens and not settings.grows:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
-        return Choices.of(
+        choices = Choices.of(
             why_unfit,
             configured=settings.micro_batch_layout,
             step_rows=rows,
@@ -304,6 +305,9 @@ class BoundFinder:
             unit="rows" if settings.micro_batch.micro_batch_size else "tokens",
             uniform=settings.uniform_micro_batches,
         )
+        if saved:
+            sizer.load_throughput(saved, kinds=choices.kinds)
+        return choices if sizer.throughput is None else None
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""

@@ -227,8 +227,9 @@ class LimitFinder:
         if settings.use_maximum_batch_size and not is_scheduled:
             configured = batch_size
             batch_size = result.batch_size
-            change = f"{configured} -> {batch_size}"
-            message = f"batch_size {change} (use_maximum_batch_size; bound {bound})"
+            message = (
+                f"batch_size {configured} -> {batch_size} (use_maximum_batch_size; bound {bound})"
+            )
             message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
             self._log.event("batch_size", message, before=configured, after=batch_size, bound=bound)
         if not (settings.micro_batch.is_given or is_scheduled) and batch_size > bound:

@@ -194,8 +194,7 @@ class TrainingPreview:
         planner = self._planner
         batch_size = planner.batch.batch_size
         lines = [message for _, message, _ in resumed.changes()]
-        plan = self._job.search_plan
-        if plan.is_needed:
+        if self._job.search_plan.is_needed:
             rows, tokens, source = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
             lines.append(f"bound: {rows or unknown} ({source})")
@@ -207,7 +206,7 @@ class TrainingPreview:
                     and settings.batch_size_schedule is None
                 ):
                     batch_size = rows
-                    if plan.rounds:
+                    if self._job.search_plan.rounds:
                         batch_size = 1 << rows.bit_length() - 1
                     lines += filter(None, [left_by_rounding(rows, batch_size)])
         lines += filter(None, [bounds.known_of_reference()])

@@ -740,8 +740,11 @@ class Settings:
         grows_beyond = self.grows and self.grow_beyond_maximum
         grows_within = self.grows and not (grows_beyond and size.is_number)
         # With the optimizer in backward a step is one micro-batch.
-        is_timed = OBJECTIVES[self.probe.objective].cost is not None and not self.optimizer_in_bwd
-        times = size.is_auto and is_timed
+        times = (
+            size.is_auto
+            and OBJECTIVES[self.probe.objective].cost is not None
+            and not self.optimizer_in_bwd
+        )
         step_stays = size.is_auto and not self.step_varies
         divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
