@@ -236,14 +236,12 @@ class BoundFinder:
             saved: state of the sizer in the checkpoint; None without one.
 
         Returns:
-            The search that counts, last. Where a step fits itself, one micro-batch is tried first;
-            if it has to be several, another search follows, as gradients are then there when a
-            forward begins.
+            The searches, of which the last counts. A step that fits itself is tried as one
+            micro-batch first. If it has to be several, it is tried again beside gradients.
 
         Raises:
             DoesNotFitError: one row does not fit.
-            SettingError: a step does not fit, and with the optimizer in backward it cannot be
-                split.
+            SettingError: with the optimizer in backward a step does not fit at once.
         """
         plan = self._job.search_plan
         choices = self._choices(trainer, step_rows, saved) if plan.times else None

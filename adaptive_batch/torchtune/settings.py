@@ -516,6 +516,37 @@ class SearchPlan:
     accumulates: bool
     rounds: bool
 
+    @classmethod
+    def of(cls, settings: Settings, *, holds_more: bool = False) -> SearchPlan:
+        """Return what settings ask for.
+
+        Args:
+            settings: settings of the run.
+            holds_more: whether a rank has more rows of a step than are configured, as others began
+                the run.
+        """
+        size = settings.micro_batch
+        grows_beyond = settings.grows and settings.grow_beyond_maximum
+        grows_within = settings.grows and not (grows_beyond and size.is_number)
+        # With the optimizer in backward a step is one micro-batch.
+        times = (
+            size.is_auto
+            and OBJECTIVES[settings.probe.objective].cost is not None
+            and not settings.optimizer_in_bwd
+        )
+        step_stays = size.is_auto and not settings.step_varies
+        divides = size.is_number or settings.batch_tokens is not None or settings.layout_kind.sorts
+        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
+        samples = settings.measures_noise and size.micro_batch_tokens is not None
+        repeats = settings.gradient_accumulation_steps > 1 and not step_stays
+        return cls(
+            is_needed=settings.use_maximum_batch_size or size.is_auto or grows_within,
+            times=times,
+            step_stays=step_stays,
+            accumulates=divides or samples or times or grows_beyond or repeats or holds_more,
+            rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
+        )
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -729,35 +760,6 @@ class Settings:
         """How rows lie in a micro-batch, unless ``auto`` chooses another."""
         return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
 
-    def search_plan(self, *, holds_more: bool = False) -> SearchPlan:
-        """Return what is found before training.
-
-        Args:
-            holds_more: whether a rank has more rows of a step than are configured, as others began
-                the run.
-        """
-        size = self.micro_batch
-        grows_beyond = self.grows and self.grow_beyond_maximum
-        grows_within = self.grows and not (grows_beyond and size.is_number)
-        # With the optimizer in backward a step is one micro-batch.
-        times = (
-            size.is_auto
-            and OBJECTIVES[self.probe.objective].cost is not None
-            and not self.optimizer_in_bwd
-        )
-        step_stays = size.is_auto and not self.step_varies
-        divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts
-        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
-        samples = self.measures_noise and size.micro_batch_tokens is not None
-        repeats = self.gradient_accumulation_steps > 1 and not step_stays
-        return SearchPlan(
-            is_needed=self.use_maximum_batch_size or size.is_auto or grows_within,
-            times=times,
-            step_stays=step_stays,
-            accumulates=divides or samples or times or grows_beyond or repeats or holds_more,
-            rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
-        )
-
     def without_search(self) -> Settings:
         """Return the settings of a run that searches for nothing: ``auto`` is the configured
         batch.
@@ -774,7 +776,7 @@ class Settings:
         reference.
         """
         in_reference = self.reference_micro_batch_size == "auto"
-        return self.search_plan().is_needed or self.validation.fits_itself or in_reference
+        return SearchPlan.of(self).is_needed or self.validation.fits_itself or in_reference
 
     @property
     def adaptive(self) -> bool:

@@ -23,6 +23,7 @@ from adaptive_batch.torchtune.settings import (
     EstimateSettings,
     MicroBatchSettings,
     ProbeSettings,
+    SearchPlan,
 )
 
 GIB = 1024**3
@@ -277,7 +278,7 @@ def test_without_a_search_the_configured_batch_stands_for_auto(auto):
     settings = Settings.from_config(config).without_search()
     assert not settings.micro_batch.is_given
     assert settings.reference_micro_batch_size == settings.batch_size == 2
-    assert not settings.search_plan().is_needed
+    assert not SearchPlan.of(settings).is_needed
 
 
 def test_without_a_search_a_number_stays():
@@ -315,9 +316,9 @@ GROWING = {
 )
 def test_what_a_search_has_to_try(config, times, step_stays, accumulates):
     settings = Settings.from_config(PLAIN | config)
-    plan = settings.search_plan()
+    plan = SearchPlan.of(settings)
     assert (plan.times, plan.step_stays, plan.accumulates) == (times, step_stays, accumulates)
-    assert settings.search_plan(holds_more=True).accumulates
+    assert SearchPlan.of(settings, holds_more=True).accumulates
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
@@ -327,7 +328,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     assert given.micro_batch == MicroBatchSettings(micro_batch_tokens=500)
     by_rows = Settings.from_config(by_tokens | {"micro_batch_size": 2})
     assert by_rows.micro_batch == MicroBatchSettings(micro_batch_size=2)
-    assert not by_rows.search_plan().is_needed
+    assert not SearchPlan.of(by_rows).is_needed
 
 
 @pytest.mark.parametrize(
@@ -366,7 +367,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
 )
 def test_what_each_key_asks_for(config, adaptive, needs_bound, is_auto):
     settings = Settings.from_config(PLAIN | config)
-    found = (settings.adaptive, settings.search_plan().is_needed, settings.micro_batch.is_auto)
+    found = (settings.adaptive, SearchPlan.of(settings).is_needed, settings.micro_batch.is_auto)
     assert found == (adaptive, needs_bound, is_auto)
     assert settings.drop_last is not adaptive
 
