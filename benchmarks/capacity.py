@@ -122,7 +122,7 @@ def first_gradient(recipe: AdaptiveFullFinetuneRecipe, case: Case) -> torch.Tens
     rows = [recipe.data.dataset[row] for row in order[:STEP_ROWS].tolist()]
     torch.manual_seed(case.seed)
     recipe.trainer.runner.run(
-        rows[::-1] if case.reversed_rows else rows, recipe.planner.batch.rows_at_once
+        rows[::-1] if case.reversed_rows else rows, recipe.planner.batch.batch_size
     )
     gradient = joined(parameter.grad for parameter in recipe.trainer.model.parameters())
     recipe.trainer.optimizer.zero_grad(set_to_none=True)

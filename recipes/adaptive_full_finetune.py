@@ -148,7 +148,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.sizer,
             ranks=job.ranks,
             counts_tokens=settings.rate.lr_clock.counts_tokens,
-            keeps_saved_batch=self.resumed.keeps_batch,
+            keeps_batch=self.resumed.keeps_batch,
             event=self.log.event,
         )
         self.queue = StepQueue(planner)
@@ -331,7 +331,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         result, ends = self.trainer.runner.run_agreed(
             rows,
             question,
-            rows_at_once=step.rows_at_once,
+            batch_size=step.batch_size,
             small_rows=self.tally.small_rows(step),
         )
         self.saver.note_end(ends)

@@ -100,7 +100,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bounds.of_training(trainer, length=length)
+            *_, result = bounds.of_training(trainer, length=length, step_rows=settings.step_rows)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -124,13 +124,13 @@ def probe(
         step_rows = result.batch_size * settings.gradient_accumulation_steps
         of_reference = bounds.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
-    rows_at_once = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
+    batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
     if settings.probe.tune:
         # The other settings need their memory.
         del bounds, data, trainer
         tune(job, result, fitting_lengths[-1], watch)
         return results
-    advice = advise(job, data, result, rows_at_once=rows_at_once)
+    advice = advise(job, data, result, batch_size=batch_size)
     if advice:
         say(advice)
     return results
@@ -155,8 +155,12 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         # This gives back the memory of the last.
         trainer = None
         try:
-            _, _, bounds, trainer = build(with_overrides(job.cfg, overrides), watch, job.builder)
-            *_, bound = bounds.of_training(trainer, length=length)
+            tuned, _, bounds, trainer = build(
+                with_overrides(job.cfg, overrides), watch, job.builder
+            )
+            *_, bound = bounds.of_training(
+                trainer, length=length, step_rows=tuned.settings.step_rows
+            )
             rows = bounds.rows.of_length(length).first(bound.batch_size)
             speed = tokens_per_second(trainer, bound, rows)
         except (DoesNotFitError, SettingError) as error:

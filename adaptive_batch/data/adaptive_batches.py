@@ -49,11 +49,11 @@ class _NoSizer:
         self.layout = MicroBatchLayout()
         self._batch_tokens = batch_tokens
 
-    def limit(self, rows_at_once: int) -> MicroBatchLimit:
+    def limit(self, batch_size: int) -> MicroBatchLimit:
         if self._batch_tokens is not None:
             # Rows are dealt to ranks by their tokens.
             return MicroBatchLimit(self._batch_tokens, "tokens")
-        return MicroBatchLimit(rows_at_once)
+        return MicroBatchLimit(batch_size)
 
 
 class AdaptiveBatches(Sampler[list[int]]):
@@ -181,7 +181,7 @@ class AdaptiveBatches(Sampler[list[int]]):
     @property
     def batch_size(self) -> int:
         """Rows of a step on one device now."""
-        return self._planner.batch.rows_at_once
+        return self._planner.batch.batch_size
 
     def set_batch_size(self, batch_size: int) -> None:
         """Take another batch size, between two epochs or after :meth:`load_state_dict`.

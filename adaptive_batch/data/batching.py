@@ -70,8 +70,8 @@ class Batching(Sampling):
     configuration mean what they do there.
 
     Attributes, besides those of :class:`Sampling`:
-        batch_size: configured rows at once on one device, before a search or a rule changes them;
-            a step has `gradient_accumulation_steps` times as many.
+        batch_size: configured rows on one device, before a search or a rule changes them; a step
+            has `gradient_accumulation_steps` times as many.
         max_steps_per_epoch: optimizer steps after which an epoch ends; None for no limit.
         epochs: after which the growth function is not called any more; None for no limit.
     """
@@ -101,8 +101,12 @@ class Batching(Sampling):
         """Where an epoch ends, as the functions of an epoch plan take it."""
         return {"drop_last": self.drop_last, "max_steps": self.max_steps_per_epoch}
 
+    def step_rows(self, batch_size: int) -> int:
+        """Return the rows of a step on one device: those of a batch, accumulated."""
+        return batch_size * self.gradient_accumulation_steps
+
     def global_batch(self, ranks: int) -> Reference:
         """Return the batch of so many ranks that is configured: what a rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
             return Reference(self.batch_tokens * ranks, "tokens")
-        return Reference(self.batch_size * self.gradient_accumulation_steps * ranks, "rows")
+        return Reference(self.step_rows(self.batch_size) * ranks, "rows")

@@ -139,14 +139,14 @@ class EpochPlanner:
     def _new_token_steps(self) -> TokenSteps:
         return TokenSteps(self.batching, self.lengths, ranks=self.ranks, divisible=self._divisible)
 
-    def rule(self, rows_at_once: int) -> Callable[[Progress], int]:
+    def rule(self, batch_size: int) -> Callable[[Progress], int]:
         """Return the rows of a step on one device as a function of progress: the schedule's, or
-        `rows_at_once` accumulated.
+        `batch_size` accumulated.
         """
         rule = self.batching.batch_size_schedule
         batching = self.batching
         if rule is None or batching.batch_tokens:
-            rows = rows_at_once * batching.gradient_accumulation_steps
+            rows = batching.step_rows(batch_size)
             return lambda progress: rows
         return lambda progress: request_batch(rule, progress, maximum=self._maximum()).after
 
@@ -238,7 +238,7 @@ class EpochPlanner:
             )
         return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(progress)))
 
-    def constant(self, rows_at_once: int) -> EpochPlan:
+    def constant(self, batch_size: int) -> EpochPlan:
         """Divide the first epoch by a batch that does not change."""
         batching = self.batching
         if batching.batch_tokens:
@@ -246,7 +246,7 @@ class EpochPlanner:
             batches = self._token_steps.constant(order, self._rows.lengths)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
             return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: batches.rows))
-        step_rows = rows_at_once * batching.gradient_accumulation_steps * self.ranks
+        step_rows = batching.step_rows(batch_size) * self.ranks
         plan = EpochPlan.of(self.num_rows, step_rows=step_rows, **batching.ends)
         return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(Progress())))
 
@@ -257,7 +257,7 @@ class EpochPlanner:
 
         Args:
             progress: where training is.
-            sizes: rows at once of each epoch to walk through, as a growth function makes them.
+            sizes: batch size of each epoch to walk through, as a growth function makes them.
 
         Returns:
             For each step: progress before it, the numbers of its rows, the plan of its epoch.
@@ -266,14 +266,14 @@ class EpochPlanner:
             yield at, order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
 
     def rows_ahead(
-        self, progress: Progress, *, rows_at_once: int, num_steps: int
+        self, progress: Progress, *, batch_size: int, num_steps: int
     ) -> Iterator[list[int]]:
         """Yield the row numbers of the next steps, from epoch to epoch, where no growth function
-        changes `rows_at_once`.
+        changes `batch_size`.
         """
         # An epoch has a step or more.
         epochs = range(progress.epoch, progress.epoch + num_steps)
-        steps = self.ahead(progress, dict.fromkeys(epochs, rows_at_once))
+        steps = self.ahead(progress, dict.fromkeys(epochs, batch_size))
         for _, numbers, _ in islice(steps, num_steps):
             yield numbers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from adaptive_batch import distributed
@@ -31,7 +32,7 @@ class Sizer(Protocol):
     max_batch_size: int | None
     layout: MicroBatchLayout
 
-    def limit(self, rows_at_once: int) -> MicroBatchLimit: ...
+    def limit(self, batch_size: int) -> MicroBatchLimit: ...
 
 
 class RequestedBatch:
@@ -42,14 +43,13 @@ class RequestedBatch:
         sizer: knows the most rows that fit.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
             :meth:`StepRunner.agree_on` compares.
-        keeps_saved: whether a saved batch is kept; else the configured one counts, unless a
-            schedule decides.
+        keeps_batch: whether a saved batch is kept; else the configured one counts.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
-        rows_at_once: rows that run at once if they fit, as they are requested for a step now; the
-            step has `gradient_accumulation_steps` times as many.
-        rows_at_beginning: what it was when training began; None before.
+        batch_size: rows that are requested for a step now, which run at once if they fit; the step
+            has `gradient_accumulation_steps` times as many.
+        first_batch_size: what it was when training began; None before.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
             device.
     """
@@ -60,16 +60,16 @@ class RequestedBatch:
         sizer: Sizer,
         *,
         asks_rank_zero: bool = False,
-        keeps_saved: bool = True,
+        keeps_batch: bool = True,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._batching = batching
         self._sizer = sizer
         self._asks_rank_zero = asks_rank_zero
-        self._keeps_saved = keeps_saved
+        self._keeps_batch = keeps_batch
         self._event = event
-        self.rows_at_once = batching.batch_size
-        self.rows_at_beginning: int | None = None
+        self.batch_size = batching.batch_size
+        self.first_batch_size: int | None = None
         self.saved_maximum = 0
         # The last epoch at whose beginning the growth function was called.
         self._grown_in = -1
@@ -79,20 +79,19 @@ class RequestedBatch:
     @property
     def step_rows(self) -> int:
         """Rows of a step on one device, unless it is filled with tokens."""
-        return self.rows_at_once * self._batching.gradient_accumulation_steps
+        return self._batching.step_rows(self.batch_size)
 
-    def take(self, rows_at_once: int) -> None:
+    def take(self, batch_size: int) -> None:
         """Take what a search has found, or the user has set."""
-        self.rows_at_once = rows_at_once
+        self.batch_size = batch_size
 
-    def begin(self, rows_at_beginning: int | None = None) -> None:
-        """Let training begin, or resume, with the rows at once as they are now.
+    def begin(self, first_batch_size: int | None = None) -> None:
+        """Let training begin, or resume, with the batch size as it is now.
 
         Args:
-            rows_at_beginning: rows at once that training began with; None for what is known of
-                them.
+            first_batch_size: batch size that training began with; None for what is known of it.
         """
-        self.rows_at_beginning = rows_at_beginning or self.rows_at_beginning or self.rows_at_once
+        self.first_batch_size = first_batch_size or self.first_batch_size or self.batch_size
 
     def maximum(self) -> int | None:
         """Return what a rule may not pass; None where it may grow freely, or the bound is not
@@ -110,32 +109,42 @@ class RequestedBatch:
         """Let a schedule follow the maximum that is found here, not that of the checkpoint."""
         self.saved_maximum = 0
 
-    # --- the growth function, called as an epoch begins
+    # --- the rules: a growth function is called as an epoch begins, a schedule for each step
+
+    def follow(self, schedule: Schedule) -> None:
+        """Follow a schedule from now on that is coupled to the rate's."""
+        self._batching = replace(self._batching, batch_size_schedule=schedule)
 
     def grows_at(self, progress: Progress) -> bool:
         """Return whether the growth function is called at this point: as an epoch begins, once."""
         return not progress.epoch_steps and progress.epoch > self._grown_in
 
-    def grow(self, epoch: int) -> None:
-        """Add the rows of the growth function to the batch."""
-        function = self._batching.batch_increase_function
-        size = self.rows_at_once
-        is_over = self._batching.epochs is not None and epoch >= self._batching.epochs
-        if function is not None and epoch > self._grown_in and not is_over:
-            batch = distributed.from_rank_zero(
-                lambda: next_batch_size(
-                    function, epoch=epoch, batch_size=size, maximum=self.maximum()
-                )
-            )
-            self._grown_in = epoch
-            self._change(batch, "epoch", epoch)
+    def request(self, progress: Progress) -> int:
+        """Take the batch that the rules request for the step at a progress; return the step's rows
+        on one device.
+        """
+        batching = self._batching
+        is_over = batching.epochs is not None and progress.epoch >= batching.epochs
+        if batching.batch_increase_function is not None and self.grows_at(progress) and not is_over:
+            self._grow(batching.batch_increase_function, progress.epoch)
+        if batching.batch_size_schedule is not None and not batching.batch_tokens:
+            self._ask(batching.batch_size_schedule, progress)
+        return self.step_rows
+
+    def _grow(self, function: Callable[[int, int], int], epoch: int) -> None:
+        size = self.batch_size
+        batch = distributed.from_rank_zero(
+            lambda: next_batch_size(function, epoch=epoch, batch_size=size, maximum=self.maximum())
+        )
+        self._grown_in = epoch
+        self._change(batch, "epoch", epoch)
 
     def ahead(self, progress: Progress, epochs: int) -> dict[int, int]:
-        """Return the rows at once in each epoch that is left of so many, as the growth function
+        """Return the batch size in each epoch that is left of so many, as the growth function
         answers now.
         """
         function = self._batching.batch_increase_function
-        size = self.rows_at_once
+        size = self.batch_size
         sizes = {}
         for epoch in range(progress.epoch, epochs):
             if function is not None and (epoch > progress.epoch or self.grows_at(progress)):
@@ -145,27 +154,22 @@ class RequestedBatch:
             sizes[epoch] = size
         return sizes
 
-    # --- a schedule, asked for each step
-
-    def follow(self, rule: Schedule, progress: Progress) -> int:
-        """Take what a schedule requests for the next step, and return it."""
-
+    def _ask(self, schedule: Schedule, progress: Progress) -> None:
         def request() -> ClampedBatch:
-            return request_batch(rule, progress, maximum=self.maximum())
+            return request_batch(schedule, progress, maximum=self.maximum())
 
         batch = distributed.from_rank_zero(request) if self._asks_rank_zero else request()
-        if batch.after != self.rows_at_once or not (progress.steps or self._logged):
+        if batch.after != self.batch_size or not (progress.steps or self._logged):
             # a ramp may change it with each step: what is near to what was printed last is written
             # to the run log only
             prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
             if prints:
                 self._logged = batch.after
             self._change(batch, "step", progress.steps, prints=prints)
-        return batch.after
 
     def _change(self, batch: ClampedBatch, unit: str, at: int, *, prints: bool = True) -> None:
-        previous = self.rows_at_once
-        self.rows_at_once = batch.after
+        previous = self.batch_size
+        self.batch_size = batch.after
         facts = {unit: at, "before": previous, "requested": batch.requested, "after": batch.after}
         message = f"{unit} {at}: {batch.describe(previous)}"
         self._event("batch_size", message, prints=prints, **facts)
@@ -175,8 +179,8 @@ class RequestedBatch:
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""
         return {
-            "batch_size": self.rows_at_once,
-            "first_batch_size": self.rows_at_beginning,
+            "batch_size": self.batch_size,
+            "first_batch_size": self.first_batch_size,
             "grown_in": self._grown_in,
             "maximum": self.maximum(),
         }
@@ -186,10 +190,9 @@ class RequestedBatch:
         begins with it.
         """
         self.saved_maximum = state["maximum"] or 0
-        if self._keeps_saved or self._batching.batch_size_schedule:
-            self.rows_at_once = state["batch_size"]
-        self.rows_at_beginning = None
+        self.first_batch_size = None
         self._grown_in = -1
-        if self._keeps_saved:
-            self.rows_at_beginning = state["first_batch_size"]
+        if self._keeps_batch:
+            self.batch_size = state["batch_size"]
+            self.first_batch_size = state["first_batch_size"]
             self._grown_in = state["grown_in"]

@@ -65,7 +65,7 @@ class EpochClock:
     def plan(self) -> EpochPlan:
         """The current epoch, divided into steps as its beginning shows it."""
         if self._plan is None:
-            self._plan = self._epochs.divide(self._at, self._epochs.rule(self._batch.rows_at_once))
+            self._plan = self._epochs.divide(self._at, self._epochs.rule(self._batch.batch_size))
         return self._plan
 
     @property
@@ -79,7 +79,7 @@ class EpochClock:
             self._reference = self._epochs.constant(
                 batching.batch_size
                 if scheduled
-                else self._batch.rows_at_beginning or self._batch.rows_at_once
+                else self._batch.first_batch_size or self._batch.batch_size
             )
         return self._reference
 
@@ -127,7 +127,9 @@ class EpochClock:
             of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
             return rate_left_at(time_by(clock.decay, of_constant_batch))
 
-        self._epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
+        coupled = rule.coupled(batching.batch_tokens or batching.batch_size, decay)
+        self._epochs.follow(coupled)
+        self._batch.follow(coupled)
 
 
 @dataclass(frozen=True)
@@ -136,14 +138,14 @@ class PlannedRows:
 
     Attributes:
         progress: progress before the step, with the batch that is requested for it.
-        rows_at_once: rows that run at once if they fit.
+        batch_size: rows of it on one device that run at once if they fit.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
         following: row numbers that this rank is likely to take next.
     """
 
     progress: Progress
-    rows_at_once: int
+    batch_size: int
     numbers: list[int]
     positions: Sequence[int]
     following: list[int]
@@ -179,7 +181,7 @@ class StepPlanner:
         divides_ahead: whether an epoch is divided into steps before it is trained, which may read
             lengths and ask rules, also where no clock counts tokens.
         asks_rank_zero: see :class:`RequestedBatch`.
-        keeps_saved_batch: see :class:`RequestedBatch`.
+        keeps_batch: see :class:`RequestedBatch`.
         order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 
@@ -199,7 +201,7 @@ class StepPlanner:
         counts_tokens: bool = False,
         divides_ahead: bool = True,
         asks_rank_zero: bool = False,
-        keeps_saved_batch: bool = True,
+        keeps_batch: bool = True,
         order: EpochOrder | None = None,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
@@ -209,7 +211,7 @@ class StepPlanner:
             batching,
             sizer,
             asks_rank_zero=asks_rank_zero,
-            keeps_saved=keeps_saved_batch,
+            keeps_batch=keeps_batch,
             event=event,
         )
         self.epochs = EpochPlanner(
@@ -243,7 +245,7 @@ class StepPlanner:
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now."""
-        return self.sizer.limit(self.batch.rows_at_once)
+        return self.sizer.limit(self.batch.batch_size)
 
     # --- epochs
 
@@ -251,55 +253,53 @@ class StepPlanner:
         self,
         progress: Progress,
         *,
-        rows_at_once: int | None = None,
-        rows_at_beginning: int | None = None,
+        batch_size: int | None = None,
+        first_batch_size: int | None = None,
     ) -> Progress:
         """Begin the first epoch of this run, or resume it; find the constant batch that schedules
         count in.
 
         Args:
             progress: where training is.
-            rows_at_once: see :meth:`begin_epoch`.
-            rows_at_beginning: see :meth:`RequestedBatch.begin`.
+            batch_size: see :meth:`begin_epoch`.
+            first_batch_size: see :meth:`RequestedBatch.begin`.
         """
-        progress = self.begin_epoch(progress, rows_at_once=rows_at_once)
-        self.batch.begin(rows_at_beginning)
+        progress = self.begin_epoch(progress, batch_size=batch_size)
+        self.batch.begin(first_batch_size)
         self.clock.forget_reference()
         if self.clock.reference.steps == 0:
             remedy = (
                 f"an epoch of {self.epochs.num_rows} rows has no whole step; set drop_last=False"
             )
-            raise SettingError("batch_size", self.batch.rows_at_once, remedy)
+            raise SettingError("batch_size", self.batch.batch_size, remedy)
         return progress
 
-    def begin_with(self, rows_at_once: int) -> None:
+    def begin_with(self, batch_size: int) -> None:
         """Take the batch that training begins with, as a search has found it."""
-        self.batch.take(rows_at_once)
-        self.batch.begin(rows_at_once)
+        self.batch.take(batch_size)
+        self.batch.begin(batch_size)
         self.clock.forget_reference()
 
-    def begin_epoch(self, progress: Progress, *, rows_at_once: int | None = None) -> Progress:
+    def begin_epoch(self, progress: Progress, *, batch_size: int | None = None) -> Progress:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
         epoch.
 
-        Where `rows_at_once` is known, no rule is called.
+        Where `batch_size` is known, no rule is called.
         """
-        if rows_at_once is not None:
-            self.batch.take(rows_at_once)
-        elif progress.epoch_steps == 0:
-            self.batch.grow(progress.epoch)
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self.clock.go_to(progress)
         if self.epochs.begin(progress):
             self._log_replanned(
                 progress, "rows are not as long as they were when the checkpoint was saved"
             )
+        if batch_size is not None:
+            self.batch.take(batch_size)
+        else:
+            self.batch.request(progress)
         if self.batching.drop_last and self.clock.plan.steps == 0:
             rows = self.clock.plan.rows
             remedy = f"a step of the requested batch is more than an epoch's {rows} rows"
             raise SettingError("drop_last", True, remedy)
-        if rows_at_once is None:
-            self._follow(progress)
         return progress
 
     def start_epoch(self, progress: Progress) -> None:
@@ -340,7 +340,7 @@ class StepPlanner:
         """Return the rows of the step at a progress; None where the epoch is over."""
         if self.epochs.is_over(progress):
             return None
-        batch, size = self.epochs.next_step(progress, requested=self._follow(progress))
+        batch, size = self.epochs.next_step(progress, requested=self.batch.request(progress))
         if not size:
             # With drop_last fewer rows are left than are requested.
             return None
@@ -356,16 +356,7 @@ class StepPlanner:
         pace = self.clock.pace()
         if (progress.batch, progress.pace) != (batch, pace):
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, self.batch.rows_at_once, numbers, positions, following)
-
-    def _follow(self, progress: Progress) -> int:
-        """Return the requested rows of the next step on one device; with a schedule the batch size
-        becomes that.
-        """
-        rule = self.batching.batch_size_schedule
-        if rule is None or self.batching.batch_tokens:
-            return self.batch.step_rows
-        return self.batch.follow(rule, progress)
+        return PlannedRows(progress, self.batch.batch_size, numbers, positions, following)
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch

@@ -147,7 +147,7 @@ def estimate_step(
                     model=model,
                     optimizer=twin,
                     forward_backward=partial(forward_backward, fake),
-                    step=lambda twin=twin: (clip(), twin.step()),  # type: ignore[misc]
+                    step=partial(_clip_and_step, clip, twin),
                     device=fake,
                 )
                 step = make_step(accumulates=accumulates)
@@ -162,16 +162,13 @@ def estimate_step(
                     allocator=settings,
                 )
                 if length_plan is not None:
-
-                    def accumulating(
-                        twin: Optimizer = twin, make_step: Callable[..., FakeStep] = make_step
-                    ) -> FakeStep:
-                        # Its first step makes the states again.
-                        twin.state.clear()
-                        return make_step(accumulates=True)
-
                     own_replays = length_plan.replay(
-                        step, fake, own, some, settings, accumulating=accumulating
+                        step,
+                        fake,
+                        own,
+                        some,
+                        settings,
+                        accumulating=partial(_accumulating, twin, make_step),
                     )
                     for number, replay in zip(members, own_replays, strict=True):
                         if replay is not None:
@@ -193,6 +190,17 @@ def estimate_step(
         left_out=(*not_counted, *left_out([device.architecture for device in parsed])),
         seconds=round(time.perf_counter() - start, 2),
     )
+
+
+def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:
+    clip()
+    optimizer.step()
+
+
+def _accumulating(optimizer: Optimizer, make_step: Callable[..., FakeStep]) -> FakeStep:
+    # Its first step makes the states again.
+    optimizer.state.clear()
+    return make_step(accumulates=True)
 
 
 @contextmanager

@@ -104,21 +104,21 @@ def _estimate(
     ]
 
 
-def advise(job: Job, data: Data, result: ProbeResult, *, rows_at_once: int) -> str:
+def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str:
     """Return up to three joint settings that would save time with unused memory, the best first.
 
     Args:
         job: job of the run.
         data: data that it trains on.
         result: result of the search of this run; one from the cache gets no advice.
-        rows_at_once: rows that run at once in training if they fit.
+        batch_size: rows that run at once in training if they fit.
     """
     sizer = Sizers.of(job, data).training
     sizer.assume(result)
     budget = result.budget_bytes
     # The batch may need fewer rows at once than fit.
     bound = result.max_batch_size
-    rows = min(bound, data.shapes.rows_within(sizer.limit(rows_at_once), result.sequence_length))
+    rows = min(bound, sizer.layout.rows_within(sizer.limit(batch_size), result.sequence_length))
     used = (result.peak_bytes() or budget) - round((bound - rows) * (result.bytes_per_row() or 0))
     if result.from_cache or used > (1 - _LEAST_ROOM) * budget:
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,6 @@ from adaptive_batch.training import (
     Evaluation,
     ProbeOptions,
     WorstRows,
-    kinds_to_choose_from,
     search_for_steps,
 )
 
@@ -206,56 +206,45 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        if self._constant_step_rows is not None:
-            usable_rows = min(epoch_rows, self._constant_step_rows)
+        if self._job.search_plan.step_stays:
+            usable_rows = min(epoch_rows, settings.step_rows)
         elif settings.batch_tokens:
             usable_rows = epoch_rows
         else:
             usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
         return self.trials.maximum(usable_rows)
 
-    @property
-    def _constant_step_rows(self) -> int | None:
-        """Rows of a step that fits itself and is always the same; None for other steps."""
-        settings = self._settings
-        if settings.step_varies or not settings.micro_batch.is_auto:
-            return None
-        return settings.step_rows
-
     def of_training(
         self,
         trainer: Trainer,
         *,
         length: int | str,
-        kept_step_rows: int | None = None,
+        step_rows: int,
+        keeps_batch: bool = False,
+        saved: Mapping[str, Any] | None = None,
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit in training, and within it
-        the fastest micro-batches, see :meth:`choices`, unless the sizer knows them.
+        the fastest micro-batches, unless the sizer takes those of a checkpoint.
 
         All that is resident in training is there in the trials, too.
 
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            kept_step_rows: rows of a step of the checkpoint, where its batch is kept whatever fits;
-                None where the configured one counts.
+            step_rows: rows that are requested for a step on one device.
+            keeps_batch: whether these are a checkpoint's, which are kept whatever fits.
+            saved: state of the sizer in the checkpoint; None without one.
 
         Returns:
-            The search that counts, last. Where a step fits itself, one micro-batch is tried first;
-            if it has to be several, another search follows, as gradients are then there when a
-            forward begins.
+            The searches, of which the last counts. A step that fits itself is tried as one
+            micro-batch first. If it has to be several, it is tried again beside gradients.
 
         Raises:
             DoesNotFitError: one row does not fit.
-            SettingError: a step does not fit, and with the optimizer in backward it cannot be
-                split.
+            SettingError: with the optimizer in backward a step does not fit at once.
         """
-        settings = self._settings
-        splits = self._job.has_several_micro_batches or (
-            settings.gradient_accumulation_steps > 1 and self._constant_step_rows is None
-        )
-        step_rows = kept_step_rows or self._constant_step_rows
-        choices = self.choices(trainer)
+        plan = self._job.search_plan
+        choices = self._choices(trainer, step_rows, saved) if plan.times else None
 
         def search(accumulates: bool) -> ProbeResult:
             return self.trials.find(
@@ -263,14 +252,14 @@ class BoundFinder:
                 self.rows.of_length(length),
                 maximum=self.most_rows,
                 accumulates=accumulates,
-                rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
+                rounds=plan.rounds,
                 path=self.path,
                 choices=choices,
             )
 
         def check_split(result: ProbeResult) -> None:
-            if settings.optimizer_in_bwd:
-                whose = "batch_size" if kept_step_rows is None else "the checkpoint's batch_size"
+            if self._settings.optimizer_in_bwd:
+                whose = "the checkpoint's batch_size" if keeps_batch else "batch_size"
                 raise SettingError(
                     "optimizer_in_bwd",
                     True,
@@ -279,16 +268,22 @@ class BoundFinder:
                     " start again with optimizer_in_bwd=False",
                 )
 
-        return search_for_steps(search, splits=splits, step_rows=step_rows, check_split=check_split)
+        return search_for_steps(
+            search,
+            accumulates=plan.accumulates,
+            step_rows=step_rows if plan.step_stays or keeps_batch else None,
+            check_split=check_split,
+        )
 
-    def choices(self, trainer: Trainer) -> Choices | None:
-        """Return the choices of the fastest micro-batches; None for as much at once as fits, and
-        where the sizer knows them.
+    def _choices(
+        self, trainer: Trainer, step_rows: int, saved: Mapping[str, Any] | None
+    ) -> Choices | None:
+        """Return what the fastest micro-batches are chosen from; None where the sizer knows them,
+        of the checkpoint too.
         """
         settings = self._settings
+        sizer = trainer.runner.sizer
         data = self._data
-        if not settings.chooses_fastest or trainer.runner.sizer.throughput is not None:
-            return None
 
         def why_unfit(kind: str) -> str:
             reason = data.why_unpacked or trainer.why_unfit(kind, data.longest(2))
@@ -296,17 +291,21 @@ class BoundFinder:
                 log.info("rows are not %s: %s", kind, reason)
             return reason
 
-        kinds = kinds_to_choose_from(
-            why_unfit,
-            configured=settings.micro_batch_layout,
-            uniform=settings.uniform_micro_batches,
-        )
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        rows = self._constant_step_rows or 0
+        rows = step_rows if self._job.search_plan.step_stays else 0
         if settings.batch_tokens and not settings.grows:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
-        unit = "rows" if settings.micro_batch.micro_batch_size else "tokens"
-        return Choices(kinds, unit, rows, settings.probe.objective)
+        choices = Choices.of(
+            why_unfit,
+            configured=settings.micro_batch_layout,
+            step_rows=rows,
+            objective=settings.probe.objective,
+            unit="rows" if settings.micro_batch.micro_batch_size else "tokens",
+            uniform=settings.uniform_micro_batches,
+        )
+        if saved:
+            sizer.load_throughput(saved, kinds=choices.kinds)
+        return choices if sizer.throughput is None else None
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""

@@ -38,7 +38,7 @@ from .data import Data
 from .job import Job
 from .rate import stand_in
 from .resumed_run import ResumedRun
-from .settings import Settings, without_search
+from .settings import Settings
 from .sizers import Sizers
 from .trainer import Trainer
 
@@ -87,7 +87,7 @@ def measure_critical_batch(job: Job) -> str:
     trained, held_out = _rows(job, data, resumed)
     # It refuses an optimizer without what scale_with_batch names, before any weights are loaded.
     stand_in(job, 1.0)
-    job.settings = without_search(job.settings)
+    job.settings = job.settings.without_search()
     trainer = _load_trainer(job, data, checkpoints)
     rule = "sqrt" if settings.rate.lr_scaling == "none" else settings.rate.lr_scaling
     rate = LearningRate(

@@ -97,8 +97,9 @@ class Data:
 
     Attributes:
         collator: makes rows of training a batch.
-        shapes: what micro-batches are padded to; packed rows are as long as they may be.
-        shapes_val: the same of validation.
+        configured_layout: layout of micro-batches, unless ``auto`` chooses another: the sizer has
+            the one in force. Packed rows are as long as they may be.
+        layout_val: layout of validation, where nothing chooses.
     """
 
     def __init__(
@@ -136,8 +137,8 @@ class Data:
         self._rows_val = None
         if dataset_val is not None:
             self._rows_val = Rows(job, "dataset_val", dataset_val, name=_names(job.cfg.dataset_val))
-        self.shapes = _layout_of(job, job.settings.uniform_micro_batches, packed=packed)
-        self.shapes_val = _layout_of(job, None, packed=packed_val)
+        self.configured_layout = _layout_of(job, job.settings.uniform_micro_batches, packed=packed)
+        self.layout_val = _layout_of(job, None, packed=packed_val)
 
     @classmethod
     def read(cls, job: Job) -> Data:
@@ -242,7 +243,7 @@ class Data:
             _ = self.dataset.lengths
         tokens = settings.micro_batch.micro_batch_tokens
         if isinstance(tokens, int):
-            needed = self.shapes.padded(int(self.dataset.lengths.max()))
+            needed = self.configured_layout.padded(int(self.dataset.lengths.max()))
             if tokens < needed:
                 remedy = (
                     f"a row is padded to {needed} tokens; give {needed} or more, or shorten the"

@@ -386,9 +386,7 @@ class _Step:
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
         self._step = run.step(
             rows,
-            accumulates=run.job.has_several_micro_batches
-            or settings.micro_batch.is_auto
-            or settings.gradient_accumulation_steps > 1,
+            accumulates=run.job.search_plan.accumulates or settings.micro_batch.is_auto,
             keeps_gradients=keeps,
         )
 
@@ -492,7 +490,7 @@ class _Step:
         def rows_of(length: int) -> Rows:
             return self._rows_of(length)[0]
 
-        pads = self.run.data.shapes.pads
+        pads = self.run.data.configured_layout.pads
 
         def run(device: FakeDevice, num_rows: int, length: int) -> None:
             with disable_current_modes():
@@ -517,14 +515,14 @@ class _Step:
         data = self.run.data
         job = self.run.job
         sizer = Sizers.of(job, data).training
-        rows_at_once = job.settings.batch_size
+        batch_size = job.settings.batch_size
         if job.settings.use_maximum_batch_size:
-            rows_at_once = fit.max_batch_size
+            batch_size = fit.max_batch_size
         limit = sizer.limit_where_fits(
-            fit.max_batch_size, length=fit.sequence_length, rows_at_once=rows_at_once
+            fit.max_batch_size, length=fit.sequence_length, batch_size=batch_size
         )
         steps = self._trial_rows.epochs.rows_ahead(
-            Progress(), rows_at_once=rows_at_once, num_steps=REPLAYED_STEPS
+            Progress(), batch_size=batch_size, num_steps=REPLAYED_STEPS
         )
 
         def divide(numbers: Sequence[int]) -> list[MicroBatch]:
@@ -566,7 +564,7 @@ class _Step:
             for step in range(_STEPS):
                 numbers = range(step * rows, (step + 1) * rows)
                 longest_drawn = max(drawn[number % len(drawn)] for number in numbers)
-                padded = self.run.data.shapes.padded(longest_drawn)
+                padded = self.run.data.configured_layout.padded(longest_drawn)
                 share = Fraction(padded - shorter, tokens - shorter)
                 steps.append(Between(short, longest, share, run_of(padded)))
             return steps

@@ -26,7 +26,7 @@ from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
 from .model import FullModel, ModelBuilder, num_token_embeddings
 from .reference import SecondModel
-from .settings import Settings
+from .settings import SearchPlan, Settings
 from .task import Task
 from .tasks import check_keys_of_others, task_of
 
@@ -100,7 +100,7 @@ class Job:
             torch.compiler.reset()
         partitioner.activation_memory_budget = settings.activation_memory_budget
         # Where micro-batches have many shapes, the first one is no constant of its graph.
-        varies = settings.chooses_fastest or not settings.layout_kind.is_usual
+        varies = self.search_plan.times or not settings.layout_kind.is_usual
         compiler.assume_static_by_default = not varies
 
     def check_model(self) -> None:
@@ -200,20 +200,10 @@ class Job:
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
     @property
-    def has_several_micro_batches(self) -> bool:
-        """Whether some step has several micro-batches whatever fits.
-
-        Accumulation as configured is not counted.
-        """
-        settings = self.settings
-        # Ranks that share one copy of the model each run more rows than batch_size.
+    def search_plan(self) -> SearchPlan:
+        """What is found before training, on the ranks that there are."""
         holds_more = self.ranks > distributed.data_parallel_size()
-        grows_beyond = settings.grows and settings.grow_beyond_maximum
-        cuts = settings.chooses_fastest or settings.layout_kind.sorts
-        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
-        cuts |= settings.measures_noise and settings.micro_batch.micro_batch_tokens is not None
-        divides = settings.micro_batch.is_number or settings.batch_tokens is not None
-        return divides or grows_beyond or holds_more or cuts
+        return SearchPlan.of(self.settings, holds_more=holds_more)
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured.

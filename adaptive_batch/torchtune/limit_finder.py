@@ -72,34 +72,32 @@ class LimitFinder:
         sizer = self._sizer
         planner = self._planner
         saved = resumed.state_of("limits")
-        is_scheduled = settings.batch_size_schedule is not None
-        keeps_batch = resumed.keeps_batch or (bool(resumed.saved) and is_scheduled)
         self._log_notes()
-        if saved is not None and saved["throughput"]:
-            choices = self._bounds.choices(self._trainer)
-            if choices is not None:
-                sizer.load_throughput(saved, kinds=choices.kinds)
         self._trainer.check_layout(data)
         results = []
-        if settings.needs_bound:
+        if self._job.search_plan.is_needed:
             results = self._bounds.of_training(
                 self._trainer,
                 length=settings.probe.sequence_length,
-                kept_step_rows=planner.batch.step_rows if keeps_batch else None,
+                step_rows=planner.batch.step_rows,
+                keeps_batch=resumed.keeps_batch,
+                saved=saved,
             )
             self._log_searches(results)
             sizer.found(results[-1])
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
             planner.batch.take(
-                self._rows_within(results[-1], planner.batch.rows_at_once, keeps_batch=keeps_batch)
+                self._rows_within(
+                    results[-1], planner.batch.batch_size, keeps_batch=resumed.keeps_batch
+                )
             )
         if saved is not None:
             sizer.load_state_dict(saved)
         sizer.count_out_of_memory(sum(map(_trials_out_of_memory, results)))
         lost_limit = self._lost.limit(sizer.conditions())
         if lost_limit is not None:
-            limit = sizer.keep_below(lost_limit, rows_at_once=planner.batch.rows_at_once)
+            limit = sizer.keep_below(lost_limit, batch_size=planner.batch.batch_size)
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
@@ -107,7 +105,7 @@ class LimitFinder:
         self._check_saved_maximum_fits()
         self._find_for_reference(resumed.state_of("reference_limits"))
         if results:
-            advice = advise(self._job, data, results[-1], rows_at_once=planner.batch.rows_at_once)
+            advice = advise(self._job, data, results[-1], batch_size=planner.batch.batch_size)
             if advice:
                 self._log.event("advice", advice)
 
@@ -155,7 +153,7 @@ class LimitFinder:
         if reference is None:
             return
         sizer = reference.sizer
-        if settings.reference_micro_batch_size == "auto" or settings.needs_bound:
+        if settings.reference_micro_batch_size == "auto" or self._job.search_plan.is_needed:
             result = self._bounds.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
@@ -211,7 +209,7 @@ class LimitFinder:
             timed=[asdict(trial) for trial in fastest.trials],
         )
 
-    def _rows_within(self, result: ProbeResult, rows_at_once: int, *, keeps_batch: bool) -> int:
+    def _rows_within(self, result: ProbeResult, batch_size: int, *, keeps_batch: bool) -> int:
         """Return the batch to train with, within what was found; refuse a configured one that is
         above it.
         """
@@ -219,29 +217,28 @@ class LimitFinder:
         bound = result.max_batch_size
         is_scheduled = settings.batch_size_schedule is not None
         if keeps_batch:
-            if rows_at_once > bound:
+            if batch_size > bound:
                 message = (
-                    f"batch_size {rows_at_once} is kept; {rows_fit(bound)} here, so it runs as more"
+                    f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more"
                     " micro-batches"
                 )
-                self._log.event("limit", message, batch_size=rows_at_once, micro_batch_size=bound)
-            return rows_at_once
+                self._log.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
+            return batch_size
         if settings.use_maximum_batch_size and not is_scheduled:
-            configured = rows_at_once
-            rows_at_once = result.batch_size
-            change = f"{configured} -> {rows_at_once}"
-            message = f"batch_size {change} (use_maximum_batch_size; bound {bound})"
-            message = ": ".join(filter(None, [message, left_by_rounding(bound, rows_at_once)]))
-            self._log.event(
-                "batch_size", message, before=configured, after=rows_at_once, bound=bound
+            configured = batch_size
+            batch_size = result.batch_size
+            message = (
+                f"batch_size {configured} -> {batch_size} (use_maximum_batch_size; bound {bound})"
             )
-        if not (settings.micro_batch.is_given or is_scheduled) and rows_at_once > bound:
+            message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
+            self._log.event("batch_size", message, before=configured, after=batch_size, bound=bound)
+        if not (settings.micro_batch.is_given or is_scheduled) and batch_size > bound:
             smaller = (
                 f"set batch_size={bound} or less (gradient_accumulation_steps makes up for it)"
             )
             remedy = f"{rows_fit(bound)}; {smaller}, or micro_batch_size=auto, or allow more memory"
-            raise SettingError("batch_size", rows_at_once, remedy)
-        return rows_at_once
+            raise SettingError("batch_size", batch_size, remedy)
+        return batch_size
 
     def try_longer(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its
@@ -253,14 +250,14 @@ class LimitFinder:
         """
         sizer = self._sizer
         settings = self._settings
-        rows_at_once = self._planner.batch.rows_at_once
+        batch_size = self._planner.batch.batch_size
         row = max(rows, key=self._job.task.length)
         length = self._job.task.length(row)
         tried_length = sizer.tried_length
         if not tried_length or length <= tried_length:
             return
-        limit = sizer.limit(rows_at_once)
-        tried_rows = self._data.shapes.rows_within(limit, length)
+        limit = sizer.limit(batch_size)
+        tried_rows = sizer.layout.rows_within(limit, length)
         if (
             settings.grows
             and settings.micro_batch.micro_batch_size is None
@@ -279,13 +276,13 @@ class LimitFinder:
             f"a row of {count(length, 'token')} is longer than the {tried_length} that were tried"
         )
         message = f"{longer}: {fitting_rows} of these fit at once"
-        if not can_split and fitting_rows < rows_at_once:
-            remedy = f"{message}, not {rows_at_once}; set probe.sequence_length=longest"
+        if not can_split and fitting_rows < batch_size:
+            remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
         sizer.found_longer(
-            result, tried_rows=tried_rows, rows_at_once=rows_at_once, can_split=can_split
+            result, tried_rows=tried_rows, batch_size=batch_size, can_split=can_split
         )
-        new_limit = sizer.limit(rows_at_once)
+        new_limit = sizer.limit(batch_size)
         self._log.event(
             "limit",
             f"{message}; a micro-batch holds {new_limit}",
@@ -306,7 +303,7 @@ class LimitFinder:
             return
         limit = self._planner.limit
         rows = self._planner.batch.step_rows
-        fitting_rows = self._data.shapes.rows_within(limit, int(self._data.dataset.lengths.max()))
+        fitting_rows = self._sizer.layout.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
             self._log.event(
                 "uniform_micro_batches",

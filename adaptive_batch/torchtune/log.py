@@ -306,11 +306,11 @@ class TrainingLog:
 
     # --- training
 
-    def epoch(self, epoch: int, batches: StepPlanner, rate: AdaptiveRate) -> None:
+    def epoch(self, epoch: int, planner: StepPlanner, rate: AdaptiveRate) -> None:
         """Log the epoch that begins, where anything adaptive is on."""
-        plan = batches.clock.plan
+        plan = planner.clock.plan
         settings = self._settings
-        holds = batches.limit
+        holds = planner.limit
         if not settings.adaptive:
             return
         sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
@@ -331,7 +331,7 @@ class TrainingLog:
             prints=self.is_new(content),
             epoch=epoch,
             global_batch=plan.step_rows,
-            batch_size=batches.batch.rows_at_once,
+            batch_size=planner.batch.batch_size,
             batch_tokens=settings.batch_tokens,
             limit=holds.amount,
             unit=holds.unit,

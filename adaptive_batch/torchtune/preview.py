@@ -41,12 +41,12 @@ class TrainingPreview:
         schedule_steps: where the learning rate's schedule ends.
     """
 
-    def __init__(self, job: Job, data: Data, batches: StepPlanner, sizer: MicroBatchSizer) -> None:
+    def __init__(self, job: Job, data: Data, planner: StepPlanner, sizer: MicroBatchSizer) -> None:
         self._sizer = sizer
         self._job = job
         self._data = data
         self._settings = job.settings
-        self._batches = batches
+        self._planner = planner
         self._sizes: dict[int, int] = {}
         self._unknown = ""
         self._stage_notes: list[str] = []
@@ -61,7 +61,7 @@ class TrainingPreview:
             SettingError: a stage of a schedule cannot hold its batch.
         """
         settings = self._settings
-        batches = self._batches
+        planner = self._planner
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         function = settings.batch_increase_function
@@ -75,7 +75,7 @@ class TrainingPreview:
                     grown = next_batch_size(
                         function,
                         epoch=progress.epoch,
-                        batch_size=batches.batch.rows_at_once,
+                        batch_size=planner.batch.batch_size,
                         maximum=None,
                     )
                     same_answers({"batch_increase_function": grown.after})
@@ -83,7 +83,7 @@ class TrainingPreview:
                     function,
                     first_epoch=progress.epoch + has_begun,
                     epochs=settings.epochs,
-                    batch_size=batches.batch.rows_at_once,
+                    batch_size=planner.batch.batch_size,
                 )
 
     def look_ahead(
@@ -106,11 +106,11 @@ class TrainingPreview:
             GrowthFunctionError: an answer for a later epoch cannot be used.
         """
         settings = self._settings
-        batches = self._batches
+        planner = self._planner
         epoch = progress.epoch
         self._sizes = {}
         self._unknown = ""
-        sizes = [batches.batch.rows_at_once] * max(0, settings.epochs - epoch)
+        sizes = [planner.batch.batch_size] * max(0, settings.epochs - epoch)
         if settings.batch_increase_function is not None and sizes:
             with RandomState(self._job.device):
                 grown_sizes, reason = batch_sizes_ahead(
@@ -118,28 +118,28 @@ class TrainingPreview:
                     # An epoch that was asked about keeps its batch.
                     first_epoch=epoch + (not from_this_epoch),
                     epochs=settings.epochs,
-                    batch_size=batches.batch.rows_at_once,
-                    maximum=batches.batch.maximum(),
+                    batch_size=planner.batch.batch_size,
+                    maximum=planner.batch.maximum(),
                 )
             sizes = grown_sizes
             if not from_this_epoch:
-                sizes = [batches.batch.rows_at_once, *grown_sizes]
+                sizes = [planner.batch.batch_size, *grown_sizes]
             if reason:
                 self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {reason}"
         self._sizes = dict(enumerate(sizes, start=epoch))
         same_answers(
             {f"batch_increase_function in epoch {at}": size for at, size in self._sizes.items()}
         )
-        reference = batches.clock.reference
+        reference = planner.clock.reference
         self.full_batch_rows = reference.step_rows
         if settings.grows and not settings.batch_tokens:
-            largest = max(sizes, default=1) * settings.gradient_accumulation_steps
+            largest = planner.batching.step_rows(max(sizes, default=1))
             if settings.batch_size_schedule is not None:
                 # A schedule that measures has a maximum.
                 maximum = getattr(settings.batch_size_schedule, "maximum", None)
                 largest = maximum or self._largest_scheduled
-                largest = min(largest, batches.batch.maximum() or largest)
-            self.full_batch_rows = min(largest * self._job.ranks, batches.epochs.num_rows)
+                largest = min(largest, planner.batch.maximum() or largest)
+            self.full_batch_rows = min(largest * self._job.ranks, planner.epochs.num_rows)
         self.schedule_steps = settings.epochs * reference.steps
         if settings.rate.lr_clock.decay == "steps" and epoch < settings.epochs:
             # The estimate of a run that has not changed stays.
@@ -156,7 +156,7 @@ class TrainingPreview:
         :meth:`look_ahead` comes first.
         """
         settings = self._settings
-        batches = self._batches
+        planner = self._planner
         rate = build_rate(
             self._job,
             [stand_in(self._job, base_rate)],
@@ -172,7 +172,7 @@ class TrainingPreview:
                 "all epochs with the configured batch would be"
                 f" {count(self.schedule_steps, 'step', ',')}"
             )
-        if batches.clock.plan.is_estimate:
+        if planner.clock.plan.is_estimate:
             notes.append(
                 "the schedule follows what training measures: this is what comes if nothing new is"
                 " measured"
@@ -191,10 +191,10 @@ class TrainingPreview:
         settings = self._settings
         progress = resumed.progress
         saved = resumed.saved
-        batches = self._batches
-        rows_at_once = batches.batch.rows_at_once
+        planner = self._planner
+        batch_size = planner.batch.batch_size
         lines = [message for _, message, _ in resumed.changes()]
-        if settings.needs_bound:
+        if self._job.search_plan.is_needed:
             rows, tokens, source = bounds.known()
             unknown = "not known, so nothing is cut, and micro-batches are not known"
             lines.append(f"bound: {rows or unknown} ({source})")
@@ -205,19 +205,17 @@ class TrainingPreview:
                     and not resumed.keeps_batch
                     and settings.batch_size_schedule is None
                 ):
-                    rows_at_once = rows
-                    if settings.probe.round_to_power_of_two:
-                        rows_at_once = 1 << rows.bit_length() - 1
-                    lines += filter(None, [left_by_rounding(rows, rows_at_once)])
+                    batch_size = rows
+                    if self._job.search_plan.rounds:
+                        batch_size = 1 << rows.bit_length() - 1
+                    lines += filter(None, [left_by_rounding(rows, batch_size)])
         lines += filter(None, [bounds.known_of_reference()])
-        known = batches.batch.rows_at_beginning
-        batches.begin(progress, rows_at_once=rows_at_once)
-        self.look_ahead(progress, saved=saved, from_this_epoch=batches.batch.grows_at(progress))
+        known = planner.batch.first_batch_size
+        planner.begin(progress, batch_size=batch_size)
+        self.look_ahead(progress, saved=saved, from_this_epoch=planner.batch.grows_at(progress))
         if self._sizes:
-            rows_at_once = next(iter(self._sizes.values()))
-            batches.begin(
-                progress, rows_at_once=rows_at_once, rows_at_beginning=known or rows_at_once
-            )
+            batch_size = next(iter(self._sizes.values()))
+            planner.begin(progress, batch_size=batch_size, first_batch_size=known or batch_size)
             self.look_ahead(progress, saved=saved)
         configured = self._job.cfg.optimizer.get("lr")
         if "optimizer.lr" not in settings.saving.resume_allow_changes:
@@ -229,10 +227,10 @@ class TrainingPreview:
 
     def _count_steps(self, progress: Progress) -> int:
         unknown = range(progress.epoch + len(self._sizes), self._settings.epochs)
-        last = [self._batches.batch.rows_at_once, *self._sizes.values()][-1]
+        last = [self._planner.batch.batch_size, *self._sizes.values()][-1]
         # The best guess for an epoch whose batch is not known is that nothing changes.
         stays = dict.fromkeys(unknown, last)
-        return self._batches.epochs.num_steps(progress, {**self._sizes, **stays})
+        return self._planner.epochs.num_steps(progress, {**self._sizes, **stays})
 
     def _planned(self, progress: Progress, rate: AdaptiveRate) -> Iterator[PlannedStep]:
         lengths = self._data.dataset.real_lengths
@@ -242,16 +240,16 @@ class TrainingPreview:
         scheduled = (
             self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         )
-        for at, rows, plan in self._batches.epochs.ahead(progress, self._sizes):
+        for at, rows, plan in self._planner.epochs.ahead(progress, self._sizes):
             tokens = int(lengths[rows].sum())
             previous_key = key
             key = (at.epoch, at.batch)
             if key != previous_key:
                 # A schedule changes the batch within an epoch, a growth function between two.
-                rows_at_once = at.batch
+                batch_size = at.batch
                 if not scheduled:
-                    rows_at_once = self._sizes[at.epoch]
-                limit = self._sizer.limit(rows_at_once)
+                    batch_size = self._sizes[at.epoch]
+                limit = self._sizer.limit(batch_size)
                 num_micro_batches = self._num_micro_batches(rows, limit)
             batch = len(rows)
             if rate.counts_tokens:
@@ -260,7 +258,7 @@ class TrainingPreview:
                 at,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                rates=rate.apply(replace(at, pace=self._batches.clock.pace(plan)), batch=batch),
+                rates=rate.apply(replace(at, pace=self._planner.clock.pace(plan)), batch=batch),
                 tokens=tokens,
             )
 
@@ -268,20 +266,20 @@ class TrainingPreview:
         """Return how many micro-batches a step of rows has; 0 where a search tells what fits."""
         if self._sizer.waits_for_search:
             return 0
-        rank_rows = self._batches.rows_of_rank(rows, limit)
+        rank_rows = self._planner.rows_of_rank(rows, limit)
         lengths = self._data.dataset.lengths[[rows[position] for position in rank_rows]].tolist()
         return max(1, len(micro_batches(lengths, limit, self._sizer.layout)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """Return notes on the stages of a schedule."""
         settings = self._settings
-        batches = self._batches
-        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), batches.batch.rows_at_once)
+        planner = self._planner
+        sizes = dict.fromkeys(range(progress.epoch, settings.epochs), planner.batch.batch_size)
         changes: dict[str, int] = {}
 
         def steps() -> Iterator[Progress]:
             previous = 0
-            for at, _, _ in batches.epochs.ahead(progress, sizes):
+            for at, _, _ in planner.epochs.ahead(progress, sizes):
                 if at.batch != previous:
                     previous = at.batch
                     changes[f"batch_size_schedule at step {at.steps}"] = at.batch
@@ -294,9 +292,9 @@ class TrainingPreview:
             settings.batch_size_schedule,
             ahead,
             ranks=self._job.ranks,
-            rows_per_epoch=batches.epochs.num_rows,
+            rows_per_epoch=planner.epochs.num_rows,
             drop_last=settings.drop_last,
-            maximum=batches.batch.maximum(),
+            maximum=planner.batch.maximum(),
             unit="tokens" if settings.batch_tokens else "rows",
         )
         # A rule of the user's has no stages to look for, and is called for every step too.

@@ -57,7 +57,8 @@ class ResumedRun:
         name, seed, max_steps_per_epoch: of the run, whatever is configured now.
         epochs: of the checkpoint; None without one.
         begins_epoch_again: which rows are left of the epoch is not known, so that it begins again.
-        keeps_batch: the batch size of the checkpoint is kept.
+        keeps_batch: whether the batch size of the checkpoint is kept: with a schedule always, and
+            one that was found or grown, unless it now is to be found for the first time.
 
     Raises:
         SettingError: the configuration is of another run.
@@ -128,14 +129,13 @@ class ResumedRun:
         )
         if self.begins_epoch_again:
             self.progress = self.progress.at_epoch_start()
-        if saved and settings.batch_changes:
-            # a batch that was found or grown is kept; one that now is to be found for the first
-            # time is found
+        scheduled = settings.batch_size_schedule is not None
+        if saved and (scheduled or settings.batch_changes):
             found_before = (
                 saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
             )
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
-            self.keeps_batch = found_before and knows_bound
+            self.keeps_batch = scheduled or (found_before and knows_bound)
 
     def _may_change(self, name: str) -> bool:
         return name in self._settings.saving.resume_allow_changes
@@ -262,10 +262,12 @@ class ResumedRun:
             yield "ranks", message, {"before": began_on, "after": ranks}
         # A schedule decides what a step holds.
         scheduled = settings.batch_size_schedule is not None
-        if configured != current and self.keeps_batch:
+        if configured == current or scheduled:
+            return
+        if self.keeps_batch:
             message = f"batch_size {current}: configured is {configured}, the checkpoint's is kept"
             yield "batch_size", message, {"before": current, "after": current}
-        elif configured != current and not (scheduled or settings.use_maximum_batch_size):
+        elif not settings.use_maximum_batch_size:
             message = (
                 f"batch_size {current} -> {configured}: the global batch"
                 f" {current * per_row} -> {count(configured * per_row, 'row')}"

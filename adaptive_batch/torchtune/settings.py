@@ -499,6 +499,56 @@ class SavingSettings:
 
 
 @dataclass(frozen=True)
+class SearchPlan:
+    """What is found before training, as all keys together ask for it.
+
+    Attributes:
+        is_needed: whether training needs to know the largest batch that fits.
+        times: whether a micro-batch holds what is fastest, rather than as much as fits.
+        step_stays: whether a step fits itself and always has the rows that are configured.
+        accumulates: whether some step has several micro-batches whatever fits.
+        rounds: whether the power of two at or below the bound is tried, too.
+    """
+
+    is_needed: bool
+    times: bool
+    step_stays: bool
+    accumulates: bool
+    rounds: bool
+
+    @classmethod
+    def of(cls, settings: Settings, *, holds_more: bool = False) -> SearchPlan:
+        """Return what settings ask for.
+
+        Args:
+            settings: settings of the run.
+            holds_more: whether a rank has more rows of a step than are configured, as others began
+                the run.
+        """
+        size = settings.micro_batch
+        grows_beyond = settings.grows and settings.grow_beyond_maximum
+        grows_within = settings.grows and not (grows_beyond and size.is_number)
+        # With the optimizer in backward a step is one micro-batch.
+        times = (
+            size.is_auto
+            and OBJECTIVES[settings.probe.objective].cost is not None
+            and not settings.optimizer_in_bwd
+        )
+        step_stays = size.is_auto and not settings.step_varies
+        divides = size.is_number or settings.batch_tokens is not None or settings.layout_kind.sorts
+        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
+        samples = settings.measures_noise and size.micro_batch_tokens is not None
+        repeats = settings.gradient_accumulation_steps > 1 and not step_stays
+        return cls(
+            is_needed=settings.use_maximum_batch_size or size.is_auto or grows_within,
+            times=times,
+            step_stays=step_stays,
+            accumulates=divides or samples or times or grows_beyond or repeats or holds_more,
+            rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
+        )
+
+
+@dataclass(frozen=True)
 class Settings:
     """The top-level keys. Those without documentation are torchtune's, with torchtune's meaning."""
 
@@ -710,31 +760,23 @@ class Settings:
         """How rows lie in a micro-batch, unless ``auto`` chooses another."""
         return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
 
-    @property
-    def chooses_fastest(self) -> bool:
-        """Whether a micro-batch holds what is fastest, rather than as much as fits; with the
-        optimizer in backward a step is one.
+    def without_search(self) -> Settings:
+        """Return the settings of a run that searches for nothing: ``auto`` is the configured
+        batch.
         """
-        return (
-            self.micro_batch.is_auto
-            and OBJECTIVES[self.probe.objective].cost is not None
-            and not self.optimizer_in_bwd
-        )
-
-    @property
-    def needs_bound(self) -> bool:
-        """Whether training needs to know the largest batch that fits."""
-        grows_freely = self.grow_beyond_maximum and self.micro_batch.is_number
-        grows_within = self.grows and not grows_freely
-        return self.use_maximum_batch_size or self.micro_batch.is_auto or grows_within
+        micro_batch = MicroBatchSettings() if self.micro_batch.is_auto else self.micro_batch
+        reference_rows = self.reference_micro_batch_size
+        if reference_rows == "auto":
+            reference_rows = self.batch_size
+        return replace(self, micro_batch=micro_batch, reference_micro_batch_size=reference_rows)
 
     @property
     def searches(self) -> bool:
         """Whether anything that fits is found before training: in training, in validation, or in a
         reference.
         """
-        in_validation = self.validation.fits_itself
-        return self.needs_bound or in_validation or self.reference_micro_batch_size == "auto"
+        in_reference = self.reference_micro_batch_size == "auto"
+        return SearchPlan.of(self).is_needed or self.validation.fits_itself or in_reference
 
     @property
     def adaptive(self) -> bool:
@@ -742,7 +784,7 @@ class Settings:
         behaviour.
         """
         return (
-            self.needs_bound
+            self.use_maximum_batch_size
             or self.grows
             or self.sampling.sample_order != "dataloader"
             or self.pad_to_multiple_of > 1
@@ -839,12 +881,3 @@ def write_reference(page: Path) -> None:
         begin = text.index("-->", text.index(f"<!-- {name}: ")) + len("-->")
         text = f"{text[:begin]}\n\n{rows}\n\n{text[text.index('<!-- end -->', begin) :]}"
     page.write_text(text, encoding="utf-8")
-
-
-def without_search(settings: Settings) -> Settings:
-    """Return the settings of a run that searches for nothing: ``auto`` is the configured batch."""
-    if settings.micro_batch.is_auto:
-        settings = replace(settings, micro_batch=MicroBatchSettings())
-    if settings.reference_micro_batch_size == "auto":
-        settings = replace(settings, reference_micro_batch_size=settings.batch_size)
-    return settings

@@ -40,7 +40,10 @@ class Sizers:
         """
         settings = job.settings
         training = MicroBatchSizer(
-            settings.micro_batch, layout=data.shapes, memory=job.memory, on_change=on_change
+            settings.micro_batch,
+            layout=data.configured_layout,
+            memory=job.memory,
+            on_change=on_change,
         )
         reference_rows = settings.reference_micro_batch_size
         if reference_rows is None:
@@ -48,7 +51,7 @@ class Sizers:
         size = ConfiguredSize(micro_batch_size=reference_rows)
         if size.is_auto:
             size = ConfiguredSize(micro_batch_tokens="auto")
-        layout = data.shapes
+        layout = data.configured_layout
         if layout.uniform is None:
             # What is computed of a row does not depend on the rows beside it.
             layout = layout.of_kind("grouped", time=layout.time)

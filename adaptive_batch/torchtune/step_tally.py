@@ -103,8 +103,8 @@ class StepTally:
             step=step.progress.steps + 1,
             lr=lr,
             epoch=step.progress.epoch,
-            batch_size=step.progress.batch,
-            micro_batch=self._sizer.limit(step.rows_at_once),
+            batch=step.progress.batch,
+            micro_batch=self._sizer.limit(step.batch_size),
         )
 
     def add(self, step: PlannedRows, result: StepResult) -> dict[str, float | None]:

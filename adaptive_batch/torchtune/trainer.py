@@ -219,7 +219,7 @@ class Trainer:
         settings = self._job.settings
         if settings.layout_kind.pads:
             return
-        reason = self.why_unfit(data.shapes.kind, data.longest(2))
+        reason = self.why_unfit(data.configured_layout.kind, data.longest(2))
         if reason:
             remedy = f"{reason}; or give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)

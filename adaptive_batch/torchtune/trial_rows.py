@@ -139,7 +139,7 @@ class TrialRows:
         data = self._data
         # A schedule changes the order little, and may need a rate, which is not there yet.
         batching = replace(self._job.batching(), batch_size_schedule=None)
-        divisible = data.shapes.uniform in ("rows", "both")
+        divisible = data.configured_layout.uniform in ("rows", "both")
         return EpochPlanner(
             data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible
         )

@@ -63,7 +63,7 @@ class Validation:
         if validation.fits_itself:
             bound = self._find(trainer, bounds.trials)
             self._runner.sizer.count_out_of_memory(bound.num_out_of_memory)
-            tokens = data.shapes_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
+            tokens = data.layout_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
             size = ConfiguredSize(micro_batch_tokens=tokens)
             log.event(
                 "validation_bound",
@@ -77,7 +77,7 @@ class Validation:
             )
         sizer = MicroBatchSizer(
             size,
-            layout=data.shapes_val,
+            layout=data.layout_val,
             memory=job.memory,
             on_change=counted_by(self._runner.sizer, log.limit, kind="validation_limit"),
         )
@@ -88,7 +88,7 @@ class Validation:
         """Find the largest number of the longest rows that fit, without gradients."""
         data = self._data
         rows = trials.rows.of_validation()
-        length = data.shapes_val.padded(rows.length)
+        length = data.layout_val.padded(rows.length)
         loss = data.loss_val(self._runner.loss)
         evaluate = partial(self._runner.evaluate, loss=loss, length=length, is_trial=True)
         return trials.find(

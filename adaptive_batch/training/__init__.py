@@ -2,7 +2,7 @@
 
 from .adaptive_step import AdaptiveStep, configured_size
 from .agreement import Question, differences, same_answers
-from .batch_forms import FORMS, BatchForm, kinds_to_choose_from
+from .batch_forms import FORMS, BatchForm
 from .bound_search import (
     SEARCHES,
     BoundSearch,
@@ -68,7 +68,6 @@ __all__ = [
     "find_max_batch_size",
     "has_batch_norm",
     "is_compiled",
-    "kinds_to_choose_from",
     "norm_to_clip",
     "pack_rows",
     "rows_apart",

@@ -217,9 +217,9 @@ class AdaptiveStep:
                 cannot be split.
         """
         rows = self._split_batch(batch)
-        rows_at_once = distributed.maximum(rows.num_rows)
+        batch_size = distributed.maximum(rows.num_rows)
         try:
-            return self.parts.run(rows, rows_at_once=rows_at_once, question=Question())
+            return self.parts.run(rows, batch_size=batch_size, question=Question())
         finally:
             # Also where the step has run out of memory for good.
             self._search.see_split(self.num_pieces)

@@ -37,25 +37,3 @@ FORMS: Mapping[str, BatchForm] = {
     "packed": BatchForm(pack_rows, packed_lengths, rows_apart, why_not_packed)
 }
 assert FORMS.keys() == {kind for kind, layout in LAYOUT_KINDS.items() if not layout.pads}
-
-
-def kinds_to_choose_from(
-    why_unfit: Callable[[str], str], *, configured: str | None, uniform: str | None = None
-) -> tuple[str, ...]:
-    """Return the kinds of layouts of which ``auto`` takes the fastest; ranks ask together.
-
-    Args:
-        why_unfit: function that returns why a kind that does not pad would not train the model as
-            padded rows do; empty where it would.
-        configured: kind that is configured; None leaves the choice.
-        uniform: what all micro-batches have alike, see :class:`.MicroBatchLayout`.
-    """
-    if uniform:
-        configured = configured or "padded"
-    if configured is not None:
-        return (configured,)
-    return tuple(
-        kind
-        for kind, layout in LAYOUT_KINDS.items()
-        if (layout.pads and layout.sorts) or (not layout.pads and not why_unfit(kind))
-    )

@@ -80,7 +80,7 @@ class ForwardPasses:
 
         return self._retry.run(
             partial(self._attempt, rows, forward, layout, dummy_row),
-            rows_at_once=1,
+            batch_size=1,
             undo=undo_all,
             doing=doing,
         )
@@ -124,7 +124,7 @@ class ForwardPasses:
         collective.
         """
         if distributed.world_size() > 1 and distributed.any_of_ranks(self._sizer.must_ease):
-            self._sizer.ease(self._retry.current, rows_at_once=1)
+            self._sizer.ease(self._retry.current, batch_size=1)
 
     def grow_where_room(self) -> None:
         """Let a lowered limit grow where all ranks have room; a collective."""

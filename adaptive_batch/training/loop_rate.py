@@ -77,19 +77,19 @@ class LoopRate(AdaptiveRate):
             "lr_clock": str(clock),
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
-        self._described_batch = self._planner.batch.rows_at_once
+        self._described_batch = self._planner.batch.batch_size
 
     def describe_batch(self) -> None:
         """Log once of each batch size how the rate stands to it, where nothing scales the rate."""
         planner = self._planner
-        if planner.batch.rows_at_once == self._described_batch:
+        if planner.batch.batch_size == self._described_batch:
             return
-        self._described_batch = planner.batch.rows_at_once
+        self._described_batch = planner.batch.batch_size
         # The configured batch, or what the first search has found.
-        assert planner.batch.rows_at_beginning is not None, "AdaptiveBatches begins with it"
+        assert planner.batch.first_batch_size is not None, "AdaptiveBatches begins with it"
         line = self.describe_unscaled(
-            planner.batch.rows_at_once * planner.ranks,
-            configured=planner.batch.rows_at_beginning * planner.ranks,
+            planner.batch.batch_size * planner.ranks,
+            configured=planner.batch.first_batch_size * planner.ranks,
         )
         if line and distributed.is_rank_zero():
             log.info("%s", line)

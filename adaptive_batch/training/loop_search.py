@@ -77,7 +77,7 @@ class LoopSearch:
         step_rows = self._batches.rows_on_largest_rank(self._batches.batch_size)
         # On fewer ranks than training began with, even a rule's batch that is cut to the bound is
         # more rows than that.
-        splits = (
+        accumulates = (
             planner.batching.grow_beyond_maximum or self._sizer.may_split or planner.ranks > ranks
         )
         # Reading a row of some datasets draws random numbers.
@@ -104,17 +104,20 @@ class LoopSearch:
             ).run()
 
         try:
-            results = search_for_steps(search, splits=splits, step_rows=step_rows)
+            results = search_for_steps(search, accumulates=accumulates, step_rows=step_rows)
         finally:
             dataset.forget()
         result = results[-1]
         self._sizer.found(result)
-        self._accumulates = splits or len(results) > 1
+        self._accumulates = accumulates or len(results) > 1
         if self._seeks_batch_size and not self._batches.progress.steps:
             planner.begin_with(result.batch_size)
         return result
 
     def _choices(self, step_rows: int, objective: str) -> Choices | None:
+        # With a saved state steps are cut as they were.
+        if self._sizer.throughput is not None:
+            return None
         batch_tokens = self._batches.planner.batching.batch_tokens
         if batch_tokens:
             step_rows = max(1, int(batch_tokens / self._step.dataset.lengths.double().mean()))
@@ -144,12 +147,12 @@ class LoopSearch:
         """
         from adaptive_batch.estimate import REPLAYED_STEPS
 
-        rows_at_once = self._batches.batch_size
+        batch_size = self._batches.batch_size
         if self._is_due:
-            rows_at_once = max_batch_size
+            batch_size = max_batch_size
         return self._batches.planner.epochs.rows_ahead(
             self._batches.progress.at_epoch_start(),
-            rows_at_once=rows_at_once,
+            batch_size=batch_size,
             num_steps=REPLAYED_STEPS,
         )
 
@@ -191,5 +194,7 @@ class LoopSearch:
         if has_found:
             return
         self._accumulates = state["bound_accumulates"]
-        if self._step.layouts.chooses and state["sizer"]["throughput"]:
-            self._sizer.load_throughput(state["sizer"], kinds=self._step.layouts.kinds())
+        if state["sizer"]["throughput"]:
+            choices = self._step.layouts.choices(self._batches.batch_size, "throughput")
+            if choices is not None:
+                self._sizer.load_throughput(state["sizer"], kinds=choices.kinds)

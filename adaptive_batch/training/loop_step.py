@@ -90,8 +90,8 @@ class LoopStep:
         if not torch.is_grad_enabled():
             raise ValueError("gradients are off, as under torch.no_grad(): run() needs them")
         planned = self._rows.next_step(rows)
-        rows_at_once = self._batches.rows_on_largest_rank(planned.progress.batch)
-        self._search.check_fits(rows_at_once)
+        batch_size = self._batches.rows_on_largest_rank(planned.progress.batch)
+        self._search.check_fits(batch_size)
         reshard(self._model)
         if self._runner.with_gradients():
             check_gradients_are_clear(self._model, self._optimizer)
@@ -99,15 +99,15 @@ class LoopStep:
         self._events.begins(progress)
         began = time.perf_counter()
         question = Question(planned.progress.batch, len(planned.numbers))
-        result = self._step.run(rows, rows_at_once=rows_at_once, question=question)
+        result = self._step.run(rows, batch_size=batch_size, question=question)
         batch = result.tokens if self._rate.counts_tokens else result.rows
         self.learning_rate = self._rate.apply(progress, batch=batch)["lr"]
-        self._look_at(result, progress, planned, rows_at_once=rows_at_once)
+        self._look_at(result, progress, planned, batch_size=batch_size)
         self._end(planned, result, seconds=time.perf_counter() - began)
         return result
 
     def _look_at(
-        self, result: StepResult, progress: Progress, planned: PlannedRows, *, rows_at_once: int
+        self, result: StepResult, progress: Progress, planned: PlannedRows, *, batch_size: int
     ) -> None:
         """Tell of a result that is not finite, or without labels; drop its gradients where it is
         not to be taken.
@@ -119,8 +119,8 @@ class LoopStep:
                 step=progress.steps + 1,
                 lr=self.learning_rate,
                 epoch=progress.epoch,
-                batch_size=planned.progress.batch,
-                micro_batch=self._step.sizer.limit(rows_at_once),
+                batch=planned.progress.batch,
+                micro_batch=self._step.sizer.limit(batch_size),
             )
         except NonfiniteLossError:
             self._rate.restore()

@@ -350,7 +350,7 @@ class MicroBatchRunner(StepRunner):
         rows: Sequence[Row],
         question: Question,
         *,
-        rows_at_once: int,
+        batch_size: int,
         small_rows: tuple[int, ...] | None,
     ) -> tuple[StepResult, bool]:
         """Agree with all ranks on a step, and :meth:`run` it.
@@ -358,7 +358,7 @@ class MicroBatchRunner(StepRunner):
         Args:
             rows: see :meth:`run`.
             question: what this rank says of the step to the others.
-            rows_at_once: see :meth:`run`.
+            batch_size: see :meth:`run`.
             small_rows: see :meth:`run`.
 
         Returns:
@@ -368,13 +368,13 @@ class MicroBatchRunner(StepRunner):
             GrowthFunctionError: a rule has answered differently on some rank.
         """
         divide = partial(self.divide, rows, small_rows)
-        division, ends = self.agree_on(divide, question, rows_at_once=rows_at_once)
-        return self.run(rows, rows_at_once, small_rows=small_rows, division=division), ends
+        division, ends = self.agree_on(divide, question, batch_size=batch_size)
+        return self.run(rows, batch_size, small_rows=small_rows, division=division), ends
 
     def run(
         self,
         rows: Sequence[Row],
-        rows_at_once: int,
+        batch_size: int,
         *,
         small_rows: tuple[int, ...] | None = None,
         division: Division | None = None,
@@ -384,7 +384,7 @@ class MicroBatchRunner(StepRunner):
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            rows_at_once: see :meth:`MicroBatchSizer.limit`; with accumulation those of one of its
+            batch_size: see :meth:`MicroBatchSizer.limit`; with accumulation those of one of its
                 batches.
             small_rows: positions of the rows that noise is sampled with, and which run before the
                 others; where micro-batches keep the order of rows, the first micro-batch is these.
@@ -408,7 +408,7 @@ class MicroBatchRunner(StepRunner):
         def attempt(division: Division) -> StepResult:
             return _StepAttempt(self, rows, values, step_rows=num_rows or 0).run(division)
 
-        return self.run_step(attempt, divide, rows_at_once=rows_at_once, division=division)
+        return self.run_step(attempt, divide, batch_size=batch_size, division=division)
 
     def learn_from_a_row(self) -> None:
         """Let even the first micro-batch be brought to its end; all of several ranks call it, where

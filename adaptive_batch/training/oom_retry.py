@@ -67,7 +67,7 @@ class OOMRetry:
         self._is_of_training = is_of_training
         # Of the step that is run now: its limit, what that depends on, and its failures.
         self._limit = sizer.limit(1)
-        self._rows_at_once = 0
+        self._batch_size = 0
         self._failures = 0
         self._error: str | None = None
         # The allocator's retries before the attempt.
@@ -86,7 +86,7 @@ class OOMRetry:
         self,
         attempt: Callable[[MicroBatchLimit], Result],
         *,
-        rows_at_once: int,
+        batch_size: int,
         undo: Callable[[], object],
         doing: str,
     ) -> Result:
@@ -95,7 +95,7 @@ class OOMRetry:
         Args:
             attempt: function that runs micro-batches within a limit; with several ranks, by
                 :meth:`run_in_turn`.
-            rows_at_once: see :meth:`MicroBatchSizer.limit`.
+            batch_size: see :meth:`MicroBatchSizer.limit`.
             undo: function that takes back what a failed attempt has done.
             doing: end of a sentence, for a rank that is lost.
 
@@ -103,12 +103,12 @@ class OOMRetry:
             DoesNotFitError: a micro-batch of one row ran out of memory.
             RankLostError: this rank ran out of memory where the others cannot be told.
         """
-        self._rows_at_once = rows_at_once
+        self._batch_size = batch_size
         self._failures = 0
         while True:
             self._error = None
             self.disregard_allocator_retries()
-            self._limit = self.sizer.limit(rows_at_once)
+            self._limit = self.sizer.limit(batch_size)
             try:
                 result = attempt(self._limit)
             except OutOfMemoryElsewhereError:
@@ -125,7 +125,7 @@ class OOMRetry:
                 has_retried = self.retries and self.memory.num_retries() > self._allocator_retries
                 self.sizer.after_attempt(allocator_retried=has_retried)
                 if self.sizer.must_ease and distributed.world_size() == 1:
-                    self.sizer.ease(self.current, rows_at_once=rows_at_once)
+                    self.sizer.ease(self.current, batch_size=batch_size)
                 return result
             # The except block has been left: until then the error kept the failed forward's tensors
             # alive.
@@ -231,11 +231,11 @@ class OOMRetry:
         the limit to restart with.
         """
         message = _message(error)
-        request = self.sizer.after_out_of_memory(self.current, "", rows_at_once=self._rows_at_once)
+        request = self.sizer.after_out_of_memory(self.current, "", batch_size=self._batch_size)
         rows = request.rows
         length = request.length
         smaller_limit = request.limit
-        limit = self.sizer.limit(self._rows_at_once)
+        limit = self.sizer.limit(self._batch_size)
         facts: dict[str, Any] = {
             "rows": rows,
             "length": length,
@@ -261,7 +261,7 @@ class OOMRetry:
         request: SmallerLimit | None = None
         if self._error is not None:
             request = self.sizer.after_out_of_memory(
-                self.current, self._error, rows_at_once=self._rows_at_once, failures=self._failures
+                self.current, self._error, batch_size=self._batch_size, failures=self._failures
             )
         requests = {}
         for rank, rank_request in enumerate(distributed.all_gather(request)):
@@ -275,7 +275,7 @@ class OOMRetry:
                     f"{size} ran out of memory on {place}, alone in its micro-batch:"
                     f" {rank_request.error}; {self.remedies}"
                 )
-        self.sizer.lower(requests, rows_at_once=self._rows_at_once)
+        self.sizer.lower(requests, batch_size=self._batch_size)
 
 
 def _message(error: BaseException) -> str:

@@ -87,21 +87,19 @@ class PartRunner:
                 " changes results"
             )
 
-    def run(self, rows: Splittable, *, rows_at_once: int, question: Question) -> list[Any]:
+    def run(self, rows: Splittable, *, batch_size: int, question: Question) -> list[Any]:
         """Run a batch that is ready to be split; the rest as when called with a batch.
 
         Args:
             rows: rows of this rank.
-            rows_at_once: rows of the step on the rank that has most.
+            batch_size: rows of the step on the rank that has most.
             question: what this rank says of the step to the others.
         """
         self.learn_collectives(rows)
         divide = partial(self._divide, rows)
-        division, _ = self.runner.agree_on(divide, question, rows_at_once=rows_at_once)
+        division, _ = self.runner.agree_on(divide, question, batch_size=batch_size)
         attempt = partial(self._attempt, rows)
-        results = self.runner.run_step(
-            attempt, divide, rows_at_once=rows_at_once, division=division
-        )
+        results = self.runner.run_step(attempt, divide, batch_size=batch_size, division=division)
         self.runner.compilations.log_new(self._event)
         return results
 

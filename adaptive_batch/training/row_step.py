@@ -19,7 +19,7 @@ from adaptive_batch.probe import OBJECTIVES
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question
-from .batch_forms import FORMS, kinds_to_choose_from
+from .batch_forms import FORMS
 from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
 from .options import StepOptions
@@ -81,22 +81,20 @@ class RowLayouts:
 
     def choices(self, step_rows: int, objective: str) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits
-        is wanted.
+        is wanted. Ranks ask together.
 
         Args:
             step_rows: rows of a step on one device.
             objective: name of what is sought.
         """
-        # With a saved state steps are cut as they were.
-        is_known = self._sizer.throughput is not None
-        times = OBJECTIVES[objective].cost is not None
-        if not (self.chooses and times) or is_known:
+        if not self.chooses or OBJECTIVES[objective].cost is None:
             return None
-        return Choices(self.kinds(), "tokens", step_rows, objective)
-
-    def kinds(self) -> tuple[str, ...]:
-        """Return the layouts of which the fastest may be; ranks ask together."""
-        return kinds_to_choose_from(self._why_unfit, configured=self._configured)
+        return Choices.of(
+            self._why_unfit,
+            configured=self._configured,
+            step_rows=step_rows,
+            objective=objective,
+        )
 
     def _why_unfit(self, kind: str) -> str:
         """Return why rows of a layout that does not pad would not train the model as padded ones
@@ -277,16 +275,16 @@ class RowStep:
         """Return rows as a batch that is ready to be split."""
         return _RowsOfStep(self, rows)
 
-    def run(self, rows: Sequence[Row], *, rows_at_once: int, question: Question) -> StepResult:
+    def run(self, rows: Sequence[Row], *, batch_size: int, question: Question) -> StepResult:
         """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            rows_at_once: rows of the step on the rank that has most.
+            batch_size: rows of the step on the rank that has most.
             question: what this rank says of the step to the others.
         """
         step_rows = self.rows_of_step(rows)
-        results = self.step.parts.run(step_rows, rows_at_once=rows_at_once, question=question)
+        results = self.step.parts.run(step_rows, batch_size=batch_size, question=question)
         trained = [result for result in results if result is not None]
         losses = [loss for loss, _ in trained]
         loss = 0.0

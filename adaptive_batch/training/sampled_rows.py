@@ -93,7 +93,7 @@ class SampledRows:
             for numbers in batches(most_rows):
                 drawn.append([tokens[number] for number in numbers])
             limit = self._sizer.limit_where_fits(
-                most_rows, length=self.longest, rows_at_once=len(drawn[0])
+                most_rows, length=self.longest, batch_size=len(drawn[0])
             )
             return PlannedSteps.of(drawn, limit, lambda batch: self._plan(batch, limit))
 

@@ -143,7 +143,7 @@ class SampledStep:
 
         def steps(fit: Fit) -> PlannedSteps:
             limit = self._sizer.limit_where_fits(
-                fit.max_batch_size, length=self.longest, rows_at_once=rows
+                fit.max_batch_size, length=self.longest, batch_size=rows
             )
 
             def divide(batch: Sequence[int]) -> list[MicroBatch]:

@@ -499,7 +499,7 @@ class MicroBatchSizer:
     """Decides what one micro-batch may hold, and how its rows lie in it.
 
     Args:
-        size: configured size of a micro-batch.
+        micro_batch: configured size of a micro-batch.
         layout: layout of micro-batches.
         memory: memory of the device; None where nothing runs.
         policy: how the limit shrinks and grows back; None for :class:`OOMPolicy` as it is.
@@ -516,14 +516,14 @@ class MicroBatchSizer:
 
     def __init__(
         self,
-        size: ConfiguredSize = ConfiguredSize(),
+        micro_batch: ConfiguredSize = ConfiguredSize(),
         *,
         layout: MicroBatchLayout | None = None,
         memory: DeviceMemory | None = None,
         policy: OOMPolicy | None = None,
         on_change: Callable[[LimitChange], object] = lambda change: None,
     ) -> None:
-        self._size = size
+        self._micro_batch = micro_batch
         self.layout = layout or MicroBatchLayout()
         self._on_change = on_change
         self.max_batch_size: int | None = None
@@ -534,17 +534,17 @@ class MicroBatchSizer:
 
     # --- what may run at once ---------------------------------------------------------------------
 
-    def limit(self, rows_at_once: int) -> MicroBatchLimit:
+    def limit(self, batch_size: int) -> MicroBatchLimit:
         """Return what a micro-batch may hold now.
 
         Args:
-            rows_at_once: rows that run at once where no size is configured and all of them fit.
+            batch_size: rows that run at once where no size is configured and all of them fit.
         """
         if self.throughput is not None:
             usual = self.throughput.limit
         else:
             usual = self.limit_where_fits(
-                self.max_batch_size, length=self.tried_length, rows_at_once=rows_at_once
+                self.max_batch_size, length=self.tried_length, batch_size=batch_size
             )
         lowered = self._lowered.current
         if lowered is not None and lowered.amount < usual.amount:
@@ -552,17 +552,17 @@ class MicroBatchSizer:
         return usual
 
     def limit_where_fits(
-        self, max_batch_size: int | None, *, length: int, rows_at_once: int
+        self, max_batch_size: int | None, *, length: int, batch_size: int
     ) -> MicroBatchLimit:
         """Return what a micro-batch would hold where so many rows fit, as it is configured.
 
         Args:
             max_batch_size: the most rows that fit at once there; None leaves ``auto`` unlimited.
             length: tokens of each of them.
-            rows_at_once: see :meth:`limit`.
+            batch_size: see :meth:`limit`.
         """
-        rows = self._size.micro_batch_size
-        tokens = self._size.micro_batch_tokens
+        rows = self._micro_batch.micro_batch_size
+        tokens = self._micro_batch.micro_batch_tokens
         if tokens == "auto":
             tokens = self._padded_tokens(max_batch_size or 0, length) or NO_LIMIT
         if tokens is not None:
@@ -570,18 +570,18 @@ class MicroBatchSizer:
         if rows == "auto":
             rows = max_batch_size or NO_LIMIT
         if rows is None:
-            rows = min(rows_at_once, max_batch_size or rows_at_once)
+            rows = min(batch_size, max_batch_size or batch_size)
         return MicroBatchLimit(int(rows))
 
     @property
     def may_split(self) -> bool:
         """Whether a step that would fit at once may run as several micro-batches."""
-        return self._size.is_given or self.layout.sorts
+        return self._micro_batch.is_given or self.layout.sorts
 
     @property
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
-        return self._size.is_auto and not self.tried_length
+        return self._micro_batch.is_auto and not self.tried_length
 
     @property
     def must_ease(self) -> bool:
@@ -615,7 +615,7 @@ class MicroBatchSizer:
         """
         length = result.sequence_length
         fitting_tokens = self._padded_tokens(result.max_batch_size, length)
-        self._size.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
+        self._micro_batch.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
         self.assume(result)
         self._learn_cost(result)
 
@@ -636,19 +636,19 @@ class MicroBatchSizer:
             self._choose(result.throughput)
 
     def found_longer(
-        self, result: ProbeResult, *, tried_rows: int, rows_at_once: int, can_split: bool
+        self, result: ProbeResult, *, tried_rows: int, batch_size: int, can_split: bool
     ) -> None:
         """Take what a search found for rows that are longer than any that were tried.
 
         Args:
             result: result of the search.
             tried_rows: the most rows that the search was allowed to try.
-            rows_at_once: see :meth:`limit`.
+            batch_size: see :meth:`limit`.
             can_split: whether a step may run as several micro-batches.
         """
         length = result.sequence_length
         fitting_rows = result.max_batch_size
-        limit = self.limit(rows_at_once)
+        limit = self.limit(batch_size)
         if not can_split:
             self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
         elif fitting_rows < tried_rows:
@@ -656,7 +656,7 @@ class MicroBatchSizer:
             if limit.unit == "tokens":
                 amount = self._padded_tokens(fitting_rows, length)
             self._lowered.hold(MicroBatchLimit(amount, limit.unit))
-        elif self._size.micro_batch_tokens == "auto":
+        elif self._micro_batch.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
             self._lowered.hold(self._lowered.ceiling or limit)
         self._learn_cost(result)
@@ -675,7 +675,7 @@ class MicroBatchSizer:
     # --- out of memory, and growing back ----------------------------------------------------------
 
     def after_out_of_memory(
-        self, failed: MicroBatch, error: str, *, rows_at_once: int, failures: int = 0
+        self, failed: MicroBatch, error: str, *, batch_size: int, failures: int = 0
     ) -> SmallerLimit:
         """Return the limit that this rank asks for after a micro-batch ran out of memory.
 
@@ -683,50 +683,50 @@ class MicroBatchSizer:
             failed: micro-batch that did not fit.
             error: message of the device; empty to shrink without a look at what is free now, as
                 where the process ends.
-            rows_at_once: see :meth:`limit`.
+            batch_size: see :meth:`limit`.
             failures: failures of this step so far, this one included.
         """
-        limit = self.limit(rows_at_once)
+        limit = self.limit(batch_size)
         return self._lowered.after_out_of_memory(limit, failed, error, failures=failures)
 
     def after_attempt(self, *, allocator_retried: bool) -> None:
         """Count a step that ran to its end, and whether its allocator had to ask twice."""
         self._lowered.after_attempt(allocator_retried=allocator_retried)
 
-    def ease(self, fullest: MicroBatch, *, rows_at_once: int) -> None:
+    def ease(self, fullest: MicroBatch, *, batch_size: int) -> None:
         """Make a limit that only just fits a little smaller, once; all ranks call it.
 
         Args:
             fullest: the largest micro-batch of this rank's last step.
-            rows_at_once: see :meth:`limit`.
+            batch_size: see :meth:`limit`.
         """
-        request = self._lowered.easing(self.limit(rows_at_once), fullest)
+        request = self._lowered.easing(self.limit(batch_size), fullest)
         requests = {}
         for rank, rank_request in enumerate(distributed.all_gather(request)):
             if rank_request and rank_request.limit:
                 requests[rank] = rank_request
         if requests:
-            self.lower(requests, rows_at_once=rows_at_once)
+            self.lower(requests, batch_size=batch_size)
 
-    def lower(self, requests: Mapping[int, SmallerLimit], *, rows_at_once: int) -> None:
+    def lower(self, requests: Mapping[int, SmallerLimit], *, batch_size: int) -> None:
         """Take the smallest limit that any rank asks for, on all ranks alike.
 
         Args:
             requests: limits by rank, none of them None.
-            rows_at_once: see :meth:`limit`.
+            batch_size: see :meth:`limit`.
         """
-        change = LimitChange.to_smallest(requests, before=self.limit(rows_at_once))
+        change = LimitChange.to_smallest(requests, before=self.limit(batch_size))
         self.num_out_of_memory += change.out_of_memory
         self._lowered.lower(change)
         self._on_change(change)
-        now = self.limit(rows_at_once)
+        now = self.limit(batch_size)
         assert now.amount <= change.after.amount, (
             f"lowered to {change.after}, and the limit is {now}"
         )
 
-    def keep_below(self, limit: MicroBatchLimit, *, rows_at_once: int) -> MicroBatchLimit:
+    def keep_below(self, limit: MicroBatchLimit, *, batch_size: int) -> MicroBatchLimit:
         """Begin with a limit below which an earlier attempt of the run ended; return the limit."""
-        return self._lowered.begin_below(limit, ceiling=self.limit(rows_at_once))
+        return self._lowered.begin_below(limit, ceiling=self.limit(batch_size))
 
     def count_out_of_memory(self, times: int) -> None:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""
@@ -746,7 +746,7 @@ class MicroBatchSizer:
 
     def conditions(self) -> dict[str, Any]:
         """Return what a lowered limit depends on; with another of them it is found again."""
-        return {"bound": self.max_batch_size, **asdict(self._size)}
+        return {"bound": self.max_batch_size, **asdict(self._micro_batch)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain values."""

@@ -78,7 +78,7 @@ class StepRunner:
         divide: Callable[[MicroBatchLimit], OwnPieces],
         question: Question,
         *,
-        rows_at_once: int,
+        batch_size: int,
     ) -> tuple[Division, bool]:
         """Agree with all ranks on a step before it runs, in one small collective; make the limit
         smaller where an allocator only just had room, or larger where all have room.
@@ -86,7 +86,7 @@ class StepRunner:
         Args:
             divide: function that divides this rank's rows within a limit.
             question: what this rank says of the step to the others.
-            rows_at_once: see :meth:`MicroBatchSizer.limit`; alike on all ranks.
+            batch_size: see :meth:`MicroBatchSizer.limit`; alike on all ranks.
 
         Returns:
             The division, with the counts that all ranks know; and whether a rank was asked to end.
@@ -96,7 +96,7 @@ class StepRunner:
         """
         sizer = self.sizer
         grown = sizer.growth()
-        parts = divide(sizer.limit(rows_at_once))
+        parts = divide(sizer.limit(batch_size))
         own_counts = [len(part) for part in parts]
         # Nobody to agree with, and nothing to change.
         if distributed.world_size() == 1 and grown is None and not sizer.must_ease:
@@ -121,11 +121,11 @@ class StepRunner:
                 }
             )
         if any_eases:
-            sizer.ease(self.retry.current, rows_at_once=rows_at_once)
+            sizer.ease(self.retry.current, batch_size=batch_size)
         elif grown is not None and not any_stays:
             sizer.grow(grown)
         if any_eases or not any_stays:
-            parts = divide(sizer.limit(rows_at_once))
+            parts = divide(sizer.limit(batch_size))
             return Division.agreed(parts, num_rows=question.num_rows), bool(any_ends)
         return Division(parts, counts, question.num_rows), bool(any_ends)
 
@@ -134,7 +134,7 @@ class StepRunner:
         attempt: Callable[[Division], Result],
         divide: Callable[[MicroBatchLimit], OwnPieces],
         *,
-        rows_at_once: int,
+        batch_size: int,
         division: Division | None = None,
     ) -> Result:
         """Call `attempt` until it does not run out of memory; gradients of earlier batches are
@@ -143,7 +143,7 @@ class StepRunner:
         Args:
             attempt: function that runs a division, by :meth:`run_micro_batches`.
             divide: see :meth:`agree_on`.
-            rows_at_once: see :meth:`agree_on`.
+            batch_size: see :meth:`agree_on`.
             division: division that ranks have agreed upon; None lets them agree here.
 
         Raises:
@@ -174,7 +174,7 @@ class StepRunner:
 
         try:
             result = self.retry.run(
-                attempt_within, rows_at_once=rows_at_once, undo=undo, doing="in a step"
+                attempt_within, batch_size=batch_size, undo=undo, doing="in a step"
             )
         except BaseException as error:
             gradients.put_back()

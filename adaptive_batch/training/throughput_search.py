@@ -7,14 +7,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any, Literal
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.data import LAYOUT_KINDS, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput
 
 from .compilations import Compilation, Compilations, describe_all
@@ -53,6 +53,39 @@ class Choices:
     unit: str
     step_rows: int
     objective: str = "throughput"
+
+    @classmethod
+    def of(
+        cls,
+        why_unfit: Callable[[str], str],
+        *,
+        configured: str | None,
+        step_rows: int,
+        objective: str,
+        unit: str = "tokens",
+        uniform: str | None = None,
+    ) -> Choices:
+        """Return what a configuration leaves to choose from; ranks ask together.
+
+        Args:
+            why_unfit: function that returns why a kind that does not pad would not train the model
+                as padded rows do; empty where it would.
+            configured: kind that is configured; None leaves the choice.
+            step_rows: see above.
+            objective: see above.
+            unit: see above.
+            uniform: what all micro-batches have alike, see :class:`.MicroBatchLayout`.
+        """
+        if uniform:
+            configured = configured or "padded"
+        kinds = tuple(
+            kind
+            for kind, layout in LAYOUT_KINDS.items()
+            if kind == configured
+            or (configured is None and layout.pads and layout.sorts)
+            or (configured is None and not layout.pads and not why_unfit(kind))
+        )
+        return cls(kinds, unit, step_rows, objective)
 
 
 class ThroughputSearch:

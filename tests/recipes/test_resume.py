@@ -925,6 +925,8 @@ def test_a_schedule_goes_on_as_it_was_on_a_smaller_device_and_again_from_there(s
     again = stopped_after(once, small, 6)
     go_on(small, again, *FOUR_THEN_SIXTEEN, *SMALLER)
     assert went_on_from(again) == "step_6"
+    kept = [record["message"] for record in records(again, "limit")]
+    assert any("batch_size 16 is kept; 8 rows fit here" in message for message in kept)
     steps = resumed_steps(again)
     assert [step["batch_size"] for step in steps] == sizes[6:]
     assert {step["micro_batches"] for step in steps if step["batch_size"] == 16} == {2}

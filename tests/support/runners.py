@@ -41,7 +41,7 @@ class HeldSizer(MicroBatchSizer):
         self.current = current
         self._then = on_change
 
-    def limit(self, rows_at_once: int = 0) -> MicroBatchLimit:
+    def limit(self, batch_size: int = 0) -> MicroBatchLimit:
         """Return the limit, whatever the batch size."""
         return self.current
 
@@ -55,13 +55,13 @@ class SmallRunner(MicroBatchRunner):
 
     sizer: HeldSizer
 
-    def run(self, rows: Sequence[Any], rows_at_once: int = 0, **options: Any) -> StepResult:
+    def run(self, rows: Sequence[Any], batch_size: int = 0, **options: Any) -> StepResult:
         """Run the rows of a step; where noise can be measured, its small batch is the first row
         unless one is given.
         """
         if self._measures_noise:
             options.setdefault("small_rows", (0,))
-        return super().run(rows, rows_at_once, **options)
+        return super().run(rows, batch_size, **options)
 
     def pieces(self, rows: Sequence[Any], small_rows: tuple[int, ...] | None = None) -> OwnPieces:
         """Return the micro-batches of rows."""

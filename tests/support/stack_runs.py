@@ -172,7 +172,9 @@ def train(run: StackRun) -> Outcome:
     data = Data(job, [row_of(length) for length in lengths], packed=False)
     data.dataset._measured = Measured(torch.tensor([[length, length, 1] for length in lengths]))
     sizer = HeldSizer(
-        MicroBatchLimit(max(map(len, run.steps), default=1)), layout=data.shapes, memory=job.memory
+        MicroBatchLimit(max(map(len, run.steps), default=1)),
+        layout=data.configured_layout,
+        memory=job.memory,
     )
     steps, done, error = run.steps, 0, None
     found: dict[str, int] = {}
@@ -181,7 +183,7 @@ def train(run: StackRun) -> Outcome:
         trainer = Trainer.load(job, data, NoWeights(run.combination), Sizers(sizer))
         trainer.model.train()
         if run.probes:
-            result = search(BoundFinder(job, data), trainer)
+            result = search(job, data, trainer)
             sizer.current = MicroBatchLimit(result.max_batch_size)
             steps = StackRun.varying(run.combination, result.max_batch_size, steps=run.probes).steps
             ooms = sum(not trial.fits for trial in result.trials)
@@ -227,12 +229,14 @@ def train(run: StackRun) -> Outcome:
     )
 
 
-def search(finder: BoundFinder, trainer: Trainer) -> ProbeResult:
+def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:
     """Search as training does before it begins."""
+    finder = BoundFinder(job, data)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADAPTIVE_BATCH_CACHE"] = folder
         finder.path = Path(folder) / "probe.json"
-        *_, result = finder.of_training(trainer, length="longest")
+        step_rows = job.settings.step_rows
+        *_, result = finder.of_training(trainer, length="longest", step_rows=step_rows)
     return result
 
 

@@ -115,7 +115,7 @@ def on_cuda(
     job.memory.divides_large_blocks = False
     data = Data(job, made_up_rows(job, 1, 8), packed=False)
     model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
-    sizer = HeldSizer(MicroBatchLimit(rows), layout=data.shapes, memory=job.memory)
+    sizer = HeldSizer(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)
     trainer = Trainer(job, data, model, Sizers(sizer))
     for step in range(steps):
         trainer.runner.run(made_up_rows(job, rows, tokens) * micro_batches, rows)

@@ -58,10 +58,12 @@ class Wired:
         if distributed.world_size() > 1:
             for part in filter(None, (model, second)):
                 fully_shard(part)
-        sizer = HeldSizer(limit, layout=self.data.shapes, memory=job.memory)
+        sizer = HeldSizer(limit, layout=self.data.configured_layout, memory=job.memory)
         reference_sizer = None
         if reference_limit is not None:
-            layout = self.data.shapes.of_kind("grouped", time=self.data.shapes.time)
+            layout = self.data.configured_layout.of_kind(
+                "grouped", time=self.data.configured_layout.time
+            )
             reference_sizer = HeldSizer(reference_limit, layout=layout, memory=job.memory)
         sizers = Sizers(sizer, reference_sizer)
         self.trainer = Trainer(job, self.data, model, sizers, second=second)

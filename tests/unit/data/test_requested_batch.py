@@ -20,40 +20,34 @@ def test_looking_ahead_answers_as_growing_does(maximum, sizes):
     ahead = batch.ahead(Progress(), 4)
     grown = []
     for epoch in range(4):
-        batch.grow(epoch)
-        grown.append(batch.rows_at_once)
+        batch.request(Progress(epoch=epoch))
+        grown.append(batch.batch_size)
     assert [*ahead.values()] == grown == sizes
 
 
 def test_an_epoch_that_is_resumed_does_not_grow_again():
     batch = growing(None)
-    batch.grow(0)
-    batch.grow(1)
+    batch.request(Progress())
+    batch.request(Progress(epoch=1))
     again = growing(None)
     again.load_state_dict(batch.state_dict())
     assert not again.grows_at(Progress(epoch=1))
-    again.grow(1)
-    assert again.rows_at_once == batch.rows_at_once == 5
+    again.request(Progress(epoch=1))
+    assert again.batch_size == batch.batch_size == 5
 
 
-def test_a_saved_batch_that_is_not_kept_is_the_configured_one_unless_a_schedule_decides():
+def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
     sizer = SimpleNamespace(max_batch_size=20)
     grown = growing(None)
     grown.begin()
-    grown.grow(1)
+    grown.request(Progress(epoch=1))
     resumed = RequestedBatch(
-        Batching(batch_size=3, batch_increase_function=at_epochs({1: 3})), sizer, keeps_saved=False
+        Batching(batch_size=3, batch_increase_function=at_epochs({1: 3})), sizer, keeps_batch=False
     )
     resumed.load_state_dict(grown.state_dict())
     assert resumed.grows_at(Progress(epoch=1))
     resumed.begin()
-    assert resumed.rows_at_once == resumed.rows_at_beginning == 3
-    rule = linear_ramp(start=2, end=32, over="10ba")
-    scheduled = RequestedBatch(
-        Batching(batch_size=3, batch_size_schedule=rule), sizer, keeps_saved=False
-    )
-    scheduled.load_state_dict(grown.state_dict())
-    assert scheduled.rows_at_once == grown.rows_at_once == 5
+    assert resumed.batch_size == resumed.first_batch_size == 3
 
 
 def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
@@ -62,6 +56,6 @@ def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
     saved = RequestedBatch(batching, SimpleNamespace(max_batch_size=20))
     batch = RequestedBatch(batching, SimpleNamespace(max_batch_size=8))
     batch.load_state_dict(saved.state_dict())
-    assert batch.follow(rule, Progress(steps=10)) == 20
+    assert batch.request(Progress(steps=10)) == 20
     batch.forget_saved_maximum()
-    assert batch.follow(rule, Progress(steps=10)) == 8
+    assert batch.request(Progress(steps=10)) == 8

@@ -337,7 +337,7 @@ def test_steps_are_planned_as_the_step_runs_them(arguments):
     step = AdaptiveStep(model, forward_backward, num_labels=lambda batch: 1, **arguments)
     lengths = drawn_lengths(24)
     batches = [*batches_in_order(lengths, 8, num_steps=3)]
-    limit = step.sizer.limit_where_fits(16, length=LONGEST, rows_at_once=8)
+    limit = step.sizer.limit_where_fits(16, length=LONGEST, batch_size=8)
     planned = PlannedSteps.of(batches, limit, partial(step.parts.plan, limit=limit))
     for batch, shapes in zip(batches, planned.steps, strict=True):
         step(batch_of(batch))
@@ -754,7 +754,7 @@ def test_a_loop_replays_its_own_steps():
     lengths = few_lengths()
     loop = loop_of(lengths, batch_size=8, micro_batch_tokens=600)
     epochs = loop._batches.planner.epochs
-    batches = [*epochs.rows_ahead(loop.progress, rows_at_once=8, num_steps=50)]
+    batches = [*epochs.rows_ahead(loop.progress, batch_size=8, num_steps=50)]
     assert len(batches) == 50
     drawn = [[len(row["tokens"]) for row in rows] for rows in loop]
     assert [[lengths[number] for number in batch] for batch in batches[:15]] == drawn

@@ -386,7 +386,7 @@ def test_a_lowered_limit_of_the_reference_grows_back():
     sizer = MicroBatchSizer(ConfiguredSize(micro_batch_size=8), policy=OOMPolicy(grow_after=1))
     sizers = Sizers(MicroBatchSizer(), sizer)
     trainer = Trainer(wired.job, wired.data, wired.model, sizers)
-    sizer.keep_below(MicroBatchLimit(2), rows_at_once=1)
+    sizer.keep_below(MicroBatchLimit(2), batch_size=1)
     limits = []
     for _ in range(80):
         trainer.runner.run(rows, len(rows))
@@ -534,6 +534,6 @@ def test_both_answers_are_padded_to_a_multiple():
     job = Job(cfg, Settings.from_config(cfg), builder_of(cfg), needs=TO_PLAN)
     rows = [pair((9, 5), torch.Generator().manual_seed(0))]
     data = Data(job, rows, packed=False)
-    length = data.shapes.padded(job.task.length(rows[0]))
+    length = data.configured_layout.padded(job.task.length(rows[0]))
     batch = data.collator.collate(job.task.lengthened(rows, length, pad_id=0))
     assert batch["tokens"].shape == (2, 16)

@@ -23,7 +23,7 @@ from adaptive_batch.torchtune.settings import (
     EstimateSettings,
     MicroBatchSettings,
     ProbeSettings,
-    without_search,
+    SearchPlan,
 )
 
 GIB = 1024**3
@@ -275,16 +275,50 @@ def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
 @pytest.mark.parametrize("auto", ["micro_batch_size", "micro_batch_tokens"])
 def test_without_a_search_the_configured_batch_stands_for_auto(auto):
     config = PLAIN | {auto: "auto", "reference_micro_batch_size": "auto"}
-    settings = without_search(Settings.from_config(config))
+    settings = Settings.from_config(config).without_search()
     assert not settings.micro_batch.is_given
     assert settings.reference_micro_batch_size == settings.batch_size == 2
-    assert not settings.needs_bound
+    assert not SearchPlan.of(settings).is_needed
 
 
 def test_without_a_search_a_number_stays():
     config = PLAIN | {"micro_batch_size": 1, "reference_micro_batch_size": 1}
     settings = Settings.from_config(config)
-    assert without_search(settings) == settings
+    assert settings.without_search() == settings
+
+
+AUTO = {"micro_batch_tokens": "auto"}
+LARGEST = {"probe": {"objective": "largest"}}
+TWICE = {"gradient_accumulation_steps": 2}
+GROWING = {
+    "batch_increase_function": {"_component_": "adaptive_batch.schedules.geometric", "factor": 2}
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "times", "step_stays", "accumulates"),
+    [
+        ({}, False, False, False),
+        (TWICE, False, False, True),
+        ({"micro_batch_size": 1}, False, False, True),
+        (AUTO, True, True, True),
+        (AUTO | LARGEST, False, True, False),
+        # The whole step is tried as one micro-batch first.
+        (AUTO | LARGEST | TWICE, False, True, False),
+        (AUTO | LARGEST | GROWING, False, False, False),
+        (AUTO | LARGEST | GROWING | TWICE, False, False, True),
+        (AUTO | LARGEST | GROWING | {"grow_beyond_maximum": True}, False, False, True),
+        (AUTO | LARGEST | {"micro_batch_layout": "grouped"}, False, True, True),
+        (AUTO | LARGEST | {"log_gradient_noise_scale": True}, False, True, True),
+        ({"batch_tokens": 100} | LARGEST, False, False, True),
+    ],
+    ids=str,
+)
+def test_what_a_search_has_to_try(config, times, step_stays, accumulates):
+    settings = Settings.from_config(PLAIN | config)
+    plan = SearchPlan.of(settings)
+    assert (plan.times, plan.step_stays, plan.accumulates) == (times, step_stays, accumulates)
+    assert SearchPlan.of(settings, holds_more=True).accumulates
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
@@ -294,7 +328,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     assert given.micro_batch == MicroBatchSettings(micro_batch_tokens=500)
     by_rows = Settings.from_config(by_tokens | {"micro_batch_size": 2})
     assert by_rows.micro_batch == MicroBatchSettings(micro_batch_size=2)
-    assert not by_rows.needs_bound
+    assert not SearchPlan.of(by_rows).is_needed
 
 
 @pytest.mark.parametrize(
@@ -333,7 +367,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
 )
 def test_what_each_key_asks_for(config, adaptive, needs_bound, is_auto):
     settings = Settings.from_config(PLAIN | config)
-    found = (settings.adaptive, settings.needs_bound, settings.micro_batch.is_auto)
+    found = (settings.adaptive, SearchPlan.of(settings).is_needed, settings.micro_batch.is_auto)
     assert found == (adaptive, needs_bound, is_auto)
     assert settings.drop_last is not adaptive
 

@@ -47,7 +47,7 @@ def test_a_rank_that_fails_in_validation_begins_no_collective_alone() -> None:
         memory=None,
     )
     data = SimpleNamespace(
-        dataset_val=rows, loss_val=lambda loss: loss, shapes_val=MicroBatchLayout()
+        dataset_val=rows, loss_val=lambda loss: loss, layout_val=MicroBatchLayout()
     )
     log = SimpleNamespace(limit=lambda change, **how: None)
     parts: Any = (job, data, SimpleNamespace(runner=runner), None, log)

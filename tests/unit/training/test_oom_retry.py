@@ -305,7 +305,7 @@ def test_what_was_undone_is_undone_before_anybody_is_told():
         return "done"
 
     assert (
-        retry.run(attempt, rows_at_once=4, undo=lambda: told.append("undone"), doing="in a test")
+        retry.run(attempt, batch_size=4, undo=lambda: told.append("undone"), doing="in a test")
         == "done"
     )
     assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]

@@ -84,13 +84,13 @@ class Run:
 
     def lower(self, amount: int, *, rows: int) -> None:
         """Take it that a micro-batch of so many rows ran out of memory, and hold less."""
-        self.sizer.lower({0: SmallerLimit(rows, 4, MicroBatchLimit(amount), SAID)}, rows_at_once=32)
+        self.sizer.lower({0: SmallerLimit(rows, 4, MicroBatchLimit(amount), SAID)}, batch_size=32)
 
     def steps(self, number: int) -> list[int]:
         """Run so many steps; return the limit of each."""
         amounts = []
         for _ in range(number):
-            self.runner.run_agreed(ROWS, Question(32, 32), rows_at_once=32, small_rows=None)
+            self.runner.run_agreed(ROWS, Question(32, 32), batch_size=32, small_rows=None)
             self.model.zero_grad()
             amounts.append(self.amount)
         return amounts
@@ -185,7 +185,7 @@ def test_what_longer_rows_allow_is_never_grown_over():
 
     def try_longer(fitting_rows):
         longer = replace(found(), max_batch_size=fitting_rows, trials=(), sequence_length=9)
-        run.sizer.found_longer(longer, tried_rows=32, rows_at_once=32, can_split=True)
+        run.sizer.found_longer(longer, tried_rows=32, batch_size=32, can_split=True)
 
     run.lower(4, rows=32)
     try_longer(10)
