@@ -47,8 +47,8 @@ class RequestedBatch:
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
-        batch_size: rows that are requested for a step now, which run at once if they fit; the step
-            has `gradient_accumulation_steps` times as many.
+        batch_size: rows of a batch that is requested now, which run at once if they fit; a step
+            accumulates `gradient_accumulation_steps` of them.
         first_batch_size: what it was when training began; None before.
         saved_maximum: the bound when the checkpoint was saved; a schedule keeps it on a smaller
             device.

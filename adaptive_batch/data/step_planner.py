@@ -138,7 +138,7 @@ class PlannedRows:
 
     Attributes:
         progress: progress before the step, with the batch that is requested for it.
-        batch_size: rows of it on one device that run at once if they fit.
+        batch_size: rows of a batch on one device, see :class:`RequestedBatch`.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
         following: row numbers that this rank is likely to take next.
@@ -284,7 +284,8 @@ class StepPlanner:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
         epoch.
 
-        Where `batch_size` is known, no rule is called.
+        Where `batch_size` is known, no rule is called: it is for looking at an epoch, whose steps
+        ask the rules.
         """
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self.clock.go_to(progress)

@@ -246,12 +246,12 @@ class BoundFinder:
         plan = self._job.search_plan
         choices = self._choices(trainer, step_rows, saved) if plan.times else None
 
-        def search(accumulates: bool) -> ProbeResult:
+        def search(beside_gradients: bool) -> ProbeResult:
             return self.trials.find(
                 trainer,
                 self.rows.of_length(length),
                 maximum=self.most_rows,
-                accumulates=accumulates,
+                accumulates=beside_gradients,
                 rounds=plan.rounds,
                 path=self.path,
                 choices=choices,
@@ -270,7 +270,7 @@ class BoundFinder:
 
         return search_for_steps(
             search,
-            accumulates=plan.accumulates,
+            has_several=plan.has_several,
             step_rows=step_rows if plan.step_stays or keeps_batch else None,
             check_split=check_split,
         )

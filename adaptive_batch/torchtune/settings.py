@@ -506,14 +506,14 @@ class SearchPlan:
         is_needed: whether training needs to know the largest batch that fits.
         times: whether a micro-batch holds what is fastest, rather than as much as fits.
         step_stays: whether a step fits itself and always has the rows that are configured.
-        accumulates: whether some step has several micro-batches whatever fits.
+        has_several: whether some step has several micro-batches whatever fits.
         rounds: whether the power of two at or below the bound is tried, too.
     """
 
     is_needed: bool
     times: bool
     step_stays: bool
-    accumulates: bool
+    has_several: bool
     rounds: bool
 
     @classmethod
@@ -522,8 +522,8 @@ class SearchPlan:
 
         Args:
             settings: settings of the run.
-            holds_more: whether a rank has more rows of a step than are configured, as others began
-                the run.
+            holds_more: whether a rank has more rows of a step than are configured, as more ranks
+                began the run.
         """
         size = settings.micro_batch
         grows_beyond = settings.grows and settings.grow_beyond_maximum
@@ -543,7 +543,7 @@ class SearchPlan:
             is_needed=settings.use_maximum_batch_size or size.is_auto or grows_within,
             times=times,
             step_stays=step_stays,
-            accumulates=divides or samples or times or grows_beyond or repeats or holds_more,
+            has_several=divides or samples or times or grows_beyond or repeats or holds_more,
             rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
         )
 

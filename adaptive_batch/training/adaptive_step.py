@@ -283,9 +283,9 @@ class AdaptiveStep:
         size, or where that is ``auto`` or None at the most rows that fit. A batch of another length
         than the sample's is the sample's first columns; with `split` what is as long as a row is
         cut. Shapes are traced, and exact; of very many, sizes are interpolated, see
-        :class:`~adaptive_batch.estimate.TracedShapes`. Checks of splits are replayed as where
-        the first one shows how labels are counted. Not replayed is a limit that is lowered during
-        training.
+        :class:`~adaptive_batch.estimate.TracedShapes`. Checks of splits are replayed,
+        taking it that the first one shows how labels are counted. Not replayed is a limit that is
+        lowered during training.
 
         Args:
             optimizer: optimizer of the model's parameters; its state is made again.

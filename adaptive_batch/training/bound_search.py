@@ -446,7 +446,7 @@ class BoundSearch:
 def search_for_steps(
     search: Callable[[bool], ProbeResult],
     *,
-    accumulates: bool,
+    has_several: bool,
     step_rows: int | None,
     check_split: Callable[[ProbeResult], object] = lambda result: None,
 ) -> list[ProbeResult]:
@@ -455,13 +455,13 @@ def search_for_steps(
 
     Args:
         search: function that searches, given whether gradients are there when a forward begins.
-        accumulates: whether some step is several micro-batches whatever fits.
+        has_several: whether some step is several micro-batches whatever fits.
         step_rows: rows of a step on one device; None where it never has more than fit.
         check_split: function that refuses a step of more rows than were found, where it cannot be
             split.
     """
-    result = search(accumulates)
-    if accumulates or step_rows is None or step_rows <= result.max_batch_size:
+    result = search(has_several)
+    if has_several or step_rows is None or step_rows <= result.max_batch_size:
         return [result]
     check_split(result)
     return [result, search(True)]

@@ -77,7 +77,7 @@ class LoopSearch:
         step_rows = self._batches.rows_on_largest_rank(self._batches.batch_size)
         # On fewer ranks than training began with, even a rule's batch that is cut to the bound is
         # more rows than that.
-        accumulates = (
+        has_several = (
             planner.batching.grow_beyond_maximum or self._sizer.may_split or planner.ranks > ranks
         )
         # Reading a row of some datasets draws random numbers.
@@ -95,21 +95,21 @@ class LoopSearch:
             ),
         )
 
-        def search(accumulates: bool) -> ProbeResult:
-            if accumulates and self._step.keeps_gradients:
+        def search(beside_gradients: bool) -> ProbeResult:
+            if beside_gradients and self._step.keeps_gradients:
                 # What is kept can be dropped once FSDP has run.
                 parts.learn_collectives(self._step.rows_of_step(dataset.longest(1)))
             return BoundSearch(
-                tried, worst, options, accumulates=accumulates, choices=choices
+                tried, worst, options, accumulates=beside_gradients, choices=choices
             ).run()
 
         try:
-            results = search_for_steps(search, accumulates=accumulates, step_rows=step_rows)
+            results = search_for_steps(search, has_several=has_several, step_rows=step_rows)
         finally:
             dataset.forget()
         result = results[-1]
         self._sizer.found(result)
-        self._accumulates = accumulates or len(results) > 1
+        self._accumulates = has_several or len(results) > 1
         if self._seeks_batch_size and not self._batches.progress.steps:
             planner.begin_with(result.batch_size)
         return result

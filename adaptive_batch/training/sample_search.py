@@ -74,11 +74,11 @@ class SampleSearch:
         def search(beside_gradients: bool) -> ProbeResult:
             return BoundSearch(tried, worst, options, accumulates=beside_gradients).run()
 
-        has_parts = accumulates or self._sizer.may_split
-        results = search_for_steps(search, accumulates=has_parts, step_rows=batch_size)
+        has_several = accumulates or self._sizer.may_split
+        results = search_for_steps(search, has_several=has_several, step_rows=batch_size)
         result = results[-1]
         self._sizer.found(result)
-        self._tried_one_part = not has_parts and len(results) == 1
+        self._tried_one_part = not has_several and len(results) == 1
         return result
 
     def see_split(self, num_pieces: int) -> None:

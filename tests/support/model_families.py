@@ -363,7 +363,7 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
         trainer.tried(),
         finder.rows.of_length("longest"),
         options,
-        accumulates=run.job.search_plan.accumulates
+        accumulates=run.job.search_plan.has_several
         or run.job.settings.gradient_accumulation_steps > 1,
         build_search=lambda **facts: search,
     ).run()

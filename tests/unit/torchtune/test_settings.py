@@ -296,7 +296,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize(
-    ("config", "times", "step_stays", "accumulates"),
+    ("config", "times", "step_stays", "has_several"),
     [
         ({}, False, False, False),
         (TWICE, False, False, True),
@@ -314,11 +314,11 @@ GROWING = {
     ],
     ids=str,
 )
-def test_what_a_search_has_to_try(config, times, step_stays, accumulates):
+def test_what_a_search_has_to_try(config, times, step_stays, has_several):
     settings = Settings.from_config(PLAIN | config)
     plan = SearchPlan.of(settings)
-    assert (plan.times, plan.step_stays, plan.accumulates) == (times, step_stays, accumulates)
-    assert SearchPlan.of(settings, holds_more=True).accumulates
+    assert (plan.times, plan.step_stays, plan.has_several) == (times, step_stays, has_several)
+    assert SearchPlan.of(settings, holds_more=True).has_several
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
@@ -332,7 +332,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
 
 
 @pytest.mark.parametrize(
-    ("config", "adaptive", "needs_bound", "is_auto"),
+    ("config", "adaptive", "is_needed", "is_auto"),
     [
         ({"use_maximum_batch_size": True}, True, True, False),
         (
@@ -365,10 +365,10 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     ],
     ids=str,
 )
-def test_what_each_key_asks_for(config, adaptive, needs_bound, is_auto):
+def test_what_each_key_asks_for(config, adaptive, is_needed, is_auto):
     settings = Settings.from_config(PLAIN | config)
     found = (settings.adaptive, SearchPlan.of(settings).is_needed, settings.micro_batch.is_auto)
-    assert found == (adaptive, needs_bound, is_auto)
+    assert found == (adaptive, is_needed, is_auto)
     assert settings.drop_last is not adaptive
 
 

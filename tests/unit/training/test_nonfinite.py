@@ -65,10 +65,10 @@ def test_the_line_names_what_changed_before():
     steps, events, _ = steps_of("warn")
     seen = [(0, 4, 2.0, 0.1), (0, 8, 1.5, 0.2), (0, 8, 1.25, 0.2), (1, 8, NAN, 0.3)]
     for step, (epoch, batch, loss, lr) in enumerate(seen, 1):
-        steps.drops(result(loss), step=step, lr=lr, epoch=epoch, batch_size=batch)
+        steps.drops(result(loss), step=step, lr=lr, epoch=epoch, batch=batch)
     assert (
         events[0].message
-        == "step 4: the loss is nan, lr 0.3; step 3 had loss 1.25 and lr 0.2; batch_size 4 -> 8 at"
+        == "step 4: the loss is nan, lr 0.3; step 3 had loss 1.25 and lr 0.2; batch 4 -> 8 at"
         " step 2; epoch 0 -> 1 at step 4; on_nonfinite_loss=skip or stop would not take it"
     )
 
