@@ -257,7 +257,8 @@ def test_the_command_is_the_module(with_torch_alone, tmp_path):
 # installed beside torchtune
 
 
-@pytest.mark.slow
+# What `make test-install` does in an environment that is new altogether.
+@pytest.mark.nightly
 def test_installed_from_the_wheel_the_recipe_is_found_from_any_directory(
     with_everything, tmp_path, small
 ):

@@ -11,14 +11,20 @@ from support.paths import ROOT
 
 pytestmark = pytest.mark.slow
 
-OWN = ["sft", "dpo", "grpo", "lightning_module", "stream"]
 
-
-def test_scripts_of_what_pip_installs_train_the_same(tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["sft", "lightning_module"],
+        pytest.param(["dpo", "grpo", "stream"], marks=pytest.mark.nightly),
+    ],
+    ids=" ".join,
+)
+def test_scripts_of_what_pip_installs_train_the_same(tmp_path, names):
     command = [sys.executable, ROOT / "benchmarks" / "scripts.py", "--output", tmp_path]
-    done = subprocess.run([*command, "--only", *OWN], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--only", *names], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    for name in OWN:
+    for name in names:
         assert f"\n{name} " in done.stdout
 
 

@@ -50,7 +50,14 @@ SHORT_FORM += [*cases_with_adapters()[::37], *cases_with_tasks()[::37]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SHORT_FORM, ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.nightly if number % 3 else ())
+        for number, case in enumerate(SHORT_FORM)
+    ],
+    ids=str,
+)
 def test_a_probe_leaves_no_trace_however_it_ends(case):
     assert {outcome: differing for outcome, differing in traces(case) if differing} == {}
 

@@ -34,19 +34,20 @@ from adaptive_batch.training.oom_retry import OOMRetry
 
 # what a replay leaves
 
-OTHERS = [
-    pytest.param("rows", "LoRA", "", marks=pytest.mark.slow),
-    pytest.param("rows", "LoRA", "DPO", marks=pytest.mark.slow),
-    pytest.param("tokens", "", "distillation", marks=pytest.mark.slow),
-]
+BOTH = (False, True)
+OTHERS = [("rows", "LoRA", ""), ("rows", "LoRA", "DPO"), ("tokens", "", "distillation")]
 
 
 @pytest.mark.parametrize(
     "nested", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["once", "twice"]
 )
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize(
-    ("unit", "adapters", "task"), [("rows", "", ""), ("tokens", "", ""), *OTHERS]
+    ("unit", "adapters", "task", "checkpointing"),
+    [
+        *((unit, "", "", checkpointing) for unit in ("rows", "tokens") for checkpointing in BOTH),
+        *(pytest.param(*other, True, marks=pytest.mark.slow) for other in OTHERS),
+        *(pytest.param(*other, False, marks=pytest.mark.nightly) for other in OTHERS),
+    ],
 )
 def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(
     unit, checkpointing, nested, adapters, task

@@ -69,8 +69,9 @@ def num_compiled():
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.slow if name == "transformers" else ())
-        for name in MODELS
+        "llama3_2, checkpointing",
+        pytest.param("transformers", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama3_2", "qwen2")),
     ],
 )
 def test_loss_and_gradients_are_those_of_packed_rows_without_a_compiler(name):
