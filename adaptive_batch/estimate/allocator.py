@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -270,26 +270,33 @@ class CachingAllocator:
                 assert block is not None, f"allocation {~entry} is freed twice"
                 self.free(block)
 
-    def replay_apart(self, log: Iterable[int]) -> None:
+    def replay_apart(self, log: Sequence[int]) -> None:
         """Do what a log says that is no training, whose retries do not count. From where memory
-        runs out on do only what it frees, give the cache back, and count peaks afresh.
+        runs out on do only what it frees, give the cache back, allocate what it never frees, and
+        count peaks afresh.
+
+        Raises:
+            torch.OutOfMemoryError: memory does not suffice for what is never freed.
         """
         num_retries = self.num_retries
-        entries = iter(log)
+        blocks = self._replayed
+        first = len(blocks)
         try:
-            self.replay(entries)
+            self.replay(log)
         except torch.OutOfMemoryError:
-            blocks = self._replayed
-            blocks.append(None)
-            for entry in entries:
-                if entry > 0:
-                    blocks.append(None)
-                    continue
-                block = blocks[~entry]
-                blocks[~entry] = None
+            sizes = dict(enumerate((entry for entry in log if entry > 0), start=first))
+            blocks += [None] * (first + len(sizes) - len(blocks))
+            for number in [~entry for entry in log if entry < 0]:
+                sizes.pop(number, None)
+                block = blocks[number]
+                blocks[number] = None
                 if block is not None:
                     self.free(block)
             self.empty_cache()
+            for number, entry in sizes.items():
+                if blocks[number] is None:
+                    stream, nbytes = divmod(entry, STREAM)
+                    blocks[number] = self.malloc(nbytes, stream)
             self.peak_allocated_bytes = self.allocated_bytes
         self.num_retries = num_retries
 

@@ -129,7 +129,8 @@ class LengthPlan:
         steps: function that returns the steps where so many rows fit.
         forward_backward: ``forward_backward(device, rows, length)`` runs one micro-batch; see
             :class:`Shape`.
-        evaluate: the same of a forward pass that checks a split; None where none is checked.
+        evaluate: the same of a forward pass that checks a split; None where none is checked. Where
+            it raises an error, no checks are replayed.
     """
 
     steps: Callable[[Fit], PlannedSteps]
@@ -166,14 +167,12 @@ class LengthPlan:
             step = accumulating()
         num_steps = num_replayed(fitting, _most_traced(step))
         fitting = [planned.first(num_steps) for planned in fitting]
-        evaluate = None
-        if self.evaluate is not None and step.runs_few_layers:
-            evaluate = partial(self.evaluate, device)
+        checks, check_error = self._traced_checks(step, device, fitting)
         shapes = TracedShapes(
             step,
             partial(self.forward_backward, device),
             chain.from_iterable(chain.from_iterable(planned.steps) for planned in fitting),
-            evaluate=evaluate,
+            checks=checks,
             is_packed=any(planned.is_packed for planned in fitting),
         )
         replays: list[LengthReplay | None] = []
@@ -185,8 +184,26 @@ class LengthPlan:
                 replay = replay_lengths(
                     planned, step, shapes, budget_bytes=budget_bytes, settings=settings
                 )
+                replay = replace(replay, check_error=check_error)
             replays.append(replay)
         return replays
+
+    def _traced_checks(
+        self, step: FakeStep, device: FakeDevice, plans: Sequence[PlannedSteps]
+    ) -> tuple[dict[Shape, Phase], str]:
+        """Return the logs of all checks of splits, or none and the error of one."""
+        checks: dict[Shape, Phase] = {}
+        if self.evaluate is None or not step.runs_few_layers:
+            return checks, ""
+        of_steps = chain.from_iterable(planned.checks for planned in plans)
+        try:
+            for shape in dict.fromkeys(chain.from_iterable(of_steps)):
+                checks[shape] = step.evaluated(partial(self.evaluate, device, *shape))
+        except Exception as error:
+            # Any error of the script's code, which ran without a check before.
+            reason = str(error).partition("\n")[0]
+            return {}, f"{type(error).__name__}: {reason}"
+        return checks, ""
 
 
 def _most_traced(step: FakeStep) -> int:
@@ -196,14 +213,19 @@ def _most_traced(step: FakeStep) -> int:
 
 def num_replayed(plans: Sequence[PlannedSteps], most_shapes: int) -> int:
     """Return how many steps are replayed: those before there are more shapes than are traced each;
-    all where these are few.
+    all where these are few, or leave out the largest micro-batch.
     """
     shapes: set[Shape] = set()
     all_steps = list(zip(*(planned.steps for planned in plans), strict=True))
     for num_steps, of_plans in enumerate(all_steps):
         shapes.update(chain.from_iterable(of_plans))
         if len(shapes) > most_shapes:
-            return num_steps if num_steps >= FEWEST_STEPS else len(all_steps)
+            has_largest = all(
+                max(planned.largest) in planned.largest[:num_steps] for planned in plans
+            )
+            if has_largest and num_steps >= FEWEST_STEPS:
+                return num_steps
+            break
     return len(all_steps)
 
 
@@ -315,8 +337,7 @@ class TracedShapes:
         shapes: all that will be asked for.
         most_traced: shapes up to which each is traced; None for as many as the step's traces are
             short enough for.
-        evaluate: ``evaluate(rows, length)`` runs a forward pass that checks a split; None where
-            none is to be asked for.
+        checks: logs of the forward passes that check splits; none where these are not replayed.
         is_packed: whether they are of packed rows.
     """
 
@@ -327,12 +348,11 @@ class TracedShapes:
         shapes: Iterable[Shape],
         *,
         most_traced: int | None = None,
-        evaluate: Callable[[int, int], object] | None = None,
+        checks: Mapping[Shape, Phase] | None = None,
         is_packed: bool = False,
     ) -> None:
         self._step = step
-        self._evaluate = evaluate
-        self._evaluated: dict[Shape, Phase] = {}
+        self._checks = checks or {}
         self._is_packed = is_packed
         self._run = run
         self._traced: dict[tuple[Shape, bool], Phase] = {}
@@ -376,15 +396,9 @@ class TracedShapes:
         self._phases[key] = phase
         return phase
 
-    def evaluated(self, shapes: Iterable[Shape]) -> Iterator[Phase]:
-        """Yield the logs of forward passes that check a split; nothing where none is run."""
-        if self._evaluate is None:
-            return
-        for shape in shapes:
-            if shape not in self._evaluated:
-                run = partial(self._evaluate, *shape)
-                self._evaluated[shape] = self._step.evaluated(run)
-            yield self._evaluated[shape]
+    def evaluated(self, shapes: Iterable[Shape]) -> list[Phase]:
+        """Return the logs of forward passes that check a split; none where none is replayed."""
+        return [self._checks[shape] for shape in shapes if shape in self._checks]
 
     def _first_like_later(self, shape: Shape) -> Phase | None:
         """Return the log of a step's first micro-batch by that of a later one of its shape; None
@@ -565,8 +579,11 @@ class StepReplay:
         allocator = self._allocator
         allocator.replay(log.before)
         if log.check:
+            peak_reserved_bytes = allocator.peak_reserved_bytes
             with self._cache.apart():
                 allocator.replay_apart(log.check)
+            # What the check reserved counts as far as it stays for training.
+            allocator.peak_reserved_bytes = max(peak_reserved_bytes, allocator.reserved_bytes)
         self._cache.begin_step([size])
         peak = allocator.peak_within(log.micro_batches)
         # Training's cache sees the peak of all until then, and not of the optimizer's step to come.

@@ -53,7 +53,8 @@ class ReplayedMemory:
 
     Attributes:
         allocated_bytes: the most that tensors held.
-        reserved_bytes: the most that the allocator took from the device for them.
+        reserved_bytes: the most that the allocator took from the device for them, and what stays
+            in its cache.
         num_retries: how often it gave back what it had cached, and asked again.
         failed_step: number of the step that ran out of memory, from 1 on, where the replay ends;
             None where all ran.
@@ -92,6 +93,8 @@ class LengthReplay:
         memory: under the allocator settings in force.
         expandable: with ``PYTORCH_ALLOC_CONF=expandable_segments:True``; None where that is in
             force.
+        check_error: error of the check of a split that could not be traced, so that none is
+            replayed; empty elsewhere.
     """
 
     num_steps: int
@@ -101,6 +104,7 @@ class LengthReplay:
     is_exact: bool
     memory: ReplayedMemory
     expandable: ReplayedMemory | None = None
+    check_error: str = ""
 
 
 @dataclass(frozen=True)
@@ -413,6 +417,8 @@ class MemoryEstimate:
             lines.append(
                 f"sizes of most of the {num_shapes} shapes of micro-batches are interpolated"
             )
+        for error in dict.fromkeys(replay.check_error for replay in replays if replay.check_error):
+            lines.append(f"checks of splits are not replayed, as one cannot be traced: {error}")
         return lines
 
     def _rows_of_table(self) -> list[str]:

@@ -82,24 +82,29 @@ class SampledStep:
             num_rows: rows of the batch.
             width: tokens that they are padded to; None for those of the sample.
         """
-        self._run_part(device, num_rows, width, run=self._parts.run_alone)
-
-    def evaluate(self, device: FakeDevice, num_rows: int, width: int) -> None:
-        """Run what the check of a split runs of rows; the rest as in :meth:`run`."""
-        self._run_part(device, num_rows, width, run=self._parts.evaluate_alone)
-
-    def _run_part(
-        self,
-        device: FakeDevice,
-        num_rows: int,
-        width: int | None,
-        *,
-        run: Callable[[Part], object],
-    ) -> None:
         with disable_current_modes():
             batch = self._sample(num_rows)
             if width is not None:
                 batch = self._shortened(batch, width)
+        self._run_part(device, batch, num_rows, run=self._parts.run_alone)
+
+    def evaluate(self, device: FakeDevice, num_rows: int, width: int) -> None:
+        """Run what the check of a split runs of rows; the rest as in :meth:`run`.
+
+        Raises:
+            SettingError: the sample has fewer rows.
+        """
+        with disable_current_modes():
+            batch = self._shortened(self._sample(num_rows), width)
+            sampled_rows = self._split_batch(batch).num_rows
+        if sampled_rows != num_rows:
+            remedy = f"a check of a split has {num_rows}; return as many of sample({num_rows})"
+            raise SettingError("sample", count(sampled_rows, "row"), remedy)
+        self._run_part(device, batch, num_rows, run=self._parts.evaluate_alone)
+
+    def _run_part(
+        self, device: FakeDevice, batch: Any, num_rows: int, *, run: Callable[[Part], object]
+    ) -> None:
         made = {"batch": batch}
         # What a sample has on the CPU a script has to copy to a model that is not there.
         device.batch(made, is_moved=self._device.type == "cpu")

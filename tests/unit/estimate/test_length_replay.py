@@ -21,6 +21,7 @@ from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.estimate import (
     REPLAYED_STEPS,
     AllocatorSettings,
+    CachingAllocator,
     CudaKernels,
     FakeDevice,
     Fit,
@@ -378,6 +379,60 @@ def test_checks_of_splits_are_planned_as_the_step_runs_them(arguments):
         assert evaluated == [*checked]
 
 
+class ReadsInEvaluation(Decoder):
+    """Reads values of its tokens, in evaluation mode alone."""
+
+    def forward(self, tokens):
+        if not self.training and (tokens > 0).all():
+            tokens = tokens.clone()
+        return super().forward(tokens)
+
+
+def by_its_method(loss):
+    loss.backward()
+
+
+def eight_rows_at_most(rows):
+    if rows > 8:
+        raise ValueError(f"there are 8 rows\nand not {rows}")
+    return sample(rows)
+
+
+@pytest.mark.parametrize(
+    ("model", "backward", "own_sample", "error"),
+    [
+        (Decoder, torch.autograd.backward, sample, "RuntimeError: element 0 of tensors does not"),
+        (ReadsInEvaluation, by_its_method, sample, "DataDependentOutputException: aten._local_sc"),
+        (Decoder, by_its_method, eight_rows_at_most, "ValueError: there are 8 rows"),
+        (
+            Decoder,
+            by_its_method,
+            lambda rows: sample(min(rows, 8)),
+            "SettingError: sample='8 rows': a check of a split has 32; return as many of"
+            " sample(32)",
+        ),
+    ],
+)
+def test_checks_that_cannot_be_traced_are_left_out_and_said_so(model, backward, own_sample, error):
+    net = model()
+
+    def forward_backward(part):
+        logits = net(part.batch["tokens"])
+        loss = F.cross_entropy(logits.flatten(0, 1), part.batch["labels"].flatten())
+        backward(loss * part.share)
+
+    step = AdaptiveStep(net, forward_backward, micro_batch_size=4)
+    optimizer = torch.optim.AdamW(net.parameters())
+    arguments = {"lengths": [50, 60], "batch_size": 32, "maximum": 8}
+    estimate = step.estimate(optimizer, own_sample, ["H100", "4GiB"], **arguments)
+    replays = [device.replay for device in estimate.devices]
+    assert [replay.failed_step for replay in (replays[0].memory, replays[1].memory)] == [None] * 2
+    assert all(replay.check_error.startswith(error) for replay in replays)
+    said = "checks of splits are not replayed, as one cannot be traced: "
+    lines = [line for line in estimate.table().splitlines() if line.startswith(said)]
+    assert lines == [f"{said}{replays[0].check_error}"]
+
+
 # --- logs of shapes
 
 
@@ -549,13 +604,25 @@ def test_what_a_check_allocates_once_training_does_not_allocate_again(checked_st
         assert sizes == [[[], [100, 7, 200, 7]], [[5, 5], [7, 7]]]
 
 
-def test_of_more_shapes_than_are_traced_the_steps_before_are_replayed_if_they_are_ten():
+def one_row_each(lengths):
     limit = MicroBatchLimit(1)
-    planned = PlannedSteps.of(
-        [[length] for length in range(1, 31)], limit, lambda batch: micro_batches(batch, limit)
-    )
+    batches = [[length] for length in lengths]
+    return PlannedSteps.of(batches, limit, lambda batch: micro_batches(batch, limit))
+
+
+def test_of_more_shapes_than_are_traced_the_steps_before_are_replayed_if_they_are_ten():
+    planned = one_row_each(range(30, 0, -1))
     assert [num_replayed([planned], most) for most in (30, 29, 10, 9)] == [30, 29, 10, 30]
-    assert planned.first(2).steps == ((Shape(1, 1),), (Shape(1, 2),))
+    assert planned.first(2).steps == ((Shape(1, 30),), (Shape(1, 29),))
+
+
+def test_no_step_is_left_out_whose_micro_batch_is_the_largest():
+    falling = one_row_each(range(30, 0, -1))
+    peaking = one_row_each([*range(20), 99, *range(9)])
+    assert num_replayed([peaking], 21) == 30
+    assert num_replayed([peaking], 20) == 30
+    assert num_replayed([falling, peaking], 20) == 30
+    assert num_replayed([falling], 20) == 20
 
 
 def test_few_shapes_are_traced_each():
@@ -643,6 +710,7 @@ def test_the_check_of_a_split_leaves_its_cache_and_no_peak():
     assert [step.reserved_bytes // MIB for step in replay.steps] == [164, 164]
     assert [step.allocated_bytes // MIB for step in replay.steps] == [164, 164]
     assert replay.memory.num_retries == 0
+    assert replay.memory.fragmentation == pytest.approx(1)
 
 
 def test_a_check_that_does_not_fit_leaves_the_cache_empty():
@@ -653,6 +721,19 @@ def test_a_check_that_does_not_fit_leaves_the_cache_empty():
     assert replay.failed_step is None
     assert [step.reserved_bytes // MIB for step in replay.steps] == [144, 124]
     assert replay.memory.num_retries == 0
+
+
+def test_what_a_check_allocates_once_is_there_for_training_where_the_check_does_not_fit():
+    allocator = CachingAllocator(210 * MIB)
+    kept = [16 * MIB, 8 * MIB]
+    allocator.replay_apart(array("q", [100 * MIB, kept[0], 120 * MIB, kept[1], ~0, ~2]))
+    assert allocator.allocated_bytes == sum(kept)
+    assert allocator.num_retries == 0
+    # Allocations are numbered on.
+    allocator.replay(array("q", [5 * MIB, ~3, ~4]))
+    assert allocator.allocated_bytes == kept[0]
+    with pytest.raises(torch.OutOfMemoryError):
+        allocator.replay_apart(array("q", [300 * MIB]))
 
 
 # --- what is said
