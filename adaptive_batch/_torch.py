@@ -15,6 +15,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
@@ -72,7 +73,7 @@ try:
     from torch._C import _push_on_torch_function_stack as push_torch_function_mode
     from torch._C import _storage_Use_Count as storage_use_count
     from torch._compile import _disable_dynamo as disable_dynamo
-    from torch._ops import OpOverload
+    from torch._ops import HigherOrderOperator, OpOverload
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,

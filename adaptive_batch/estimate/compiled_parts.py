@@ -3,7 +3,8 @@
 Such a part goes through Dynamo and AOTAutograd as it does for Inductor: with Inductor's
 decompositions, its passes over the joint graph of forward and backward, and the partitioner that
 decides what forward saves. No kernel is generated or called. Instead, a call of a graph allocates
-what Inductor's would, by one rule, which is the same on every build of torch 2.13:
+what Inductor's would, by one rule, which is the same on every build of the
+versions in `_HELD_AGAINST`:
 
 * An operator that Inductor generates no kernel for (a matrix product, attention, a scatter) writes
   its results to memory.
@@ -34,6 +35,7 @@ from torch import fx, nn
 from torch.nn.modules import module as module_hooks
 
 from adaptive_batch._torch import (
+    HigherOrderOperator,
     OpOverload,
     disable_current_modes,
     num_torch_function_modes,
@@ -67,11 +69,13 @@ _MANY_READS = 4
 _MOST_READS = 8
 # Summands of a reduction that Inductor generates without a loop, as any other operator:
 # unroll_reductions_threshold.
-_FEW_SUMMANDS = range(2, 8)
+_FEW_SUMMANDS = range(1, 8)
+# It has as many results as it reads values, however many it sums.
+_SCAN = "cumsum"
 
 _REDUCTIONS = {
     *("sum", "mean", "prod", "amax", "amin", "max", "min", "any", "all", "argmax"),
-    *("argmin", "var", "var_mean", "cumsum", "linalg_vector_norm"),
+    *("argmin", "var", "var_mean", _SCAN, "linalg_vector_norm"),
     "prepare_softmax_online",
 }
 # Those that PyTorch does not tag as pointwise.
@@ -314,6 +318,7 @@ class CompiledParts:
         return compiled
 
     def _forward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        _check_operators(graph.graph)
         return self._call(GraphMemory(graph.graph))
 
     def _backward(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -338,7 +343,20 @@ def _partitioned(*args: Any, **kwargs: Any) -> Any:
     virtualized = private("torch._inductor.virtualized", "V")
     # Passes that replace random numbers make fake tensors, which have to be of the graph's mode.
     with virtualized.V.set_fake_mode(guards.TracingContext.get().fake_mode):
-        return inductor.partition_fn(*args, **kwargs)
+        forward, backward = inductor.partition_fn(*args, **kwargs)
+    # Once backward runs, it is too late for the eager program.
+    _check_operators(backward.graph)
+    return forward, backward
+
+
+def _check_operators(graph: fx.Graph) -> None:
+    """Refuse operators that run others, as those do that stand for one that writes to its
+    arguments.
+    """
+    for node in graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            names = [str(node.target), *map(str, node.args[:1])]
+            raise NotImplementedError(f"what {' of '.join(names)} allocates is not known")
 
 
 def _check_packed_rows(node: fx.Node, kernels: CudaKernels) -> None:
@@ -732,7 +750,7 @@ def _is_view(node: fx.Node) -> bool:
 def _is_reduction(node: fx.Node) -> bool:
     if _name(node) not in _REDUCTIONS:
         return False
-    if _has_several_results(node):
+    if _has_several_results(node) or _name(node) == _SCAN:
         return True
     num_results = max(1, _num_elements(node))
     return _num_elements(node.all_input_nodes[0]) // num_results not in _FEW_SUMMANDS

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -52,6 +52,9 @@ from .step_log import Phase, joined
 from .tracker import AttributedTracker, ModuleNames, StepTrace
 
 clip_grad: Any = private("torch.nn.utils.clip_grad", "_has_foreach_support")
+optimizers: Any = private(
+    "torch.optim.optimizer", "_foreach_supported_types", "_get_foreach_kernels_supported_devices"
+)
 
 _NEEDS_VALUES = (
     DataDependentOutputException,
@@ -177,21 +180,16 @@ class FakeDevice:
         Returns:
             What is not counted as it would be there, a sentence each.
         """
-        is_torchaos = type(optimizer).__module__.partition(".")[0] == "torchao"
+        is_torchaos = any(
+            kind.__module__.partition(".")[0] == "torchao" for kind in type(optimizer).__mro__
+        )
         if is_torchaos:
             # Tables whose values are read when they are made, and kept.
             for states in ("subclass_4bit", "subclass_8bit"):
                 tables = private(f"torchao.optim.{states}", "get_qmap_signed", "get_qmap_unsigned")
                 tables.get_qmap_signed()
                 tables.get_qmap_unsigned()
-        if self.kernels is None:
-            return ()
-        for group in optimizer.param_groups:
-            is_plain = all(group.get(key) is None for key in ("fused", "foreach"))
-            if is_plain and "foreach" in group:
-                # What torch takes there.
-                group["foreach"] = True
-        if not is_torchaos:
+        if self.kernels is None or not is_torchaos:
             return ()
         step = optimizer.step
 
@@ -206,6 +204,10 @@ class FakeDevice:
             "torchao: its step is compiled on a device, so only the states that it keeps are"
             " counted",
         )
+
+    def copying(self) -> TorchFunctionMode:
+        """Context manager: deep copies of real tensors are fake."""
+        return _FakeCopies(self._on_host_device)
 
     def _on_host_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor like another, on the CPU, where all fake ones are."""
@@ -257,6 +259,7 @@ class FakeDevice:
                     # Gradients are clipped by operators for many tensors there.
                     by_many = replaced(clip_grad, _has_foreach_support=lambda *_, **__: True)
                     contexts.enter_context(by_many)
+                    contexts.enter_context(_optimizers_as_on_cuda())
                 if names:
                     contexts.enter_context(names.following())
                 yield counter
@@ -304,6 +307,7 @@ class FakeStep:
         model: on the device.
         optimizer, forward_backward, step, accumulates, sharding, keep_gradients: as in
             :class:`adaptive_batch.probe.DryRun`.
+        more_states: returns what the optimizer keeps beside its state.
 
     Attributes:
         accumulates: whether gradients of earlier micro-batches are there.
@@ -323,10 +327,12 @@ class FakeStep:
         device: FakeDevice,
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
+        more_states: Callable[[], Iterable[torch.Tensor]] = tuple,
     ) -> None:
         self.model = model
         self._in_backward = isinstance(optimizer, OptimizerInBackward)
         self._optimizers = optimizers_of(optimizer)
+        self._more_states = more_states
         self.forward_backward = forward_backward
         self.accumulates = accumulates
         self._device = device
@@ -358,7 +364,7 @@ class FakeStep:
         self.resident = Resident(
             storage_bytes(model.parameters()),
             storage_bytes(model.buffers()),
-            storage_bytes(optimizer_state_tensors(self._optimizers)),
+            storage_bytes(self._states()),
             storage_bytes(gradients),
         )
 
@@ -547,8 +553,12 @@ class FakeStep:
                 yield ("gradient", number), parameter.grad
         for number, tensor in enumerate(self._sharding.kept_gradients()):
             yield ("kept gradient", number), tensor
-        for number, tensor in enumerate(optimizer_state_tensors(self._optimizers)):
+        for number, tensor in enumerate(self._states()):
             yield ("state", number), tensor
+
+    def _states(self) -> Iterator[torch.Tensor]:
+        yield from optimizer_state_tensors(self._optimizers)
+        yield from self._more_states()
 
     def _prepare(self) -> None:
         self._sharding.reset()
@@ -642,6 +652,34 @@ class _FromTensors(TorchFunctionMode):
         if func is not torch.tensor:
             return func(*args, **(kwargs or {}))
         return func(*tree_map_only(torch.Tensor, torch.Tensor.item, args), **(kwargs or {})).clone()
+
+
+class _FakeCopies(TorchFunctionMode):
+    """Deep copies of real tensors are fake.
+
+    Args:
+        fake: makes a fake tensor like a real one.
+    """
+
+    def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Parameters clone their data.
+        if func in (torch.Tensor.__deepcopy__, torch.Tensor.clone):
+            return self._fake(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _optimizers_as_on_cuda() -> AbstractContextManager[None]:
+    """Inside, optimizers choose between one operator for many tensors and a loop as on CUDA."""
+    devices = optimizers._get_foreach_kernels_supported_devices()
+    return replaced(
+        optimizers,
+        _foreach_supported_types=[*optimizers._foreach_supported_types, FakeTensor],
+        _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"],
+    )
 
 
 @contextmanager

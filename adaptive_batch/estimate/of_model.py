@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from adaptive_batch import distributed
 from adaptive_batch._torch import tree_leaves, tree_map_only
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import optimizer_state_tensors
 
 from .allocator import AllocatorSettings
 from .compiled_parts import CompiledParts
@@ -140,15 +141,17 @@ def estimate_step(
         for members in reversed(alike(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
             compiled = CompiledParts(fake)
-            with _fake_in_place(fake, model, optimizer) as twin, compiled.in_place(model):
-                not_counted.update(dict.fromkeys(fake.prepare_optimizer(twin)))
+            with _fake_in_place(fake, model, optimizer) as twins, compiled.in_place(model):
+                for twin in twins.optimizers:
+                    not_counted.update(dict.fromkeys(fake.prepare_optimizer(twin)))
                 make_step = partial(
                     FakeStep,
                     model=model,
-                    optimizer=twin,
+                    optimizer=twins.optimizers[0],
                     forward_backward=partial(forward_backward, fake),
-                    step=partial(_clip_and_step, clip, twin),
+                    step=partial(_clip_and_step, clip, twins.optimizers[0]),
                     device=fake,
+                    more_states=twins.more_states,
                 )
                 step = make_step(accumulates=accumulates)
                 own = [targets[number] for number in members]
@@ -168,7 +171,7 @@ def estimate_step(
                         own,
                         some,
                         settings,
-                        accumulating=partial(_accumulating, twin, make_step),
+                        accumulating=partial(_accumulating, twins, make_step),
                     )
                     for number, replay in zip(members, own_replays, strict=True):
                         if replay is not None:
@@ -197,18 +200,42 @@ def _clip_and_step(clip: Callable[[], object], optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _accumulating(optimizer: Optimizer, make_step: Callable[..., FakeStep]) -> FakeStep:
+@dataclass(frozen=True)
+class _Twins:
+    """An optimizer of fake parameters, without state.
+
+    Attributes:
+        optimizers: it, and those that it holds, as one that wraps another does.
+        held: tensors that it has beside their states, such as an average of the weights.
+        not_copied: attributes that it lacks, with the error of each.
+    """
+
+    optimizers: Sequence[Optimizer]
+    held: Sequence[torch.Tensor]
+    not_copied: dict[str, Exception]
+
+    def more_states(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that the optimizer has beside its own states."""
+        yield from self.held
+        yield from optimizer_state_tensors(
+            inner for inner in self.optimizers[1:] if inner.state is not self.optimizers[0].state
+        )
+
+
+def _accumulating(twins: _Twins, make_step: Callable[..., FakeStep]) -> FakeStep:
     # Its first step makes the states again.
-    optimizer.state.clear()
+    for optimizer in twins.optimizers:
+        optimizer.state.clear()
     return make_step(accumulates=True)
 
 
 @contextmanager
-def _fake_in_place(
-    device: FakeDevice, model: nn.Module, optimizer: Optimizer
-) -> Iterator[Optimizer]:
+def _fake_in_place(device: FakeDevice, model: nn.Module, optimizer: Optimizer) -> Iterator[_Twins]:
     """Inside, the model's parameters and buffers are fake; yields an optimizer of these that is
-    like the given one, without state.
+    like the given one.
+
+    Raises:
+        SettingError: the optimizer's step reads an attribute that cannot be copied.
     """
     modules = [
         (module, module.training, dict(module._parameters), dict(module._buffers))
@@ -218,20 +245,62 @@ def _fake_in_place(
     try:
         device.move(model)
         fakes = dict(model.named_parameters(remove_duplicate=False))
-        memo: dict[int, Any] = {id(real[name]): fakes[name] for name in real}
-        memo[id(optimizer.state)] = type(optimizer.state)(dict)
-        twin = copy.deepcopy(optimizer, memo)
-        # Optimizer's own copy leaves out what a subclass has set on itself. A method that was
-        # replaced, as a scheduler replaces `step`, is the real optimizer's.
-        for name, value in vars(optimizer).items():
-            if name not in vars(twin) and not callable(value):
-                setattr(twin, name, copy.deepcopy(value, memo))
-        yield twin
+        # An optimizer that knows the model knows the one that is estimated.
+        kept: dict[int, Any] = {id(module): module for module in model.modules()}
+        kept.update({id(real[name]): fakes[name] for name in real})
+        with device.copying():
+            twins = _twins_of(optimizer, kept)
+        try:
+            yield twins
+        except AttributeError as error:
+            cause = twins.not_copied.get(str(error.name))
+            if cause is None or not isinstance(error.obj, Optimizer):
+                raise
+            reason = f"its step reads {error.name!r}, which cannot be copied ({cause})"
+            remedy = f"{reason}; probe it on a device"
+            raise SettingError("optimizer", type(optimizer).__name__, remedy) from error
     finally:
         for module, training, parameters, buffers in modules:
             module.training = training
             module._parameters.update(parameters)
             module._buffers.update(buffers)
+
+
+def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
+    """Copy an optimizer.
+
+    Args:
+        kept: what takes the place of an object in the copy, by the object's ``id``.
+    """
+    memo = dict(kept)
+    originals = [optimizer]
+    # It grows on the way.
+    for original in originals:
+        for value in tree_leaves(vars(original)):
+            if isinstance(value, Optimizer) and value not in originals:
+                originals.append(value)
+        empty = copy.copy(original.state)
+        empty.clear()
+        memo[id(original.state)] = empty
+    not_copied: dict[str, Exception] = {}
+    for original in originals:
+        twin = copy.deepcopy(original, memo)
+        # Optimizer's own copy leaves out what a subclass has set on itself. A method that was
+        # replaced, as a scheduler replaces `step`, is the real optimizer's.
+        for name, value in vars(original).items():
+            if name in vars(twin) or hasattr(type(original), name):
+                continue
+            try:
+                setattr(twin, name, copy.deepcopy(value, memo))
+            except Exception as error:
+                not_copied[name] = error
+    copies = [memo[id(optimizer)], *(value for key, value in memo.items() if key not in kept)]
+    return _Twins(
+        optimizers=list(dict.fromkeys(one for one in copies if isinstance(one, Optimizer))),
+        # Numbers, such as a learning rate, are on the host.
+        held=[value for value in copies if isinstance(value, torch.Tensor) and value.dim()],
+        not_copied=not_copied,
+    )
 
 
 def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:

@@ -102,6 +102,7 @@ class LogWriter:
         log = array("q")
         alive = self._alive
         num_allocations = self._num_allocations
+        # A parameter that no row uses has no gradient, which the optimizer's step would free.
         numbers = [alive.get(name, -1) for name in phase.before]
         once = dict(phase.once) if is_first else {}
         for position, entry in enumerate(phase.log):
@@ -112,7 +113,7 @@ class LogWriter:
                 numbers.append(num_allocations)
                 log.append(entry)
                 num_allocations += 1
-            else:
+            elif numbers[~entry] >= 0:
                 log.append(~numbers[~entry])
         for name in phase.before:
             alive.pop(name, None)

@@ -69,7 +69,7 @@ BUDGET = "activation_memory_budget={}".format
 
 
 @pytest.mark.skipif(
-    not_estimated() is not None, reason="compiled steps are estimated on torch 2.13 alone"
+    not_estimated() is not None, reason="compiled steps are not estimated on this torch"
 )
 def test_under_compile_a_budget_of_activations_is_tried_in_place_of_what_saves_memory():
     compiled = {"device": "cuda", "compile": True}

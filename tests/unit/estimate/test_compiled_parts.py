@@ -25,7 +25,7 @@ from adaptive_batch.torchtune import estimate_devices
 from adaptive_batch.training import rows_apart
 
 pytestmark = pytest.mark.skipif(
-    not_estimated() is not None, reason="compiled steps are estimated on torch 2.13 alone"
+    not_estimated() is not None, reason="compiled steps are not estimated on this torch"
 )
 
 
@@ -248,6 +248,17 @@ def test_of_several_orders_that_with_the_lowest_peak_is_taken(device, graphs):
     assert kernels_of(graphs[0])[-1] == ["aten::sin"]
 
 
+@pytest.mark.parametrize(
+    ("total", "num_kernels"),
+    [(lambda x: x[..., None].sum(-1), 1), (lambda x: x.cumsum(0), 2)],
+    ids=["of one value", "cumulative"],
+)
+def test_a_sum_of_one_value_is_no_loop_and_a_cumulative_one_is(device, total, num_kernels):
+    # Two loops in different orders are not fused.
+    sizes, _ = allocated(device, lambda x, y, z: (total(x * y).t() + z).cumsum(0))
+    assert sizes == [SIZE] * num_kernels
+
+
 def test_backward_computes_again_what_is_cheap(device):
     sizes, _ = allocated(device, lambda x, y, z: functional.silu(x * y) * z, backward=True)
     # A gradient for each of three; eager allocates each step of the chain rule.
@@ -264,6 +275,46 @@ def test_a_part_with_a_graph_break_is_counted_as_the_eager_program_and_said_to_b
     assert sentence.startswith(
         "compile: Layer is counted as the eager program, which holds more as a rule: it could"
         " not be compiled as one graph (Unsupported: "
+    )
+
+
+@torch.library.custom_op("adaptive_batch_tests::double", mutates_args={"result"})
+def double(operand: torch.Tensor, result: torch.Tensor) -> None:
+    result.copy_(operand * 2)
+
+
+class Doubled(torch.autograd.Function):
+    """Writes to a tensor in forward, in backward or in neither."""
+
+    @staticmethod
+    def forward(ctx, operand, where):
+        ctx.where = where
+        return doubled(operand, writes=where == "forward")
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return doubled(gradient, writes=ctx.where == "backward"), None
+
+
+def doubled(operand, *, writes):
+    if not writes:
+        return operand * 2
+    result = torch.empty_like(operand)
+    double(operand, result)
+    return result
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_part_with_an_operator_that_writes_to_its_arguments_is_counted_as_the_eager_program(
+    device, where
+):
+    sizes, (sentence,) = allocated(
+        device, lambda x, y, z: Doubled.apply(x * y, where) + z, backward=True
+    )
+    assert sizes.count(SIZE) >= 3
+    assert sentence.endswith(
+        "(NotImplementedError: what auto_functionalized_v2 of adaptive_batch_tests.double.default"
+        " allocates is not known)"
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 import torchao
@@ -98,6 +100,107 @@ def test_an_optimizer_with_attributes_of_its_own_is_estimated_with_its_own_state
     assert estimate.lengths[0].resident.optimizer == expected_bytes
     assert estimate.left_out[0].startswith("torchao: its step is compiled on a device")
     assert not optimizer.state
+
+
+def states_of(optimizer, model):
+    """The bytes of the states that an estimate finds, and what it leaves out."""
+    estimate = estimate_memory(
+        model, sample(), optimizer, "1GiB", mean_loss=mean_loss(model), maximum=8
+    )
+    return estimate.lengths[0].resident.optimizer, estimate.left_out
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Steps by an optimizer that it holds, whose parameters it shares, as one for SAM does."""
+
+    def __init__(self, parameters, inner):
+        super().__init__(parameters, {})
+        self.inner = inner(self.param_groups)
+        self.inner.outer = self
+        self.param_groups = self.inner.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+class QuantizedAdamW(torchao.optim.AdamW8bit):
+    """AdamW8bit of a script's own module."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, QuantizedAdamW])
+def test_the_states_of_an_optimizer_within_another_are_counted(kind):
+    model = Tied()
+    expected = states_of(kind(model.parameters()), model)
+    assert expected[0] > 0
+    optimizer = Wrapper(model.parameters(), kind)
+    assert states_of(optimizer, model) == expected
+    mean_loss(model)(sample()).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            optimizer.inner.state[parameter]["moment"] = torch.ones_like(parameter)
+    assert states_of(optimizer, model) == expected
+    assert all(state["moment"].sum() for state in optimizer.inner.state.values())
+
+
+class Averaging(torch.optim.SGD):
+    """Keeps an average of the weights, and attributes that have no copy."""
+
+    def __init__(self, model, *, locks):
+        super().__init__(model.parameters())
+        self.model = model
+        self.averages = [parameter.detach().clone() for parameter in model.parameters()]
+        self.decay = lambda average: average.mul_(0.9)
+        self.lock = threading.Lock()
+        self.locks = locks
+
+    def step(self, closure=None):
+        super().step()
+        for average, parameter in zip(self.averages, self.model.parameters(), strict=True):
+            self.decay(average).add_(parameter, alpha=0.1)
+        if self.locks:
+            self.lock.acquire()
+
+
+def test_tensors_and_functions_that_an_optimizer_holds_are_its_own():
+    model = Tied()
+    optimizer = Averaging(model, locks=False)
+    before = [average.clone() for average in optimizer.averages]
+    num_bytes, _ = states_of(optimizer, model)
+    assert num_bytes == sum(4 * parameter.numel() for parameter in model.parameters())
+    assert all(map(torch.equal, before, optimizer.averages))
+    with pytest.raises(SettingError, match=r"^optimizer='Averaging': its step reads 'lock', which"):
+        states_of(Averaging(model, locks=True), model)
+
+
+class Looping(torch.optim.Optimizer):
+    """Loops over parameters unless it is told not to, as Adafactor does."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"foreach": None})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert not group["foreach"]
+
+
+def test_an_optimizer_loops_over_parameters_where_it_does_on_cuda():
+    model = Tied(dim=256)
+    states_of(Looping(model.parameters()), model)
+    peaks = {}
+    for foreach in (None, True, False):
+        optimizer = torch.optim.Adam(model.parameters(), foreach=foreach)
+        estimate = estimate_memory(
+            model, sample(), optimizer, "1GiB", mean_loss=mean_loss(model), maximum=8
+        )
+        peaks[foreach] = estimate.lengths[0].optimizer_peak_bytes
+    assert peaks[None] == peaks[True] > peaks[False]
+
+
+def test_a_parameter_that_no_row_uses_is_estimated():
+    model = Tied()
+    model.unused = nn.Linear(64, 64)
+    num_bytes, _ = states_of(torch.optim.SGD(model.parameters(), momentum=0.9), model)
+    assert num_bytes == sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 def test_an_error_on_the_way_puts_the_model_back():
