@@ -80,6 +80,23 @@ def parametrized(cases):
     )
 
 
+def forget_earlier_runs():
+    """Free what the compiler holds of them, and of the estimate: garbage that is collected within
+    a run would be taken off its peak, as a model's table of positions is, of 1 MiB.
+    """
+    torch.compiler.reset()
+    torch._C._cuda_clearCublasWorkspaces()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def peak_of_run(cfg, rows, tokens, micro_batches=1):
+    forget_earlier_runs()
+    held = torch.cuda.memory_stats()["requested_bytes.all.current"]
+    on_cuda(cfg, rows, tokens, micro_batches=micro_batches)
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
+
+
 @parametrized(CASES)
 def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
     rows, tokens, micro_batches, overrides = CASES[case]
@@ -87,14 +104,7 @@ def test_a_compiled_step_is_estimated_to_need_what_it_does(case):
     compiled = read("llama3_2_1B", "compile=True", *overrides)
     expected = peak_bytes(estimated(compiled, rows, tokens, micro_batches=micro_batches))
     expected_of_eager = peak_bytes(estimated(eager, rows, tokens, micro_batches=micro_batches))
-    # What the estimate compiled is not what the run does.
-    torch.compiler.reset()
-    torch._C._cuda_clearCublasWorkspaces()
-    held = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    on_cuda(compiled, rows, tokens, micro_batches=micro_batches)
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
-    gc.collect()
-    torch.cuda.empty_cache()
+    peak = peak_of_run(compiled, rows, tokens, micro_batches)
     assert expected == pytest.approx(peak, rel=0.03)
     assert abs(expected - peak) < abs(expected_of_eager - peak)
 
@@ -114,13 +124,7 @@ def test_a_compiled_step_of_packed_rows_is_estimated_to_the_byte(case):
     rows, tokens, overrides = PACKS[case]
     compiled = read("llama3_2_1B", "compile=True", *overrides)
     expected = peak_bytes(estimated(compiled, rows, tokens))
-    torch.compiler.reset()
-    torch._C._cuda_clearCublasWorkspaces()
-    held = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    on_cuda(compiled, rows, tokens)
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
-    gc.collect()
-    torch.cuda.empty_cache()
+    peak = peak_of_run(compiled, rows, tokens)
     # With torch 2.11 a pack of rows of several lengths takes 1 MiB more, a thousandth.
     tolerance = 1024 if torch.__version__ >= "2.12" else 1024 + 2**20
     assert expected == pytest.approx(peak, abs=tolerance)
@@ -140,10 +144,7 @@ def test_what_is_reserved_is_that_of_a_step_whose_kernels_inductor_has_cached(ca
     expected.replay(estimated(compiled, rows, tokens))
     # The first run fills the cache, and tunes kernels beside the step.
     for _ in range(2):
-        torch.compiler.reset()
-        torch._C._cuda_clearCublasWorkspaces()
-        gc.collect()
-        torch.cuda.empty_cache()
+        forget_earlier_runs()
         held = torch.cuda.memory_reserved()
         on_cuda(compiled, rows, tokens)
     reserved = torch.cuda.max_memory_reserved() - held
@@ -154,11 +155,5 @@ def test_what_is_reserved_is_that_of_a_step_whose_kernels_inductor_has_cached(ca
 def test_a_budget_of_activations_is_estimated_to_the_byte(budget):
     cfg = read("llama3_2_1B", "compile=True", f"activation_memory_budget={budget}", *LLAMA, PLAIN)
     expected = peak_bytes(estimated(cfg, 8, 1024))
-    torch.compiler.reset()
-    torch._C._cuda_clearCublasWorkspaces()
-    held = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    on_cuda(cfg, 8, 1024)
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - held
-    gc.collect()
-    torch.cuda.empty_cache()
+    peak = peak_of_run(cfg, 8, 1024)
     assert expected == pytest.approx(peak, abs=1024)
