@@ -176,10 +176,12 @@ class SampledStep:
             return []
         parts = [list(piece.rows) for piece in pieces]
         whole = sorted(chain.from_iterable(parts))
-        if self._sizer.max_batch_size is not None or self._sizer.waits_for_search:
-            # The largest part and its halves, as what fits is known by then.
-            whole = max(parts, key=len)
-            parts = halves(whole)
+        largest = max(parts, key=len)
+        is_bound_known = self._sizer.max_batch_size is not None or self._sizer.waits_for_search
+        # As the check itself does.
+        if is_bound_known and len(largest) > 1:
+            whole = largest
+            parts = halves(largest)
         return [whole, *parts] if len(parts) > 1 else []
 
     def _shortened(self, batch: Any, length: int) -> Any:

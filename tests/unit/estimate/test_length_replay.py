@@ -348,6 +348,19 @@ def test_steps_are_planned_as_the_step_runs_them(arguments):
         assert widths[-len(shapes) :] == [*shapes]
 
 
+def planned_steps(step, lengths, *, max_batch_size):
+    sampled = SampledStep(
+        sample,
+        step.parts,
+        step._split_batch,
+        step.sizer,
+        device=torch.device("cpu"),
+        keeps_columns=False,
+    )
+    plan = sampled.length_plan(lengths, 8, maximum=16)
+    return plan.steps(Fit(LONGEST, max_batch_size, max_batch_size, 0, 0))
+
+
 @pytest.mark.parametrize("arguments", [{"micro_batch_tokens": 300}, {"micro_batch_size": 3}])
 def test_checks_of_splits_are_planned_as_the_step_runs_them(arguments):
     model = torch.nn.Linear(1, 1)
@@ -360,16 +373,7 @@ def test_checks_of_splits_are_planned_as_the_step_runs_them(arguments):
 
     step = AdaptiveStep(model, forward_backward, num_labels=lambda batch: 1, **arguments)
     lengths = drawn_lengths(24)
-    sampled = SampledStep(
-        sample,
-        step.parts,
-        step._split_batch,
-        step.sizer,
-        device=torch.device("cpu"),
-        keeps_columns=False,
-    )
-    plan = sampled.length_plan([*lengths, LONGEST], 8, maximum=16)
-    planned = plan.steps(Fit(LONGEST, 16, 16, 0, 0))
+    planned = planned_steps(step, [*lengths, LONGEST], max_batch_size=16)
     assert sum(map(bool, planned.checks)) == 6
     for batch, checked in zip(
         batches_in_order([*lengths, LONGEST], 8), planned.checks, strict=True
@@ -377,6 +381,15 @@ def test_checks_of_splits_are_planned_as_the_step_runs_them(arguments):
         evaluated.clear()
         step(batch_of(batch))
         assert evaluated == [*checked]
+
+
+@pytest.mark.parametrize(("fitting_rows", "checked_rows"), [(4, [4, 2, 2]), (1, [8, *[1] * 8])])
+def test_where_a_search_tells_what_fits_the_largest_part_is_checked_unless_it_is_one_row(
+    fitting_rows, checked_rows
+):
+    step = AdaptiveStep(torch.nn.Linear(1, 1), print, micro_batch_size="auto")
+    planned = planned_steps(step, [LONGEST] * 8, max_batch_size=fitting_rows)
+    assert [shape.rows for shape in planned.checks[0]] == checked_rows
 
 
 class ReadsInEvaluation(Decoder):
