@@ -284,8 +284,8 @@ class StepPlanner:
         """Grow the batch by the growth function, and plan the epoch's steps; or resume within an
         epoch.
 
-        Where `batch_size` is known, no rule is called: it is for looking at an epoch, whose steps
-        ask the rules.
+        Where `batch_size` is known, no rule is called here; :meth:`next_step` calls them all the
+        same.
         """
         progress = replace(progress, rows_per_epoch=self.epochs.num_rows)
         self.clock.go_to(progress)

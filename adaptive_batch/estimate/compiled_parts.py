@@ -3,8 +3,7 @@
 Such a part goes through Dynamo and AOTAutograd as it does for Inductor: with Inductor's
 decompositions, its passes over the joint graph of forward and backward, and the partitioner that
 decides what forward saves. No kernel is generated or called. Instead, a call of a graph allocates
-what Inductor's would, by one rule, which is the same on every build of the
-versions in `_HELD_AGAINST`:
+what Inductor's would, by one rule, the same on every build of the versions in `_HELD_AGAINST`:
 
 * An operator that Inductor generates no kernel for (a matrix product, attention, a scatter) writes
   its results to memory.
@@ -486,7 +485,8 @@ class GraphMemory:
             if node.target is operator.getitem:
                 source, position = node.args
                 assert isinstance(source, fx.Node)
-                num_before = sum(_is_tensor(value) for value in source.meta["val"][:position])
+                earlier = source.meta["val"][:position]
+                num_before = sum(isinstance(value, torch.Tensor) for value in earlier)
                 numbers[node] = numbers[source] + 1 + num_before
             else:
                 numbers[node] = next_number
@@ -702,10 +702,6 @@ def _empty_like(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _has_several_results(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), tuple | list)
 
@@ -748,9 +744,10 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    if _name(node) not in _REDUCTIONS:
+    name = _name(node)
+    if name not in _REDUCTIONS:
         return False
-    if _has_several_results(node) or _name(node) == _SCAN:
+    if _has_several_results(node) or name == _SCAN:
         return True
     num_results = max(1, _num_elements(node))
     return _num_elements(node.all_input_nodes[0]) // num_results not in _FEW_SUMMANDS

@@ -52,7 +52,7 @@ from .step_log import Phase, joined
 from .tracker import AttributedTracker, ModuleNames, StepTrace
 
 clip_grad: Any = private("torch.nn.utils.clip_grad", "_has_foreach_support")
-optimizers: Any = private(
+torch_optimizer: Any = private(
     "torch.optim.optimizer", "_foreach_supported_types", "_get_foreach_kernels_supported_devices"
 )
 
@@ -674,10 +674,10 @@ class _FakeCopies(TorchFunctionMode):
 
 def _optimizers_as_on_cuda() -> AbstractContextManager[None]:
     """Inside, optimizers choose between one operator for many tensors and a loop as on CUDA."""
-    devices = optimizers._get_foreach_kernels_supported_devices()
+    devices = torch_optimizer._get_foreach_kernels_supported_devices()
     return replaced(
-        optimizers,
-        _foreach_supported_types=[*optimizers._foreach_supported_types, FakeTensor],
+        torch_optimizer,
+        _foreach_supported_types=[*torch_optimizer._foreach_supported_types, FakeTensor],
         _get_foreach_kernels_supported_devices=lambda: [*devices, "cpu"],
     )
 

@@ -507,7 +507,8 @@ def step_logs(
         # What the check of the first step has allocated once is there for its micro-batches.
         num_once = 0
         for phase in shapes.evaluated(checked):
-            check.extend(writer.add(phase, is_first=number == num_once == 0))
+            is_first = number == 0 and num_once == 0
+            check.extend(writer.add(phase, is_first=is_first))
             num_once = len(phase.once)
         log = array("q")
         for place, shape in enumerate(micro_batches):

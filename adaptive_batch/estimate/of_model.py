@@ -296,7 +296,7 @@ def _twins_of(optimizer: Optimizer, kept: Mapping[int, Any]) -> _Twins:
                 not_copied[name] = error
     copies = [memo[id(optimizer)], *(value for key, value in memo.items() if key not in kept)]
     return _Twins(
-        optimizers=list(dict.fromkeys(one for one in copies if isinstance(one, Optimizer))),
+        optimizers=list(dict.fromkeys(value for value in copies if isinstance(value, Optimizer))),
         # Numbers, such as a learning rate, are on the host.
         held=[value for value in copies if isinstance(value, torch.Tensor) and value.dim()],
         not_copied=not_copied,

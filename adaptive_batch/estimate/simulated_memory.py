@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .allocator import CachingAllocator
+from adaptive_batch.memory import LEAST_BLOCK
 
-# Smaller blocks are not made, as on a device.
-_LEAST_BLOCK = 20 * 1024**2
+from .allocator import CachingAllocator
 
 
 class SimulatedMemory:
@@ -54,6 +53,6 @@ class SimulatedMemory:
         # Statistics of a device show such a peak once it was allocated.
         missing_bytes = peak_bytes - allocator.allocated_bytes
         room_bytes = allocator.capacity_bytes - allocator.reserved_bytes
-        if missing_bytes >= _LEAST_BLOCK and missing_bytes + _LEAST_BLOCK <= room_bytes:
+        if missing_bytes >= LEAST_BLOCK and missing_bytes + LEAST_BLOCK <= room_bytes:
             allocator.free(allocator.malloc(missing_bytes))
         allocator.peak_allocated_bytes = peak_bytes

@@ -14,6 +14,7 @@ from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
     GIB,
+    LEAST_BLOCK,
     DeviceMemory,
     Room,
     Usage,
@@ -35,6 +36,7 @@ from .tracker import MemoryTracker, plain_tensors, storage_bytes
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "GIB",
+    "LEAST_BLOCK",
     "AllocatorCache",
     "DeviceMemory",
     "Line",

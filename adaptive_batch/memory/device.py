@@ -46,7 +46,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 # The allocator takes more than is asked for up to this size; so much is also left of a device whose
 # memory is taken as one block, for blocks of other kinds.
-_LEAST_BLOCK = 20 * 1024**2
+LEAST_BLOCK = 20 * 1024**2
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
@@ -442,7 +442,7 @@ class AcceleratorMemory:
         # What others had is not for this stream, and they will ask for it again.
         others_return = of_others - self._bytes_of_others()
         block_bytes = num_bytes - self.reserved_bytes() - others_return
-        if block_bytes + _LEAST_BLOCK > self._reservable_bytes():
+        if block_bytes + LEAST_BLOCK > self._reservable_bytes():
             return
         self._allocate_once(block_bytes)
         # The block is no peak of the script's.
@@ -456,14 +456,14 @@ class AcceleratorMemory:
         self.empty_cache()
         self._reset_peaks()
         missing_bytes = peak_bytes - self._statistic("memory_allocated")
-        if missing_bytes + _LEAST_BLOCK <= self._reservable_bytes():
+        if missing_bytes + LEAST_BLOCK <= self._reservable_bytes():
             self._allocate_once(missing_bytes)
 
     def _allocate_once(self, num_bytes: int) -> None:
         """Allocate and free a block; nothing where it would be one among others of its kind, or
         where another program has taken the memory in the meantime.
         """
-        if num_bytes < _LEAST_BLOCK:
+        if num_bytes < LEAST_BLOCK:
             return
         try:
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
