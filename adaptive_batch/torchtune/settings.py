@@ -505,14 +505,15 @@ class SearchPlan:
     Attributes:
         is_needed: whether training needs to know the largest batch that fits.
         times: whether a micro-batch holds what is fastest, rather than as much as fits.
-        step_stays: whether a step fits itself and always has the rows that are configured.
+        step_rows: rows of each step on one device, where a step fits itself and always has those
+            that are configured; None where it does not.
         has_several: whether some step has several micro-batches whatever fits.
         rounds: whether the power of two at or below the bound is tried, too.
     """
 
     is_needed: bool
     times: bool
-    step_stays: bool
+    step_rows: int | None
     has_several: bool
     rounds: bool
 
@@ -534,15 +535,15 @@ class SearchPlan:
             and OBJECTIVES[settings.probe.objective].cost is not None
             and not settings.optimizer_in_bwd
         )
-        step_stays = size.is_auto and not settings.step_varies
+        stays = size.is_auto and not settings.step_varies
         divides = size.is_number or settings.batch_tokens is not None or settings.layout_kind.sorts
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
         samples = settings.measures_noise and size.micro_batch_tokens is not None
-        repeats = settings.gradient_accumulation_steps > 1 and not step_stays
+        repeats = settings.gradient_accumulation_steps > 1 and not stays
         return cls(
             is_needed=settings.use_maximum_batch_size or size.is_auto or grows_within,
             times=times,
-            step_stays=step_stays,
+            step_rows=settings.step_rows if stays else None,
             has_several=divides or samples or times or grows_beyond or repeats or holds_more,
             rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
         )
