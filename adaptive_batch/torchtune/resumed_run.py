@@ -278,8 +278,7 @@ class ResumedRun:
             )
             yield "ranks", message, {"before": began_on, "after": ranks}
         # A schedule decides what a step holds.
-        scheduled = settings.batch_size_schedule is not None
-        if configured == current or scheduled:
+        if configured == current or settings.batch_size_schedule is not None:
             return
         if self.keeps_batch:
             message = f"batch_size {current}: configured is {configured}, the checkpoint's is kept"

@@ -318,7 +318,7 @@ def test_what_a_search_has_to_try(config, times, step_rows, has_several):
     settings = Settings.from_config(PLAIN | config)
     plan = SearchPlan.of(settings)
     assert (plan.times, plan.step_rows, plan.has_several) == (times, step_rows, has_several)
-    assert SearchPlan.of(settings, holds_more=True).has_several
+    assert SearchPlan.of(settings, began_on=2).has_several
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
