@@ -95,14 +95,13 @@ def probe(
         say(measure_critical_batch(Job(cfg, settings, builder or builder_of(cfg))))
         return []
     job, data, bounds, trainer = build(cfg, watch, builder)
+    plan = job.search_plan
     results = []
     fitting_lengths = []
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bounds.of_training(
-                trainer, length=length, step_rows=job.search_plan.step_rows
-            )
+            *_, result = bounds.of_training(trainer, length=length, step_rows=plan.step_rows)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:

@@ -139,8 +139,9 @@ def _check_settings(settings: Settings) -> None:
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
     settings = job.settings
-    sizers = Sizers.of(job, data, settings=settings.without_search())
-    trainer = Trainer.load(job, data, checkpoints, sizers)
+    trainer = Trainer.load(
+        job, data, checkpoints, Sizers.of(job, data, settings=settings.without_search())
+    )
     trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.
