@@ -181,7 +181,6 @@ class StepPlanner:
         divides_ahead: whether an epoch is divided into steps before it is trained, which may read
             lengths and ask rules, also where no clock counts tokens.
         asks_rank_zero: see :class:`RequestedBatch`.
-        keeps_batch: see :class:`RequestedBatch`.
         order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 
@@ -201,19 +200,12 @@ class StepPlanner:
         counts_tokens: bool = False,
         divides_ahead: bool = True,
         asks_rank_zero: bool = False,
-        keeps_batch: bool = True,
         order: EpochOrder | None = None,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._rows = rows
         self.sizer = sizer
-        self.batch = RequestedBatch(
-            batching,
-            sizer,
-            asks_rank_zero=asks_rank_zero,
-            keeps_batch=keeps_batch,
-            event=event,
-        )
+        self.batch = RequestedBatch(batching, sizer, asks_rank_zero=asks_rank_zero, event=event)
         self.epochs = EpochPlanner(
             rows,
             batching,

@@ -26,7 +26,7 @@ from .options import StepOptions
 from .parts import Part, RowsOfBatch, Splittable
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
-from .throughput_search import Choices
+from .throughput_search import Choices, kinds_to_choose_from
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
@@ -89,12 +89,11 @@ class RowLayouts:
         """
         if not self.chooses or OBJECTIVES[objective].cost is None:
             return None
-        return Choices.of(
-            self._why_unfit,
-            configured=self._configured,
-            step_rows=step_rows,
-            objective=objective,
-        )
+        return Choices(self.kinds(), "tokens", step_rows, objective)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds that a search may choose. Ranks ask together."""
+        return kinds_to_choose_from(self._why_unfit, configured=self._configured)
 
     def _why_unfit(self, kind: str) -> str:
         """Return why rows of a layout that does not pad would not train the model as padded ones
