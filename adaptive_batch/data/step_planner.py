@@ -46,20 +46,23 @@ class EpochClock:
         self._at = Progress()
         self._plan: EpochPlan | None = None
         self._reference: EpochPlan | None = None
+        self._pace: Pace | None = None
 
     def go_to(self, progress: Progress) -> None:
         """Take it that the current epoch is planned from a progress on."""
         self._at = progress
         self._plan = None
+        self._pace = None
 
     def forget(self) -> None:
         """Divide both epochs again, as training resumes elsewhere."""
         self._plan = None
-        self._reference = None
+        self.forget_reference()
 
     def forget_reference(self) -> None:
         """Divide the constant epoch again: training begins with another batch."""
         self._reference = None
+        self._pace = None
 
     @property
     def plan(self) -> EpochPlan:
@@ -83,7 +86,14 @@ class EpochClock:
             )
         return self._reference
 
-    def pace(self, plan: EpochPlan | None = None) -> Pace:
+    @property
+    def pace(self) -> Pace:
+        """What the clock of the rate counts by in the current epoch."""
+        if self._pace is None:
+            self._pace = self.pace_of(None)
+        return self._pace
+
+    def pace_of(self, plan: EpochPlan | None) -> Pace:
         """Return what the clock of the rate counts by, in an epoch that is divided by a plan; None
         for the current one.
 
@@ -141,19 +151,26 @@ class PlannedRows:
         batch_size: rows of a batch on one device, see :class:`RequestedBatch`.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
-        following: row numbers that this rank is likely to take next.
+        next_numbers: row numbers of all ranks that are likely to come next.
     """
 
     progress: Progress
     batch_size: int
     numbers: list[int]
     positions: Sequence[int]
-    following: list[int]
+    next_numbers: list[int]
 
     @property
     def own(self) -> list[int]:
         """Row numbers of this rank."""
-        return [self.numbers[position] for position in self.positions]
+        return list(map(self.numbers.__getitem__, self.positions))
+
+    @property
+    def following(self) -> list[int]:
+        """Row numbers that this rank is likely to take next."""
+        # Where ranks take rows in turn, those of the next step lie at the same positions.
+        num_next = len(self.next_numbers)
+        return [self.next_numbers[position] for position in self.positions if position < num_next]
 
     def small_rows(self) -> tuple[int, ...]:
         """Return which of this rank's rows are in the step's small batch: a quarter over all ranks,
@@ -349,15 +366,10 @@ class StepPlanner:
         two_steps: list[int] = self._order[begin : begin + 2 * size].tolist()
         numbers = two_steps[:size]
         positions = self.rows_of_rank(numbers)
-        # Where ranks take rows in turn, those of the next step lie at the same positions.
-        next_numbers = two_steps[size:]
-        following = [
-            next_numbers[position] for position in positions if position < len(next_numbers)
-        ]
-        pace = self.clock.pace()
-        if (progress.batch, progress.pace) != (batch, pace):
+        pace = self.clock.pace
+        if progress.batch != batch or progress.pace is not pace:
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, self.batch.batch_size, numbers, positions, following)
+        return PlannedRows(progress, self.batch.batch_size, numbers, positions, two_steps[size:])
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch

@@ -102,13 +102,11 @@ class LoopStep:
         result = self._step.run(rows, batch_size=batch_size, question=question)
         batch = result.tokens if self._rate.counts_tokens else result.rows
         self.learning_rate = self._rate.apply(progress, batch=batch)["lr"]
-        self._look_at(result, progress, planned, batch_size=batch_size)
+        self._look_at(result, progress, planned)
         self._end(planned, result, seconds=time.perf_counter() - began)
         return result
 
-    def _look_at(
-        self, result: StepResult, progress: Progress, planned: PlannedRows, *, batch_size: int
-    ) -> None:
+    def _look_at(self, result: StepResult, progress: Progress, planned: PlannedRows) -> None:
         """Tell of a result that is not finite, or without labels; drop its gradients where it is
         not to be taken.
         """
@@ -120,7 +118,7 @@ class LoopStep:
                 lr=self.learning_rate,
                 epoch=progress.epoch,
                 batch=planned.progress.batch,
-                micro_batch=self._step.sizer.limit(batch_size),
+                micro_batch=self._runner.retry.limit,
             )
         except NonfiniteLossError:
             self._rate.restore()

@@ -131,7 +131,7 @@ class _RowsOfStep:
         self._step = step
         self._rows = rows
         self.num_rows = len(rows)
-        self.lengths = [step.dataset.length(row) for row in rows]
+        self.lengths = list(map(step.dataset.length, rows))
 
     def part(self, rows: Sequence[int], /) -> Batch:
         return self._step.make_batch([self._rows[row] for row in rows])
@@ -285,17 +285,16 @@ class RowStep:
         """
         step_rows = self.rows_of_step(rows)
         results = self.step.parts.run(step_rows, batch_size=batch_size, question=question)
-        trained = [result for result in results if result is not None]
-        losses = [loss for loss, _ in trained]
+        trained = list(filter(None, results))
+        num_parts = len(trained)
         loss = 0.0
-        if len(losses) == 1:
-            loss = float(losses[0])
-        elif losses:
-            loss = float(torch.stack(losses).sum())
-        num_labels = sum(labels for _, labels in trained)
+        num_labels = 0
+        if trained:
+            losses, labels = zip(*trained, strict=True)
+            loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
+            num_labels = sum(labels)
         num_tokens = sum(step_rows.lengths)
         padded_tokens = sum(piece.padded_tokens for piece in self.step.pieces)
-        num_parts = len(trained)
         ranks = distributed.world_size()
         if ranks > 1:
             own = [loss / ranks, float(num_labels), float(num_tokens), float(padded_tokens)]
@@ -308,7 +307,7 @@ class RowStep:
                 self.step.parts.runner.drop_gradients()
         return StepResult(
             loss=loss,
-            label_tokens=torch.tensor(num_labels),
+            label_tokens=torch.scalar_tensor(num_labels, dtype=torch.int64),
             rows=question.num_rows,
             tokens=num_tokens,
             micro_batches=num_parts,
