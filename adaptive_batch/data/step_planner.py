@@ -29,6 +29,9 @@ from .layouts import MicroBatchLimit
 from .order import EpochOrder, RowOrder
 from .requested_batch import Event, RequestedBatch, Sizer
 
+# Row numbers that are read at once.
+_BLOCK_ROWS = 1024
+
 
 class EpochClock:
     """Divides the current epoch and a constant one into steps, when they are asked for.
@@ -248,6 +251,9 @@ class StepPlanner:
         self._event = event
         # The rows of the current epoch, in their order.
         self._order: RowOrder = torch.zeros(0, dtype=torch.int64)
+        # Row numbers of a part of it, and the place where that begins.
+        self._block: list[int] = []
+        self._block_begin = 0
 
     @property
     def batching(self) -> Batching:
@@ -325,6 +331,7 @@ class StepPlanner:
         batching = self.batching
         epoch = progress.epoch
         self._order = self.epochs.order(progress)
+        self._block = []
         if not batching.batch_tokens:
             return
         batches = self.epochs.token_batches(progress)
@@ -363,13 +370,28 @@ class StepPlanner:
             # With drop_last fewer rows are left than are requested.
             return None
         begin = progress.epoch_rows
-        two_steps: list[int] = self._order[begin : begin + 2 * size].tolist()
+        two_steps = self._numbers(begin, begin + 2 * size)
         numbers = two_steps[:size]
         positions = self.rows_of_rank(numbers)
         pace = self.clock.pace
         if progress.batch != batch or progress.pace is not pace:
             progress = replace(progress, batch=batch, pace=pace)
         return PlannedRows(progress, self.batch.batch_size, numbers, positions, two_steps[size:])
+
+    def _numbers(self, begin: int, end: int) -> list[int]:
+        """Return the row numbers at some places of the epoch's order, of which several steps are
+        read at once.
+        """
+        offset = begin - self._block_begin
+        if offset < 0 or end - self._block_begin > len(self._block):
+            offset = 0
+            self._block_begin = begin
+            block_end = end
+            # What a script's sampler draws is not drawn before it is needed.
+            if isinstance(self._order, torch.Tensor):
+                block_end = max(end, begin + _BLOCK_ROWS)
+            self._block = self._order[begin:block_end].tolist()
+        return self._block[offset : offset + end - begin]
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch

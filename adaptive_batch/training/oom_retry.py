@@ -182,7 +182,7 @@ class OOMRetry:
                 `evaluates`.
             evaluates: whether there is no backward; see :meth:`Sharding.micro_batch`.
         """
-        own = [piece for piece in pieces if piece is not None]
+        own = list(filter(None, pieces))
         fullest = idle
         if own:
             fullest = self.limit.fullest(own)

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 Row = Any
 Batch = Any
 
+# Nothing is to be kept apart.
+_PADDED = nullcontext()
+
 
 class RowLayouts:
     """Knows which layouts train the model alike, of which a search may choose the fastest.
@@ -242,8 +245,9 @@ class RowStep:
         """Return one batch of rows, on the host. A step may be run again, so rows that collating
         changes are copies.
         """
-        if self.is_packed:
-            return FORMS[self.sizer.layout.kind].join(rows, ignore_index=IGNORE_INDEX)
+        form = FORMS.get(self.sizer.layout.kind)
+        if form is not None:
+            return form.join(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
     def _token_loss(self, batch: Batch) -> torch.Tensor:
@@ -266,9 +270,9 @@ class RowStep:
 
     def _rows_apart(self, batch: Batch) -> AbstractContextManager[object]:
         """Keep packed rows from seeing each other, in backward too."""
-        if not self.is_packed:
-            return nullcontext()
-        form = FORMS[self.sizer.layout.kind]
+        form = FORMS.get(self.sizer.layout.kind)
+        if form is None:
+            return _PADDED
         return form.apart(form.lengths(batch))
 
     def rows_of_step(self, rows: Sequence[Row]) -> _RowsOfStep:
@@ -307,7 +311,7 @@ class RowStep:
                 self.step.parts.runner.drop_gradients()
         return StepResult(
             loss=loss,
-            label_tokens=torch.scalar_tensor(num_labels, dtype=torch.int64),
+            num_labels=num_labels,
             rows=question.num_rows,
             tokens=num_tokens,
             micro_batches=num_parts,
