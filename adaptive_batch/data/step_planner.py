@@ -383,14 +383,12 @@ class StepPlanner:
         read at once.
         """
         offset = begin - self._block_begin
-        if offset < 0 or end - self._block_begin > len(self._block):
-            offset = 0
-            self._block_begin = begin
-            block_end = end
+        if offset < 0 or offset + end - begin > len(self._block):
             # What a script's sampler draws is not drawn before it is needed.
-            if isinstance(self._order, torch.Tensor):
-                block_end = max(end, begin + _BLOCK_ROWS)
-            self._block = self._order[begin:block_end].tolist()
+            more_rows = _BLOCK_ROWS if isinstance(self._order, torch.Tensor) else 0
+            self._block = self._order[begin : end + more_rows].tolist()
+            self._block_begin = begin
+            offset = 0
         return self._block[offset : offset + end - begin]
 
     def plan_again(self, progress: Progress) -> bool:

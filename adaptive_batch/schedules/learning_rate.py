@@ -274,11 +274,11 @@ class LearningRate:
         if self._scales:
             self._scale_optimizers(ratio, rate_factor)
             self.scaled = self._read_scaled()
-        applied_rates = [float(group["lr"]) for group in self._first.param_groups]
+        groups = self._first.param_groups
         if self._scheduler is not None:
             # The attribute that the scheduler's get_last_lr() returns.
-            self._scheduler._last_lr = applied_rates
-        return applied_rates[0]
+            self._scheduler._last_lr = [float(group["lr"]) for group in groups]
+        return float(groups[0]["lr"])
 
     def _scaling_of(self, batch: float | None) -> tuple[float, float]:
         """Return batch / reference, and the factor of the rate that follows from it."""

@@ -64,6 +64,7 @@ class LoopStep:
         self._step = step
         self._search = search
         self._batches = batches
+        self._epochs = batches.planner.epochs
         self._rows = StepRows(batches, step.dataset)
         self._rate = rate
         self._events = LoopEvents(options.event, num_rows=len(step.dataset))
@@ -143,9 +144,8 @@ class LoopStep:
             seconds=seconds,
             num_out_of_memory=self._step.sizer.num_out_of_memory,
         )
-        epochs = self._batches.planner.epochs
-        if epochs.is_over(progress):
-            self._events.epoch(progress, epochs.left_out(progress))
+        if self._epochs.is_over(progress):
+            self._events.epoch(progress, self._epochs.left_out(progress))
             self._batches.queue.end_epoch()
         self._pending_step.ran()
 

@@ -137,7 +137,7 @@ class _RowsOfStep:
         self.lengths = list(map(step.dataset.length, rows))
 
     def part(self, rows: Sequence[int], /) -> Batch:
-        return self._step.make_batch([self._rows[row] for row in rows])
+        return self._step.make_batch(list(map(self._rows.__getitem__, rows)))
 
     def dummy(self) -> Batch:
         return self._step.make_batch([self._step.labelled_row])
