@@ -126,7 +126,7 @@ class RequestedBatch:
             self._grow(batching.batch_increase_function, progress.epoch)
         if batching.batch_size_schedule is not None and not batching.batch_tokens:
             self._ask(batching.batch_size_schedule, progress)
-        return self.step_rows
+        return batching.step_rows(self.batch_size)
 
     def _grow(self, function: Callable[[int, int], int], epoch: int) -> None:
         size = self.batch_size
