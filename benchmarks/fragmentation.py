@@ -15,8 +15,11 @@ of them, with the checks of splits: what is reserved after each step, on the def
 with expandable segments. Where there are more shapes than are traced, fewer steps are replayed.
 
 With ``--ranks N`` the first case of 8 billion parameters' width whose lengths are lognormal runs
-40 steps on so many ranks that FSDP2 divides its model over, each with rows of its own. Reported
-are the figures of the rank that reserves most over its peak; splits are not checked.
+60 steps on so many ranks that FSDP2 divides its model over, each with rows of its own, and the
+same with equal lengths 10 steps. Reported are the highest figures of any rank; splits are not
+checked. No free block serves two streams, and with FSDP2 a step allocates for three. So the sum of
+what each stream needs at its own peak is a floor of what is reserved, and above the peak of all
+together. Reported are the floor over that peak, and what is reserved over the floor too.
 
 A case that is finished is kept in `.measure/`, and a measurement that was stopped resumes with the
 next one.
@@ -33,6 +36,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -51,13 +55,15 @@ from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import maximum
 from adaptive_batch.estimate import StepReplay, length_replay
 from adaptive_batch.estimate.length_replay import StepMemory
+from adaptive_batch.memory.device import AcceleratorMemory
 from adaptive_batch.training import sampled_step
 from adaptive_batch.training.split_check import SplitCheck
 
 SEED = 32
 STEPS = 500
 REPLAYED = 100
-STEPS_ON_RANKS = 40
+STEPS_ON_RANKS = 60
+STEPS_OF_EQUAL_LENGTHS = 10
 ROWS = 24
 LONGEST = 4096
 WAYS = ("as sampled", "AdaptiveStep")
@@ -244,9 +250,54 @@ def built(case: Case) -> tuple[AdaptiveStep, torch.optim.Optimizer]:
     return step, torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def run_case(case: Case, way: str, steps: int) -> list[StepMemory]:
+class StreamPeaks:
+    """What was allocated at most for each stream, by the allocator's own history, which begins
+    here.
+    """
+
+    def __init__(self) -> None:
+        self._allocated: Counter[int] = Counter()
+        self._peaks: Counter[int] = Counter()
+        allocate_once = AcceleratorMemory._allocate_once
+
+        def allocate_unseen(memory: AcceleratorMemory, num_bytes: int) -> None:
+            self.floor_bytes()
+            torch.cuda.memory._record_memory_history(None)
+            allocate_once(memory, num_bytes)
+            self._begin()
+
+        # The block that is made first is no need.
+        AcceleratorMemory._allocate_once = allocate_unseen  # type: ignore[method-assign]
+        self._begin()
+
+    def _begin(self) -> None:
+        torch.cuda.memory._record_memory_history("all", context=None, max_entries=10**6)
+
+    def floor_bytes(self) -> int:
+        """Return the sum of the peaks of the streams."""
+        events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
+        for event in events:
+            stream = event["stream"]
+            if event["action"] == "alloc":
+                self._allocated[stream] += event["size"]
+                self._peaks[stream] = max(self._peaks[stream], self._allocated[stream])
+            elif event["action"] == "free_completed":
+                self._allocated[stream] -= event["size"]
+        # Otherwise the history keeps what has been read.
+        torch.cuda.memory._record_memory_history(None)
+        self._begin()
+        return self._peaks.total()
+
+
+def step_memory() -> StepMemory:
+    return StepMemory(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved())
+
+
+def run_case(
+    case: Case, way: str, steps: int, *, observe: Callable[[], Any] = step_memory
+) -> list[Any]:
     """Train so many steps in this process; return what was allocated at most by the end of each,
-    and what is reserved after it.
+    and what is reserved after it; or what else `observe` returns.
     """
     step, optimizer = built(case)
     draw = random.Random(case.seed)
@@ -270,7 +321,7 @@ def run_case(case: Case, way: str, steps: int) -> list[StepMemory]:
             step(batch_of(lengths))
         optimizer.step()
         optimizer.zero_grad()
-        memory.append(StepMemory(torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()))
+        memory.append(observe())
     return memory
 
 
@@ -332,7 +383,9 @@ def in_process(way: str, case: Case, steps: int, *, settings: str = "") -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def on_ranks(case: Case, way: str, steps: int, num_ranks: int) -> list[dict[str, float]]:
+def on_ranks(
+    case: Case, way: str, steps: int, num_ranks: int, *, settings: str = ""
+) -> list[dict[str, float]]:
     """Run a way of a case on several ranks; return the figures of each."""
     request = {"case": asdict(case), "way": way, "steps": steps}
     # Small messages have to arrive.
@@ -347,11 +400,19 @@ def on_ranks(case: Case, way: str, steps: int, num_ranks: int) -> list[dict[str,
             capture_output=True,
             text=True,
             check=True,
-            env={**os.environ, **stub, "PYTORCH_ALLOC_CONF": ""},
+            env={**os.environ, **stub, "PYTORCH_ALLOC_CONF": settings},
         )
         memories = [json.loads(path.read_text()) for path in sorted(Path(folder).iterdir())]
     assert len(memories) == num_ranks
-    return [summarised([StepMemory(*step) for step in memory]) for memory in memories]
+    figures = []
+    for memory in memories:
+        of_peak = summarised([StepMemory(peak, reserved) for peak, reserved, _ in memory])
+        of_floor = summarised([StepMemory(floor, reserved) for _, reserved, floor in memory])
+        of_peak["p99_over_floor"] = of_floor["p99"]
+        of_peak["end_over_floor"] = of_floor["end"]
+        of_peak["floor_gib"] = of_floor["peak_gib"]
+        figures.append(of_peak)
+    return figures
 
 
 def answer_on_rank(request: Mapping[str, Any]) -> None:
@@ -363,7 +424,13 @@ def answer_on_rank(request: Mapping[str, Any]) -> None:
     SplitCheck.begin_split = lambda *_: False  # type: ignore[method-assign]
     case = Case(**request["case"])
     case = replace(case, seed=case.seed + 1000 * rank)
-    memory = run_case(case, request["way"], request["steps"])
+    peaks = StreamPeaks()
+    memory = run_case(
+        case,
+        request["way"],
+        request["steps"],
+        observe=lambda: (*step_memory(), peaks.floor_bytes()),
+    )
     (Path(request["folder"]) / f"{rank}.json").write_text(json.dumps(memory))
     distributed.destroy_process_group()
 
@@ -447,17 +514,33 @@ def measure_replays(cases: Sequence[Case], steps: int, finished: Finished) -> li
 def measure_ranks(
     cases: Sequence[Case], steps: int, finished: Finished, *, num_ranks: int
 ) -> list[dict[str, Any]]:
-    def ratios_of(case: Case) -> dict[str, Any]:
-        return {way: on_ranks(case, way, steps, num_ranks) for way in WAYS}
+    def ratios_of(case: Case, steps: int) -> dict[str, Any]:
+        ways = {way: on_ranks(case, way, steps, num_ranks) for way in WAYS}
+        expandable = SETTINGS["expandable"]
+        ways[expandable] = on_ranks(case, WAYS[1], steps, num_ranks, settings=expandable)
+        return ways
 
-    eligible = (case for case in cases if (case.model, case.kind) == ("llama3_1_8b", "lognormal"))
-    case = next(eligible)
-    key = {**asdict(case), "ranks": num_ranks, "steps": steps}
-    entry = finished.entry(key, partial(ratios_of, case))
-    for way in WAYS if "failed" not in entry else ():
-        worst = max(entry[way], key=lambda figures: figures["p99"])
-        print(f"{described(case)}  {num_ranks} ranks  {way:<12} {worst['p99']:.3f}", flush=True)
-    return [entry]
+    varying = next(
+        case for case in cases if (case.model, case.kind) == ("llama3_1_8b", "lognormal")
+    )
+    equal = replace(varying, kind="equal", spread=0)
+    table = []
+    print(f"{'':<83} over peak  floor over peak  over floor")
+    for case, num_steps in ((varying, steps), (equal, STEPS_OF_EQUAL_LENGTHS)):
+        key = {**asdict(case), "ranks": num_ranks, "steps": num_steps}
+        entry = finished.entry(key, partial(ratios_of, case, num_steps))
+        table.append(entry)
+        for way in (*WAYS, SETTINGS["expandable"]) if "failed" not in entry else ():
+            ranks = entry[way]
+            over_peak = max(rank["p99"] for rank in ranks)
+            floor = max(rank["floor_gib"] / rank["peak_gib"] for rank in ranks)
+            over_floor = max(rank["p99_over_floor"] for rank in ranks)
+            print(
+                f"{described(case)}  {num_ranks} ranks  {way:<24}"
+                f" {over_peak:>9.3f} {floor:>16.3f} {over_floor:>11.3f}",
+                flush=True,
+            )
+    return table
 
 
 def described(case: Case) -> str:

@@ -257,6 +257,11 @@ class CachingAllocator:
                     del self._heads[block.segment]
                     self.reserved_bytes -= block.size
 
+    def cached_for_others(self) -> int:
+        """Return the bytes of free blocks of other streams than the default one."""
+        others = [pool for pool in self._pools.values() if pool.stream]
+        return sum(size for pool in others for size, _, _ in pool.free)
+
     def replay(self, log: Iterable[int]) -> None:
         """Do what a log says (:mod:`.step_log`); allocations are numbered on from log to log."""
         blocks = self._replayed

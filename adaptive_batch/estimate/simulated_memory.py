@@ -32,16 +32,24 @@ class SimulatedMemory:
         """Give the cache back."""
         self.allocator.empty_cache()
 
+    def cached_for_others(self) -> int:
+        """What is free in the cache of other streams than the default one."""
+        return self.allocator.cached_for_others()
+
     def make_block(self, num_bytes: int) -> None:
-        """Give the cache back, and hold so many bytes with all that is alive, in one free block;
-        only the former where the device has less.
+        """Give the cache back, and hold so many bytes with all that is alive, in one free block,
+        beside what other streams ask for again; less or none where the device has less.
         """
         allocator = self.allocator
         peak_bytes = allocator.peak_allocated_bytes
+        cached_for_others = self.cached_for_others()
         self.empty_cache()
         block_bytes = num_bytes - allocator.reserved_bytes
-        if block_bytes > 0 and num_bytes <= allocator.capacity_bytes:
-            allocator.free(allocator.malloc(block_bytes))
+        of_others = cached_for_others - self.cached_for_others()
+        room_bytes = allocator.capacity_bytes - allocator.reserved_bytes - of_others
+        fitting_bytes = min(block_bytes, room_bytes)
+        if fitting_bytes > 0 and block_bytes - of_others <= room_bytes:
+            allocator.free(allocator.malloc(fitting_bytes))
         allocator.peak_allocated_bytes = peak_bytes
 
     def restore_peak(self, peak_bytes: int) -> None:

@@ -36,6 +36,8 @@ class CachedMemory(Protocol):
 
     def empty_cache(self) -> None: ...
 
+    def cached_for_others(self) -> int: ...
+
     def make_block(self, num_bytes: int) -> None: ...
 
     def restore_peak(self, peak_bytes: int) -> None: ...
@@ -88,6 +90,10 @@ class AllocatorCache:
             return
         wanted_bytes = int(self._needed_bytes * max(1.0, growth))
         held_bytes = self._memory.reserved_bytes()
+        if held_bytes > wanted_bytes:
+            # No block serves two streams, so that those of others are no fragments of this one.
+            own_bytes = held_bytes - self._memory.cached_for_others()
+            held_bytes = max(wanted_bytes, own_bytes)
         excess = held_bytes / wanted_bytes - 1
         if abs(excess) <= _TOLERATED:
             return

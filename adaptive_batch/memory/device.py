@@ -236,9 +236,15 @@ class DeviceMemory(Protocol):
     def peak_bytes(self) -> int:
         """What was allocated at most since peaks are counted; 0 where nobody can say."""
 
+    def cached_for_others(self) -> int:
+        """What is free in an allocator's cache and serves other streams alone, or pools of their
+        own, as CUDA graphs have them.
+        """
+
     def make_block(self, num_bytes: int) -> None:
         """Give an allocator's cache back, and let it hold so many bytes with all that is alive, in
-        one block that is free; only the former where the device has less. No peak changes.
+        one block that is free, beside what other streams ask for again. The block is smaller by up
+        to that where the device has less, and none where it has less still. No peak changes.
         """
 
     def restore_peak(self, peak_bytes: int) -> None:
@@ -342,6 +348,9 @@ class CountedMemory:
     def peak_bytes(self) -> int:
         return 0
 
+    def cached_for_others(self) -> int:
+        return 0
+
     def make_block(self, num_bytes: int) -> None:
         """Do nothing: there is no cache."""
 
@@ -436,14 +445,16 @@ class AcceleratorMemory:
         return self._statistic("max_memory_allocated")
 
     def make_block(self, num_bytes: int) -> None:
-        of_others = self._bytes_of_others()
+        cached_for_others = self.cached_for_others()
         peak_bytes = self.peak_bytes()
         self.empty_cache()
-        # What others had is not for this stream, and they will ask for it again.
-        others_return = of_others - self._bytes_of_others()
-        block_bytes = num_bytes - self.reserved_bytes() - others_return
-        if block_bytes + LEAST_BLOCK > self._reservable_bytes():
+        block_bytes = num_bytes - self.reserved_bytes()
+        # Other streams will ask for this again, and some of what is needed may have been theirs.
+        of_others = cached_for_others - self.cached_for_others()
+        room_bytes = self._reservable_bytes() - LEAST_BLOCK - of_others
+        if block_bytes - of_others > room_bytes:
             return
+        block_bytes = min(block_bytes, room_bytes)
         self._allocate_once(block_bytes)
         # The block is no peak of the script's.
         if self.peak_bytes() > peak_bytes:
@@ -470,17 +481,14 @@ class AcceleratorMemory:
         except torch.OutOfMemoryError:
             log.debug("%d bytes were free and are not any more", num_bytes)
 
-    def _bytes_of_others(self) -> int:
-        """Return what the allocator holds for other streams than the current one, and in pools of
-        their own, as CUDA graphs have them.
-        """
+    def cached_for_others(self) -> int:
         current = self._backend.current_stream(self.device)
         total_bytes = 0
         for segment in self._backend.memory_snapshot():
             pool = segment.get("segment_pool_id", (0, 0))
             is_own = segment["stream"] == current.cuda_stream and tuple(pool) == (0, 0)
             if segment["device"] == current.device_index and not is_own:
-                total_bytes += segment["total_size"]
+                total_bytes += segment["total_size"] - segment["allocated_size"]
         return total_bytes
 
     def reserved_bytes(self) -> int:

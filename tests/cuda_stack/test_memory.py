@@ -123,14 +123,36 @@ def test_a_block_is_no_peak():
     torch.cuda.empty_cache()
 
 
-def test_a_block_leaves_room_for_what_other_streams_had():
+def allocate_for(stream: torch.cuda.Stream) -> None:
+    with torch.cuda.stream(stream):
+        torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
+
+
+def test_a_block_is_made_beside_what_other_streams_ask_for_again():
     memory = device_memory(CUDA)
     torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.empty(100 * MIB, dtype=torch.uint8, device=CUDA)
+    other = torch.cuda.Stream()
+    allocate_for(other)
+    assert memory.cached_for_others() == 100 * MIB
     memory.make_block(held + 300 * MIB)
-    assert torch.cuda.memory_reserved() == held + 200 * MIB
+    assert memory.cached_for_others() == 0
+    assert torch.cuda.memory_reserved() == held + 300 * MIB
+    torch.cuda.empty_cache()
+
+
+def test_a_block_leaves_room_for_what_other_streams_ask_for_again():
+    memory = device_memory(CUDA)
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    held = torch.cuda.memory_reserved()
+    retries = memory.num_retries()
+    other = torch.cuda.Stream()
+    allocate_for(other)
+    memory.make_block(held + free - 50 * MIB)
+    assert held + free - 120 * MIB <= torch.cuda.memory_reserved() <= held + free - 100 * MIB
+    allocate_for(other)
+    assert memory.num_retries() == retries
     torch.cuda.empty_cache()
 
 
