@@ -154,26 +154,19 @@ class PlannedRows:
         batch_size: rows of a batch on one device, see :class:`RequestedBatch`.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
-        next_numbers: row numbers of all ranks that are likely to come next.
+        following: row numbers that this rank is likely to take next.
     """
 
     progress: Progress
     batch_size: int
     numbers: list[int]
     positions: Sequence[int]
-    next_numbers: list[int]
+    following: list[int]
 
     @property
     def own(self) -> list[int]:
         """Row numbers of this rank."""
         return list(map(self.numbers.__getitem__, self.positions))
-
-    @property
-    def following(self) -> list[int]:
-        """Row numbers that this rank is likely to take next."""
-        # Where ranks take rows in turn, those of the next step lie at the same positions.
-        num_next = len(self.next_numbers)
-        return [self.next_numbers[position] for position in self.positions if position < num_next]
 
     def small_rows(self) -> tuple[int, ...]:
         """Return which of this rank's rows are in the step's small batch: a quarter over all ranks,
@@ -365,10 +358,15 @@ class StepPlanner:
         two_steps = self._numbers(begin, begin + 2 * size)
         numbers = two_steps[:size]
         positions = self.rows_of_rank(numbers)
+        # Where ranks take rows in turn, those of the next step lie at the same positions.
+        next_numbers = two_steps[size:]
+        following = [
+            next_numbers[position] for position in positions if position < len(next_numbers)
+        ]
         pace = self.clock.pace
         if progress.batch != batch or progress.pace is not pace:
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, self.batch.batch_size, numbers, positions, two_steps[size:])
+        return PlannedRows(progress, self.batch.batch_size, numbers, positions, following)
 
     def _numbers(self, begin: int, end: int) -> list[int]:
         """Return the row numbers at some places of the epoch's order, of which several steps are

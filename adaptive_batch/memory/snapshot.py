@@ -195,9 +195,7 @@ class _WatchedState:
 
     def now(self) -> Any:
         """Return the state."""
-        seen = None
-        if self._memory is not None:
-            seen = self._memory.raw
+        seen = None if self._memory is None else self._memory.raw
         if seen is None or seen != self._seen:
             self._state = self._get_state()
             self._seen = None if self._has_second(self._state) else seen

@@ -19,7 +19,7 @@ from adaptive_batch.probe import ProbeResult
 
 from .bound_search import BoundSearch, ProbeOptions, search_for_steps
 from .rate import AdaptiveRate
-from .row_step import RowStep
+from .row_step import RowsOfStep, RowStep
 from .throughput_search import Choices
 from .trials import TriedStep, WorstRows
 
@@ -98,7 +98,7 @@ class LoopSearch:
         def search(beside_gradients: bool) -> ProbeResult:
             if beside_gradients and self._step.keeps_gradients:
                 # What is kept can be dropped once FSDP has run.
-                parts.learn_collectives(self._step.rows_of_step(dataset.longest(1)))
+                parts.learn_collectives(RowsOfStep(self._step, dataset.longest(1)))
             return BoundSearch(
                 tried, worst, options, accumulates=beside_gradients, choices=choices
             ).run()

@@ -102,21 +102,23 @@ class LoopStep:
         question = Question(planned.progress.batch, len(planned.numbers))
         result = self._step.run(rows, batch_size=batch_size, question=question)
         batch = result.tokens if self._rate.counts_tokens else result.rows
-        self.learning_rate = self._rate.apply(progress, batch=batch)["lr"]
-        self._look_at(result, progress, planned)
-        self._end(planned, result, seconds=time.perf_counter() - began)
+        lr = self._rate.apply(progress, batch=batch)["lr"]
+        self.learning_rate = lr
+        self._look_at(result, progress, planned, lr=lr)
+        self._end(planned, result, lr=lr, seconds=time.perf_counter() - began)
         return result
 
-    def _look_at(self, result: StepResult, progress: Progress, planned: PlannedRows) -> None:
+    def _look_at(
+        self, result: StepResult, progress: Progress, planned: PlannedRows, *, lr: float
+    ) -> None:
         """Tell of a result that is not finite, or without labels; drop its gradients where it is
         not to be taken.
         """
-        assert self.learning_rate is not None
         try:
             self._nonfinite.drops(
                 result,
                 step=progress.steps + 1,
-                lr=self.learning_rate,
+                lr=lr,
                 epoch=progress.epoch,
                 batch=planned.progress.batch,
                 micro_batch=self._runner.retry.limit,
@@ -132,15 +134,14 @@ class LoopStep:
                 result.rows,
             )
 
-    def _end(self, planned: PlannedRows, result: StepResult, *, seconds: float) -> None:
+    def _end(self, planned: PlannedRows, result: StepResult, *, lr: float, seconds: float) -> None:
         """Count a step as done, and its epoch where it is over."""
         progress = self._rows.done(tokens=result.tokens)
-        assert self.learning_rate is not None
         self._events.step(
             result,
             progress,
             numbers=planned.numbers,
-            lr=self.learning_rate,
+            lr=lr,
             seconds=seconds,
             num_out_of_memory=self._step.sizer.num_out_of_memory,
         )

@@ -122,8 +122,13 @@ class RowLayouts:
         )
 
 
-class _RowsOfStep:
-    """This rank's rows of a step, of which each part becomes a batch when it is asked for."""
+class RowsOfStep:
+    """This rank's rows of a step, of which each part becomes a batch when it is asked for.
+
+    Args:
+        step: makes the batches.
+        rows: rows of this rank.
+    """
 
     knows_lengths = True
     width = 0
@@ -145,7 +150,7 @@ class _RowsOfStep:
         """Return the collated batch, as collating its parts apart may draw other random numbers, of
         masks for instance.
         """
-        if self._step.is_packed or not self._rows:
+        if not self._step.sizer.layout.pads or not self._rows:
             return self
         try:
             collated = RowsOfBatch(self.part(range(self.num_rows)), row_lengths=self.lengths)
@@ -230,11 +235,6 @@ class RowStep:
             chooses=micro_batch_tokens == "auto",
         )
 
-    @property
-    def is_packed(self) -> bool:
-        """Whether the rows of a micro-batch lie one after the other."""
-        return not self.sizer.layout.pads
-
     def _move(self, batch: Batch) -> Batch:
         return move_to_device(batch, self.step.memory.device)
 
@@ -274,10 +274,6 @@ class RowStep:
             return _PADDED
         return form.apart(form.lengths(batch))
 
-    def rows_of_step(self, rows: Sequence[Row]) -> _RowsOfStep:
-        """Return rows as a batch that is ready to be split."""
-        return _RowsOfStep(self, rows)
-
     def run(self, rows: Sequence[Row], *, batch_size: int, question: Question) -> StepResult:
         """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
 
@@ -286,7 +282,7 @@ class RowStep:
             batch_size: rows of the step on the rank that has most.
             question: what this rank says of the step to the others.
         """
-        step_rows = self.rows_of_step(rows)
+        step_rows = RowsOfStep(self, rows)
         results = self.step.parts.run(step_rows, batch_size=batch_size, question=question)
         trained = list(filter(None, results))
         num_parts = len(trained)
@@ -297,7 +293,7 @@ class RowStep:
             loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
             num_labels = sum(labels)
         num_tokens = sum(step_rows.lengths)
-        padded_tokens = sum(piece.padded_tokens for piece in self.step.pieces)
+        padded_tokens = sum(piece.padded_tokens for piece in self.step.parts.pieces)
         ranks = distributed.world_size()
         if ranks > 1:
             own = [loss / ranks, float(num_labels), float(num_tokens), float(padded_tokens)]

@@ -261,6 +261,9 @@ class SplitCheck:
         labels: counts the labels of a part, perhaps in several ways.
         statistics: statistics of a batch, which must be the sums of its parts' too.
         name: name of the function in errors.
+
+    Attributes:
+        way: way in which labels are counted, as far as batches have shown it.
     """
 
     def __init__(
@@ -279,19 +282,12 @@ class SplitCheck:
         # By the way of counting labels, summed over the batches that were checked.
         self._differences: list[float] = []
         self._num_checks = 0
-        self._way: int | None = None
+        self.way = 0
+        self._is_decided = False
         self._sees_loss = True
         self._num_splits = 0
         # Which tensors of a batch were divided, of each batch that was checked.
         self._divided: set[tuple[bool, ...]] = set()
-
-    @property
-    def way(self) -> int:
-        """The way in which labels are counted, as far as batches have shown it."""
-        if self._way is not None:
-            return self._way
-        ways = range(len(self._differences))
-        return min(ways, key=self._differences.__getitem__, default=0)
 
     def begin_split(self, counts: Sequence[Sequence[int]], divided: tuple[bool, ...]) -> bool:
         """Count a split; return whether its parts have to be checked before they run. A collective.
@@ -305,7 +301,7 @@ class SplitCheck:
         self._num_splits += 1
         is_new = divided not in self._divided
         self._divided.add(divided)
-        if self._way is not None:
+        if self._is_decided:
             return distributed.any_of_ranks(is_new or self._num_splits in _CHECKED_AGAIN)
         num_ways = len(counts[0]) if counts else 1
         differs = len({_shares(counts, way) for way in range(num_ways)}) > 1
@@ -366,7 +362,8 @@ class SplitCheck:
         """
         seen = [loss for loss in losses if loss is not None]
         if distributed.any_of_ranks(len(seen) < len(losses)):
-            self._way = 0
+            self.way = 0
+            self._is_decided = True
             self._sees_loss = False
             if distributed.is_rank_zero():
                 log.warning(
@@ -388,22 +385,23 @@ class SplitCheck:
         rounding = self._evaluated.rounding(num_labels)
         # Where a part has a share and its loss is no number, its labels are counted wrong.
         differences = [math.inf if math.isnan(total) else abs(total - whole_loss) for total in sums]
-        if self._way is not None:
-            sums = [sums[self._way]]
-            differences = [differences[self._way]]
+        if self._is_decided:
+            sums = [sums[self.way]]
+            differences = [differences[self.way]]
         fitting = [difference for difference in differences if difference <= rounding * scale]
         if not fitting:
             raise self._refusal(whole_loss, sums)
-        if self._way is not None:
+        if self._is_decided:
             return
         earlier = self._differences or [0.0] * len(sums)
         self._differences = [total + new for total, new in zip(earlier, differences, strict=True)]
+        self.way = min(range(len(sums)), key=self._differences.__getitem__)
         self._num_checks += 1
         if len(fitting) == 1 or self._num_checks == _MOST_CHECKS:
-            self._way = self.way
-            if num_ways > 1 and len(fitting) == 1 and self._way == 0:
+            self._is_decided = True
+            if num_ways > 1 and len(fitting) == 1 and self.way == 0:
                 self._refuse_labels_shifted_twice(rows)
-            if self._way > 0 and distributed.is_rank_zero():
+            if self.way > 0 and distributed.is_rank_zero():
                 log.info(
                     "labels are shifted already where they reach the model, so the first of each"
                     " row counts too"

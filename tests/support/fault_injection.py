@@ -268,7 +268,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         assert result.grad_norm is not None
         numbers = replace(
-            result, label_tokens=int(result.label_tokens), grad_norm=float(result.grad_norm)
+            result, num_labels=int(result.num_labels), grad_norm=float(result.grad_norm)
         )
         trained.steps.append(tuple(vars(numbers).values()))
         trained.capacities.append(runner.sizer.limit())

@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
@@ -40,6 +40,8 @@ def taken(queue):
 
 
 @given(rows=st.integers(1, 100), counts=sizes, epoch=st.integers(0, 3), shuffle=st.booleans())
+# Read in several blocks, and one step larger than a block.
+@example(rows=6000, counts=[700, 40, 1500], epoch=1, shuffle=True)
 @settings(max_examples=50)
 def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, shuffle):
     sampler = DistributedSampler(range(rows), 1, 0, shuffle=shuffle, seed=0)
