@@ -37,12 +37,12 @@ class _Traced:
 class AlikeLayers:
     """Traces the steps of a model, and leaves layers out where the log follows from others.
 
-    Of layers that are alike the first and the last are kept. What is allocated in a run of a few
-    layers has, at each shape, the sizes of what is allocated in the same place of the layers that
-    are left out. So the sizes at a new shape are looked up by those at shapes of which both logs
-    are there. A shape is traced with all layers until one log that was expected in this way was
-    equal to the traced one; and wherever a size is not known or not unique, or the layers run other
-    operations than at any shape before.
+    Of layers that are alike the first is kept, and the last where nothing before them is trained.
+    What is allocated in a run of a few layers has, at each shape, the sizes of what is allocated in
+    the same place of the layers that are left out. So the sizes at a new shape are looked up by
+    those at shapes of which both logs are there. A shape is traced with all layers until one log
+    that was expected in this way was equal to the traced one; and wherever a size is not known or
+    not unique, or the layers run other operations than at any shape before.
 
     Args:
         model: whose lists of modules are searched for layers that are alike.
@@ -178,32 +178,45 @@ def _expected(known: Sequence[_Traced], few: Phase | None) -> Phase | None:
     return alike[0].whole.with_log(log)
 
 
-def _keys(phases: Sequence[Phase | None]) -> Iterator[tuple[Hashable, Hashable]]:
+def _keys(phases: Sequence[Phase | None]) -> Iterator[Sequence[Hashable]]:
     """Yield for each entry of logs that are alike its sizes in all of them, first with those of its
-    neighbours.
+    neighbours, then with those of one side: layers that are left out have other layers beside them.
     """
     logs = [phase.log for phase in phases if phase is not None]
     # Numbers of what is freed are no sizes.
     entries = [tuple(max(0, entry) for entry in place) for place in zip(*logs, strict=True)]
     for place, entry in enumerate(entries):
-        neighbours = entries[max(0, place - _NEIGHBOURS) : place + _NEIGHBOURS + 1]
-        yield tuple(neighbours), entry
+        before = tuple(entries[max(0, place - _NEIGHBOURS) : place + 1])
+        after = tuple(entries[place : place + _NEIGHBOURS + 1])
+        yield (before, after), (before, None), (None, after), entry
 
 
-def _shorter_lists(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, nn.Module]]]:
-    """Yield the outermost lists of modules with some that can be left out, and those that stay."""
+def _shorter_lists(
+    module: nn.Module, *, has_gradient: bool = False
+) -> Iterator[tuple[nn.Module, dict[str, nn.Module]]]:
+    """Yield the outermost lists of modules with some that can be left out, and those that stay.
+
+    Args:
+        module: which is searched.
+        has_gradient: whether modules before it have trainable parameters, so that what it is called
+            with has a gradient.
+    """
     children = list(module.children())
     if isinstance(module, nn.ModuleList | nn.Sequential):
         places: dict[Hashable, list[int]] = {}
         for place, kind in enumerate(_kinds(children)):
             places.setdefault(kind, []).append(place)
-        kept_places = sorted({place for own in places.values() for place in (own[0], own[-1])})
+        kept_places = {own[0] for own in places.values()}
+        # The first layer's backward is not that of the others.
+        if not has_gradient:
+            kept_places.update(own[-1] for own in places.values())
         if len(kept_places) < len(children):
-            kept = [children[place] for place in kept_places]
+            kept = [children[place] for place in sorted(kept_places)]
             yield module, {str(number): child for number, child in enumerate(kept)}
             return
     for child in children:
-        yield from _shorter_lists(child)
+        yield from _shorter_lists(child, has_gradient=has_gradient)
+        has_gradient |= any(parameter.requires_grad for parameter in child.parameters())
 
 
 def _kinds(layers: Sequence[nn.Module]) -> list[Hashable]:

@@ -5,6 +5,7 @@ Fake tensors have shapes and no memory.
 
 from __future__ import annotations
 
+import gc
 import re
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -229,9 +230,15 @@ class FakeDevice:
 
     @contextmanager
     def counting(
-        self, *, explain: Collection[int] = (), names: ModuleNames | None = None
+        self,
+        *,
+        explain: Collection[int] = (),
+        names: ModuleNames | None = None,
+        keeps_costs: bool = True,
     ) -> Iterator[AttributedTracker]:
-        """Context manager: new tensors are fake, and counted."""
+        """Context manager: new tensors are fake, and counted; for the arguments see
+        :class:`AttributedTracker`.
+        """
         kernels = self.kernels
         operators = None
         if kernels:
@@ -244,10 +251,15 @@ class FakeDevice:
             streams=self._streams,
             explain=explain,
             names=names,
+            keeps_costs=keeps_costs,
         )
         self._counter = counter
         try:
             with ExitStack() as contexts:
+                # It looks through all objects again and again, of which a step makes many.
+                if gc.isenabled():
+                    gc.disable()
+                    contexts.callback(gc.enable)
                 # A compiled region fails under a dispatch mode, and would hide its tensors from it.
                 contexts.enter_context(torch.compiler.set_stance("force_eager"))
                 contexts.enter_context(shapes_worked_out_apart())
@@ -516,7 +528,7 @@ class FakeStep:
         return self._counted(run)
 
     def _counted(self, run: Callable[[], object]) -> Phase:
-        with self._device.counting() as counter:
+        with self._device.counting(keeps_costs=False) as counter:
             counter.add_named(self._named())
             run()
             return counter.phase(self._named())

@@ -105,6 +105,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             FSDP changes between them.
         explain: numbers of operations at which all live bytes are attributed to modules, for which
             `names` is needed.
+        keeps_costs: whether :meth:`step_trace` is asked for the costs of operations.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         streams: dict[object, int] | None = None,
         explain: Collection[int] = (),
         names: ModuleNames | None = None,
+        keeps_costs: bool = True,
     ) -> None:
         self.log = array("q")
         self.costs: list[Cost] = []
@@ -130,6 +132,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._streams = streams if streams is not None else {torch.cpu.current_stream(): 0}
         self._explain = frozenset(explain)
         self._names = names
+        self._keeps_costs = keeps_costs
         self._is_counting = True
         # Bytes of the storages that were made, resized or freed (0) in a pause.
         self._changed: dict[int, int] = {}
@@ -152,8 +155,10 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         """Count what is alive before anything runs, of which :meth:`phase` tells by name."""
         for name, tensor in tensors:
             count = self._num_allocations
-            self.add([tensor])
+            for plain in plain_tensors(tensor):
+                self._see(plain.untyped_storage())
             self._before += [(name, number) for number in range(self._num_allocations - count)]
+        self.add(())
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -297,11 +302,14 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         else:
             # A number of Python's.
             self._is_lifted = func is torch.ops.aten.lift_fresh.default
+            # Fake tensors remember the result of the one, and work out that of the other each time.
+            if func is torch.ops.aten._unsafe_view.default:
+                func = torch.ops.aten.view.default
             result = super().__torch_dispatch__(func, types, args, kwargs)
         counts = (
             self._live_bytes_after_each and not self._is_inside and result is not NotImplemented
         )
-        if counts:
+        if counts and self._keeps_costs:
             cost = cost_of(func, args, kwargs or {}, result)
             if cost:
                 self.costs.append(cost)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.fake_steps import LENGTH, OPTIMIZERS, Decoder, fake_step, made, run, stepped
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from adaptive_batch.estimate import (
@@ -238,6 +238,50 @@ def test_a_batch_on_the_host_that_changes_its_type_there_is_not_copied_twice():
         with DevicesAsHost(device):
             batch["mask"].to("cuda", torch.float32)
     assert [entry for entry in counter.log if entry > 0] == [24]
+
+
+def test_a_step_is_counted_without_the_garbage_collector():
+    device = FakeDevice()
+    collecting = []
+    with device.counting():
+        collecting.append(gc.isenabled())
+        with device.counting():
+            collecting.append(gc.isenabled())
+        collecting.append(gc.isenabled())
+    assert (collecting, gc.isenabled()) == ([False] * 3, True)
+    gc.disable()
+    try:
+        with device.counting():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_result_of_a_linear_layer_is_worked_out_once():
+    device = FakeDevice()
+    layer = nn.Linear(8, 16, bias=False)
+    device.move(layer)
+    missed = []
+    for _ in range(3):
+        before = FakeTensorMode.cache_info()
+        with device.counting():
+            layer(torch.ones(2, 4, 8))
+        after = FakeTensorMode.cache_info()
+        missed.append(after.misses - before.misses)
+        assert after.bypasses.get("unsafe view") == before.bypasses.get("unsafe view")
+    assert missed[1:] == [0, 0]
+
+
+@pytest.mark.parametrize("keeps_costs", [False, True])
+def test_costs_of_operations_are_kept_where_they_are_asked_for(keeps_costs):
+    device = FakeDevice()
+    layer = nn.Linear(4, 4)
+    device.move(layer)
+    with device.counting(keeps_costs=keeps_costs) as counter:
+        counter.add(layer.parameters())
+        layer(torch.ones(2, 4))
+    assert bool(counter.costs) == keeps_costs
 
 
 def test_two_traces_of_one_size_are_alike():
