@@ -2,6 +2,7 @@
 the stack without a device.
 
 python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS
+    [KEY=VALUE ...]
 
 Rank zero writes its log.
 """
@@ -164,7 +165,7 @@ def _readable(log: Sequence[int], smallest: int) -> list[int]:
     return [entry for entry in entries if abs(entry) % STREAM >= smallest]
 
 
-def on_ranks(name: str, rows: int, tokens: int, *, ranks: int) -> array[int]:
+def on_ranks(name: str, rows: int, tokens: int, *overrides: str, ranks: int) -> array[int]:
     """Return the log of rank zero of several processes."""
     command = [
         sys.executable,
@@ -178,7 +179,10 @@ def on_ranks(name: str, rows: int, tokens: int, *, ranks: int) -> array[int]:
         STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1"
     )
     done = subprocess.run(
-        [*command, name, str(rows), str(tokens)], env=variables, capture_output=True, text=True
+        [*command, name, str(rows), str(tokens), *overrides],
+        env=variables,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return array("q", json.loads(done.stdout.splitlines()[-1]))
@@ -186,10 +190,10 @@ def on_ranks(name: str, rows: int, tokens: int, *, ranks: int) -> array[int]:
 
 def main() -> None:
     """Print the log of rank zero."""
-    name, rows, tokens = sys.argv[1:]
+    name, rows, tokens, *overrides = sys.argv[1:]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("cuda:nccl,cpu:gloo")
-    log = on_cuda(read(name), int(rows), int(tokens))
+    log = on_cuda(read(name, *overrides), int(rows), int(tokens))
     if torch.distributed.get_rank() == 0:
         print(json.dumps(log.tolist()), flush=True)
     torch.distributed.barrier()
