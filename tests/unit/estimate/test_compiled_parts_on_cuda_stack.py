@@ -144,14 +144,8 @@ def test_a_compiled_step_of_one_of_two_ranks_is_estimated_to_the_byte(case):
     overrides = ("compile=True", *overrides)
     with distributed.fake_process_group(2):
         expected = estimated(read("llama3_2_1B", *overrides), rows, tokens)
-    log = on_ranks("llama3_2_1B", rows, tokens, *overrides, ranks=2)
-    assert peak_bytes(expected) == pytest.approx(peak_bytes(log), abs=1024)
-    reserved = []
-    for asked in (expected, log):
-        allocator = CachingAllocator(2**40, AllocatorSettings.from_environment())
-        allocator.replay(asked)
-        reserved.append(allocator.peak_reserved_bytes)
-    assert reserved[0] == pytest.approx(reserved[1], rel=0.01)
+    _, peak = on_ranks("llama3_2_1B", rows, tokens, *overrides, ranks=2)
+    assert peak_bytes(expected) == pytest.approx(peak, abs=1024)
 
 
 RESERVED = {
