@@ -693,7 +693,8 @@ class GraphMemory:
         layout = (value.shape, value.stride(), value.storage_offset())
         if (tensor.shape, tensor.stride(), tensor.storage_offset()) == layout:
             return tensor
-        return tensor.as_strided(*layout)
+        # To autograd, results of Inductor's code are no views, which hooks of FSDP warn about.
+        return tensor.as_strided(*layout).data
 
 
 def _empty_like(value: Any) -> Any:

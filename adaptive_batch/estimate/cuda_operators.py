@@ -26,6 +26,8 @@ _MATMULS = (
     *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
     *(aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out),
 )
+# Workspaces beside cuBLAS's own: of cuBLASLt, which adds biases, before torch 2.12.
+_MORE_WORKSPACES = (2**20,) if torch.__version__ < "2.12" else ()
 # Threads of a multiprocessor, where they are not 2048.
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536}
 # Values that a thread of a reduction adds up.
@@ -39,13 +41,13 @@ class CudaOperators:
     Attributes:
         instead: what runs in the place of an operator; other operators allocate their results
             alone.
-        workspaces: of cuBLAS, which are kept, for forward and backward.
+        workspaces: of cuBLAS and cuBLASLt, which are kept: each for forward and backward.
     """
 
     def __init__(self, compute_capability: tuple[int, int], multiprocessors: int) -> None:
         self._slots = multiprocessors * _THREADS.get(compute_capability, 2048)
-        self._workspace_bytes = workspace_bytes(compute_capability)
-        self.workspaces: dict[bool, torch.Tensor] = {}
+        self._workspace_sizes = (workspace_bytes(compute_capability), *_MORE_WORKSPACES)
+        self.workspaces: dict[tuple[bool, int], torch.Tensor] = {}
         self.instead: dict[Any, Callable[..., Any]] = {
             **dict.fromkeys(
                 (aten.sum.default, aten.sum.dim_IntList), partial(self._reduced, aten.sum)
@@ -65,9 +67,12 @@ class CudaOperators:
         result: torch.Tensor = operator(*args, **kwargs)
         # Forward and backward run in threads of their own.
         is_backward = current_graph_task_id() != -1
-        if is_backward not in self.workspaces:
-            self.workspaces[is_backward] = torch.empty(self._workspace_bytes, dtype=torch.uint8)
-        if len(self.workspaces) == 2:
+        num_needed = 2 if _adds_bias(operator, *args, **kwargs) else 1
+        for number, size in enumerate(self._workspace_sizes[:num_needed]):
+            if (is_backward, number) not in self.workspaces:
+                workspace = torch.empty(size, dtype=torch.uint8)
+                self.workspaces[is_backward, number] = workspace
+        if len(self.workspaces) == 2 * len(self._workspace_sizes):
             for matmul in _MATMULS:
                 self.instead.pop(matmul, None)
         return result
@@ -170,6 +175,17 @@ def workspace_bytes(compute_capability: tuple[int, int]) -> int:
     if compute_capability >= (9, 0):
         return 32 * 1024 * 1024
     return (2 * 4096 + 8 * 16) * 1024
+
+
+def _adds_bias(operator: Any, first: torch.Tensor, *factors: torch.Tensor, **options: Any) -> bool:
+    """Return whether cuBLASLt multiplies.
+
+    native/cuda/Blas.cpp: ``isInputCompliesAddmmCudaLt``.
+    """
+    if operator not in (aten.addmm.default, aten.addmm.out) or options.get("beta", 1) != 1:
+        return False
+    num_columns = factors[1].shape[1]
+    return first.shape == (num_columns,) and num_columns > 1 and first.is_contiguous()
 
 
 def _softmax_backward(gradient: torch.Tensor, output: torch.Tensor, *args: Any) -> torch.Tensor:

@@ -104,10 +104,10 @@ class LogWriter:
         num_allocations = self._num_allocations
         # A parameter that no row uses has no gradient, which the optimizer's step would free.
         numbers = [alive.get(name, -1) for name in phase.before]
-        once = dict(phase.once) if is_first else {}
+        once = list(phase.once) if is_first else []
         for position, entry in enumerate(phase.log):
-            if position in once:
-                log.append(once[position])
+            while once and once[0][0] == position:
+                log.append(once.pop(0)[1])
                 num_allocations += 1
             if entry > 0:
                 numbers.append(num_allocations)

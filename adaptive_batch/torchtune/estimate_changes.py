@@ -42,7 +42,7 @@ def candidates(
     Args:
         model: model of the configuration; it may be without memory.
     """
-    yield from _of_activations(cfg, model, world_size)
+    yield from _of_activations(cfg, model)
     yield from _of_optimizer(cfg, world_size)
     yield from _of_operations(cfg, model)
     if tokens >= 256:
@@ -57,9 +57,7 @@ def candidates(
     yield from _of_ranks(cfg, world_size)
 
 
-def _of_activations(
-    cfg: DictConfig, model: torch.nn.Module, world_size: int
-) -> Iterator[Candidate]:
+def _of_activations(cfg: DictConfig, model: torch.nn.Module) -> Iterator[Candidate]:
     """Yield changes of the allocator, and of what is kept for backward."""
     if str(cfg.device) != "cpu" and not AllocatorSettings.from_environment().expandable_segments:
         cost = (
@@ -75,7 +73,7 @@ def _of_activations(
         cost = f"every second layer's forward runs again: about {recomputed / 2:.0%} more compute"
         yield Candidate(("ac_mode=selective", "ac_option=2"), cost)
     cost = "each compiled part computes in backward what is cheapest to compute again"
-    for budget in _BUDGETS if _estimates_compiled(cfg, world_size) else ():
+    for budget in _BUDGETS if _estimates_compiled(cfg) else ():
         if budget < _activation_budget(cfg):
             yield Candidate((f"activation_memory_budget={budget}",), cost)
 
@@ -190,7 +188,7 @@ def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
     if cfg.get("enable_activation_offloading", False):
         recomputing = [(*keys, "enable_activation_offloading=False") for keys in (*recomputing, ())]
     budgets: list[tuple[str, ...]] = []
-    if _estimates_compiled(cfg, world_size):
+    if _estimates_compiled(cfg):
         budget = _activation_budget(cfg)
         if budget < 1:
             halfway = round((1 + budget) / 2, 2)
@@ -212,10 +210,12 @@ def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
     ][:-1][:8]
 
 
-def _estimates_compiled(cfg: DictConfig, world_size: int) -> bool:
+def _estimates_compiled(cfg: DictConfig) -> bool:
     """Return whether a step is compiled, and estimated so."""
-    is_on_cuda = world_size == 1 and str(cfg.device) != "cpu"
-    return bool(cfg.get("compile", False)) and is_on_cuda and not_estimated() is None
+    is_divided = int(cfg.get("tensor_parallel_dim", 1) or 1) > 1
+    if not cfg.get("compile", False) or str(cfg.device) == "cpu" or is_divided:
+        return False
+    return not_estimated() is None
 
 
 def _activation_budget(cfg: DictConfig) -> float:

@@ -132,8 +132,10 @@ class FakeRun:
         reason = not_estimated()
         if not self._on_accelerator:
             reason = "as the memory of a CPU always is"
-        elif distributed.world_size() > 1:
-            reason = "what is compiled on several ranks was not held against PyTorch's CUDA build"
+        elif distributed.data_parallel_size() < distributed.world_size():
+            reason = (
+                "what is compiled with tensor parallelism was not held against PyTorch's CUDA build"
+            )
         if reason is None:
             return True
         self._leave_out(
@@ -276,15 +278,12 @@ class FakeRun:
             models = list(cast(torch.nn.ModuleList, self.device.build(skeletons)))
             job.builder.freeze(models[0])
             if job.cfg.compile:
-                training.compile_model(models[0], verbose=False)
-                if job.second is not None:
-                    self._leave_out(
-                        "compile: the second model is counted as the eager program, which holds"
-                        " more than a compiled one as a rule"
-                    )
+                for model in models:
+                    training.compile_model(model, verbose=False)
             apply_checkpointing(models[0], job.cfg)
+        for model in models:
+            self._compiled_parts.take_over_modules(model)
         model, *seconds = models
-        self._compiled_parts.take_over_modules(model)
         if any(isinstance(module, torch.nn.RNNBase) for module in model.modules()):
             self._leave_out(
                 "recurrent layers: their fused kernels keep what fake tensors do not show, so a"

@@ -2,8 +2,9 @@
 the stack without a device.
 
 python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS
+    [KEY=VALUE ...]
 
-Rank zero writes its log.
+Rank zero writes its log, and its peak.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Unloaded(AdapterModel):
 
     def _load(self, *_: object) -> None:
         pass
+
+    def _load_sharded(self, *args: Any, **options: Any) -> None:
+        # As all weights are.
+        super(AdapterModel, self)._load_sharded(*args, **options)
 
 
 def read(name: str, *overrides: str) -> DictConfig:
@@ -164,8 +169,12 @@ def _readable(log: Sequence[int], smallest: int) -> list[int]:
     return [entry for entry in entries if abs(entry) % STREAM >= smallest]
 
 
-def on_ranks(name: str, rows: int, tokens: int, *, ranks: int) -> array[int]:
-    """Return the log of rank zero of several processes."""
+def on_ranks(
+    name: str, rows: int, tokens: int, *overrides: str, ranks: int
+) -> tuple[array[int], int]:
+    """Return the log of rank zero of several processes, and the most bytes that it requested from
+    the second step on.
+    """
     command = [
         sys.executable,
         "-m",
@@ -178,20 +187,25 @@ def on_ranks(name: str, rows: int, tokens: int, *, ranks: int) -> array[int]:
         STUB_CUDA_COUNT=str(ranks), STUB_CUDA_KEEP="65536", OMP_NUM_THREADS="1"
     )
     done = subprocess.run(
-        [*command, name, str(rows), str(tokens)], env=variables, capture_output=True, text=True
+        [*command, name, str(rows), str(tokens), *overrides],
+        env=variables,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return array("q", json.loads(done.stdout.splitlines()[-1]))
+    log, peak = json.loads(done.stdout.splitlines()[-1])
+    return array("q", log), peak
 
 
 def main() -> None:
     """Print the log of rank zero."""
-    name, rows, tokens = sys.argv[1:]
+    name, rows, tokens, *overrides = sys.argv[1:]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("cuda:nccl,cpu:gloo")
-    log = on_cuda(read(name), int(rows), int(tokens))
+    log = on_cuda(read(name, *overrides), int(rows), int(tokens))
     if torch.distributed.get_rank() == 0:
-        print(json.dumps(log.tolist()), flush=True)
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+        print(json.dumps([log.tolist(), peak]), flush=True)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.model_families import Combination
+from support.model_families import MODELS, Combination
 from torch import nn
 from torch._functorch import config as partitioner
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -376,6 +376,45 @@ def test_a_compiled_step_is_estimated_as_such_and_less_is_kept_within_a_budget_o
         assert not any(sentence.startswith("compile") for sentence in estimated.left_out)
         peaks.append(estimated.lengths[0].curve.peak_bytes(ROWS))
     assert peaks[0] < peaks[1] < peaks[2] < eager
+
+
+@pytest.mark.filterwarnings("error:FSDP2-wrapped module")
+def test_a_compiled_step_of_ranks_that_divide_the_model_is_estimated_as_such():
+    block = {"estimate": {"world_size": 2}}
+    eager = estimate(compile=False, **block)
+    compiled = estimate(**block)
+    assert not any(sentence.startswith("compile") for sentence in compiled.left_out)
+    peaks = [found.lengths[0].curve.peak_bytes(ROWS) for found in (compiled, eager)]
+    assert peaks[0] < peaks[1]
+
+
+def test_with_tensor_parallelism_the_eager_program_is_counted():
+    by_tensors = {
+        "model": MODELS["llama3"],
+        "optimizer": {"fused": False},
+        "tensor_parallel_dim": 2,
+        "tensor_parallel_plan": {"_component_": "torchtune.models.llama3.base_llama_tp_plan"},
+        "estimate": {"world_size": 2},
+    }
+    compiled = estimate(**by_tensors)
+    eager = estimate(compile=False, **by_tensors)
+    (sentence,) = [said for said in compiled.left_out if said.startswith("compile")]
+    assert "tensor parallelism" in sentence
+    assert compiled.lengths[0].curve == eager.lengths[0].curve
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_model_is_estimated_as_compiled(ranks):
+    keys = {"devices": ["80GiB"], "changes": False, "world_size": ranks}
+    peaks = []
+    for is_compiled in (True, False):
+        pairs = Combination(
+            "llama3_2", 64, dtype="bf16", device="cuda", compiled=is_compiled, task="DPO"
+        )
+        found = estimate_devices(pairs.to_estimate(**keys), show=lambda text: None)
+        assert not any(sentence.startswith("compile") for sentence in found.left_out)
+        peaks.append(found.lengths[0].curve.peak_bytes(ROWS))
+    assert peaks[0] < peaks[1]
 
 
 def test_cuda_graphs_are_refused(monkeypatch):

@@ -1,5 +1,6 @@
 import json
 import random
+from functools import partial
 from itertools import product
 
 import pytest
@@ -17,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from adaptive_batch.estimate import CudaKernels, left_out
+from adaptive_batch.estimate import CudaKernels, FakeDevice, left_out
 from adaptive_batch.estimate.cuda_operators import workspace_bytes
 
 MIB = 1024**2
@@ -379,6 +380,27 @@ def test_dropout_keeps_a_byte_for_each_element():
 def test_cublas_keeps_workspaces_of_a_size_that_the_architecture_says():
     assert workspace_bytes((8, 0)) == workspace_bytes((8, 9)) == 8_519_680
     assert workspace_bytes((9, 0)) == workspace_bytes((12, 0)) == 32 * MIB
+
+
+@pytest.mark.parametrize("more", [(), (MIB,)])
+def test_products_with_a_bias_have_a_workspace_of_their_own_in_older_versions(monkeypatch, more):
+    monkeypatch.setattr("adaptive_batch.estimate.cuda_operators._MORE_WORKSPACES", more)
+    device = FakeDevice(CudaKernels((9, 0), 132))
+    with device.counting() as counter:
+        rows, weight, bias = (torch.empty(size) for size in ((64, 32), (32, 16), (16,)))
+        sizes = []
+        for multiply in (
+            partial(torch.mm, rows, weight),
+            partial(torch.addmm, bias.expand(64, 16), rows, weight),
+            partial(torch.addmm, bias, rows, weight, beta=0.5),
+            partial(torch.addmm, bias, rows, weight),
+            partial(torch.addmm, bias, rows, weight),
+        ):
+            before = len(counter.log)
+            multiply()
+            sizes.append([size for size in counter.log[before:] if size > 0])
+    result = 4 * 64 * 16
+    assert sizes == [[result, 32 * MIB], [result], [result], [result, *more], [result]]
 
 
 def test_what_is_left_out_is_said_where_it_matters() -> None:

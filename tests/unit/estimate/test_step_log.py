@@ -63,6 +63,11 @@ def test_a_micro_batch_after_the_first_frees_the_gradients_that_it_adds():
     assert len(two) > len(one)
 
 
+def test_what_is_kept_from_the_first_time_on_may_be_taken_at_one_place():
+    product = Phase(array("q", [512, ~0]), (), {}, once=((1, 32), (1, 8)))
+    assert list(joined([(product, True), (product, False)])) == [512, 32, 8, ~0, 512, ~3]
+
+
 def test_cublas_takes_a_workspace_for_forward_and_one_for_backward_once():
     with torch.device("meta"):
         model = Decoder()
