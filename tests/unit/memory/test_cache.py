@@ -6,6 +6,7 @@ import logging
 import random
 from collections.abc import Iterable
 
+import pytest
 from support.fakes import CachingMemory
 
 from adaptive_batch.memory import AllocatorCache
@@ -97,6 +98,30 @@ def test_the_blocks_of_other_streams_are_no_fragments(caplog):
     assert allocator.reserved_bytes - 800 * MIB < 1.05 * allocator.peak_allocated_bytes
     assert memory.releases < 12
     assert not caplog.messages
+
+
+class Listed(CachingMemory):
+    """Counts how often all blocks are listed."""
+
+    num_lists = 0
+
+    def cached_for_others(self) -> int:
+        self.num_lists += 1
+        return super().cached_for_others()
+
+
+@pytest.mark.parametrize("others_bytes", [0, 800 * MIB])
+def test_blocks_are_listed_only_where_what_is_held_has_changed(others_bytes: int) -> None:
+    memory = Listed()
+    cache = AllocatorCache(memory)
+    trained = Trained(memory)
+    for size in drawn(300):
+        cache.begin_step([size])
+        memory.allocator.free(memory.allocator.malloc(others_bytes, stream=1))
+        trained.run(size)
+        cache.end_step()
+    # Not with each step.
+    assert 0 < memory.num_lists < 30
 
 
 def test_a_step_that_is_a_little_larger_has_a_block_in_proportion():
