@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import pytest
 from support.fakes import CachingMemory
 
+from adaptive_batch.estimate.allocator import CachingAllocator
+from adaptive_batch.estimate.simulated_memory import SimulatedMemory
 from adaptive_batch.memory import AllocatorCache
 
 LAYERS, MIB = 24, 2**20
@@ -242,3 +244,16 @@ def test_a_device_without_such_an_allocator_is_left_alone():
     cache = AllocatorCache(memory)
     run_steps(cache, memory, drawn(10))
     assert memory.releases == 0
+
+
+# As on PyTorch's CUDA build, where as much of a device is left.
+@pytest.mark.parametrize(
+    ("alive", "wanted", "made"),
+    [(100, 50, 50), (100, 10, 0), (924, 70, 70), (924, 90, 0)],
+    ids=["a block", "too small for one of its own", "fits", "too near the end of the device"],
+)
+def test_a_block_is_simulated_where_a_device_makes_one(alive: int, wanted: int, made: int) -> None:
+    memory = SimulatedMemory(CachingAllocator(1024 * MIB))
+    memory.allocator.malloc(alive * MIB)
+    memory.make_block((alive + wanted) * MIB)
+    assert memory.allocator.reserved_bytes == (alive + made) * MIB
