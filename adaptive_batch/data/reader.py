@@ -45,7 +45,7 @@ class RowReader:
             following: row numbers that are likely to be read next.
         """
         if self._rows is None:
-            rows = list(map(self._dataset.__getitem__, numbers))
+            rows = [self._dataset[number] for number in numbers]
         else:
             self._requested.extend(numbers)
             rows = [next(self._rows) for _ in numbers]

@@ -46,9 +46,10 @@ class SimulatedMemory:
         self.empty_cache()
         block_bytes = num_bytes - allocator.reserved_bytes
         of_others = cached_for_others - self.cached_for_others()
-        room_bytes = allocator.capacity_bytes - allocator.reserved_bytes - of_others
+        free_bytes = allocator.capacity_bytes - allocator.reserved_bytes
+        room_bytes = free_bytes - LEAST_BLOCK - of_others
         fitting_bytes = min(block_bytes, room_bytes)
-        if fitting_bytes > 0 and block_bytes - of_others <= room_bytes:
+        if fitting_bytes >= LEAST_BLOCK and block_bytes - of_others <= room_bytes:
             allocator.free(allocator.malloc(fitting_bytes))
         allocator.peak_allocated_bytes = peak_bytes
 

@@ -65,6 +65,9 @@ class AllocatorCache:
         # Blocks in a row after which no less was held.
         self._num_useless = 0
         self._has_warned = False
+        # What was held when it was last asked how much of it other streams have free, and that.
+        self._seen_bytes = 0
+        self._seen_for_others = 0
         # Size of the largest micro-batch so far.
         self._largest = 0
         # Most bytes that were allocated by the end of a step; 0 before one has run.
@@ -88,19 +91,29 @@ class AllocatorCache:
             # What it needs is not known, and its blocks are made first.
             self._memory.empty_cache()
             return
+        makes_block = self._num_useless < _MOST_USELESS and self._steps >= self._next_step
+        points_out = not self._has_warned and self._steps > _STEPS_UNTIL_POINTED_OUT
+        if not makes_block and not points_out:
+            return
         wanted_bytes = int(self._needed_bytes * max(1.0, growth))
         held_bytes = self._memory.reserved_bytes()
-        if held_bytes > wanted_bytes:
+        if held_bytes > (1 + _TOLERATED) * wanted_bytes:
             # No block serves two streams, so that those of others are no fragments of this one.
-            own_bytes = held_bytes - self._memory.cached_for_others()
-            held_bytes = max(wanted_bytes, own_bytes)
+            held_bytes = max(wanted_bytes, held_bytes - self._cached_for_others(held_bytes))
         excess = held_bytes / wanted_bytes - 1
         if abs(excess) <= _TOLERATED:
             return
-        if self._num_useless < _MOST_USELESS and self._steps >= self._next_step:
+        if makes_block:
             self._make_block(wanted_bytes, excess)
-        elif excess > _POINTED_OUT and self._steps > _STEPS_UNTIL_POINTED_OUT:
+        elif excess > _POINTED_OUT:
             self._point_out(held_bytes)
+
+    def _cached_for_others(self, held_bytes: int) -> int:
+        # The allocator lists all its blocks for it, which takes milliseconds where there are many.
+        if held_bytes != self._seen_bytes:
+            self._seen_bytes = held_bytes
+            self._seen_for_others = self._memory.cached_for_others()
+        return self._seen_for_others
 
     def _make_block(self, wanted_bytes: int, excess: float) -> None:
         if self._num_blocks == 0:
@@ -118,8 +131,6 @@ class AllocatorCache:
         self._memory.make_block(wanted_bytes)
 
     def _point_out(self, held_bytes: int) -> None:
-        if self._has_warned:
-            return
         self._has_warned = True
         log.info(
             "the allocator holds %s where no more than %s was allocated: steps of different lengths"
@@ -149,6 +160,7 @@ class AllocatorCache:
     def look_again(self) -> None:
         """Take it that something else has used the cache, so that the next step looks at it."""
         self._next_step = 0
+        self._seen_bytes = 0
 
     def forget(self) -> None:
         """Take it that steps will be of other sizes."""

@@ -159,8 +159,8 @@ class _WatchedState:
 
     Python and NumPy take as long to make it as ten of torch's small operators, in each step of a
     loop that draws none; a look at the generator's memory takes a hundredth of that. It does not
-    see a script's own ``set_state`` to the same position and eight words where something else of
-    it differs.
+    see a script's own ``set_state`` or ``seed`` that leads to the same position and eight words
+    where something else differs, such as the second number of a normal pair.
 
     Args:
         generator: whose state it is; held, so that what lies at its address is its own.

@@ -138,7 +138,8 @@ class RowsOfStep:
         self._step = step
         self._rows = rows
         self.num_rows = len(rows)
-        self.lengths = list(map(step.dataset.length, rows))
+        # map() would end without a word where a script's function raises StopIteration.
+        self.lengths = [step.dataset.length(row) for row in rows]
 
     def part(self, rows: Sequence[int], /) -> Batch:
         return self._step.make_batch(list(map(self._rows.__getitem__, rows)))

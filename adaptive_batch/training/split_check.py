@@ -391,15 +391,22 @@ class SplitCheck:
         fitting = [difference for difference in differences if difference <= rounding * scale]
         if not fitting:
             raise self._refusal(whole_loss, sums)
-        if self._is_decided:
-            return
-        earlier = self._differences or [0.0] * len(sums)
+        if not self._is_decided:
+            self._learn_way(rows, differences, num_fitting=len(fitting))
+
+    def _learn_way(
+        self, rows: Splittable, differences: Sequence[float], *, num_fitting: int
+    ) -> None:
+        """Add what a batch has shown of each way of counting labels; decide where one way alone
+        fits, or enough batches were checked.
+        """
+        earlier = self._differences or [0.0] * len(differences)
         self._differences = [total + new for total, new in zip(earlier, differences, strict=True)]
-        self.way = min(range(len(sums)), key=self._differences.__getitem__)
+        self.way = self._differences.index(min(self._differences))
         self._num_checks += 1
-        if len(fitting) == 1 or self._num_checks == _MOST_CHECKS:
+        if num_fitting == 1 or self._num_checks == _MOST_CHECKS:
             self._is_decided = True
-            if num_ways > 1 and len(fitting) == 1 and self.way == 0:
+            if len(differences) > 1 and num_fitting == 1 and self.way == 0:
                 self._refuse_labels_shifted_twice(rows)
             if self.way > 0 and distributed.is_rank_zero():
                 log.info(
@@ -434,9 +441,7 @@ class SplitCheck:
         return SettingError("forward_backward", self._name, remedy)
 
 
-def largest_part(
-    pieces: Sequence[Sequence[int]],
-) -> tuple[list[int], list[list[int]]]:
+def largest_part(pieces: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
     """Return the rows of the largest part and its halves, which are compared from the first where a
     device has a cache and what fits is known.
 

@@ -3,6 +3,7 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,6 +41,14 @@ def test_one_rank_needs_no_process_group():
         0,
         True,
     )
+
+
+def test_a_world_that_torch_puts_in_the_place_of_its_own_is_seen(monkeypatch):
+    # As multi_threaded_pg of torch's tests does, long after this package was imported.
+    world = SimpleNamespace(default_pg=object())
+    monkeypatch.setattr(dist.distributed_c10d, "_world", world)
+    assert dist.is_initialized()
+    assert collectives.has_group()
 
 
 def test_one_rank_gets_back_what_it_gave():

@@ -6,8 +6,11 @@ import logging
 import random
 from collections.abc import Iterable
 
+import pytest
 from support.fakes import CachingMemory
 
+from adaptive_batch.estimate.allocator import CachingAllocator
+from adaptive_batch.estimate.simulated_memory import SimulatedMemory
 from adaptive_batch.memory import AllocatorCache
 
 LAYERS, MIB = 24, 2**20
@@ -97,6 +100,30 @@ def test_the_blocks_of_other_streams_are_no_fragments(caplog):
     assert allocator.reserved_bytes - 800 * MIB < 1.05 * allocator.peak_allocated_bytes
     assert memory.releases < 12
     assert not caplog.messages
+
+
+class Listed(CachingMemory):
+    """Counts how often all blocks are listed."""
+
+    num_lists = 0
+
+    def cached_for_others(self) -> int:
+        self.num_lists += 1
+        return super().cached_for_others()
+
+
+@pytest.mark.parametrize("others_bytes", [0, 800 * MIB])
+def test_blocks_are_listed_only_where_what_is_held_has_changed(others_bytes: int) -> None:
+    memory = Listed()
+    cache = AllocatorCache(memory)
+    trained = Trained(memory)
+    for size in drawn(300):
+        cache.begin_step([size])
+        memory.allocator.free(memory.allocator.malloc(others_bytes, stream=1))
+        trained.run(size)
+        cache.end_step()
+    # Not with each step.
+    assert 0 < memory.num_lists < 30
 
 
 def test_a_step_that_is_a_little_larger_has_a_block_in_proportion():
@@ -217,3 +244,16 @@ def test_a_device_without_such_an_allocator_is_left_alone():
     cache = AllocatorCache(memory)
     run_steps(cache, memory, drawn(10))
     assert memory.releases == 0
+
+
+# As on PyTorch's CUDA build, where as much of a device is left.
+@pytest.mark.parametrize(
+    ("alive", "wanted", "made"),
+    [(100, 50, 50), (100, 10, 0), (924, 70, 70), (924, 90, 0)],
+    ids=["a block", "too small for one of its own", "fits", "too near the end of the device"],
+)
+def test_a_block_is_simulated_where_a_device_makes_one(alive: int, wanted: int, made: int) -> None:
+    memory = SimulatedMemory(CachingAllocator(1024 * MIB))
+    memory.allocator.malloc(alive * MIB)
+    memory.make_block((alive + wanted) * MIB)
+    assert memory.allocator.reserved_bytes == (alive + made) * MIB

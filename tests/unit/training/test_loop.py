@@ -33,6 +33,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DistributedSampler
 
+from adaptive_batch.data import RowReader
 from adaptive_batch.errors import (
     GrowthFunctionError,
     NonfiniteLossError,
@@ -638,6 +639,19 @@ def test_a_length_that_is_no_number_of_tokens_is_refused(length: object) -> None
     one = training(row_length=lambda row: length, micro_batch_tokens=64)
     with pytest.raises(SettingError, match=f"row_length={length!r}: .* a whole number, 0 or more"):
         one.loop.run(next(iter(one.loop)))
+
+
+def ends(*_: object) -> Any:
+    return next(iter(()))
+
+
+def test_an_iterator_that_ends_in_a_scripts_function_ends_no_step() -> None:
+    one = training(row_length=ends)
+    with pytest.raises(StopIteration):
+        one.loop.run(next(iter(one.loop)))
+    dataset = type("Rows", (), {"__len__": lambda _: len(ROWS), "__getitem__": ends})()
+    with pytest.raises(StopIteration):
+        RowReader(dataset).read([0, 1])
 
 
 def test_a_dataset_without_rows_by_number_is_refused() -> None:
