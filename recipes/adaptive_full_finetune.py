@@ -148,7 +148,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.sizer,
             ranks=job.ranks,
             counts_tokens=settings.rate.lr_clock.counts_tokens,
-            keeps_batch=self.resumed.keeps_batch,
             event=self.log.event,
         )
         self.queue = StepQueue(planner)

@@ -27,8 +27,7 @@ class LayoutKind:
     Attributes:
         pads: whether the rows of a micro-batch are padded to the longest.
         sorts: whether rows are sorted by length before they are cut, whatever the limit counts.
-        cut: ``cut(lengths, limit, layout)`` cuts rows of these padded lengths; returns their
-            positions.
+        cut: ``cut(lengths, limit, layout)`` cuts rows of these lengths; returns their positions.
     """
 
     pads: bool
@@ -158,6 +157,11 @@ class MicroBatchLayout:
             return rounded
         return max(length, min(rounded, self.longest))
 
+    def padded_lengths(self, lengths: Sequence[int]) -> list[int]:
+        """Return the length that each row is padded to; rows of a step have few among them."""
+        padded = {length: self.padded(length) for length in set(lengths)}
+        return [padded[length] for length in lengths]
+
     def padded_tokens(self, lengths: Sequence[int]) -> int:
         """Return the tokens that a micro-batch of rows of these lengths runs: packed their sum,
         else rows x the longest.
@@ -255,14 +259,10 @@ def micro_batches(
     layout = layout or MicroBatchLayout()
     if not lengths:
         return []
-    padded = lengths
-    if layout.pads:
-        # Rows of a step have few lengths among them.
-        padded_lengths = {length: layout.padded(length) for length in set(lengths)}
-        padded = [padded_lengths[length] for length in lengths]
-    cut = LAYOUT_KINDS[layout.kind].cut(padded, limit, layout)
-    if layout.pads:
-        pieces = _padded_pieces(cut, padded, alike=layout.uniform in ("lengths", "both"))
+    kind = LAYOUT_KINDS[layout.kind]
+    cut = kind.cut(lengths, limit, layout)
+    if kind.pads:
+        pieces = _padded_pieces(cut, lengths, layout)
     else:
         pieces = _packed_pieces(cut, lengths)
     if not layout.keeps_order(limit):
@@ -272,12 +272,12 @@ def micro_batches(
 
 
 def _padded_pieces(
-    cut: Sequence[list[int]], padded: Sequence[int], *, alike: bool
+    cut: Sequence[list[int]], lengths: Sequence[int], layout: MicroBatchLayout
 ) -> list[MicroBatch]:
-    if alike:
-        longest = max(padded)
+    if layout.uniform in ("lengths", "both"):
+        longest = layout.padded(max(lengths))
         return [MicroBatch(rows, longest) for rows in cut]
-    return [MicroBatch(rows, max(padded[row] for row in rows)) for rows in cut]
+    return [MicroBatch(rows, layout.padded(max(map(lengths.__getitem__, rows)))) for rows in cut]
 
 
 def _packed_pieces(cut: Sequence[list[int]], lengths: Sequence[int]) -> list[MicroBatch]:
@@ -297,17 +297,19 @@ def _cut_padded(
         max_rows = largest_divisor(len(lengths), at_most=max_rows)
     if limit.unit == "rows":
         return split_by_rows(range(len(lengths)), max_rows)
+    padded = layout.padded_lengths(lengths)
     if layout.uniform is None:
-        return _grouped(lengths, limit.amount)
-    by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        return _grouped(padded, limit.amount)
+    by_length = sorted(range(len(padded)), key=padded.__getitem__, reverse=True)
     return [sorted(piece) for piece in split_by_rows(by_length, max_rows)]
 
 
 def _cut_grouped(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
 ) -> list[list[int]]:
+    padded = layout.padded_lengths(lengths)
     return _grouped_by_time(
-        lengths, [layout.rows_within(limit, length) for length in lengths], layout.time
+        padded, [layout.rows_within(limit, length) for length in padded], layout.time
     )
 
 

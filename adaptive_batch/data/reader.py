@@ -20,9 +20,7 @@ class RowReader:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._expect: Callable[[list[int]], object] = getattr(
-            dataset, "expect", lambda numbers: None
-        )
+        self._expect: Callable[[list[int]], object] | None = getattr(dataset, "expect", None)
         self._requested: deque[int] = deque()
         self._rows: Iterator[Any] | None = None
 
@@ -36,7 +34,8 @@ class RowReader:
             self._dataset, batch_size=None, sampler=requested, collate_fn=lambda row: row
         )
         self._rows = iter(loader)
-        self._expect([])
+        if self._expect is not None:
+            self._expect([])
 
     def read(self, numbers: Sequence[int], *, following: Sequence[int] = ()) -> list[Any]:
         """Read some rows.
@@ -46,9 +45,10 @@ class RowReader:
             following: row numbers that are likely to be read next.
         """
         if self._rows is None:
-            rows = [self._dataset[number] for number in numbers]
+            rows = list(map(self._dataset.__getitem__, numbers))
         else:
             self._requested.extend(numbers)
             rows = [next(self._rows) for _ in numbers]
-        self._expect(list(following))
+        if self._expect is not None:
+            self._expect(list(following))
         return rows

@@ -43,7 +43,6 @@ class RequestedBatch:
         sizer: knows the most rows that fit.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
             :meth:`StepRunner.agree_on` compares.
-        keeps_batch: whether a saved batch is kept; else the configured one counts.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
@@ -60,13 +59,11 @@ class RequestedBatch:
         sizer: Sizer,
         *,
         asks_rank_zero: bool = False,
-        keeps_batch: bool = True,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._batching = batching
         self._sizer = sizer
         self._asks_rank_zero = asks_rank_zero
-        self._keeps_batch = keeps_batch
         self._event = event
         self.batch_size = batching.batch_size
         self.first_batch_size: int | None = None
@@ -129,7 +126,7 @@ class RequestedBatch:
             self._grow(batching.batch_increase_function, progress.epoch)
         if batching.batch_size_schedule is not None and not batching.batch_tokens:
             self._ask(batching.batch_size_schedule, progress)
-        return self.step_rows
+        return batching.step_rows(self.batch_size)
 
     def _grow(self, function: Callable[[int, int], int], epoch: int) -> None:
         size = self.batch_size
@@ -186,13 +183,15 @@ class RequestedBatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; a batch that is not kept is as it is configured, and growth
-        begins with it.
-        """
+        """Resume from a saved state; see also :func:`without_batch`."""
         self.saved_maximum = state["maximum"] or 0
-        self.first_batch_size = None
-        self._grown_in = -1
-        if self._keeps_batch:
-            self.batch_size = state["batch_size"]
-            self.first_batch_size = state["first_batch_size"]
-            self._grown_in = state["grown_in"]
+        self.batch_size = state["batch_size"]
+        self.first_batch_size = state["first_batch_size"]
+        self._grown_in = state["grown_in"]
+
+
+def without_batch(state: Mapping[str, Any], *, configured: int) -> dict[str, Any]:
+    """Return a saved state with the configured batch in place of the saved one, with which growth
+    begins again.
+    """
+    return {**state, "batch_size": configured, "first_batch_size": None, "grown_in": -1}

@@ -29,6 +29,9 @@ from .layouts import MicroBatchLimit
 from .order import EpochOrder, RowOrder
 from .requested_batch import Event, RequestedBatch, Sizer
 
+# Row numbers that are read at once.
+_BLOCK_ROWS = 1024
+
 
 class EpochClock:
     """Divides the current epoch and a constant one into steps, when they are asked for.
@@ -46,20 +49,23 @@ class EpochClock:
         self._at = Progress()
         self._plan: EpochPlan | None = None
         self._reference: EpochPlan | None = None
+        self._pace: Pace | None = None
 
     def go_to(self, progress: Progress) -> None:
         """Take it that the current epoch is planned from a progress on."""
         self._at = progress
         self._plan = None
+        self._pace = None
 
     def forget(self) -> None:
         """Divide both epochs again, as training resumes elsewhere."""
         self._plan = None
-        self._reference = None
+        self.forget_reference()
 
     def forget_reference(self) -> None:
         """Divide the constant epoch again: training begins with another batch."""
         self._reference = None
+        self._pace = None
 
     @property
     def plan(self) -> EpochPlan:
@@ -83,7 +89,14 @@ class EpochClock:
             )
         return self._reference
 
-    def pace(self, plan: EpochPlan | None = None) -> Pace:
+    @property
+    def pace(self) -> Pace:
+        """What the clock of the rate counts by in the current epoch."""
+        if self._pace is None:
+            self._pace = self.pace_of(None)
+        return self._pace
+
+    def pace_of(self, plan: EpochPlan | None) -> Pace:
         """Return what the clock of the rate counts by, in an epoch that is divided by a plan; None
         for the current one.
 
@@ -141,19 +154,26 @@ class PlannedRows:
         batch_size: rows of a batch on one device, see :class:`RequestedBatch`.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
-        following: row numbers that this rank is likely to take next.
+        next_numbers: row numbers of all ranks that are likely to come next.
     """
 
     progress: Progress
     batch_size: int
     numbers: list[int]
     positions: Sequence[int]
-    following: list[int]
+    next_numbers: list[int]
 
     @property
     def own(self) -> list[int]:
         """Row numbers of this rank."""
-        return [self.numbers[position] for position in self.positions]
+        return list(map(self.numbers.__getitem__, self.positions))
+
+    @property
+    def following(self) -> list[int]:
+        """Row numbers that this rank is likely to take next."""
+        # Where ranks take rows in turn, those of the next step lie at the same positions.
+        num_next = len(self.next_numbers)
+        return [self.next_numbers[position] for position in self.positions if position < num_next]
 
     def small_rows(self) -> tuple[int, ...]:
         """Return which of this rank's rows are in the step's small batch: a quarter over all ranks,
@@ -181,7 +201,6 @@ class StepPlanner:
         divides_ahead: whether an epoch is divided into steps before it is trained, which may read
             lengths and ask rules, also where no clock counts tokens.
         asks_rank_zero: see :class:`RequestedBatch`.
-        keeps_batch: see :class:`RequestedBatch`.
         order: orders the rows of an epoch; None for the configured order.
         event: is given each decision: its kind, a message, and facts by name.
 
@@ -201,19 +220,12 @@ class StepPlanner:
         counts_tokens: bool = False,
         divides_ahead: bool = True,
         asks_rank_zero: bool = False,
-        keeps_batch: bool = True,
         order: EpochOrder | None = None,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._rows = rows
         self.sizer = sizer
-        self.batch = RequestedBatch(
-            batching,
-            sizer,
-            asks_rank_zero=asks_rank_zero,
-            keeps_batch=keeps_batch,
-            event=event,
-        )
+        self.batch = RequestedBatch(batching, sizer, asks_rank_zero=asks_rank_zero, event=event)
         self.epochs = EpochPlanner(
             rows,
             batching,
@@ -231,6 +243,9 @@ class StepPlanner:
         self._event = event
         # The rows of the current epoch, in their order.
         self._order: RowOrder = torch.zeros(0, dtype=torch.int64)
+        # Row numbers of a part of it, and the place where that begins.
+        self._block: list[int] = []
+        self._block_begin = 0
 
     @property
     def batching(self) -> Batching:
@@ -308,6 +323,7 @@ class StepPlanner:
         batching = self.batching
         epoch = progress.epoch
         self._order = self.epochs.order(progress)
+        self._block = []
         if not batching.batch_tokens:
             return
         batches = self.epochs.token_batches(progress)
@@ -346,18 +362,26 @@ class StepPlanner:
             # With drop_last fewer rows are left than are requested.
             return None
         begin = progress.epoch_rows
-        two_steps: list[int] = self._order[begin : begin + 2 * size].tolist()
+        two_steps = self._numbers(begin, begin + 2 * size)
         numbers = two_steps[:size]
         positions = self.rows_of_rank(numbers)
-        # Where ranks take rows in turn, those of the next step lie at the same positions.
-        next_numbers = two_steps[size:]
-        following = [
-            next_numbers[position] for position in positions if position < len(next_numbers)
-        ]
-        pace = self.clock.pace()
-        if (progress.batch, progress.pace) != (batch, pace):
+        pace = self.clock.pace
+        if progress.batch != batch or progress.pace is not pace:
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, self.batch.batch_size, numbers, positions, following)
+        return PlannedRows(progress, self.batch.batch_size, numbers, positions, two_steps[size:])
+
+    def _numbers(self, begin: int, end: int) -> list[int]:
+        """Return the row numbers at some places of the epoch's order, of which several steps are
+        read at once.
+        """
+        offset = begin - self._block_begin
+        if offset < 0 or offset + end - begin > len(self._block):
+            # What a script's sampler draws is not drawn before it is needed.
+            more_rows = _BLOCK_ROWS if isinstance(self._order, torch.Tensor) else 0
+            self._block = self._order[begin : end + more_rows].tolist()
+            self._block_begin = begin
+            offset = 0
+        return self._block[offset : offset + end - begin]
 
     def plan_again(self, progress: Progress) -> bool:
         """Return whether rows were not as long as cached lengths say, so that the rest of the epoch

@@ -54,8 +54,8 @@ class StepQueue:
     @property
     def progress(self) -> Progress:
         """What training has consumed, with the pace of the epoch."""
-        pace = self._planner.clock.pace()
-        if self._progress.pace != pace:
+        pace = self._planner.clock.pace
+        if self._progress.pace is not pace:
             self._progress = replace(self._progress, pace=pace)
         return self._progress
 
@@ -114,9 +114,9 @@ class StepQueue:
         return True
 
     @property
-    def waiting(self) -> list[PlannedRows]:
-        """The steps that were handed out and are not done, the oldest first."""
-        return [handed_out.step for handed_out in self._ahead]
+    def oldest(self) -> PlannedRows:
+        """The oldest step that was handed out and is not done."""
+        return self._ahead[0].step
 
     def done(
         self, *, tokens: int | None = None, ends_epoch: bool = True, **measured: Any

@@ -65,7 +65,7 @@ class StepRows:
             raise ValueError(
                 "a step that was handed out before has not been run: run each step once, in order"
             )
-        return self._queue.waiting[0]
+        return self._queue.oldest
 
     def done(self, *, tokens: int) -> Progress:
         """Count the step that came next as done; return the progress after it, which is within its

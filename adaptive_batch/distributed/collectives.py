@@ -27,6 +27,9 @@ if _IS_AVAILABLE:
     from torch.distributed.distributed_c10d import PrefixStore, Store
     from torch.distributed.rendezvous import rendezvous
 
+    # dist.is_initialized() asks three functions, and a step asks for the ranks several times.
+    _torch_world: Any = private("torch.distributed.distributed_c10d", "_world")._world
+
 Result = TypeVar("Result")
 
 # What rank zero does for all may take long: reading a checkpoint, writing one, counting the tokens
@@ -150,7 +153,7 @@ def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterato
     if world_size == 1:
         yield
         return
-    assert not _has_group(), "there is a process group already"
+    assert not has_group(), "there is a process group already"
     fake = private("torch.testing._internal.distributed.fake_pg", "FakeStore")
     dist.init_process_group("fake", store=fake.FakeStore(), rank=0, world_size=world_size)
     _ranks_of_a_model = ranks_of_a_model
@@ -163,7 +166,7 @@ def fake_process_group(world_size: int, *, ranks_of_a_model: int = 1) -> Iterato
 def destroy_process_group() -> None:
     """End the process group, if there is one."""
     global _ranks_of_a_model, _patient_group
-    if _has_group():
+    if has_group():
         dist.destroy_process_group()
     if _patient_group is not None:
         time.sleep(_SETTLE_SECONDS)
@@ -178,12 +181,12 @@ def host_group() -> Any:
 
 def world_size() -> int:
     """Return the number of ranks; 1 without a process group."""
-    return dist.get_world_size() if _has_group() else 1
+    return dist.get_world_size() if has_group() else 1
 
 
 def rank() -> int:
     """Return the number of this rank, from 0; 0 without a process group."""
-    return dist.get_rank() if _has_group() else 0
+    return dist.get_rank() if has_group() else 0
 
 
 def is_rank_zero() -> bool:
@@ -258,6 +261,8 @@ def all_gather(value: Result) -> list[Result]:
 
 def any_of_ranks(flag: bool) -> bool:
     """Returns, on every rank, whether `flag` is true on one rank at least."""
+    if world_size() == 1:
+        return flag
     return bool(maximum(flag))
 
 
@@ -345,5 +350,6 @@ def _sendable(error: BaseException) -> BaseException:
     return RuntimeError(f"rank {rank()} failed with {type(error).__name__}: {error}")
 
 
-def _has_group() -> bool:
-    return _IS_AVAILABLE and dist.is_initialized()
+def has_group() -> bool:
+    """Whether there is a process group."""
+    return _IS_AVAILABLE and _torch_world.default_pg is not None

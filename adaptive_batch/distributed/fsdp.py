@@ -23,6 +23,8 @@ from adaptive_batch._torch import disable_current_modes, private
 
 from . import collectives as distributed
 
+_NOTHING_TO_NOTE = nullcontext()
+
 
 class Sharding:
     """The FSDP modules of a model; does nothing where it has none.
@@ -78,7 +80,7 @@ class Sharding:
             is_trial: whether it is no training.
         """
         if not self._modules:
-            return nullcontext()
+            return _NOTHING_TO_NOTE
         return self._recorded(is_last=is_last, evaluates=evaluates)
 
     @contextmanager
@@ -233,7 +235,7 @@ def reshard(model: nn.Module) -> None:
     Whole ones are no parameters that an optimizer knows, and their memory is freed under whoever
     holds them.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not distributed.has_group():
         # fully_shard has divided nothing, and to look through all modules takes a while.
         return
     for module in _fsdp_modules(model):

@@ -101,7 +101,7 @@ _UNALIGNED = (
 
 
 # Versions of torch whose compiled steps the rule was held against.
-_HELD_AGAINST = ("2.11.", "2.13.", "2.14.")
+_HELD_AGAINST = ("2.11.", "2.12.", "2.13.", "2.14.")
 
 
 def uses_cuda_graphs() -> bool:

@@ -331,7 +331,7 @@ class AdaptiveTrainer(Trainer):
             return StepLog(
                 event,
                 num_rows=num_rows,
-                take_rows=lambda: growth.batches.queue.waiting[0].numbers,
+                take_rows=lambda: growth.batches.queue.oldest.numbers,
                 progress=growth.batches.progress,
             )
         batch_rows = self._train_batch_size * self.args.world_size

@@ -8,6 +8,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -110,7 +111,7 @@ class RandomState:
         self._which = () if device.type == "mps" else (device,)
         self._state: dict[str, Any] = {
             "torch": torch.default_generator.get_state(),
-            "python": _state_of_python(),
+            "python": _python_state.now(),
         }
         if device.type != "cpu":
             self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
@@ -148,7 +149,8 @@ class RandomState:
         numpy = sys.modules.get("numpy")
         if "numpy" in state and numpy is not None:
             numpy.random.set_state(state["numpy"])
-            _numpy_state.forget()
+            if _numpy_state is not None:
+                _numpy_state.forget()
 
 
 class _WatchedState:
@@ -159,82 +161,83 @@ class _WatchedState:
     loop that draws none; a look at the generator's memory takes a hundredth of that. It does not
     see a script's own ``set_state`` to the same position and eight words where something else of
     it differs.
+
+    Args:
+        generator: whose state it is; held, so that what lies at its address is its own.
+        address: where its position and the words beside it lie; None where that is not known, so
+            that the state is asked for each time.
+        get_state: function that makes the state.
+        has_second: function that returns whether the second number of a normal pair waits in a
+            state, which no word shows.
+
+    Attributes:
+        generator: as given.
     """
 
-    def __init__(self) -> None:
-        # Held, so that what lies at its address is its own.
-        self._generator: Any = None
+    def __init__(
+        self,
+        generator: Any,
+        address: int | None,
+        get_state: Callable[[], Any],
+        has_second: Callable[[Any], bool],
+    ) -> None:
+        self.generator = generator
         self._memory: Any = None
+        if address is not None:
+            self._memory = (ctypes.c_char * _SEEN_BYTES).from_address(address)
+        self._get_state = get_state
+        self._has_second = has_second
         self.forget()
 
     def forget(self) -> None:
         self._seen: bytes | None = None
         self._state: Any = None
 
-    def now(
-        self,
-        generator: Any,
-        address: Callable[[], int],
-        get_state: Callable[[], Any],
-        *,
-        has_second: bool = False,
-    ) -> Any:
-        """Return the state.
-
-        Args:
-            generator: whose state it is.
-            address: function that returns where its position and the words beside it lie.
-            get_state: function that makes the state.
-            has_second: whether the second number of a normal pair waits, which no word shows.
-        """
-        if generator is not self._generator:
-            self._memory = (ctypes.c_char * _SEEN_BYTES).from_address(address())
-            self._generator = generator
-            self.forget()
-        seen = self._memory.raw
-        if has_second or seen != self._seen:
-            self._state = get_state()
-            self._seen = None if has_second else seen
+    def now(self) -> Any:
+        """Return the state."""
+        seen = None
+        if self._memory is not None:
+            seen = self._memory.raw
+        if seen is None or seen != self._seen:
+            self._state = self._get_state()
+            self._seen = None if self._has_second(self._state) else seen
         return self._state
 
 
-_python_state = _WatchedState()
-_numpy_state = _WatchedState()
-
-
-def _state_of_python() -> Any:
-    """Return what ``random.setstate`` takes."""
+def _watched_python() -> _WatchedState:
+    """Watch what ``random.setstate`` takes."""
     generator = random._inst
     # Elsewhere than in CPython a generator holds its words in another way.
     spare_bytes = _random.Random.__basicsize__ - object.__basicsize__ - _TWISTER_BYTES
-    if not 0 <= spare_bytes < object.__basicsize__:
-        return random.getstate()
-    has_second = generator.gauss_next is not None  # type: ignore[attr-defined]
-    return _python_state.now(
-        generator,
-        lambda: id(generator) + object.__basicsize__,
-        random.getstate,
-        has_second=has_second,
-    )
+    address = None
+    if 0 <= spare_bytes < object.__basicsize__:
+        address = id(generator) + object.__basicsize__
+    return _WatchedState(generator, address, random.getstate, lambda state: state[-1] is not None)
+
+
+def _watched_numpy(numpy_random: Any) -> _WatchedState:
+    """Watch what ``numpy.random.set_state`` takes."""
+    generator = numpy_random.get_bit_generator()
+    if not isinstance(generator, numpy_random.MT19937):
+        get_state = partial(numpy_random.get_state, legacy=False)
+        return _WatchedState(generator, None, get_state, lambda state: False)
+    address = generator.ctypes.state_address + _TWISTER_BYTES - _SEEN_BYTES
+    return _WatchedState(generator, address, numpy_random.get_state, lambda state: bool(state[-2]))
+
+
+_python_state = _watched_python()
+_numpy_state: _WatchedState | None = None
 
 
 def _state_of_numpy(numpy_random: Any) -> Any:
     """Return what ``numpy.random.set_state`` takes."""
+    global _numpy_state
     # Before NumPy 1.24.
     if not hasattr(numpy_random, "get_bit_generator"):
         return numpy_random.get_state()
-    generator = numpy_random.get_bit_generator()
-    if not isinstance(generator, numpy_random.MT19937):
-        return numpy_random.get_state(legacy=False)
-    state = _numpy_state.now(
-        generator,
-        lambda: generator.ctypes.state_address + _TWISTER_BYTES - _SEEN_BYTES,
-        numpy_random.get_state,
-    )
-    *_, has_second, _ = state
-    if has_second:
-        _numpy_state.forget()
-    return state
+    if _numpy_state is None or _numpy_state.generator is not numpy_random.get_bit_generator():
+        _numpy_state = _watched_numpy(numpy_random)
+    return _numpy_state.now()
 
 
 class TrainingSnapshot:

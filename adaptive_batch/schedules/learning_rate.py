@@ -193,8 +193,8 @@ class LearningRate:
     ) -> None:
         assert rule in RULES, rule
         self._follow = check_scaled("scale_with_batch", scale_with_batch or {})
-        scales = rule != "none" or bool(self._follow)
-        assert reference is not None or not scales, "what is scaled has a reference"
+        self._scales = rule != "none" or bool(self._follow)
+        assert reference is not None or not self._scales, "what is scaled has a reference"
         if not isinstance(reference, Reference | None):
             reference = parse_reference("reference_batch_size", reference)
         self.rule = rule
@@ -219,7 +219,7 @@ class LearningRate:
             if "beta2" in self._follow and hasattr(optimizer, "_subclass_zeros"):
                 _let_beta2_be_a_tensor(optimizer)
         self.scaled = self._read_scaled()
-        if scales:
+        if self._scales:
             self._register_hooks()
 
     def _check_scheduler(self) -> None:
@@ -264,24 +264,24 @@ class LearningRate:
                 ``optimizer.step()``, that raises it.
             ValueError: the rule needs a batch, and it is not above 0; nothing has moved then.
         """
-        ratio, rate_factor = self._scaling_of(batch)
-        # The groups hold the unscaled values again, so that no scaling comes on top of another.
-        self._warn_of_step_left_out()
-        self.restore()
+        if self._scales:
+            ratio, rate_factor = self._scaling_of(batch)
+            # The groups hold the unscaled values again, so that no scaling comes on top of another.
+            self._warn_of_step_left_out()
+            self.restore()
         if self._scheduler is not None:
             self._schedule(self._scheduler, clock)
-        self._scale_optimizers(ratio, rate_factor)
-        self.scaled = self._read_scaled()
-        applied_rates = [float(group["lr"]) for group in self._first.param_groups]
+        if self._scales:
+            self._scale_optimizers(ratio, rate_factor)
+            self.scaled = self._read_scaled()
+        groups = self._first.param_groups
         if self._scheduler is not None:
             # The attribute that the scheduler's get_last_lr() returns.
-            self._scheduler._last_lr = applied_rates
-        return applied_rates[0]
+            self._scheduler._last_lr = [float(group["lr"]) for group in groups]
+        return float(groups[0]["lr"])
 
     def _scaling_of(self, batch: float | None) -> tuple[float, float]:
         """Return batch / reference, and the factor of the rate that follows from it."""
-        if self.rule == "none" and not self._follow:
-            return 1.0, 1.0
         assert self.reference is not None
         assert batch is not None, f"a step is scaled by its {self.reference.unit}"
         rate_factor = scale_learning_rate(1.0, batch, self.reference.amount, self.rule)

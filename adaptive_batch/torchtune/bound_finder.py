@@ -21,6 +21,7 @@ from adaptive_batch.training import (
     Evaluation,
     ProbeOptions,
     WorstRows,
+    kinds_to_choose_from,
     search_for_steps,
 )
 
@@ -206,8 +207,9 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        if self._job.search_plan.step_stays:
-            usable_rows = min(epoch_rows, settings.step_rows)
+        step_rows = self._job.search_plan.step_rows
+        if step_rows is not None:
+            usable_rows = min(epoch_rows, step_rows)
         elif settings.batch_tokens:
             usable_rows = epoch_rows
         else:
@@ -219,8 +221,7 @@ class BoundFinder:
         trainer: Trainer,
         *,
         length: int | str,
-        step_rows: int,
-        keeps_batch: bool = False,
+        step_rows: int | None,
         saved: Mapping[str, Any] | None = None,
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit in training, and within it
@@ -231,8 +232,8 @@ class BoundFinder:
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            step_rows: rows that are requested for a step on one device.
-            keeps_batch: whether these are a checkpoint's, which are kept whatever fits.
+            step_rows: rows of a step on one device, configured or a checkpoint's; None where a
+                step never has more than fit.
             saved: state of the sizer in the checkpoint; None without one.
 
         Returns:
@@ -244,7 +245,7 @@ class BoundFinder:
             SettingError: with the optimizer in backward a step does not fit at once.
         """
         plan = self._job.search_plan
-        choices = self._choices(trainer, step_rows, saved) if plan.times else None
+        choices = self._choices(trainer, saved) if plan.times else None
 
         def search(beside_gradients: bool) -> ProbeResult:
             return self.trials.find(
@@ -259,7 +260,7 @@ class BoundFinder:
 
         def check_split(result: ProbeResult) -> None:
             if self._settings.optimizer_in_bwd:
-                whose = "the checkpoint's batch_size" if keeps_batch else "batch_size"
+                whose = "the checkpoint's batch_size" if plan.step_rows is None else "batch_size"
                 raise SettingError(
                     "optimizer_in_bwd",
                     True,
@@ -271,13 +272,11 @@ class BoundFinder:
         return search_for_steps(
             search,
             has_several=plan.has_several,
-            step_rows=step_rows if plan.step_stays or keeps_batch else None,
+            step_rows=step_rows,
             check_split=check_split,
         )
 
-    def _choices(
-        self, trainer: Trainer, step_rows: int, saved: Mapping[str, Any] | None
-    ) -> Choices | None:
+    def _choices(self, trainer: Trainer, saved: Mapping[str, Any] | None) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where the sizer knows them,
         of the checkpoint too.
         """
@@ -292,20 +291,19 @@ class BoundFinder:
             return reason
 
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        rows = step_rows if self._job.search_plan.step_stays else 0
+        rows = self._job.search_plan.step_rows or 0
         if settings.batch_tokens and not settings.grows:
             rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
-        choices = Choices.of(
+        kinds = kinds_to_choose_from(
             why_unfit,
             configured=settings.micro_batch_layout,
-            step_rows=rows,
-            objective=settings.probe.objective,
-            unit="rows" if settings.micro_batch.micro_batch_size else "tokens",
             uniform=settings.uniform_micro_batches,
         )
         if saved:
-            sizer.load_throughput(saved, kinds=choices.kinds)
-        return choices if sizer.throughput is None else None
+            sizer.load_throughput(saved, kinds=kinds)
+        if sizer.throughput is not None:
+            return None
+        return Choices(kinds, sizer.limit(1).unit, rows, settings.probe.objective)
 
     def known(self) -> tuple[int, int, str]:
         """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""

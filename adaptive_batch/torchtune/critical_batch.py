@@ -10,7 +10,6 @@ import json
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ _MOST_HELD_OUT = 256
 _FEWEST_HELD_OUT = 16
 # Standard errors between a loss and its bound; two leave out one loss in twenty.
 _ERRORS = 2.0
-# A branch uses none of these, so they may differ from the checkpoint's.
+# What a branch does not use, so that it may differ from the checkpoint's.
 _NOT_USED = ("batch_increase_function", "batch_size_schedule", "lr_scheduler", "lr_clock")
 
 
@@ -79,15 +78,10 @@ def measure_critical_batch(job: Job) -> str:
     data = Data.read(job)
     data.check_rows()
     checkpoints = _checkpoints(job)
-    # What a branch does not use may have changed since the checkpoint.
-    saving = settings.saving
-    allowed = (*saving.resume_allow_changes, *_NOT_USED)
-    job.settings = replace(settings, saving=replace(saving, resume_allow_changes=allowed))
-    resumed = ResumedRun(job, data, checkpoints, seed=seed)
+    resumed = ResumedRun(job, data, checkpoints, seed=seed, unused=_NOT_USED)
     trained, held_out = _rows(job, data, resumed)
     # It refuses an optimizer without what scale_with_batch names, before any weights are loaded.
     stand_in(job, 1.0)
-    job.settings = job.settings.without_search()
     trainer = _load_trainer(job, data, checkpoints)
     rule = "sqrt" if settings.rate.lr_scaling == "none" else settings.rate.lr_scaling
     rate = LearningRate(
@@ -145,7 +139,9 @@ def _check_settings(settings: Settings) -> None:
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
     settings = job.settings
-    trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data))
+    trainer = Trainer.load(
+        job, data, checkpoints, Sizers.of(job, data, settings=settings.without_search())
+    )
     trainer.check_layout(data)
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.

@@ -202,8 +202,7 @@ class Job:
     @property
     def search_plan(self) -> SearchPlan:
         """What is found before training, on the ranks that there are."""
-        holds_more = self.ranks > distributed.data_parallel_size()
-        return SearchPlan.of(self.settings, holds_more=holds_more)
+        return SearchPlan.of(self.settings, began_on=self.ranks)
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured.

@@ -67,20 +67,19 @@ class LimitFinder:
                 not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
-        data = self._data
-        settings = self._settings
         sizer = self._sizer
         planner = self._planner
         saved = resumed.state_of("limits")
         self._log_notes()
-        self._trainer.check_layout(data)
+        self._trainer.check_layout(self._data)
         results = []
-        if self._job.search_plan.is_needed:
+        plan = self._job.search_plan
+        if plan.is_needed:
+            step_rows = planner.batch.step_rows if resumed.keeps_batch else plan.step_rows
             results = self._bounds.of_training(
                 self._trainer,
-                length=settings.probe.sequence_length,
-                step_rows=planner.batch.step_rows,
-                keeps_batch=resumed.keeps_batch,
+                length=self._settings.probe.sequence_length,
+                step_rows=step_rows,
                 saved=saved,
             )
             self._log_searches(results)
@@ -101,11 +100,11 @@ class LimitFinder:
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
-            self.try_longer(data.longest(1))
+            self.try_longer(self._data.longest(1))
         self._check_saved_maximum_fits()
         self._find_for_reference(resumed.state_of("reference_limits"))
         if results:
-            advice = advise(self._job, data, results[-1], batch_size=planner.batch.batch_size)
+            advice = advise(self._job, self._data, results[-1], batch_size=planner.batch.batch_size)
             if advice:
                 self._log.event("advice", advice)
 

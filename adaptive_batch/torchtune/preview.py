@@ -258,7 +258,7 @@ class TrainingPreview:
                 at,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                rates=rate.apply(replace(at, pace=self._planner.clock.pace(plan)), batch=batch),
+                rates=rate.apply(replace(at, pace=self._planner.clock.pace_of(plan)), batch=batch),
                 tokens=tokens,
             )
 

@@ -17,7 +17,7 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, fingerprint
-from adaptive_batch.data import RowReader
+from adaptive_batch.data import RowReader, without_batch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, Reference, write_rate
@@ -50,6 +50,13 @@ class ResumedRun:
     From now on `job` counts batches on the ranks that the run began with, and its optimizer has the
     settings that the checkpoint brings.
 
+    Args:
+        job: job of the run.
+        data: rows of the run.
+        checkpoints: checkpoints of the run.
+        seed: seed of a new run.
+        unused: keys that this run does not use, so that they may differ from the checkpoint's.
+
     Attributes:
         saved: the state of each part by name; empty for a new run, or for a checkpoint of
             torchtune's own recipe.
@@ -64,7 +71,15 @@ class ResumedRun:
         SettingError: the configuration is of another run.
     """
 
-    def __init__(self, job: Job, data: Data, checkpoints: Checkpoints, *, seed: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        data: Data,
+        checkpoints: Checkpoints,
+        *,
+        seed: int,
+        unused: Sequence[str] = (),
+    ) -> None:
         state = checkpoints.found.recipe_state
         self._job = job
         self._settings = job.settings
@@ -124,7 +139,7 @@ class ResumedRun:
         self.differs, self.begins_epoch_again = compare(
             saved.get("conditions", {}),
             self._now["conditions"],
-            allowed=settings.saving.resume_allow_changes,
+            allowed=(*settings.saving.resume_allow_changes, *unused),
             in_mid_epoch=self.progress.epoch_steps > 0,
         )
         if self.begins_epoch_again:
@@ -197,6 +212,8 @@ class ResumedRun:
         if name == "steps" and self.begins_epoch_again:
             # It was planned by the lengths of other rows.
             state["planned_by"] = []
+        if name == "steps" and not self.keeps_batch:
+            return without_batch(state, configured=self._settings.batch_size)
         return state
 
     def begin_reading(self, reader: RowReader, progress: Progress) -> None:
@@ -261,8 +278,7 @@ class ResumedRun:
             )
             yield "ranks", message, {"before": began_on, "after": ranks}
         # A schedule decides what a step holds.
-        scheduled = settings.batch_size_schedule is not None
-        if configured == current or scheduled:
+        if configured == current or settings.batch_size_schedule is not None:
             return
         if self.keeps_batch:
             message = f"batch_size {current}: configured is {configured}, the checkpoint's is kept"

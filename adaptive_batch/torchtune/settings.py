@@ -16,6 +16,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_headroom, check_share, check_whole
 from adaptive_batch.data import LAYOUT_KINDS, LONG_ROWS, ORDERS, UNIFORM, LayoutKind
 from adaptive_batch.errors import SettingError
@@ -505,25 +506,25 @@ class SearchPlan:
     Attributes:
         is_needed: whether training needs to know the largest batch that fits.
         times: whether a micro-batch holds what is fastest, rather than as much as fits.
-        step_stays: whether a step fits itself and always has the rows that are configured.
+        step_rows: rows of each step on one device, where a step fits itself and always has those
+            that are configured; None where it does not.
         has_several: whether some step has several micro-batches whatever fits.
         rounds: whether the power of two at or below the bound is tried, too.
     """
 
     is_needed: bool
     times: bool
-    step_stays: bool
+    step_rows: int | None
     has_several: bool
     rounds: bool
 
     @classmethod
-    def of(cls, settings: Settings, *, holds_more: bool = False) -> SearchPlan:
+    def of(cls, settings: Settings, *, began_on: int = 0) -> SearchPlan:
         """Return what settings ask for.
 
         Args:
             settings: settings of the run.
-            holds_more: whether a rank has more rows of a step than are configured, as more ranks
-                began the run.
+            began_on: ranks that began the run; 0 for those that there are.
         """
         size = settings.micro_batch
         grows_beyond = settings.grows and settings.grow_beyond_maximum
@@ -534,15 +535,17 @@ class SearchPlan:
             and OBJECTIVES[settings.probe.objective].cost is not None
             and not settings.optimizer_in_bwd
         )
-        step_stays = size.is_auto and not settings.step_varies
+        stays = size.is_auto and not settings.step_varies
         divides = size.is_number or settings.batch_tokens is not None or settings.layout_kind.sorts
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
         samples = settings.measures_noise and size.micro_batch_tokens is not None
-        repeats = settings.gradient_accumulation_steps > 1 and not step_stays
+        # A rank has more rows of a step than are configured.
+        holds_more = began_on > distributed.data_parallel_size()
+        repeats = settings.gradient_accumulation_steps > 1 and not stays
         return cls(
             is_needed=settings.use_maximum_batch_size or size.is_auto or grows_within,
             times=times,
-            step_stays=step_stays,
+            step_rows=settings.step_rows if stays else None,
             has_several=divides or samples or times or grows_beyond or repeats or holds_more,
             rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
         )
@@ -775,8 +778,11 @@ class Settings:
         """Whether anything that fits is found before training: in training, in validation, or in a
         reference.
         """
-        in_reference = self.reference_micro_batch_size == "auto"
-        return SearchPlan.of(self).is_needed or self.validation.fits_itself or in_reference
+        return (
+            SearchPlan.of(self).is_needed
+            or self.validation.fits_itself
+            or self.reference_micro_batch_size == "auto"
+        )
 
     @property
     def adaptive(self) -> bool:

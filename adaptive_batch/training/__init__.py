@@ -25,7 +25,7 @@ from .rate import AdaptiveRate
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
 from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
-from .throughput_search import Choices
+from .throughput_search import Choices, kinds_to_choose_from
 from .trials import Evaluation, TriedStep, WorstRows
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "find_max_batch_size",
     "has_batch_norm",
     "is_compiled",
+    "kinds_to_choose_from",
     "norm_to_clip",
     "pack_rows",
     "rows_apart",

@@ -194,7 +194,5 @@ class LoopSearch:
         if has_found:
             return
         self._accumulates = state["bound_accumulates"]
-        if state["sizer"]["throughput"]:
-            choices = self._step.layouts.choices(self._batches.batch_size, "throughput")
-            if choices is not None:
-                self._sizer.load_throughput(state["sizer"], kinds=choices.kinds)
+        if state["sizer"]["throughput"] and self._step.layouts.chooses:
+            self._sizer.load_throughput(state["sizer"], kinds=self._step.layouts.kinds())

@@ -64,6 +64,7 @@ class LoopStep:
         self._step = step
         self._search = search
         self._batches = batches
+        self._epochs = batches.planner.epochs
         self._rows = StepRows(batches, step.dataset)
         self._rate = rate
         self._events = LoopEvents(options.event, num_rows=len(step.dataset))
@@ -102,13 +103,11 @@ class LoopStep:
         result = self._step.run(rows, batch_size=batch_size, question=question)
         batch = result.tokens if self._rate.counts_tokens else result.rows
         self.learning_rate = self._rate.apply(progress, batch=batch)["lr"]
-        self._look_at(result, progress, planned, batch_size=batch_size)
+        self._look_at(result, progress, planned)
         self._end(planned, result, seconds=time.perf_counter() - began)
         return result
 
-    def _look_at(
-        self, result: StepResult, progress: Progress, planned: PlannedRows, *, batch_size: int
-    ) -> None:
+    def _look_at(self, result: StepResult, progress: Progress, planned: PlannedRows) -> None:
         """Tell of a result that is not finite, or without labels; drop its gradients where it is
         not to be taken.
         """
@@ -120,7 +119,7 @@ class LoopStep:
                 lr=self.learning_rate,
                 epoch=progress.epoch,
                 batch=planned.progress.batch,
-                micro_batch=self._step.sizer.limit(batch_size),
+                micro_batch=self._runner.retry.limit,
             )
         except NonfiniteLossError:
             self._rate.restore()
@@ -145,9 +144,8 @@ class LoopStep:
             seconds=seconds,
             num_out_of_memory=self._step.sizer.num_out_of_memory,
         )
-        epochs = self._batches.planner.epochs
-        if epochs.is_over(progress):
-            self._events.epoch(progress, epochs.left_out(progress))
+        if self._epochs.is_over(progress):
+            self._events.epoch(progress, self._epochs.left_out(progress))
             self._batches.queue.end_epoch()
         self._pending_step.ran()
 

@@ -212,7 +212,7 @@ class StepSums:
             micro_batches = num_pieces if has_labels else 0
         return StepResult(
             loss=mean_loss,
-            label_tokens=self.label_tokens // copies,
+            num_labels=self.label_tokens // copies,
             rows=self.rows // copies,
             tokens=self.tokens // copies,
             micro_batches=micro_batches,

@@ -45,6 +45,7 @@ class OOMRetry:
 
     Attributes:
         current: micro-batch that is being run; after a run the fullest of them.
+        limit: what a micro-batch may hold in the step that is run now, or was run last.
         retries: as given.
     """
 
@@ -65,8 +66,8 @@ class OOMRetry:
         self.retries = retries
         self._sharding = sharding
         self._is_of_training = is_of_training
-        # Of the step that is run now: its limit, what that depends on, and its failures.
-        self._limit = sizer.limit(1)
+        self.limit = sizer.limit(1)
+        # Of the step that is run now: what its limit depends on, and its failures.
         self._batch_size = 0
         self._failures = 0
         self._error: str | None = None
@@ -108,9 +109,9 @@ class OOMRetry:
         while True:
             self._error = None
             self.disregard_allocator_retries()
-            self._limit = self.sizer.limit(batch_size)
+            self.limit = self.sizer.limit(batch_size)
             try:
-                result = attempt(self._limit)
+                result = attempt(self.limit)
             except OutOfMemoryElsewhereError:
                 pass
             except Exception as error:
@@ -181,10 +182,10 @@ class OOMRetry:
                 `evaluates`.
             evaluates: whether there is no backward; see :meth:`Sharding.micro_batch`.
         """
-        own = [piece for piece in pieces if piece is not None]
+        own = list(filter(None, pieces))
         fullest = idle
         if own:
-            fullest = self._limit.fullest(own)
+            fullest = self.limit.fullest(own)
         self.current = fullest
         kinds: list[dict[str, Any]] = [{"is_last": is_last} for is_last in reduced]
         if evaluates:
@@ -194,12 +195,12 @@ class OOMRetry:
             is_together = self._sharding.reduces_in_backward and kind.get("is_last")
             if is_together and distributed.any_of_ranks(self.has_failed):
                 break
-            if self.has_failed:
+            if self._error is not None:
                 self._sharding.run_dummy_collectives(**kind)
                 continue
             self.current = piece or self.current
             self._run_micro_batch(partial(run, number), drop=drop, following=kinds[number + 1 :])
-        if not self.has_failed:
+        if self._error is None:
             self.current = fullest
 
     def _run_micro_batch(

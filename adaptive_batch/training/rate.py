@@ -98,7 +98,8 @@ class AdaptiveRate:
     @property
     def counts_tokens(self) -> bool:
         """Whether the rate is scaled by the tokens of a step, and not by its rows."""
-        return self.reference is not None and self.reference.unit == "tokens"
+        reference = self._rate.reference
+        return reference is not None and reference.unit == "tokens"
 
     def refer_to(self, reference: Reference) -> None:
         """Take another global batch that the rates belong to, as that of a run that is resumed."""

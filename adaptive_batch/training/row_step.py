@@ -26,13 +26,16 @@ from .options import StepOptions
 from .parts import Part, RowsOfBatch, Splittable
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
-from .throughput_search import Choices
+from .throughput_search import Choices, kinds_to_choose_from
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
 
 Row = Any
 Batch = Any
+
+# Nothing is to be kept apart.
+_PADDED = nullcontext()
 
 
 class RowLayouts:
@@ -89,12 +92,11 @@ class RowLayouts:
         """
         if not self.chooses or OBJECTIVES[objective].cost is None:
             return None
-        return Choices.of(
-            self._why_unfit,
-            configured=self._configured,
-            step_rows=step_rows,
-            objective=objective,
-        )
+        return Choices(self.kinds(), "tokens", step_rows, objective)
+
+    def kinds(self) -> tuple[str, ...]:
+        """Return the kinds that a search may choose. Ranks ask together."""
+        return kinds_to_choose_from(self._why_unfit, configured=self._configured)
 
     def _why_unfit(self, kind: str) -> str:
         """Return why rows of a layout that does not pad would not train the model as padded ones
@@ -131,10 +133,10 @@ class _RowsOfStep:
         self._step = step
         self._rows = rows
         self.num_rows = len(rows)
-        self.lengths = [step.dataset.length(row) for row in rows]
+        self.lengths = list(map(step.dataset.length, rows))
 
     def part(self, rows: Sequence[int], /) -> Batch:
-        return self._step.make_batch([self._rows[row] for row in rows])
+        return self._step.make_batch(list(map(self._rows.__getitem__, rows)))
 
     def dummy(self) -> Batch:
         return self._step.make_batch([self._step.labelled_row])
@@ -242,8 +244,9 @@ class RowStep:
         """Return one batch of rows, on the host. A step may be run again, so rows that collating
         changes are copies.
         """
-        if self.is_packed:
-            return FORMS[self.sizer.layout.kind].join(rows, ignore_index=IGNORE_INDEX)
+        form = FORMS.get(self.sizer.layout.kind)
+        if form is not None:
+            return form.join(rows, ignore_index=IGNORE_INDEX)
         return self._collate([dict(row) if type(row) is dict else row for row in rows])
 
     def _token_loss(self, batch: Batch) -> torch.Tensor:
@@ -266,9 +269,9 @@ class RowStep:
 
     def _rows_apart(self, batch: Batch) -> AbstractContextManager[object]:
         """Keep packed rows from seeing each other, in backward too."""
-        if not self.is_packed:
-            return nullcontext()
-        form = FORMS[self.sizer.layout.kind]
+        form = FORMS.get(self.sizer.layout.kind)
+        if form is None:
+            return _PADDED
         return form.apart(form.lengths(batch))
 
     def rows_of_step(self, rows: Sequence[Row]) -> _RowsOfStep:
@@ -285,17 +288,16 @@ class RowStep:
         """
         step_rows = self.rows_of_step(rows)
         results = self.step.parts.run(step_rows, batch_size=batch_size, question=question)
-        trained = [result for result in results if result is not None]
-        losses = [loss for loss, _ in trained]
+        trained = list(filter(None, results))
+        num_parts = len(trained)
         loss = 0.0
-        if len(losses) == 1:
-            loss = float(losses[0])
-        elif losses:
-            loss = float(torch.stack(losses).sum())
-        num_labels = sum(labels for _, labels in trained)
+        num_labels = 0
+        if trained:
+            losses, labels = zip(*trained, strict=True)
+            loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
+            num_labels = sum(labels)
         num_tokens = sum(step_rows.lengths)
         padded_tokens = sum(piece.padded_tokens for piece in self.step.pieces)
-        num_parts = len(trained)
         ranks = distributed.world_size()
         if ranks > 1:
             own = [loss / ranks, float(num_labels), float(num_tokens), float(padded_tokens)]
@@ -308,7 +310,7 @@ class RowStep:
                 self.step.parts.runner.drop_gradients()
         return StepResult(
             loss=loss,
-            label_tokens=torch.tensor(num_labels),
+            num_labels=num_labels,
             rows=question.num_rows,
             tokens=num_tokens,
             micro_batches=num_parts,

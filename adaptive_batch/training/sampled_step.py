@@ -31,7 +31,7 @@ from adaptive_batch.memory import RandomState
 from .part_runner import PartRunner
 from .parts import OwnSplit, Part, RowsOfBatch, Splittable, length_in_sample
 from .sizing import MicroBatchSizer
-from .split_check import CHECKED_SPLITS, halves
+from .split_check import CHECKED_SPLITS, largest_part
 
 # Rows of a sample among which a shorter one is looked for.
 _MOST_LOOKED_AT = 16
@@ -176,12 +176,12 @@ class SampledStep:
             return []
         parts = [list(piece.rows) for piece in pieces]
         whole = sorted(chain.from_iterable(parts))
-        largest = max(parts, key=len)
+        largest, halves_of_largest = largest_part(parts)
         is_bound_known = self._sizer.max_batch_size is not None or self._sizer.waits_for_search
         # As the check itself does.
-        if is_bound_known and len(largest) > 1:
+        if is_bound_known and len(halves_of_largest) > 1:
             whole = largest
-            parts = halves(largest)
+            parts = halves_of_largest
         return [whole, *parts] if len(parts) > 1 else []
 
     def _shortened(self, batch: Any, length: int) -> Any:

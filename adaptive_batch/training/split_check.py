@@ -328,21 +328,15 @@ class SplitCheck:
     def _compare(self, rows: Splittable, pieces: Sequence[Sequence[int]]) -> None:
         """Compare the whole batch with its parts; where it does not fit, the largest half that does
         with its halves.
-
-        Where a device has a cache and what fits is known, the largest part is compared with its
-        halves from the first.
         """
         self._evaluated.learn_collectives(rows)
         whole = list(range(rows.num_rows))
         has_cache = self._runner.memory.granularity_bytes > 1
         if has_cache and self._runner.sizer.max_batch_size is not None:
-            # The allocator would give back the cache that trials have left for training, where the
-            # whole does not fit.
-            sizes = [len(piece) for piece in pieces]
-            largest = list(pieces[sizes.index(max(sizes))]) if sizes else []
-            if distributed.any_of_ranks(len(largest) > 1):
+            largest, halves_of_largest = largest_part(pieces)
+            if distributed.any_of_ranks(len(halves_of_largest) > 1):
                 whole = largest
-                pieces = halves(whole)
+                pieces = halves_of_largest
         while distributed.any_of_ranks(len(pieces) > 1):
             counts = [self._labels.counts(rows.part(piece), len(piece)) for piece in pieces]
             # A part without labels in the likelier way may have some in the other.
@@ -440,6 +434,19 @@ class SplitCheck:
             " and micro_batch_tokens"
         )
         return SettingError("forward_backward", self._name, remedy)
+
+
+def largest_part(
+    pieces: Sequence[Sequence[int]],
+) -> tuple[list[int], list[list[int]]]:
+    """Return the rows of the largest part and its halves, which are compared from the first where a
+    device has a cache and what fits is known.
+
+    Where the whole does not fit, the allocator would give back the cache that trials have left for
+    training.
+    """
+    largest = max(map(list, pieces), key=len, default=[])
+    return largest, halves(largest)
 
 
 def halves(rows: list[int]) -> list[list[int]]:

@@ -18,8 +18,8 @@ class StepResult:
     Attributes:
         loss: mean loss of a label token, or of a row where the loss is a mean over rows; 0 where
             the step had none.
-        label_tokens: tokens that have a label, counted after the shift, or rows where the loss is a
-            mean over rows; a scalar tensor.
+        num_labels: tokens that have a label, counted after the shift, or rows where the loss is a
+            mean over rows; a scalar tensor where that saves waiting for a device.
         rows: rows of the step.
         tokens: real tokens of the step, padding not counted.
         micro_batches: forward and backward passes that were run, by each rank.
@@ -32,7 +32,7 @@ class StepResult:
     """
 
     loss: float
-    label_tokens: torch.Tensor
+    num_labels: int | torch.Tensor
     rows: int
     tokens: int
     micro_batches: int
@@ -40,6 +40,11 @@ class StepResult:
     grad_norm: torch.Tensor | None = None
     noise: NoiseSample | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def label_tokens(self) -> torch.Tensor:
+        """The same number as a scalar tensor."""
+        return torch.as_tensor(self.num_labels)
 
     @property
     def is_finite(self) -> bool:

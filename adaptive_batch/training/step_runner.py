@@ -97,7 +97,7 @@ class StepRunner:
         sizer = self.sizer
         grown = sizer.growth()
         parts = divide(sizer.limit(batch_size))
-        own_counts = [len(part) for part in parts]
+        own_counts = list(map(len, parts))
         # Nobody to agree with, and nothing to change.
         if distributed.world_size() == 1 and grown is None and not sizer.must_ease:
             return Division(parts, own_counts, question.num_rows), question.ends

@@ -44,7 +44,7 @@ class Choices:
 
     Attributes:
         kinds: of layouts.
-        unit: of a padded limit; others are by tokens.
+        unit: of a padded limit, ``rows`` or ``tokens``; others are by tokens.
         step_rows: of a step on one device; 0 for the bound's.
         objective: name of what is sought.
     """
@@ -54,38 +54,25 @@ class Choices:
     step_rows: int
     objective: str = "throughput"
 
-    @classmethod
-    def of(
-        cls,
-        why_unfit: Callable[[str], str],
-        *,
-        configured: str | None,
-        step_rows: int,
-        objective: str,
-        unit: str = "tokens",
-        uniform: str | None = None,
-    ) -> Choices:
-        """Return what a configuration leaves to choose from; ranks ask together.
 
-        Args:
-            why_unfit: function that returns why a kind that does not pad would not train the model
-                as padded rows do; empty where it would.
-            configured: kind that is configured; None leaves the choice.
-            step_rows: see above.
-            objective: see above.
-            unit: see above.
-            uniform: what all micro-batches have alike, see :class:`.MicroBatchLayout`.
-        """
-        if uniform:
-            configured = configured or "padded"
-        kinds = tuple(
-            kind
-            for kind, layout in LAYOUT_KINDS.items()
-            if kind == configured
-            or (configured is None and layout.pads and layout.sorts)
-            or (configured is None and not layout.pads and not why_unfit(kind))
-        )
-        return cls(kinds, unit, step_rows, objective)
+def kinds_to_choose_from(
+    why_unfit: Callable[[str], str], *, configured: str | None, uniform: str | None = None
+) -> tuple[str, ...]:
+    """Return the kinds of layouts that a configuration leaves to choose from; ranks ask together.
+
+    Args:
+        why_unfit: function that returns why a kind that does not pad would not train the model as
+            padded rows do; empty where it would.
+        configured: kind that is configured; None leaves the choice.
+        uniform: what all micro-batches have alike, see :class:`.MicroBatchLayout`.
+    """
+    if configured or uniform:
+        return (configured or "padded",)
+    return tuple(
+        kind
+        for kind, layout in LAYOUT_KINDS.items()
+        if (layout.pads and layout.sorts) or (not layout.pads and not why_unfit(kind))
+    )
 
 
 class ThroughputSearch:

@@ -252,8 +252,9 @@ def ranks_end_at_different_times(folder: Path) -> list:
 
 @pytest.mark.nightly
 def test_ranks_that_end_well_at_different_times_end_no_other(tmp_path, capfd):
-    results = run_on_ranks(ranks_end_at_different_times, 2, tmp_path, timeout=60)
-    assert results == [[True, 1, True, 1, False]] * 2
+    ended = end_of_ranks(ranks_end_at_different_times, 2, tmp_path, timeout=60)
+    assert how(ended) == [(0, None)] * 2
+    assert [one.result for one in ended] == [[True, 1, True, 1, False]] * 2
     assert capfd.readouterr().err == ""
 
 

@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import pytest
 from support.launch import launch
-from support.resumes_on_ranks import SGD, WAYS, Part, compare, train_alone, train_in_parts
+from support.resumes_on_ranks import (
+    SGD,
+    WAYS,
+    Part,
+    Way,
+    compare,
+    steps,
+    train_alone,
+    train_in_parts,
+)
 
 from adaptive_batch.distributed import EXIT_STATUS
 
@@ -49,6 +58,25 @@ def test_in_mid_epoch_and_over_growth_it_goes_on_as_on_one_device(small, name, p
             "3 ranks, and 1 began the run: batch_size is still counted on 1, and rows keep their"
             " order; each holds 2 to 3 of the 8 rows of a step" in done[1].output
         )
+
+
+def test_a_schedule_goes_on_with_the_rows_of_the_checkpoint_dealt_to_other_ranks(small):
+    schedule = (
+        "batch_size=4",
+        "batch_size_schedule._component_=adaptive_batch.schedules.steps",
+        "batch_size_schedule.batch_sizes=[2,6]",
+        "batch_size_schedule.thresholds=[2ba]",
+        "grow_beyond_maximum=True",
+        "micro_batch_size=2",
+        "epochs=1",
+    )
+    parts = train_in_parts(small, Way((*SGD, *schedule), (Part(1, 3), Part(2))))
+    assert (
+        "2 ranks, and 1 began the run: batch_size is still counted on 1, and rows keep their"
+        " order; each holds 3 to 3 of the 6 rows of a step" in parts[1].output
+    )
+    sizes = [len(step["rows"]) for step in steps(parts[1].output_dir).values()]
+    assert sizes[:4] == [2, 2, 6, 6]
 
 
 def test_an_epoch_that_was_saved_by_2_ranks_is_gone_on_from_by_1_and_by_4(small):

@@ -374,7 +374,7 @@ def found(run: RealRun) -> ProbeResult:
     finder = BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
-        step_rows = run.job.settings.step_rows
+        step_rows = run.job.search_plan.step_rows
         *_, result = finder.of_training(run.trainer, length="longest", step_rows=step_rows)
     return result
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from adaptive_batch.data import Batching
-from adaptive_batch.data.requested_batch import RequestedBatch
+from adaptive_batch.data.requested_batch import RequestedBatch, without_batch
 from adaptive_batch.schedules import Progress, at_epochs, linear_ramp
 
 
@@ -41,10 +41,9 @@ def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
     grown = growing(None)
     grown.begin()
     grown.request(Progress(epoch=1))
-    resumed = RequestedBatch(
-        Batching(batch_size=3, batch_increase_function=at_epochs({1: 3})), sizer, keeps_batch=False
-    )
-    resumed.load_state_dict(grown.state_dict())
+    batching = Batching(batch_size=3, batch_increase_function=at_epochs({1: 3}))
+    resumed = RequestedBatch(batching, sizer)
+    resumed.load_state_dict(without_batch(grown.state_dict(), configured=3))
     assert resumed.grows_at(Progress(epoch=1))
     resumed.begin()
     assert resumed.batch_size == resumed.first_batch_size == 3

@@ -274,10 +274,7 @@ def test_a_call_allocates_what_was_recorded_on_cuda(device, call, forward, backw
 @pytest.mark.cuda_stack
 @pytest.mark.parametrize(
     "device",
-    [
-        pytest.param(name, marks=[] if name in ("rtx4090", "h100") else pytest.mark.slow)
-        for name in DEVICES
-    ],
+    [pytest.param(name, marks=[] if name == "h100" else pytest.mark.slow) for name in DEVICES],
 )
 @pytest.mark.parametrize(
     "calls",

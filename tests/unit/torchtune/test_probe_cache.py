@@ -69,7 +69,8 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
     bounds = BoundFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, Checkpoints(cfg, settings), Sizers.of(job, data))
-    return bounds.of_training(trainer, length="longest", step_rows=settings.step_rows)[-1]
+    step_rows = job.search_plan.step_rows
+    return bounds.of_training(trainer, length="longest", step_rows=step_rows)[-1]
 
 
 @pytest.fixture(autouse=True)

@@ -296,29 +296,29 @@ GROWING = {
 
 
 @pytest.mark.parametrize(
-    ("config", "times", "step_stays", "has_several"),
+    ("config", "times", "step_rows", "has_several"),
     [
-        ({}, False, False, False),
-        (TWICE, False, False, True),
-        ({"micro_batch_size": 1}, False, False, True),
-        (AUTO, True, True, True),
-        (AUTO | LARGEST, False, True, False),
+        ({}, False, None, False),
+        (TWICE, False, None, True),
+        ({"micro_batch_size": 1}, False, None, True),
+        (AUTO, True, 2, True),
+        (AUTO | LARGEST, False, 2, False),
         # The whole step is tried as one micro-batch first.
-        (AUTO | LARGEST | TWICE, False, True, False),
-        (AUTO | LARGEST | GROWING, False, False, False),
-        (AUTO | LARGEST | GROWING | TWICE, False, False, True),
-        (AUTO | LARGEST | GROWING | {"grow_beyond_maximum": True}, False, False, True),
-        (AUTO | LARGEST | {"micro_batch_layout": "grouped"}, False, True, True),
-        (AUTO | LARGEST | {"log_gradient_noise_scale": True}, False, True, True),
-        ({"batch_tokens": 100} | LARGEST, False, False, True),
+        (AUTO | LARGEST | TWICE, False, 4, False),
+        (AUTO | LARGEST | GROWING, False, None, False),
+        (AUTO | LARGEST | GROWING | TWICE, False, None, True),
+        (AUTO | LARGEST | GROWING | {"grow_beyond_maximum": True}, False, None, True),
+        (AUTO | LARGEST | {"micro_batch_layout": "grouped"}, False, 2, True),
+        (AUTO | LARGEST | {"log_gradient_noise_scale": True}, False, 2, True),
+        ({"batch_tokens": 100} | LARGEST, False, None, True),
     ],
     ids=str,
 )
-def test_what_a_search_has_to_try(config, times, step_stays, has_several):
+def test_what_a_search_has_to_try(config, times, step_rows, has_several):
     settings = Settings.from_config(PLAIN | config)
     plan = SearchPlan.of(settings)
-    assert (plan.times, plan.step_stays, plan.has_several) == (times, step_stays, has_several)
-    assert SearchPlan.of(settings, holds_more=True).has_several
+    assert (plan.times, plan.step_rows, plan.has_several) == (times, step_rows, has_several)
+    assert SearchPlan.of(settings, began_on=2).has_several
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
