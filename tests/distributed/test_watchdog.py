@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from support import ranks
 from support.paths import subprocess_environment
-from support.ranks import SPAWNED, reserved_port, run_on_ranks
+from support.ranks import SPAWNED, reserved_port
 
 from adaptive_batch.distributed import End, Watchdog
 from adaptive_batch.errors import DoesNotFitError
