@@ -37,7 +37,7 @@ class _Traced:
 class AlikeLayers:
     """Traces the steps of a model, and leaves layers out where the log follows from others.
 
-    Of layers that are alike the first is kept, and the last where nothing before them is trained.
+    Of layers that are alike the first is kept, and the last where what they follow is not trained.
     What is allocated in a run of a few layers has, at each shape, the sizes of what is allocated in
     the same place of the layers that are left out. So the sizes at a new shape are looked up by
     those at shapes of which both logs are there. A shape is traced with all layers until one log
@@ -198,8 +198,8 @@ def _shorter_lists(
 
     Args:
         module: which is searched.
-        has_gradient: whether modules before it have trainable parameters, so that what it is called
-            with has a gradient.
+        has_gradient: whether the last module before it that has parameters is trained, so that
+            what it is called with has a gradient.
     """
     children = list(module.children())
     if isinstance(module, nn.ModuleList | nn.Sequential):
@@ -216,7 +216,9 @@ def _shorter_lists(
             return
     for child in children:
         yield from _shorter_lists(child, has_gradient=has_gradient)
-        has_gradient |= any(parameter.requires_grad for parameter in child.parameters())
+        is_trained = [parameter.requires_grad for parameter in child.parameters()]
+        # A decoder behind a trained encoder begins with frozen words of its own.
+        has_gradient = any(is_trained) if is_trained else has_gradient
 
 
 def _kinds(layers: Sequence[nn.Module]) -> list[Hashable]:

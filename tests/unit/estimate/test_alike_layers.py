@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.fake_steps import WIDTH, Decoder, Layer, fake_step, run
+from support.fake_steps import WIDTH, WORDS, Decoder, Layer, fake_step, run
 from torch import nn
 
 from adaptive_batch.estimate import CudaKernels, FakeDevice
@@ -106,6 +106,31 @@ def with_frozen_words() -> Decoder:
     return model
 
 
+class Adapted(Layer):
+    """Trains an adapter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        self.adapter = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.adapter(x)
+
+
+class Translator(Decoder):
+    """A trained encoder, and a decoder whose first layer is given frozen words."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=0)
+        self.layers = nn.ModuleList(Adapted() for _ in range(LAYERS))
+        self.embed.requires_grad_(False)
+        self._modules = {"encoder": nn.Embedding(WORDS, WIDTH), **self._modules}
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.encoder(tokens).mean()
+
+
 def phases(model: nn.Module, *, in_list: bool, accumulates: bool) -> tuple[list[Phase], int]:
     """The logs of all shapes, and how often the layer in the middle ran."""
     runs = 0
@@ -144,6 +169,7 @@ MODELS: dict[str, Callable[[], Decoder]] = {
         [Hidden(grows=place == LAYERS - 1) for place in range(LAYERS)]
     ),
     "nothing is trained before": with_frozen_words,
+    "an encoder is trained before": Translator,
     "all are stacked": partial(Stacked, layers=LAYERS),
     "all are needed": partial(Indexed, layers=LAYERS),
 }
@@ -162,6 +188,8 @@ def test_logs_are_those_of_all_layers(name, accumulates):
     if name in ("alike", "numbered", "nothing is trained before"):
         # The others run what the one that is kept does.
         assert runs < all_runs / 2
+    if name == "an encoder is trained before":
+        assert runs < all_runs
     if name in ("all are needed", "an option is hidden"):
         assert runs == all_runs
 
