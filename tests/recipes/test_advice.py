@@ -86,7 +86,9 @@ def test_under_compile_a_budget_of_activations_is_tried_in_place_of_what_saves_m
     assert both[:3] == [f"{OFF} {raised[0]}", f"{OFF} {raised[1]}", OFF]
     # What is not estimated as compiled needs the same with any budget.
     assert chosen(device="cpu", compile=True, activation_memory_budget=0.2) == []
-    assert BUDGET(1.0) not in chosen(2, **compiled, activation_memory_budget=0.2)
+    lower = {**compiled, "activation_memory_budget": 0.2}
+    assert BUDGET(1.0) in chosen(2, **lower)
+    assert BUDGET(1.0) not in chosen(2, **lower, tensor_parallel_dim=2)
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -34,4 +34,5 @@ def test_budgets_of_activations_below_the_configured_one_are_tried_under_compile
     assert budgets(*compiled, "activation_memory_budget=0.0") == []
     assert budgets("device=cuda", "compile=False") == []
     assert budgets("device=cpu", "compile=True") == []
-    assert budgets(*compiled, world_size=2) == []
+    assert budgets(*compiled, world_size=2) == [0.5, 0.3, 0.15]
+    assert budgets(*compiled, "tensor_parallel_dim=2", world_size=2) == []
