@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +94,7 @@ class Compilations:
 
 class CompilationLog:
     """Counts and logs what is compiled again in this process while a model trains, whatever asked
-    for it.
+    for it, and frees what compiling has left behind.
 
     Args:
         model: model that trains; nothing is looked at unless a part of it is compiled by now.
@@ -120,7 +121,11 @@ class CompilationLog:
         """
         if self._compilations is None:
             return
-        for compilation in self._compilations.new():
+        new = self._compilations.new()
+        if new:
+            # With a warm cache tensors of the step stay in cycles: logits of a loss in chunks did.
+            gc.collect()
+        for compilation in new:
             if not compilation.is_again:
                 continue
             self.num_again += not compilation.gives_up

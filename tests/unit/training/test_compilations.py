@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from support.loops import train, training
@@ -175,3 +178,23 @@ def test_a_model_that_is_not_compiled_is_not_looked_at(monkeypatch):
     made = training(rows=ROWS, batch_size=2)
     monkeypatch.setattr(Compilations, "new", lambda self: pytest.fail("looked at"))
     train(made, epochs=1)
+
+
+def test_what_is_in_cycles_after_a_step_that_compiles_is_freed_and_else_nothing_is():
+    class Left:
+        def __init__(self):
+            self.itself = self
+
+    def is_freed():
+        left = weakref.ref(Left())
+        log.log_new(lambda kind, message, **facts: None)
+        return left() is None
+
+    log = CompilationLog(compiled_decoder())
+    gc.disable()
+    try:
+        run(compiled(), 3)
+        assert is_freed()
+        assert not is_freed()
+    finally:
+        gc.enable()
