@@ -106,11 +106,21 @@ class CompilationLog:
     def __init__(self, model: nn.Module) -> None:
         self.num_again = 0
         self._compilations = Compilations() if is_compiled(model) else None
+        self._not_logged: list[Compilation] = []
 
     def forget(self) -> None:
         """Leave out what was compiled since the last call of this or `log_new`, as for trials."""
         if self._compilations is not None:
             self._compilations = Compilations()
+            self._not_logged.clear()
+
+    def clean_up(self) -> None:
+        """Free what compiling has left in reference cycles, if something was compiled."""
+        new = [] if self._compilations is None else self._compilations.new()
+        if new:
+            # With a warm cache, logits of a loss in chunks were among it.
+            gc.collect()
+            self._not_logged += new
 
     def log_new(self, event: Callable[..., object]) -> None:
         """Log what was compiled again since the last call of this or `forget`, a line for each with
@@ -119,13 +129,8 @@ class CompilationLog:
         Args:
             event: function ``event(kind, message, **facts)`` that writes down an event.
         """
-        if self._compilations is None:
-            return
-        new = self._compilations.new()
-        if new:
-            # With a warm cache tensors of the step stay in cycles: logits of a loss in chunks did.
-            gc.collect()
-        for compilation in new:
+        self.clean_up()
+        for compilation in self._not_logged:
             if not compilation.is_again:
                 continue
             self.num_again += not compilation.gives_up
@@ -138,6 +143,7 @@ class CompilationLog:
                 gives_up=compilation.gives_up,
                 count=self.num_again,
             )
+        self._not_logged.clear()
 
 
 def _first_line(reason: str) -> str:

@@ -189,6 +189,7 @@ class StepRunner:
                 raise
             raise self.retry.lost(error, "as gradients were reduced") from error
         gradients.add_up()
+        self.compilations.clean_up()
         return result
 
     def run_micro_batches(

@@ -197,8 +197,6 @@ def train(run: StackRun) -> Outcome:
         for lengths in steps:
             trainer.runner.run([row_of(length) for length in lengths], len(lengths))
             trainer.step()
-            # As the recipe does, it frees what compiling leaves behind.
-            trainer.runner.compilations.log_new(lambda kind, message, **facts: None)
             done += 1
     except Exception as failure:
         cause: BaseException = failure
