@@ -20,7 +20,9 @@ class RowReader:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._expect: Callable[[list[int]], object] | None = getattr(dataset, "expect", None)
+        self._expect: Callable[[list[int]], object] = getattr(
+            dataset, "expect", lambda numbers: None
+        )
         self._requested: deque[int] = deque()
         self._rows: Iterator[Any] | None = None
 
@@ -34,8 +36,7 @@ class RowReader:
             self._dataset, batch_size=None, sampler=requested, collate_fn=lambda row: row
         )
         self._rows = iter(loader)
-        if self._expect is not None:
-            self._expect([])
+        self._expect([])
 
     def read(self, numbers: Sequence[int], *, following: Sequence[int] = ()) -> list[Any]:
         """Read some rows.
@@ -49,6 +50,5 @@ class RowReader:
         else:
             self._requested.extend(numbers)
             rows = [next(self._rows) for _ in numbers]
-        if self._expect is not None:
-            self._expect(list(following))
+        self._expect(list(following))
         return rows

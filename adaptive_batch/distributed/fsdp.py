@@ -23,8 +23,6 @@ from adaptive_batch._torch import disable_current_modes, private
 
 from . import collectives as distributed
 
-_NOTHING_TO_NOTE = nullcontext()
-
 
 class Sharding:
     """The FSDP modules of a model; does nothing where it has none.
@@ -80,7 +78,7 @@ class Sharding:
             is_trial: whether it is no training.
         """
         if not self._modules:
-            return _NOTHING_TO_NOTE
+            return nullcontext()
         return self._recorded(is_last=is_last, evaluates=evaluates)
 
     @contextmanager

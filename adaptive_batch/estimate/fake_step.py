@@ -256,7 +256,7 @@ class FakeDevice:
         self._counter = counter
         try:
             with ExitStack() as contexts:
-                # It looks through all objects again and again, of which a step makes many.
+                # The collector would look through all objects again and again: a step makes many.
                 if gc.isenabled():
                     gc.disable()
                     contexts.callback(gc.enable)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adaptive_batch.memory import LEAST_BLOCK
+from adaptive_batch.memory import block_within
 
 from .allocator import CachingAllocator
 
@@ -47,10 +47,7 @@ class SimulatedMemory:
         block_bytes = num_bytes - allocator.reserved_bytes
         of_others = cached_for_others - self.cached_for_others()
         free_bytes = allocator.capacity_bytes - allocator.reserved_bytes
-        room_bytes = free_bytes - LEAST_BLOCK - of_others
-        fitting_bytes = min(block_bytes, room_bytes)
-        if fitting_bytes >= LEAST_BLOCK and block_bytes - of_others <= room_bytes:
-            allocator.free(allocator.malloc(fitting_bytes))
+        self._allocate_once(block_within(free_bytes, block_bytes, of_others=of_others))
         allocator.peak_allocated_bytes = peak_bytes
 
     def restore_peak(self, peak_bytes: int) -> None:
@@ -61,7 +58,10 @@ class SimulatedMemory:
         self.empty_cache()
         # Statistics of a device show such a peak once it was allocated.
         missing_bytes = peak_bytes - allocator.allocated_bytes
-        room_bytes = allocator.capacity_bytes - allocator.reserved_bytes
-        if missing_bytes >= LEAST_BLOCK and missing_bytes + LEAST_BLOCK <= room_bytes:
-            allocator.free(allocator.malloc(missing_bytes))
+        free_bytes = allocator.capacity_bytes - allocator.reserved_bytes
+        self._allocate_once(block_within(free_bytes, missing_bytes))
         allocator.peak_allocated_bytes = peak_bytes
+
+    def _allocate_once(self, num_bytes: int) -> None:
+        if num_bytes:
+            self.allocator.free(self.allocator.malloc(num_bytes))

@@ -302,7 +302,7 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         else:
             # A number of Python's.
             self._is_lifted = func is torch.ops.aten.lift_fresh.default
-            # Fake tensors remember the result of the one, and work out that of the other each time.
+            # Fake tensors cache what view returns; _unsafe_view's result they work out each time.
             if func is torch.ops.aten._unsafe_view.default:
                 func = torch.ops.aten.view.default
             result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -14,10 +14,10 @@ from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
     GIB,
-    LEAST_BLOCK,
     DeviceMemory,
     Room,
     Usage,
+    block_within,
     budget_bytes,
     check_device_memory,
     device_memory,
@@ -36,7 +36,6 @@ from .tracker import MemoryTracker, plain_tensors, storage_bytes
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "GIB",
-    "LEAST_BLOCK",
     "AllocatorCache",
     "DeviceMemory",
     "Line",
@@ -50,6 +49,7 @@ __all__ = [
     "TrainingSnapshot",
     "Usage",
     "allocator_settings",
+    "block_within",
     "budget_bytes",
     "check_device_memory",
     "check_segments",

@@ -46,7 +46,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 # The allocator takes more than is asked for up to this size; so much is also left of a device whose
 # memory is taken as one block, for blocks of other kinds.
-LEAST_BLOCK = 20 * 1024**2
+_LEAST_BLOCK = 20 * 1024**2
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
@@ -197,6 +197,25 @@ class Room:
     def total_bytes(self) -> int:
         """All that this process may hold."""
         return self.held_bytes + self.free_bytes
+
+
+def block_within(free_bytes: int, wanted_bytes: int, *, of_others: int = 0) -> int:
+    """Return the bytes of the one block that an allocator's cache is to hold.
+
+    Args:
+        free_bytes: bytes that the device has free.
+        wanted_bytes: bytes of the block where there is room.
+        of_others: bytes that other streams ask for again. The block is smaller by up to these where
+            the device has less free.
+
+    Returns:
+        0 where it has less still, or where the block would be one among others of its kind.
+    """
+    room_bytes = free_bytes - _LEAST_BLOCK - of_others
+    block_bytes = min(wanted_bytes, room_bytes)
+    if wanted_bytes - of_others > room_bytes or block_bytes < _LEAST_BLOCK:
+        return 0
+    return block_bytes
 
 
 class DeviceMemory(Protocol):
@@ -451,10 +470,7 @@ class AcceleratorMemory:
         block_bytes = num_bytes - self.reserved_bytes()
         # Other streams will ask for this again, and some of what is needed may have been theirs.
         of_others = cached_for_others - self.cached_for_others()
-        room_bytes = self._reservable_bytes() - LEAST_BLOCK - of_others
-        if block_bytes - of_others > room_bytes:
-            return
-        block_bytes = min(block_bytes, room_bytes)
+        block_bytes = block_within(self._reservable_bytes(), block_bytes, of_others=of_others)
         self._allocate_once(block_bytes)
         # The block is no peak of the script's.
         if self.peak_bytes() > peak_bytes:
@@ -467,14 +483,13 @@ class AcceleratorMemory:
         self.empty_cache()
         self._reset_peaks()
         missing_bytes = peak_bytes - self._statistic("memory_allocated")
-        if missing_bytes + LEAST_BLOCK <= self._reservable_bytes():
-            self._allocate_once(missing_bytes)
+        self._allocate_once(block_within(self._reservable_bytes(), missing_bytes))
 
     def _allocate_once(self, num_bytes: int) -> None:
         """Allocate and free a block; nothing where it would be one among others of its kind, or
         where another program has taken the memory in the meantime.
         """
-        if num_bytes < LEAST_BLOCK:
+        if num_bytes < _LEAST_BLOCK:
             return
         try:
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

@@ -228,6 +228,11 @@ def check_adapter_keys(block: Mapping[str, Any]) -> None:
             raise SettingError("model.lora_attn_modules", list(names), remedy)
 
 
+def has_tensor_parallelism(cfg: DictConfig) -> bool:
+    """Return whether several ranks share the tensors of one model."""
+    return int(cfg.get("tensor_parallel_dim", 1) or 1) > 1
+
+
 def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Refuse a model without adapters or with others than its block names, and a block that lacks a
     key that torchtune saves.
@@ -247,7 +252,7 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
                 f"model.{key}", None, f"it is missing, and is saved with adapters; {remedy}"
             )
     _check_adapters_are_made(model, cfg.model)
-    if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
+    if has_tensor_parallelism(cfg):
         remedy = (
             "adapters are not divided by tensor parallelism; give 1, and ranks divide the model by"
             " FSDP"

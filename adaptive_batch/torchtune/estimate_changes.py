@@ -14,6 +14,8 @@ from torchtune import modules
 
 from adaptive_batch.estimate import AllocatorSettings, not_estimated
 
+from .checks import has_tensor_parallelism
+
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 # Optimizers that have a fused step.
 _FUSED = ("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD")
@@ -212,10 +214,9 @@ def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
 
 def _estimates_compiled(cfg: DictConfig) -> bool:
     """Return whether a step is compiled, and estimated so."""
-    is_divided = int(cfg.get("tensor_parallel_dim", 1) or 1) > 1
-    if not cfg.get("compile", False) or str(cfg.device) == "cpu" or is_divided:
+    if not cfg.get("compile", False) or str(cfg.device) == "cpu":
         return False
-    return not_estimated() is None
+    return not has_tensor_parallelism(cfg) and not_estimated() is None
 
 
 def _activation_budget(cfg: DictConfig) -> float:

@@ -15,6 +15,7 @@ from torchtune.modules.peft import disable_adapter
 from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
 
+from .checks import has_tensor_parallelism
 from .config_errors import building
 from .model import FullModel, ModelBuilder
 
@@ -83,7 +84,7 @@ class SecondModel:
     builder: ClassVar[ModelBuilder] = FullModel()
 
     def __init__(self, cfg: DictConfig, *, key: str = "model", checkpointer_key: str) -> None:
-        if int(cfg.get("tensor_parallel_dim", 1) or 1) > 1:
+        if has_tensor_parallelism(cfg):
             remedy = (
                 "a second model is not divided by tensor parallelism; give 1, and ranks divide both"
                 " models by FSDP"

@@ -31,7 +31,7 @@ LENGTHS_REMEDY = (
 )
 
 # What a rank without rows runs, as errors name it.
-_A_ROW = MicroBatch([0], 1)
+_IDLE = MicroBatch([0], 1)
 
 
 class PartRunner:
@@ -160,7 +160,7 @@ class PartRunner:
                 )
                 self._forward_backward(dummy)
 
-        self.runner.run_micro_batches(division, run, idle=_A_ROW)
+        self.runner.run_micro_batches(division, run, idle=_IDLE)
         if distributed.any_of_ranks(self.runner.retry.has_failed):
             raise OutOfMemoryElsewhereError
         return results
@@ -221,7 +221,7 @@ class PartRunner:
             for is_last in (False, True):
                 self.try_part(lambda: (rows.dummy(), 1), is_last=is_last)
 
-        self.runner.learn_collectives(run, _A_ROW)
+        self.runner.learn_collectives(run, _IDLE)
 
     def num_labels(self, batch: Any, num_rows: int) -> int:
         """Return the labels of a batch of so many rows, as a part's share counts them."""

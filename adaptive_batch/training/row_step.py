@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 Row = Any
 Batch = Any
 
-# Nothing is to be kept apart.
-_PADDED = nullcontext()
-
 
 class RowLayouts:
     """Knows which layouts train the model alike, of which a search may choose the fastest.
@@ -272,7 +269,7 @@ class RowStep:
         """Keep packed rows from seeing each other, in backward too."""
         form = FORMS.get(self.sizer.layout.kind)
         if form is None:
-            return _PADDED
+            return nullcontext()
         return form.apart(form.lengths(batch))
 
     def run(self, rows: Sequence[Row], *, batch_size: int, question: Question) -> StepResult:
