@@ -30,6 +30,7 @@ from adaptive_batch.probe import (
     critical_batch,
 )
 from adaptive_batch.schedules import LearningRate, Reference
+from adaptive_batch.training import Question
 
 from .checkpoints import Checkpoints
 from .checks import AUTO, check_output_dir
@@ -298,7 +299,8 @@ def _branches(
             lr = 0.0
             for begin in range(0, len(trained), batch):
                 lr = rate.set(0.0, batch=batch)
-                runner.run(trained[begin : begin + batch][rank::ranks], job.settings.batch_size)
+                question = Question(batch_size=job.settings.batch_size, num_rows=batch)
+                runner.run(trained[begin : begin + batch][rank::ranks], question)
                 trainer.step()
                 bar.advance()
             branches.append(evaluated(batch))

@@ -7,7 +7,7 @@ Whoever needs one of them is given the sizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -530,12 +530,22 @@ class MicroBatchSizer:
         self.tried_length = 0
         self.throughput: Throughput | None = None
         self.num_out_of_memory = 0
+        self._batch_size = 1
         self._lowered = _LoweredLimit(policy or OOMPolicy(), memory)
 
     # --- what may run at once ---------------------------------------------------------------------
 
+    def begin_step(self, batch_size: int) -> None:
+        """Take it that a step begins of which so many rows run at once, see :meth:`limit`."""
+        self._batch_size = batch_size
+
+    @property
+    def limit_of_step(self) -> MicroBatchLimit:
+        """What a micro-batch of the step that began last may hold now."""
+        return self.limit(self._batch_size)
+
     def limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return what a micro-batch may hold now.
+        """Return what a micro-batch may hold now, of a step that may not have begun.
 
         Args:
             batch_size: rows that run at once where no size is configured and all of them fit.
@@ -582,11 +592,6 @@ class MicroBatchSizer:
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
         return self._micro_batch.is_auto and not self.tried_length
-
-    @property
-    def must_ease(self) -> bool:
-        """Whether the limit is to be a little smaller: this rank's allocator only just had room."""
-        return self._lowered.must_ease
 
     def _padded_tokens(self, rows: int, length: int) -> int:
         return self.layout.padded_tokens([length] * rows)
@@ -675,7 +680,7 @@ class MicroBatchSizer:
     # --- out of memory, and growing back ----------------------------------------------------------
 
     def after_out_of_memory(
-        self, failed: MicroBatch, error: str, *, batch_size: int, failures: int = 0
+        self, failed: MicroBatch, error: str, *, failures: int = 0
     ) -> SmallerLimit:
         """Return the limit that this rank asks for after a micro-batch ran out of memory.
 
@@ -683,43 +688,73 @@ class MicroBatchSizer:
             failed: micro-batch that did not fit.
             error: message of the device; empty to shrink without a look at what is free now, as
                 where the process ends.
-            batch_size: see :meth:`limit`.
             failures: failures of this step so far, this one included.
         """
-        limit = self.limit(batch_size)
-        return self._lowered.after_out_of_memory(limit, failed, error, failures=failures)
+        return self._lowered.after_out_of_memory(
+            self.limit_of_step, failed, error, failures=failures
+        )
 
-    def after_attempt(self, *, allocator_retried: bool) -> None:
-        """Count a step that ran to its end, and whether its allocator had to ask twice."""
+    def after_attempt(self, fullest: MicroBatch, *, allocator_retried: bool) -> None:
+        """Count a step that ran to its end; one rank alone makes its limit smaller at once where
+        its allocator only just had room.
+
+        Args:
+            fullest: the largest micro-batch of the step.
+            allocator_retried: whether the allocator had to ask twice.
+        """
         self._lowered.after_attempt(allocator_retried=allocator_retried)
+        if allocator_retried and distributed.world_size() == 1:
+            self.ease(fullest)
 
-    def ease(self, fullest: MicroBatch, *, batch_size: int) -> None:
+    def agree(self, numbers: Sequence[int], *, fullest: MicroBatch) -> tuple[Sequence[int], bool]:
+        """Make the limit a little smaller where a rank's allocator only just had room, or larger
+        where all ranks have room; all of them call it.
+
+        Args:
+            numbers: what ranks compare in the same collective.
+            fullest: the largest micro-batch of this rank's last step.
+
+        Returns:
+            The largest of each number on any rank; and whether the limit has changed.
+        """
+        grown = self._lowered.growth()
+        # Nobody to agree with, and nothing to change.
+        if grown is None and distributed.world_size() == 1:
+            return numbers, False
+        any_eases, any_stays, *largest = distributed.all_reduce_max(
+            [int(self._lowered.must_ease), int(grown is None), *numbers]
+        )
+        if any_eases:
+            self.ease(fullest)
+        elif grown is not None and not any_stays:
+            self._on_change(self._lowered.grow(grown))
+        return largest, bool(any_eases or not any_stays)
+
+    def ease(self, fullest: MicroBatch) -> None:
         """Make a limit that only just fits a little smaller, once; all ranks call it.
 
         Args:
-            fullest: the largest micro-batch of this rank's last step.
-            batch_size: see :meth:`limit`.
+            fullest: see :meth:`agree`.
         """
-        request = self._lowered.easing(self.limit(batch_size), fullest)
+        request = self._lowered.easing(self.limit_of_step, fullest)
         requests = {}
         for rank, rank_request in enumerate(distributed.all_gather(request)):
             if rank_request and rank_request.limit:
                 requests[rank] = rank_request
         if requests:
-            self.lower(requests, batch_size=batch_size)
+            self.lower(requests)
 
-    def lower(self, requests: Mapping[int, SmallerLimit], *, batch_size: int) -> None:
+    def lower(self, requests: Mapping[int, SmallerLimit]) -> None:
         """Take the smallest limit that any rank asks for, on all ranks alike.
 
         Args:
             requests: limits by rank, none of them None.
-            batch_size: see :meth:`limit`.
         """
-        change = LimitChange.to_smallest(requests, before=self.limit(batch_size))
+        change = LimitChange.to_smallest(requests, before=self.limit_of_step)
         self.num_out_of_memory += change.out_of_memory
         self._lowered.lower(change)
         self._on_change(change)
-        now = self.limit(batch_size)
+        now = self.limit_of_step
         assert now.amount <= change.after.amount, (
             f"lowered to {change.after}, and the limit is {now}"
         )
@@ -731,16 +766,6 @@ class MicroBatchSizer:
     def count_out_of_memory(self, times: int) -> None:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""
         self.num_out_of_memory += times
-
-    def growth(self) -> MicroBatchLimit | None:
-        """Return what a lowered limit grows to now, alike on all ranks that have room for it; None
-        where it stays.
-        """
-        return self._lowered.growth()
-
-    def grow(self, after: MicroBatchLimit) -> None:
-        """Let a lowered limit grow, on all ranks."""
-        self._on_change(self._lowered.grow(after))
 
     # --- state ------------------------------------------------------------------------------------
 
