@@ -109,11 +109,7 @@ def probe(
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        say(
-            "\n".join(
-                ["", result.table(), left_by_rounding(result.max_batch_size, result.batch_size)]
-            )
-        )
+        say("\n".join(["", result.table(), left_by_rounding(result)]))
         results.append(result)
         fitting_lengths.append(length)
     if refused and not results:

@@ -28,7 +28,7 @@ from .layouts import (
     split_by_rows,
     split_by_tokens,
 )
-from .lengths import Measured, count_rows, longest_rows, measure_rows
+from .lengths import Measured, count_rows, longest_rows, mean_rows, measure_rows
 from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader
@@ -75,6 +75,7 @@ __all__ = [
     "largest_divisor",
     "lengthened",
     "longest_rows",
+    "mean_rows",
     "measure_rows",
     "micro_batches",
     "move_to_device",

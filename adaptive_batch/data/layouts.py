@@ -59,8 +59,6 @@ class MicroBatchLimit:
 
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
         """Return the micro-batch that takes most of the limit."""
-        if len(pieces) == 1:
-            return pieces[0]
 
         def key(piece: MicroBatch) -> tuple[int, int]:
             rows = len(piece.rows)

@@ -199,6 +199,10 @@ class Job:
             )
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
+    def count_batches_on(self, ranks: int) -> None:
+        """Count batches on the ranks that the run began with, however many there are now."""
+        self.ranks = ranks
+
     @property
     def search_plan(self) -> SearchPlan:
         """What is found before training, on the ranks that there are."""

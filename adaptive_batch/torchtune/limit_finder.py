@@ -223,13 +223,13 @@ class LimitFinder:
                 )
                 self._log.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
             return batch_size
-        if settings.use_maximum_batch_size and not is_scheduled:
+        if self._job.search_plan.sets_batch:
             configured = batch_size
             batch_size = result.batch_size
             message = (
                 f"batch_size {configured} -> {batch_size} (use_maximum_batch_size; bound {bound})"
             )
-            message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
+            message = ": ".join(filter(None, [message, left_by_rounding(result)]))
             self._log.event("batch_size", message, before=configured, after=batch_size, bound=bound)
         if not (settings.micro_batch.is_given or is_scheduled) and batch_size > bound:
             smaller = (

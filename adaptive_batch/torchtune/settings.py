@@ -510,6 +510,8 @@ class SearchPlan:
             that are configured; None where it does not.
         has_several: whether some step has several micro-batches whatever fits.
         rounds: whether the power of two at or below the bound is tried, too.
+        sets_batch: whether training begins with the batch that is found, unless a checkpoint's is
+            kept.
     """
 
     is_needed: bool
@@ -517,6 +519,7 @@ class SearchPlan:
     step_rows: int | None
     has_several: bool
     rounds: bool
+    sets_batch: bool
 
     @classmethod
     def of(cls, settings: Settings, *, began_on: int = 0) -> SearchPlan:
@@ -548,6 +551,7 @@ class SearchPlan:
             step_rows=settings.step_rows if stays else None,
             has_several=divides or samples or times or grows_beyond or repeats or holds_more,
             rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
+            sets_batch=settings.use_maximum_batch_size and settings.batch_size_schedule is None,
         )
 
 

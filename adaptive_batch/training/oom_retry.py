@@ -130,6 +130,12 @@ class OOMRetry:
                 raise self.lost(error, "as an attempt was undone") from error
             self._shrink()
 
+    def expect(self, pieces: Sequence[MicroBatch]) -> None:
+        """Take it that what runs out of memory next is too large with the fullest of these."""
+        self.current = pieces[0]
+        if len(pieces) > 1:
+            self.current = self.sizer.limit_of_step.fullest(pieces)
+
     def disregard_allocator_retries(self) -> None:
         """Take it that the allocator's retries so far say nothing of a micro-batch."""
         self._allocator_retries = self.memory.num_retries()
@@ -173,11 +179,8 @@ class OOMRetry:
                 `evaluates`.
             evaluates: whether there is no backward; see :meth:`Sharding.micro_batch`.
         """
-        own = list(filter(None, pieces))
-        fullest = idle
-        if own:
-            fullest = self.sizer.limit_of_step.fullest(own)
-        self.current = fullest
+        self.expect(list(filter(None, pieces)) or [idle])
+        fullest = self.current
         kinds: list[dict[str, Any]] = [{"is_last": is_last} for is_last in reduced]
         if evaluates:
             kinds = [{"evaluates": evaluates}] * len(pieces)

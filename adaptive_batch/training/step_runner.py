@@ -142,8 +142,8 @@ class StepRunner:
             current = divisions.pop() if divisions else Division.agreed(divide())
             pieces = list(chain(*current.parts))
             if pieces:
-                # What runs out of memory before the first of them, is too large with the fullest.
-                self.retry.current = self.sizer.limit_of_step.fullest(pieces)
+                # Memory may run out before the first of them.
+                self.retry.expect(pieces)
             if self.sharding.is_sharded:
                 # A forward of the user's, as in a validation, leaves parameters gathered.
                 self.sharding.reset()
@@ -233,7 +233,7 @@ class StepRunner:
         """
         gradients = self.gradients_apart()
         restore = self._snapshot.take()
-        self.retry.current = row
+        self.retry.expect([row])
         try:
             run()
         except Exception as error:
