@@ -328,7 +328,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """
         runner = self.trainer.runner
         question = Question(
-            batch_size=step.batch_size,
+            batch_size=self.planner.batch.batch_size,
             num_rows=len(step.numbers),
             batch=step.progress.batch,
             ends=self.preemption.requested,

@@ -32,7 +32,7 @@ from .lengths import Measured, count_rows, longest_rows, mean_rows, measure_rows
 from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader
-from .requested_batch import Event, without_batch
+from .requested_batch import Event, RequestedBatch, without_batch
 from .step_planner import PlannedRows, StepPlanner
 from .step_queue import StepQueue
 from .step_rows import StepRows
@@ -59,6 +59,7 @@ __all__ = [
     "MicroBatchTime",
     "PlannedRows",
     "ReadAhead",
+    "RequestedBatch",
     "RowLength",
     "RowOrder",
     "RowReader",

@@ -19,7 +19,7 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count, without_nan
-from adaptive_batch.data import EpochPlanner
+from adaptive_batch.data import EpochPlanner, RequestedBatch
 from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import TrainingSnapshot
 from adaptive_batch.probe import (
@@ -204,7 +204,8 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     validation = job.settings.validation
     rows = _num_rows_to_train(job, len(data.dataset))
     batching = job.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
-    epochs = EpochPlanner(data.dataset, batching, ranks=job.ranks, divisible=False)
+    batch = RequestedBatch(batching)
+    epochs = EpochPlanner(data.dataset, batch, ranks=job.ranks, divisible=False)
     state = resumed.state_of("steps")
     if state is not None:
         epochs.load_state_dict(state)

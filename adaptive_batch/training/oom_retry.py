@@ -21,7 +21,7 @@ from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
-from .sizing import MicroBatchSizer, SmallerLimit
+from .sizing import MicroBatchSizer, SmallerLimit, of_all_ranks
 
 Result = TypeVar("Result")
 
@@ -258,10 +258,7 @@ class OOMRetry:
             request = self.sizer.after_out_of_memory(
                 self.current, self._error, failures=self._failures
             )
-        requests = {}
-        for rank, rank_request in enumerate(distributed.all_gather(request)):
-            if rank_request:
-                requests[rank] = rank_request
+        requests = of_all_ranks(request)
         for rank, rank_request in requests.items():
             if rank_request.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)

@@ -58,6 +58,11 @@ class SmallerLimit(NamedTuple):
     error: str
 
 
+def of_all_ranks(request: SmallerLimit | None) -> dict[int, SmallerLimit]:
+    """Return what ranks ask for, by rank, of those that ask for a smaller limit; a collective."""
+    return {rank: asked for rank, asked in enumerate(distributed.all_gather(request)) if asked}
+
+
 @dataclass(frozen=True)
 class LimitChange:
     """A limit that was lowered during a run, or grew back.
@@ -235,10 +240,13 @@ class ConfiguredSize:
         """Whether it is known without a search."""
         return self.is_given and not self.is_auto
 
-    def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
-        """Refuse a size above what fits; it is never cut in silence."""
+    def check(self, result: ProbeResult, layout: MicroBatchLayout) -> None:
+        """Refuse a size above what fits in a layout; it is never cut in silence."""
         rows = self.micro_batch_size
         tokens = self.micro_batch_tokens
+        max_batch_size = result.max_batch_size
+        length = result.sequence_length
+        fitting_tokens = layout.amount(max_batch_size, length, unit="tokens")
         if isinstance(rows, int) and rows > max_batch_size:
             remedy = f"{rows_fit(max_batch_size)}; give {max_batch_size} or less"
             raise SettingError("micro_batch_size", rows, remedy)
@@ -416,7 +424,7 @@ class _LoweredLimit:
 
     def easing(self, limit: MicroBatchLimit, fullest: MicroBatch) -> SmallerLimit | None:
         """Return the smaller limit that this rank asks for where its allocator only just had room,
-        once; None where it had.
+        once; None where it had, or ran one row.
         """
         if not self.must_ease:
             return None
@@ -426,6 +434,7 @@ class _LoweredLimit:
         if smaller is None:
             # It was one row, and larger micro-batches may come.
             self._retries_until_eased = 1
+            return None
         return SmallerLimit(rows, fullest.length, smaller, "")
 
     def lower(self, change: LimitChange) -> None:
@@ -574,7 +583,7 @@ class MicroBatchSizer:
         rows = self._micro_batch.micro_batch_size
         tokens = self._micro_batch.micro_batch_tokens
         if tokens == "auto":
-            tokens = self._padded_tokens(max_batch_size or 0, length) or NO_LIMIT
+            tokens = self.layout.amount(max_batch_size or 0, length, unit="tokens") or NO_LIMIT
         if tokens is not None:
             return MicroBatchLimit(int(tokens), "tokens")
         if rows == "auto":
@@ -592,9 +601,6 @@ class MicroBatchSizer:
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
         return self._micro_batch.is_auto and not self.tried_length
-
-    def _padded_tokens(self, rows: int, length: int) -> int:
-        return self.layout.padded_tokens([length] * rows)
 
     def use_layout(self, kind: str) -> None:
         """Take the layout of a name, from the next step on."""
@@ -618,25 +624,22 @@ class MicroBatchSizer:
         Raises:
             SettingError: a configured size is above what fits; it is never cut in silence.
         """
-        length = result.sequence_length
-        fitting_tokens = self._padded_tokens(result.max_batch_size, length)
-        self._micro_batch.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
+        self._micro_batch.check(result, self.layout)
         self.assume(result)
         self._learn_cost(result)
 
     def assume(self, result: ProbeResult) -> None:
         """Take what a search found, whatever is configured: for what is looked at, and not run."""
-        max_batch_size = result.max_batch_size
-        if max_batch_size != self.max_batch_size:
+        if result.max_batch_size != self.max_batch_size:
             self._lowered.forget()
-        self.max_batch_size = max_batch_size
+        self.max_batch_size = result.max_batch_size
         self.tried_length = max(1, result.sequence_length)
         if self.throughput is not None:
             # It may have been found where more fits.
-            fitting = max_batch_size
-            if self.throughput.limit.unit == "tokens":
-                fitting = self._padded_tokens(max_batch_size, self.tried_length)
-            self.throughput = _within(self.throughput, fitting)
+            limit = self.throughput.limit
+            fitting = self.layout.amount(self.max_batch_size, self.tried_length, unit=limit.unit)
+            limit = replace(limit, amount=min(limit.amount, fitting))
+            self.throughput = replace(self.throughput, limit=limit)
         if result.throughput is not None:
             self._choose(result.throughput)
 
@@ -657,9 +660,7 @@ class MicroBatchSizer:
         if not can_split:
             self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
         elif fitting_rows < tried_rows:
-            amount = fitting_rows
-            if limit.unit == "tokens":
-                amount = self._padded_tokens(fitting_rows, length)
+            amount = self.layout.amount(fitting_rows, length, unit=limit.unit)
             self._lowered.hold(MicroBatchLimit(amount, limit.unit))
         elif self._micro_batch.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
@@ -668,9 +669,8 @@ class MicroBatchSizer:
         self.tried_length = length
 
     def _learn_cost(self, result: ProbeResult) -> None:
-        row_amount = 1
-        if self.limit(result.max_batch_size).unit == "tokens":
-            row_amount = self._padded_tokens(1, result.sequence_length)
+        unit = self.limit(result.max_batch_size).unit
+        row_amount = self.layout.amount(1, result.sequence_length, unit=unit)
         self._lowered.room.learn(result, row_amount=row_amount)
 
     def _choose(self, fastest: Throughput) -> None:
@@ -731,25 +731,15 @@ class MicroBatchSizer:
         return largest, bool(any_eases or not any_stays)
 
     def ease(self, fullest: MicroBatch) -> None:
-        """Make a limit that only just fits a little smaller, once; all ranks call it.
-
-        Args:
-            fullest: see :meth:`agree`.
+        """Make a limit that the fullest micro-batch only just fits a little smaller, once; all
+        ranks call it.
         """
-        request = self._lowered.easing(self.limit_of_step, fullest)
-        requests = {}
-        for rank, rank_request in enumerate(distributed.all_gather(request)):
-            if rank_request and rank_request.limit:
-                requests[rank] = rank_request
+        requests = of_all_ranks(self._lowered.easing(self.limit_of_step, fullest))
         if requests:
             self.lower(requests)
 
     def lower(self, requests: Mapping[int, SmallerLimit]) -> None:
-        """Take the smallest limit that any rank asks for, on all ranks alike.
-
-        Args:
-            requests: limits by rank, none of them None.
-        """
+        """Take the smallest of these limits, one for each rank that asks; none of them is None."""
         change = LimitChange.to_smallest(requests, before=self.limit_of_step)
         self.num_out_of_memory += change.out_of_memory
         self._lowered.lower(change)
@@ -815,9 +805,3 @@ class MicroBatchSizer:
 
 def _limit(saved: Mapping[str, Any] | None) -> MicroBatchLimit | None:
     return MicroBatchLimit(**saved) if saved else None
-
-
-def _within(fastest: Throughput, amount: int) -> Throughput:
-    """Return what is fastest, with a limit of no more than fits."""
-    limit = fastest.limit
-    return replace(fastest, limit=replace(limit, amount=min(limit.amount, amount)))
