@@ -192,11 +192,12 @@ class EpochPlanner:
         return self._rows_of_next_step(progress, 1) == 0
 
     def _rows_of_next_step(self, progress: Progress, step_rows: int) -> int:
-        most_steps = self.batching.max_steps_per_epoch
+        batching = self.batching
+        most_steps = batching.max_steps_per_epoch
         left = self.num_rows - progress.epoch_rows
         if most_steps is not None and progress.epoch_steps >= most_steps:
             return 0
-        if self.batching.drop_last and left < step_rows:
+        if batching.drop_last and left < step_rows:
             return 0
         return min(step_rows, left)
 

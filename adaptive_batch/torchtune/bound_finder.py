@@ -208,7 +208,7 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        step_rows = self._job.search_plan.step_rows
+        step_rows = self._settings.search_plan.step_rows
         if step_rows is not None:
             usable_rows = min(epoch_rows, step_rows)
         elif settings.batch_tokens:
@@ -245,7 +245,7 @@ class BoundFinder:
             DoesNotFitError: one row does not fit.
             SettingError: with the optimizer in backward a step does not fit at once.
         """
-        plan = self._job.search_plan
+        plan = self._settings.search_plan
         choices = self._choices(trainer, saved) if plan.times else None
 
         def search(beside_gradients: bool) -> ProbeResult:
@@ -272,7 +272,7 @@ class BoundFinder:
 
         return search_for_steps(
             search,
-            has_several=plan.has_several,
+            has_several=plan.has_several or self._job.holds_more,
             step_rows=step_rows,
             check_split=check_split,
         )
@@ -292,7 +292,7 @@ class BoundFinder:
             return reason
 
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        rows = self._job.search_plan.step_rows or 0
+        rows = self._settings.search_plan.step_rows or 0
         if settings.batch_tokens and not settings.grows:
             rows = mean_rows(settings.batch_tokens, data.dataset.lengths)
         kinds = kinds_to_choose_from(
@@ -320,7 +320,7 @@ class BoundFinder:
             source = f"a search found that before ({self.path})"
         rows = min(rows, self.most_rows)
         batch_size = rows
-        if self._job.search_plan.rounds:
+        if self._settings.search_plan.rounds:
             batch_size = 1 << rows.bit_length() - 1
         return ProbeResult(rows, batch_size, (), (), sequence_length=tokens), source
 

@@ -257,8 +257,7 @@ class StepRunner:
         """
         return [
             parameter
-            for place in self._places
-            for parameter in place.values()
+            for parameter in chain.from_iterable(map(dict.values, self._places))
             if parameter is not None and parameter.grad is not None
         ]
 
