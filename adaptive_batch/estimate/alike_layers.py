@@ -181,11 +181,15 @@ def _expected(known: Sequence[_Traced], few: Phase | None) -> Phase | None:
 def _keys(phases: Sequence[Phase | None]) -> Iterator[Sequence[Hashable]]:
     """Yield for each entry of logs that are alike its sizes in all of them, first with those of its
     neighbours, then with those of one side: layers that are left out have other layers beside them.
+    What is freed has none.
     """
-    logs = [phase.log for phase in phases if phase is not None]
     # Numbers of what is freed are no sizes.
-    entries = [tuple(max(0, entry) for entry in place) for place in zip(*logs, strict=True)]
+    logs = [[max(0, entry) for entry in phase.log] for phase in phases if phase is not None]
+    entries = list(zip(*logs, strict=True))
     for place, entry in enumerate(entries):
+        if not entry[0]:
+            yield ()
+            continue
         before = tuple(entries[max(0, place - _NEIGHBOURS) : place + 1])
         after = tuple(entries[place : place + _NEIGHBOURS + 1])
         yield (before, after), (before, None), (None, after), entry
