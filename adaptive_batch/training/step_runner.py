@@ -155,7 +155,8 @@ class StepRunner:
             self.cache.forget()
 
         try:
-            result = self.retry.run(attempt_within, undo=undo, doing="in a step")
+            with self.compilations.without_garbage():
+                result = self.retry.run(attempt_within, undo=undo, doing="in a step")
         except BaseException as error:
             gradients.put_back()
             # A script may run the rows again after an error of its own.
@@ -169,7 +170,6 @@ class StepRunner:
                 raise
             raise self.retry.lost(error, "as gradients were reduced") from error
         gradients.add_up()
-        self.compilations.clean_up()
         return result
 
     def run_micro_batches(
@@ -212,7 +212,8 @@ class StepRunner:
         """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its
         end together.
         """
-        with self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True):
+        micro_batch = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
+        with micro_batch, self.compilations.without_garbage():
             self.is_trial = True
             try:
                 yield
