@@ -103,6 +103,7 @@ class Published:
     method: str
     framework: str
     torch: str
+    checkpointing: str
     compile: str
     loss: str
     rows: str

@@ -71,6 +71,8 @@ COVERED = {
     "long",
     "chunked, recomputed",
     "LoRA, recomputed",
+    "LoRA, with dropout",
+    "budget",
     "packed, recomputed",
     "packed, many short rows",
 }
@@ -135,6 +137,9 @@ def test_a_compiled_step_of_packed_rows_is_estimated_to_the_byte(case):
 DIVIDED = {
     "chunked, recomputed": (8, 1024, (*LLAMA, RECOMPUTED)),
     "LoRA": (4, 1024, (*LORA, PLAIN)),
+    "LoRA, with dropout": (4, 1024, (*LORA, PLAIN, "model.lora_dropout=0.1")),
+    "packed, recomputed": (8, 512, (*LLAMA, PACKED, RECOMPUTED)),
+    "budget": (8, 1024, (*LLAMA, "activation_memory_budget=0.15")),
 }
 
 
