@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ log = logging.getLogger("adaptive_batch")
 # Unused share of the budget below which nothing is advised.
 _LEAST_ROOM = 0.15
 _NO_OFFLOADING = "enable_activation_offloading=False"
+# What changes neither how much is computed nor what is offloaded.
+_SAME_FLOPS = ("loss.", "kd_loss.", "fsdp_reshard_after_forward=")
 
 # Joint settings; what fits of so many rows, and all of them where memory has no end.
 Spending = tuple[tuple[str, ...], Fit, Fit]
@@ -113,9 +116,13 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
         result: result of the search of this run; one from the cache gets no advice.
         batch_size: rows that run at once in training if they fit.
     """
+    budget = result.budget_bytes
+    source = this_device(job.device, budget).source
+    # Modelled by FLOPs, nothing else can save time: an estimate would take it.
+    if not source and not _computes_less(job.cfg):
+        return ""
     sizer = Sizers.of(job, data).training
     sizer.assume(result)
-    budget = result.budget_bytes
     # The batch may need fewer rows at once than fit.
     bound = result.max_batch_size
     rows = min(bound, sizer.layout.rows_within(sizer.limit(batch_size), result.sequence_length))
@@ -146,11 +153,18 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
         f"{count(rows, 'row')} at once leave {1 - used / budget:.0%} of {format_bytes(budget)}"
         " unused; settings that would"
     )
-    basis = this_device(job.device, budget).source or "FLOPs alone"
+    basis = source or "FLOPs alone"
     heading = (
         f"{unused} use it, modelled by {basis} (adaptive_probe with probe.tune=True times them):"
     )
     return "\n".join([heading, *lines])
+
+
+def _computes_less(cfg: DictConfig) -> bool:
+    """Return whether any joint setting computes or offloads less than the configuration."""
+    settings = spending(cfg, world_size=distributed.world_size())
+    changes = chain.from_iterable(candidate.overrides for candidate in settings)
+    return not all(change.startswith(_SAME_FLOPS) for change in changes)
 
 
 def tokens_per_second(

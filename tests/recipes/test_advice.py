@@ -141,6 +141,15 @@ def test_nothing_is_advised(small, overrides):
     assert records(small.run_in_process(OURS, *overrides, *SHORT), "advice") == []
 
 
+def test_where_time_is_modelled_by_flops_nothing_is_estimated_for_chunks_alone(small, monkeypatch):
+    estimated = []
+    monkeypatch.setattr(advice, "_estimate", lambda *arguments: estimated.append(arguments) or [])
+    small.run_in_process(OURS, *ROOMY, *SHORT, "loss.num_output_chunks=8")
+    assert estimated == []
+    small.run_in_process(OURS, *ROOMY, *SHORT, *CHECKPOINTED)
+    assert len(estimated) == 1
+
+
 @pytest.mark.slow
 def test_a_bound_that_was_known_is_not_advised_on_and_an_estimate_that_fails_stops_nothing(
     small, tmp_path, monkeypatch
