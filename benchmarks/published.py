@@ -37,7 +37,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torchtune.models.llama2 import llama2_7b
-from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.models.llama3 import llama3_8b
+from torchtune.models.llama3_1 import Llama3ScaledRoPE, llama3_1_8b
 from torchtune.models.llama3_2 import llama3_2_3b
 from torchtune.modules import RMSNorm as TorchtuneRMSNorm
 from torchtune.modules import RotaryPositionalEmbeddings
@@ -63,6 +64,7 @@ from adaptive_batch.distributed import Sharding, fake_process_group
 from adaptive_batch.estimate import (
     AllocatorSettings,
     CachingAllocator,
+    CompiledParts,
     FakeDevice,
     FakeStep,
     LengthEstimate,
@@ -86,6 +88,8 @@ SAME_CODE = "the same code"
 OPTIMIZERS_STEP = "other kernels: the optimizer's step is the peak"
 ON_RANKS = "FSDP1: the optimizer's step is the peak"
 FSDP2 = "FSDP2 with mixed precision, 8 ranks"
+FSDP2_RESERVED = "FSDP2 with mixed precision, reserved memory"
+FSDP2_COMPILED = "FSDP2 with mixed precision, compiled by layer, reserved memory"
 COMPILED = "compiled: torchtune 0.4, beside the recipe of today"
 OUT_OF_MEMORY = "ran out of memory"
 
@@ -99,6 +103,7 @@ class Published:
     method: str
     framework: str
     torch: str
+    checkpointing: str
     compile: str
     loss: str
     rows: str
@@ -124,6 +129,10 @@ class Published:
     @property
     def ran_out(self) -> bool:
         return self.gib == "OOM"
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.compile == "yes"
 
     @property
     def keeps_logits(self) -> bool:
@@ -515,6 +524,22 @@ def compiled_step(length: int, rows: int, overrides: tuple[str, ...]) -> MemoryE
 # --- torchtitan
 
 
+TITAN_MODELS = {
+    "Llama-2 7B shape (dim 4096, 32 layers, 32 heads, vocab 32000)": llama2_7b,
+    "Llama-3 8B": llama3_8b,
+    "Llama-3.1 8B": llama3_1_8b,
+}
+TITAN_ROWS = {
+    *("titan-165-FSDP2-ful", "titan-165-FSDP2-sel", "titan-165-compile-sel-8"),
+    *("titan-202412-fsdp8", "titan-202412-fsdp8-compile", "ao-titan-8B-bf16-compile"),
+    *("titan-202412-fsdp128", "titan-202412-fsdp128-compile"),
+}
+KEPT_OPERATORS = {
+    *FAKE_ATTENTION,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
 def saves_every_second_product() -> Any:
     """Selective checkpointing by operation: attention and every second matrix product are kept."""
     products: Counter[bool] = Counter()
@@ -522,31 +547,38 @@ def saves_every_second_product() -> Any:
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         is_product = operation is torch.ops.aten.mm.default
         products[context.is_recompute] += is_product
-        is_kept = products[context.is_recompute] % 2 if is_product else operation in FAKE_ATTENTION
+        is_kept = products[context.is_recompute] % 2 if is_product else operation in KEPT_OPERATORS
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
-def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> CachingAllocator:
-    """Replay steps of torchtitan's first FSDP2: Llama 2 7B, shards in float32, bfloat16 inside,
-    logits alive until the step ends.
+def torchtitan_step(row: Published) -> CachingAllocator:
+    """Replay steps of torchtitan's FSDP2: shards in float32, bfloat16 inside. Its first version
+    keeps the logits until the step ends.
     """
+    ranks, length = int(row.gpus), int(row.length)
+    keeps_logits = row.id.startswith("titan-165")
     with fake_process_group(ranks):
         mesh = init_device_mesh("cpu", (ranks,))
         with torch.device("meta"):
-            model = llama2_7b()
+            model = TITAN_MODELS[row.model]()
         with_norms_of_04(model)
         of_all = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}
-        recomputing = {"context_fn": saves_every_second_product} if selective else {}
+        selective = {"context_fn": saves_every_second_product}
+        recomputing = selective if row.checkpointing == "selective (op)" else {}
         for number, layer in enumerate(model.layers):
             model.layers[number] = checkpoint_wrapper(
                 layer, preserve_rng_state=False, **recomputing
             )
+            if row.is_compiled:
+                model.layers[number].compile()
             is_last = number == len(model.layers) - 1
             fully_shard(model.layers[number], reshard_after_forward=not is_last, **of_all)
         fully_shard(model, **of_all)
         device = FakeDevice(CudaKernels((9, 0)))
+        parts = CompiledParts(device)
+        parts.take_over_modules(model)
         device.move(model)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
 
@@ -556,7 +588,10 @@ def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> C
             }
             device.batch(batch)
             logits = model(batch["tokens"])
-            functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(0, 1)).backward()
+            loss = functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(0, 1))
+            if not keeps_logits:
+                del logits
+            loss.backward()
 
         step = FakeStep(
             model=model,
@@ -568,7 +603,8 @@ def torchtitan_step(rows: int, length: int, ranks: int, *, selective: bool) -> C
             sharding=Sharding(model),
         )
         allocator = CachingAllocator(2**50, AllocatorSettings())
-        allocator.replay(step.log(rows, [forward_backward] * 4))
+        allocator.replay(step.log(int(row.rows), [forward_backward] * 4))
+        assert not parts.left_out, parts.left_out
         return allocator
 
 
@@ -586,7 +622,7 @@ NO_ESTIMATE = (
     ),
     (r"^tt-ladder", "with activations offloaded"),
     (r"^ao-llama2-1B", "compiled as a whole from a script of its own"),
-    (r"^ao-titan|compile", "compiled on ranks"),
+    (r"^ao-titan|compile", "float8, or a script whose optimizer is not known"),
     (r"^tt-readme", "compiled, and the keys are not known"),
     (
         r"^tt-2024-05|^tt-pr961|^tt-pr1530",
@@ -594,10 +630,7 @@ NO_ESTIMATE = (
     ),
     (
         r"^titan",
-        (
-            "FSDP1, 2D, compiled, or only reserved memory, of which that of FSDP2's other streams"
-            " is not simulated"
-        ),
+        "FSDP1, 2D, float8, or only reserved memory of an eager step, of which two are compared",
     ),
     (r"^peft", "only reserved memory is published, and the lengths of the rows are not known"),
     (r"^automodel", "what the loss keeps is not known, which is worth 45 to 61 GiB on one GPU"),
@@ -620,7 +653,7 @@ def compare(row: Published) -> Compared | NotEstimated:
     if row.id in COMPILED_ROWS:
         estimate = compiled_step(int(row.length), int(row.rows), COMPILED_ROWS[row.id])
         return compared(row, COMPILED, estimate)
-    if row.id in ("titan-165-FSDP2-ful", "titan-165-FSDP2-sel"):
+    if row.id in TITAN_ROWS:
         return on_fsdp2(row)
     if not row.is_fms:
         return NotEstimated(
@@ -661,21 +694,23 @@ def on_fsdp2(row: Published) -> Compared:
     """A row of torchtitan's beside the estimate; blocks that wait for another stream are taken to
     be free at once.
     """
-    allocator = torchtitan_step(
-        int(row.rows), int(row.length), int(row.gpus), selective=row.id.endswith("sel")
-    )
-    peak, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
-    error = peak / row.peak_bytes - 1
+    allocator = torchtitan_step(row)
+    reserved = allocator.peak_reserved_bytes
+    peak = allocator.peak_allocated_bytes
+    group = FSDP2
+    if row.figure == "reserved":
+        peak = reserved
+        group = FSDP2_COMPILED if row.is_compiled else FSDP2_RESERVED
     return Compared(
-        row.id,
-        FSDP2,
-        row.peak_bytes,
-        peak,
-        error,
-        None,
-        reserved,
-        None,
-        reserved < 95 * GIB,
+        id=row.id,
+        group=group,
+        published_bytes=row.peak_bytes,
+        estimated_bytes=peak,
+        error=peak / row.peak_bytes - 1,
+        resident_error=None,
+        reserved_bytes=reserved,
+        nvidia_smi_bytes=None,
+        fits=reserved < 95 * GIB,
         fitted=True,
     )
 

@@ -536,6 +536,7 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help=f"{QUICK_REPEATS} repeats")
+    add("--repeats", type=int, default=REPEATS, metavar="N", help="without --quick: %(default)s")
     add("--sweep", action="store_true", help="ours with each layout and size of micro-batch, too")
     add("--pairs", action="store_true", help="preference pairs, whose lengths vary most")
     add("--losses", action="store_true", help="the loss after the same tokens instead")
@@ -562,7 +563,7 @@ def main() -> None:
     asked = arguments()
     model, device = MODELS[asked.model], torch.device(asked.device)
     budgets = asked.budgets or model.budgets
-    turns = WARM_UP + (QUICK_REPEATS if asked.quick else REPEATS)
+    turns = WARM_UP + (QUICK_REPEATS if asked.quick else asked.repeats)
     every_way = ways_of_pairs(budgets) if asked.pairs else ways(model, budgets, sweep=asked.sweep)
     chosen = [way for way in every_way if re.search(asked.only, way.way)]
     distributions = asked.only_lengths or tuple(SIGMAS)

@@ -301,12 +301,10 @@ class CompiledParts:
         inductor = private("torch._inductor.compile_fx", "select_decomp_table")
         kernels = self._device.kernels
         if kernels:
-            for node in graph.graph.nodes:
-                if node.target is nn.functional.scaled_dot_product_attention:
-                    node.target = kernels.attention_operator
-                elif node.target is torch.ops.adaptive_batch.packed_attention.default:
-                    _check_packed_rows(node, kernels)
-            graph.recompile()
+            # What is checkpointed is a graph of its own, within this one.
+            for part in graph.modules():
+                if isinstance(part, fx.GraphModule):
+                    _give_attention(part, kernels)
         compile_graph = backends.aot_autograd(
             fw_compiler=self._forward,
             bw_compiler=self._backward,
@@ -356,6 +354,16 @@ def _check_operators(graph: fx.Graph) -> None:
         if isinstance(node.target, HigherOrderOperator):
             names = [str(node.target), *map(str, node.args[:1])]
             raise NotImplementedError(f"what {' of '.join(names)} allocates is not known")
+
+
+def _give_attention(graph: fx.GraphModule, kernels: CudaKernels) -> None:
+    """Let a graph call the attention that CUDA takes."""
+    for node in graph.graph.nodes:
+        if node.target is nn.functional.scaled_dot_product_attention:
+            node.target = kernels.attention_operator
+        elif node.target is torch.ops.adaptive_batch.packed_attention.default:
+            _check_packed_rows(node, kernels)
+    graph.recompile()
 
 
 def _check_packed_rows(node: fx.Node, kernels: CudaKernels) -> None:

@@ -4,6 +4,8 @@ test_compiled_parts_on_cuda_stack.py.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from support.model_families import MODELS, Combination
@@ -11,6 +13,7 @@ from torch import nn
 from torch._functorch import config as partitioner
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
@@ -338,6 +341,25 @@ def test_attention_of_packed_rows_is_in_the_graph_where_one_kernel_takes_them(
         " for each row there)"
     )
     assert parts.left_out == ([] if is_compiled else [reason])
+
+
+def test_attention_that_is_checkpointed_inside_a_part_is_that_of_cuda(graphs):
+    device = FakeDevice(CudaKernels((8, 0)))
+    parts = CompiledParts(device)
+    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+    def attend(*heads):
+        function = functional.scaled_dot_product_attention
+        saved = partial(create_selective_checkpoint_contexts, [attention])
+        return checkpoint(function, *heads, use_reentrant=False, context_fn=saved)
+
+    compiled = parts.compiled(attend, "Attention")
+    shape = (1, 4, 256, 64)
+    with device.counting():
+        compiled(*(torch.empty(shape, dtype=torch.float16, requires_grad=True) for _ in range(3)))
+    assert parts.left_out == []
+    operations = (kernel.nodes for graph in graphs for kernel in graph._kernels)
+    assert attention in {node.target for nodes in operations for node in nodes}
 
 
 def test_an_error_of_the_function_is_not_taken_for_one_of_the_compiler(device):

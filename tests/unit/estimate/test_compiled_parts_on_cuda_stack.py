@@ -71,6 +71,8 @@ COVERED = {
     "long",
     "chunked, recomputed",
     "LoRA, recomputed",
+    "LoRA, with dropout",
+    "budget",
     "packed, recomputed",
     "packed, many short rows",
 }
@@ -135,6 +137,9 @@ def test_a_compiled_step_of_packed_rows_is_estimated_to_the_byte(case):
 DIVIDED = {
     "chunked, recomputed": (8, 1024, (*LLAMA, RECOMPUTED)),
     "LoRA": (4, 1024, (*LORA, PLAIN)),
+    "LoRA, with dropout": (4, 1024, (*LORA, PLAIN, "model.lora_dropout=0.1")),
+    "packed, recomputed": (8, 512, (*LLAMA, PACKED, RECOMPUTED)),
+    "budget": (8, 1024, (*LLAMA, "activation_memory_budget=0.15")),
 }
 
 
@@ -170,15 +175,19 @@ def test_what_is_reserved_is_that_of_a_step_whose_kernels_inductor_has_cached(ca
 
 
 @pytest.mark.slow
-def test_a_compiled_step_with_a_reference_is_estimated_to_the_byte():
-    pairs = Combination(
-        "llama3_2", 512, "AdamW", dtype="bf16", device="cuda", compiled=True, task="DPO"
+@pytest.mark.parametrize(
+    ("task", "loss", "rows", "tokens"),
+    [("DPO", "plain", 8, 512), ("distillation", "chunked", 16, 256)],
+)
+def test_a_compiled_step_with_a_second_model_is_estimated_to_the_byte(task, loss, rows, tokens):
+    two_models = Combination(
+        "llama3_2", tokens, "AdamW", loss, dtype="bf16", device="cuda", compiled=True, task=task
     )
-    expected = peak_bytes(estimated(pairs.config(), 8, 512))
+    expected = peak_bytes(estimated(two_models.config(), rows, tokens))
     runs = StackRuns()
     # The first run fills Inductor's cache, and tunes kernels beside the step.
     for _ in range(2):
-        outcome = runs(StackRun.fixed(pairs, 8), "h100")
+        outcome = runs(StackRun.fixed(two_models, rows), "h100")
     runs.close()
     assert expected == pytest.approx(outcome.requested, abs=1024)
 
