@@ -33,6 +33,7 @@ from tqdm import tqdm
 from turns import our_recipe, printing_into
 
 from adaptive_batch.config_files import config_path
+from adaptive_batch.training import Question
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
@@ -121,9 +122,8 @@ def first_gradient(recipe: AdaptiveFullFinetuneRecipe, case: Case) -> torch.Tens
     order = recipe.planner.epochs.order(recipe.queue.progress)
     rows = [recipe.data.dataset[row] for row in order[:STEP_ROWS].tolist()]
     torch.manual_seed(case.seed)
-    recipe.trainer.runner.run(
-        rows[::-1] if case.reversed_rows else rows, recipe.planner.batch.batch_size
-    )
+    question = Question(batch_size=recipe.planner.batch.batch_size, num_rows=STEP_ROWS)
+    recipe.trainer.runner.run(rows[::-1] if case.reversed_rows else rows, question)
     gradient = joined(parameter.grad for parameter in recipe.trainer.model.parameters())
     recipe.trainer.optimizer.zero_grad(set_to_none=True)
     return gradient

@@ -2,13 +2,14 @@
 device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/fragmentation.py [--quick]
-        [--replays | --ranks N] [--cases N] [--output DIR]
+        [--replays | --ranks N] [--cases N] [--steps N] [--way WAY] [--output DIR]
 
 Twenty distributions of lengths, each with a model of real width and two layers, drawn by a seed.
 500 steps run as micro-batches of a written number of tokens, on the default allocator: in a random
 order (as sampled), and by `AdaptiveStep`. Reported: the 99th percentile over the steps of what is
 reserved at the end of one, over the peak of what was allocated until then; the first two steps, in
-which the optimizer's state is made, are left out.
+which the optimizer's state is made, are left out. ``--steps`` runs another number of them, and
+``--way`` one way alone.
 
 With ``--replays`` the first 100 steps of each are held against what `AdaptiveStep.estimate` replays
 of them, with the checks of splits: what is reserved after each step, on the default allocator and
@@ -448,24 +449,25 @@ def answer(request: Mapping[str, Any]) -> None:
 
 
 def measure_fragmentation(
-    cases: Sequence[Case], steps: int, finished: Finished
+    cases: Sequence[Case], steps: int, finished: Finished, *, ways: Sequence[str]
 ) -> list[dict[str, Any]]:
     def ratios_of(case: Case) -> dict[str, Any]:
-        ways = {}
-        for way in WAYS:
-            ways[way] = summarised([StepMemory(*step) for step in in_process(way, case, steps)])
-        return ways
+        ratios = {}
+        for way in ways:
+            ratios[way] = summarised([StepMemory(*step) for step in in_process(way, case, steps)])
+        return ratios
 
     table = []
     for case in cases:
-        entry = finished.entry({**asdict(case), "steps": steps}, partial(ratios_of, case))
+        key = {**asdict(case), "steps": steps, "ways": list(ways)}
+        entry = finished.entry(key, partial(ratios_of, case))
         table.append(entry)
         figures = entry.get("failed")
         if figures is None:
-            figures = "  ".join(f"{way} {entry[way]['p99']:.3f}" for way in WAYS)
+            figures = "  ".join(f"{way} {entry[way]['p99']:.3f}" for way in ways)
         print(f"{described(case)}  {figures}", flush=True)
     done = [entry for entry in table if "failed" not in entry]
-    for way in WAYS if done else ():
+    for way in ways if done else ():
         ratios = [entry[way]["p99"] for entry in done]
         print(f"{way}: median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}")
     return table
@@ -557,6 +559,8 @@ def main() -> None:
     )
     parser.add_argument("--ranks", type=int, metavar="N", help="one case on so many ranks")
     parser.add_argument("--cases", type=int, default=20, metavar="N", help="the first N of 20")
+    parser.add_argument("--steps", type=int, metavar="N", help="of each case, rather than its own")
+    parser.add_argument("--way", choices=WAYS, help="one alone of those without --replays, --ranks")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -567,7 +571,8 @@ def main() -> None:
         return
     cases = sample(20)[: 4 if arguments.quick else arguments.cases]
     name = "fragmentation"
-    measure: Callable[..., list[dict[str, Any]]] = measure_fragmentation
+    ways = [arguments.way] if arguments.way else WAYS
+    measure: Callable[..., list[dict[str, Any]]] = partial(measure_fragmentation, ways=ways)
     steps = 60 if arguments.quick else STEPS
     if arguments.replays:
         name = "fragmentation_replays"
@@ -578,6 +583,7 @@ def main() -> None:
         name = f"fragmentation_{arguments.ranks}_ranks"
         measure = partial(measure_ranks, num_ranks=arguments.ranks)
         steps = 20 if arguments.quick else STEPS_ON_RANKS
+    steps = arguments.steps or steps
     finished = Finished(name)
     table = measure(cases, steps, finished)
     records.write(name, arguments.output, steps=steps, cases=table)

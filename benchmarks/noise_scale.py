@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import demo
 from support.mean_estimation import TokenMeans
 from support.ranks import run_on_ranks
-from support.runners import build_runner
+from support.runners import build_runner, question_of
 
 TARGET, CLOSE = 1.01, 0.1
 EVERY = 5  # steps from one sample to the next, by default
@@ -217,7 +217,7 @@ class Population:
         gradients, labels = [], []
         for row in tqdm(rows, desc="gradients", leave=False):
             trainer.model.zero_grad()
-            num_labels = float(trainer.runner.run([row], 1).label_tokens)
+            num_labels = float(trainer.runner.run([row], question_of([row])).label_tokens)
             mean = torch.cat(
                 [p.grad.flatten() for p in trainer.model.parameters() if p.grad is not None]
             )
@@ -329,7 +329,8 @@ def train(recipe: AdaptiveFullFinetuneRecipe, steps: int, big: int = 16) -> None
     trainer, dataset = recipe.trainer, recipe.data.dataset
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(SEED)).tolist()
     for step in tqdm(range(steps), desc="training", leave=False):
-        trainer.runner.run([dataset[row] for row in order[step * big : (step + 1) * big]], big)
+        rows = [dataset[row] for row in order[step * big : (step + 1) * big]]
+        trainer.runner.run(rows, question_of(rows))
         trainer.step()
 
 
@@ -354,7 +355,7 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
             rows = [dataset[row] for row in range(start, start + step_rows)]
 
             def plain(rows: list[Any] = rows, trainer: Any = trainer) -> None:
-                trainer.runner.run(rows, len(rows))
+                trainer.runner.run(rows, question_of(rows))
                 trainer.step()
 
             def measured(
@@ -363,7 +364,7 @@ def cost(folder: Path, *, rounds: int, pairs: int, overrides: Sequence[str]) -> 
                 measuring: MicroBatchRunner = measuring,
                 small_rows: tuple[int, ...] = small_rows,
             ) -> None:
-                sample = measuring.run(rows, len(rows), small_rows=small_rows).noise
+                sample = measuring.run(rows, question_of(rows), small_rows=small_rows).noise
                 assert sample is not None
                 trainer.step()
                 scale.update(sample)

@@ -326,14 +326,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Run forward and backward of the micro-batches of a step, again where memory runs out;
         leave in the gradients the mean over its labels, on all ranks, clipped.
         """
-        question = Question(step.progress.batch, len(step.numbers), self.preemption.requested)
-        result, ends = self.trainer.runner.run_agreed(
-            rows,
-            question,
-            batch_size=step.batch_size,
-            small_rows=self.tally.small_rows(step),
+        runner = self.trainer.runner
+        question = Question(
+            batch_size=self.planner.batch.batch_size,
+            num_rows=len(step.numbers),
+            batch=step.progress.batch,
+            ends=self.preemption.requested,
         )
-        self.saver.note_end(ends)
+        result = runner.run(rows, question, small_rows=self.tally.small_rows(step))
+        self.saver.note_end(runner.ends)
         return result
 
     def _log_epoch(self) -> None:

@@ -95,13 +95,14 @@ def probe(
         say(measure_critical_batch(Job(cfg, settings, builder or builder_of(cfg))))
         return []
     job, data, bounds, trainer = build(cfg, watch, builder)
-    plan = job.search_plan
     results = []
     fitting_lengths = []
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bounds.of_training(trainer, length=length, step_rows=plan.step_rows)
+            *_, result = bounds.of_training(
+                trainer, length=length, step_rows=settings.search_plan.step_rows
+            )
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -109,11 +110,7 @@ def probe(
             say(f"\n{length} tokens: {error}\n")
             refused = error
             continue
-        say(
-            "\n".join(
-                ["", result.table(), left_by_rounding(result.max_batch_size, result.batch_size)]
-            )
-        )
+        say("\n".join(["", result.table(), left_by_rounding(result)]))
         results.append(result)
         fitting_lengths.append(length)
     if refused and not results:
@@ -160,7 +157,7 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
                 with_overrides(job.cfg, overrides), watch, job.builder
             )
             *_, bound = bounds.of_training(
-                trainer, length=length, step_rows=tuned.search_plan.step_rows
+                trainer, length=length, step_rows=tuned.settings.search_plan.step_rows
             )
             rows = bounds.rows.of_length(length).first(bound.batch_size)
             speed = tokens_per_second(trainer, bound, rows)

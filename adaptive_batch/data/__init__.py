@@ -28,11 +28,11 @@ from .layouts import (
     split_by_rows,
     split_by_tokens,
 )
-from .lengths import Measured, count_rows, longest_rows, measure_rows
+from .lengths import Measured, count_rows, longest_rows, mean_rows, measure_rows
 from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader
-from .requested_batch import Event, without_batch
+from .requested_batch import Event, RequestedBatch, without_batch
 from .step_planner import PlannedRows, StepPlanner
 from .step_queue import StepQueue
 from .step_rows import StepRows
@@ -59,6 +59,7 @@ __all__ = [
     "MicroBatchTime",
     "PlannedRows",
     "ReadAhead",
+    "RequestedBatch",
     "RowLength",
     "RowOrder",
     "RowReader",
@@ -75,6 +76,7 @@ __all__ = [
     "largest_divisor",
     "lengthened",
     "longest_rows",
+    "mean_rows",
     "measure_rows",
     "micro_batches",
     "move_to_device",

@@ -19,12 +19,12 @@ from adaptive_batch.schedules import (
     Progress,
     Schedule,
     needs_noise_scale,
-    request_batch,
 )
 
 from .batching import Batching
 from .epoch_lengths import EpochLengths
 from .order import EpochOrder, RowOrder, row_order
+from .requested_batch import RequestedBatch
 from .token_sampler import TokenBatchPlan
 from .token_steps import TokenSteps
 
@@ -86,15 +86,13 @@ class EpochPlanner:
 
     Args:
         rows: of an epoch.
-        batching: as configured.
+        batch: batch that is requested for a step on one device.
         ranks: a step has `batch_size` rows for each of so many.
         divisible: steps by tokens divide into equal micro-batches.
         counts_tokens: the tokens of an epoch must be known.
         order: orders the rows of an epoch; None for the configured order.
-        maximum: returns the batch that a rule may not pass now; None for no limit.
 
     Attributes:
-        batching: as configured; a schedule that follows the rate is put in coupled to it.
         depends_on_lengths: which rows a step holds does.
         num_rows: rows of an epoch.
         lengths: lengths that the current epoch is planned by.
@@ -103,20 +101,19 @@ class EpochPlanner:
     def __init__(
         self,
         rows: Rows,
-        batching: Batching,
+        batch: RequestedBatch,
         *,
         ranks: int,
         divisible: bool,
         counts_tokens: bool = False,
         order: EpochOrder | None = None,
-        maximum: Callable[[], int | None] = lambda: None,
     ) -> None:
+        batching = batch.batching
         self._rows = rows
-        self.batching = batching
+        self._batch = batch
         self.ranks = ranks
         self._divisible = divisible
         self._tokens = _RealTokens(rows, are_needed=counts_tokens or bool(batching.batch_tokens))
-        self._maximum = maximum
         self._takes_all_rows = order is None
         self.num_rows = len(rows if order is None else order)
         self._row_order = order or partial(
@@ -136,23 +133,17 @@ class EpochPlanner:
         self._is_estimate = schedule is not None and needs_noise_scale(schedule)
         self._token_steps = self._new_token_steps()
 
+    @property
+    def batching(self) -> Batching:
+        """What a step holds, as configured."""
+        return self._batch.batching
+
     def _new_token_steps(self) -> TokenSteps:
         return TokenSteps(self.batching, self.lengths, ranks=self.ranks, divisible=self._divisible)
 
-    def rule(self, batch_size: int) -> Callable[[Progress], int]:
-        """Return the rows of a step on one device as a function of progress: the schedule's, or
-        `batch_size` accumulated.
-        """
-        rule = self.batching.batch_size_schedule
-        batching = self.batching
-        if rule is None or batching.batch_tokens:
-            rows = batching.step_rows(batch_size)
-            return lambda progress: rows
-        return lambda progress: request_batch(rule, progress, maximum=self._maximum()).after
-
     def follow(self, schedule: Schedule) -> None:
         """Follow a schedule from now on that is coupled to the rate's."""
-        self.batching = replace(self.batching, batch_size_schedule=schedule)
+        self._batch.follow(schedule)
         self._token_steps = self._new_token_steps()
 
     def begin(self, progress: Progress) -> bool:
@@ -201,11 +192,12 @@ class EpochPlanner:
         return self._rows_of_next_step(progress, 1) == 0
 
     def _rows_of_next_step(self, progress: Progress, step_rows: int) -> int:
-        most_steps = self.batching.max_steps_per_epoch
+        batching = self.batching
+        most_steps = batching.max_steps_per_epoch
         left = self.num_rows - progress.epoch_rows
         if most_steps is not None and progress.epoch_steps >= most_steps:
             return 0
-        if self.batching.drop_last and left < step_rows:
+        if batching.drop_last and left < step_rows:
             return 0
         return min(step_rows, left)
 
@@ -287,7 +279,7 @@ class EpochPlanner:
         if counts_tokens and not sees_tokens and not self.batching.batch_tokens:
             num_steps = 0
             for rows in sizes.values():
-                for _, _, step_end in self._walk(progress, self.rule(rows), None):
+                for _, _, step_end in self._walk(progress, self._batch.rule(rows), None):
                     progress = step_end
                     num_steps += 1
                 progress = progress.after_epoch()
@@ -302,7 +294,7 @@ class EpochPlanner:
         """
         progress = replace(progress, rows_per_epoch=self.num_rows)
         for rows in sizes.values():
-            rule = self.rule(rows)
+            rule = self._batch.rule(rows)
             plan = self.divide(progress, rule)
             order = self.order(progress)
             for step_begin, size, step_end in self._walk(

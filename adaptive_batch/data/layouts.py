@@ -59,8 +59,6 @@ class MicroBatchLimit:
 
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
         """Return the micro-batch that takes most of the limit."""
-        if len(pieces) == 1:
-            return pieces[0]
 
         def key(piece: MicroBatch) -> tuple[int, int]:
             rows = len(piece.rows)
@@ -169,6 +167,12 @@ class MicroBatchLayout:
         if self.pads:
             return len(lengths) * self.padded(max(lengths, default=0))
         return sum(lengths)
+
+    def amount(self, rows: int, length: int, *, unit: str) -> int:
+        """Return what so many rows of `length` tokens take of a limit, in its unit."""
+        if unit == "rows":
+            return rows
+        return self.padded_tokens([length] * rows)
 
     def rows_within(self, limit: MicroBatchLimit, length: int) -> int:
         """Return how many rows of `length` tokens a micro-batch may hold; one row is always

@@ -174,6 +174,16 @@ def longest_rows(lengths: torch.Tensor, count: int) -> list[int]:
     return order
 
 
+def mean_rows(num_tokens: int, lengths: torch.Tensor) -> int:
+    """Return how many rows of a dataset have so many tokens on average, at least 1.
+
+    Args:
+        num_tokens: tokens of a step.
+        lengths: tokens of each row of the dataset.
+    """
+    return max(1, int(num_tokens / lengths.double().mean()))
+
+
 class _Rows(Dataset[Numbers | str]):
     """What is measured of each row; the reason where a row cannot be read."""
 

@@ -40,12 +40,13 @@ class RequestedBatch:
 
     Args:
         batching: batching as configured.
-        sizer: knows the most rows that fit.
+        sizer: knows the most rows that fit; None where nothing limits them.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
             :meth:`StepRunner.agree_on` compares.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
+        batching: as configured; a schedule that follows the rate is put in coupled to it.
         batch_size: rows of a batch that is requested now, which run at once if they fit; a step
             accumulates `gradient_accumulation_steps` of them.
         first_batch_size: what it was when training began; None before.
@@ -56,12 +57,12 @@ class RequestedBatch:
     def __init__(
         self,
         batching: Batching,
-        sizer: Sizer,
+        sizer: Sizer | None = None,
         *,
         asks_rank_zero: bool = False,
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
-        self._batching = batching
+        self.batching = batching
         self._sizer = sizer
         self._asks_rank_zero = asks_rank_zero
         self._event = event
@@ -76,7 +77,7 @@ class RequestedBatch:
     @property
     def step_rows(self) -> int:
         """Rows of a step on one device, unless it is filled with tokens."""
-        return self._batching.step_rows(self.batch_size)
+        return self.batching.step_rows(self.batch_size)
 
     def take(self, batch_size: int) -> None:
         """Take what a search has found, or the user has set."""
@@ -94,11 +95,11 @@ class RequestedBatch:
         """Return what a rule may not pass; None where it may grow freely, or the bound is not
         known.
         """
-        bound = self._sizer.max_batch_size
-        if self._batching.grow_beyond_maximum or bound is None:
+        bound = None if self._sizer is None else self._sizer.max_batch_size
+        if self.batching.grow_beyond_maximum or bound is None:
             return None
         # on a smaller device a schedule continues as it was, in more micro-batches
-        if self._batching.batch_size_schedule:
+        if self.batching.batch_size_schedule:
             return max(bound, self.saved_maximum)
         return bound
 
@@ -110,7 +111,17 @@ class RequestedBatch:
 
     def follow(self, schedule: Schedule) -> None:
         """Follow a schedule from now on that is coupled to the rate's."""
-        self._batching = replace(self._batching, batch_size_schedule=schedule)
+        self.batching = replace(self.batching, batch_size_schedule=schedule)
+
+    def rule(self, batch_size: int) -> Callable[[Progress], int]:
+        """Return the rows of a step on one device as a function of progress: the schedule's, or
+        `batch_size` accumulated.
+        """
+        schedule = self.batching.batch_size_schedule
+        if schedule is None or self.batching.batch_tokens:
+            rows = self.batching.step_rows(batch_size)
+            return lambda progress: rows
+        return lambda progress: request_batch(schedule, progress, maximum=self.maximum()).after
 
     def grows_at(self, progress: Progress) -> bool:
         """Return whether the growth function is called at this point: as an epoch begins, once."""
@@ -120,7 +131,7 @@ class RequestedBatch:
         """Take the batch that the rules request for the step at a progress; return the step's rows
         on one device.
         """
-        batching = self._batching
+        batching = self.batching
         is_over = batching.epochs is not None and progress.epoch >= batching.epochs
         if batching.batch_increase_function is not None and self.grows_at(progress) and not is_over:
             self._grow(batching.batch_increase_function, progress.epoch)
@@ -140,7 +151,7 @@ class RequestedBatch:
         """Return the batch size in each epoch that is left of so many, as the growth function
         answers now.
         """
-        function = self._batching.batch_increase_function
+        function = self.batching.batch_increase_function
         size = self.batch_size
         sizes = {}
         for epoch in range(progress.epoch, epochs):

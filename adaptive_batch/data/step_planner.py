@@ -71,7 +71,8 @@ class EpochClock:
     def plan(self) -> EpochPlan:
         """The current epoch, divided into steps as its beginning shows it."""
         if self._plan is None:
-            self._plan = self._epochs.divide(self._at, self._epochs.rule(self._batch.batch_size))
+            rule = self._batch.rule(self._batch.batch_size)
+            self._plan = self._epochs.divide(self._at, rule)
         return self._plan
 
     @property
@@ -80,7 +81,7 @@ class EpochClock:
         if self._reference is None:
             # with a batch schedule, the configured batch is the one that the rate's schedule was
             # chosen for
-            batching = self._epochs.batching
+            batching = self._batch.batching
             scheduled = batching.batch_size_schedule is not None
             self._reference = self._epochs.constant(
                 batching.batch_size
@@ -103,7 +104,7 @@ class EpochClock:
         A schedule of the batch that follows the rate, and a script that drops no row, count by the
         constant batch: that is as good, and known without dividing the epoch.
         """
-        follows_rate = isinstance(self._epochs.batching.batch_size_schedule, Seesaw)
+        follows_rate = isinstance(self._batch.batching.batch_size_schedule, Seesaw)
         if follows_rate or not self._divides_ahead:
             plan = self.reference
         return Pace(self.reference, plan or self.plan)
@@ -118,7 +119,7 @@ class EpochClock:
             SettingError: the clock counts steps or two units, or an epoch ends by steps: there are
                 fewer then for the same data.
         """
-        batching = self._epochs.batching
+        batching = self._batch.batching
         rule = batching.batch_size_schedule
         assert isinstance(rule, Seesaw)
         if clock.warmup != clock.decay or clock.decay == "steps":
@@ -140,9 +141,7 @@ class EpochClock:
             of_constant_batch = replace(progress, pace=Pace(self.reference, self.reference))
             return rate_left_at(time_by(clock.decay, of_constant_batch))
 
-        coupled = rule.coupled(batching.batch_tokens or batching.batch_size, decay)
-        self._epochs.follow(coupled)
-        self._batch.follow(coupled)
+        self._epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
 
 
 @dataclass(frozen=True)
@@ -151,14 +150,12 @@ class PlannedRows:
 
     Attributes:
         progress: progress before the step, with the batch that is requested for it.
-        batch_size: rows of a batch on one device, see :class:`RequestedBatch`.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
         following: row numbers that this rank is likely to take next.
     """
 
     progress: Progress
-    batch_size: int
     numbers: list[int]
     positions: Sequence[int]
     following: list[int]
@@ -221,12 +218,11 @@ class StepPlanner:
         self.batch = RequestedBatch(batching, sizer, asks_rank_zero=asks_rank_zero, event=event)
         self.epochs = EpochPlanner(
             rows,
-            batching,
+            self.batch,
             ranks=ranks or distributed.data_parallel_size(),
             divisible=sizer.layout.uniform in ("rows", "both"),
             counts_tokens=counts_tokens,
             order=order,
-            maximum=self.batch.maximum,
         )
         self.clock = EpochClock(
             self.epochs,
@@ -243,7 +239,7 @@ class StepPlanner:
     @property
     def batching(self) -> Batching:
         """What a step holds, as configured."""
-        return self.epochs.batching
+        return self.batch.batching
 
     @property
     def ranks(self) -> int:
@@ -366,7 +362,7 @@ class StepPlanner:
         pace = self.clock.pace
         if progress.batch != batch or progress.pace is not pace:
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, self.batch.batch_size, numbers, positions, following)
+        return PlannedRows(progress, numbers, positions, following)
 
     def _numbers(self, begin: int, end: int) -> list[int]:
         """Return the row numbers at some places of the epoch's order, of which several steps are

@@ -24,6 +24,10 @@ class SimulatedMemory:
         """What the allocator holds now, its cache included."""
         return self.allocator.reserved_bytes
 
+    def allocated_bytes(self) -> int:
+        """What is allocated now."""
+        return self.allocator.allocated_bytes
+
     def peak_bytes(self) -> int:
         """What was allocated at most since peaks are counted."""
         return self.allocator.peak_allocated_bytes
@@ -36,9 +40,10 @@ class SimulatedMemory:
         """What is free in the cache of other streams than the default one."""
         return self.allocator.cached_for_others()
 
-    def make_block(self, num_bytes: int) -> None:
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None:
         """Give the cache back, and hold so many bytes with all that is alive, in one free block,
-        beside what other streams ask for again; less or none where the device has less.
+        beside what other streams ask for again, and what is spare; less or none where the device
+        has less.
         """
         allocator = self.allocator
         peak_bytes = allocator.peak_allocated_bytes
@@ -47,7 +52,9 @@ class SimulatedMemory:
         block_bytes = num_bytes - allocator.reserved_bytes
         of_others = cached_for_others - self.cached_for_others()
         free_bytes = allocator.capacity_bytes - allocator.reserved_bytes
-        self._allocate_once(block_within(free_bytes, block_bytes, of_others=of_others))
+        self._allocate_once(
+            block_within(free_bytes, block_bytes, of_others=of_others, spare_bytes=spare_bytes)
+        )
         allocator.peak_allocated_bytes = peak_bytes
 
     def restore_peak(self, peak_bytes: int) -> None:

@@ -11,10 +11,16 @@ from adaptive_batch._util import format_bytes
 
 log = logging.getLogger("adaptive_batch")
 
-# The cache is made anew where the allocator holds this part more or less than steps need.
+# The cache is made anew where the allocator holds this part more than steps need.
 _TOLERATED = 0.05
-# A step that is larger by no more than this part needs more in proportion.
-_PROPORTIONAL = 0.1
+# A block is so much larger than the need, where the device has it: what fragments within a block.
+_SPARE = 0.045
+# Of that, what is to be left before a step that is larger, whose need is known in proportion.
+_LEAST_SPARE = 0.02
+# A step that is larger by more than this part has a block, however many were made before.
+_MUCH_LARGER = 0.1
+# A step that is no more than so many times as large as all before needs more about in proportion.
+_MOST_GROWTH = 2.0
 # What is held is pointed out where it is this part more than steps need, in spite of the block.
 _POINTED_OUT = 0.1
 # By then the optimizer's states are there, and lengths have varied.
@@ -32,13 +38,15 @@ class CachedMemory(Protocol):
 
     def reserved_bytes(self) -> int: ...
 
+    def allocated_bytes(self) -> int: ...
+
     def peak_bytes(self) -> int: ...
 
     def empty_cache(self) -> None: ...
 
     def cached_for_others(self) -> int: ...
 
-    def make_block(self, num_bytes: int) -> None: ...
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None: ...
 
     def restore_peak(self, peak_bytes: int) -> None: ...
 
@@ -59,8 +67,7 @@ class AllocatorCache:
         self._steps = 0
         self._num_blocks = 0
         self._next_step = 0
-        # What was held beyond the need when the first and the last block were made.
-        self._first_excess = 0.0
+        # What was held beyond the need when the last block was made.
         self._last_excess = 0.0
         # Blocks in a row after which no less was held.
         self._num_useless = 0
@@ -72,6 +79,9 @@ class AllocatorCache:
         self._largest = 0
         # Most bytes that were allocated by the end of a step; 0 before one has run.
         self._needed_bytes = 0
+        # What was allocated before the first step, and what it needed beside that.
+        self._first_bytes = 0
+        self._first_own_bytes = 0
 
     def begin_step(self, sizes: Iterable[int]) -> None:
         """Make room for a step.
@@ -83,30 +93,42 @@ class AllocatorCache:
             return
         self._steps += 1
         size = max(sizes, default=0)
-        growth = size / max(1, self._largest)
+        growth = max(1.0, size / max(1, self._largest))
         self._largest = max(size, self._largest)
         if not self._needed_bytes:
+            self._first_bytes = self._memory.allocated_bytes()
             return
-        if growth > 1 + _PROPORTIONAL:
+        if growth > _MOST_GROWTH:
             # What it needs is not known, and its blocks are made first.
             self._memory.empty_cache()
             return
-        makes_block = self._num_useless < _MOST_USELESS and self._steps >= self._next_step
+        is_due = self._num_useless < _MOST_USELESS and self._steps >= self._next_step
+        makes_block = is_due or growth > 1 + _MUCH_LARGER
         points_out = not self._has_warned and self._steps > _STEPS_UNTIL_POINTED_OUT
         if not makes_block and not points_out:
             return
-        wanted_bytes = int(self._needed_bytes * max(1.0, growth))
+        wanted_bytes = self._wanted_bytes(growth)
         held_bytes = self._memory.reserved_bytes()
         if held_bytes > (1 + _TOLERATED) * wanted_bytes:
             # No block serves two streams, so that those of others are no fragments of this one.
             held_bytes = max(wanted_bytes, held_bytes - self._cached_for_others(held_bytes))
         excess = held_bytes / wanted_bytes - 1
-        if abs(excess) <= _TOLERATED:
+        least_excess = _LEAST_SPARE if growth > 1 else 0.0
+        if least_excess <= excess <= _TOLERATED:
             return
         if makes_block:
             self._make_block(wanted_bytes, excess)
         elif excess > _POINTED_OUT:
             self._point_out(held_bytes)
+
+    def _wanted_bytes(self, growth: float) -> int:
+        """Return what a step needs that is so many times as large as the largest before."""
+        if growth == 1 and not self._first_own_bytes:
+            return self._needed_bytes
+        stays_bytes = self._memory.allocated_bytes()
+        # The optimizer's states have come since the first step.
+        own_bytes = max(self._first_own_bytes, self._needed_bytes - stays_bytes)
+        return stays_bytes + int(growth * own_bytes)
 
     def _cached_for_others(self, held_bytes: int) -> int:
         # The allocator lists all its blocks for it, which takes milliseconds where there are many.
@@ -116,19 +138,15 @@ class AllocatorCache:
         return self._seen_for_others
 
     def _make_block(self, wanted_bytes: int, excess: float) -> None:
-        if self._num_blocks == 0:
-            self._first_excess = excess
         comes_again = self._num_blocks > 0 and self._steps == self._next_step
-        is_useless = comes_again and excess >= self._last_excess
+        is_useless = comes_again and excess >= self._last_excess > 0
         self._num_useless = self._num_useless + 1 if is_useless else 0
         self._last_excess = excess
         if self._num_useless == _MOST_USELESS:
-            if excess > self._first_excess:
-                self._memory.empty_cache()
             return
         self._num_blocks += 1
         self._next_step = self._steps + 1 + self._num_blocks**2 // _WAIT_DIVISOR
-        self._memory.make_block(wanted_bytes)
+        self._memory.make_block(wanted_bytes, spare_bytes=int(_SPARE * wanted_bytes))
 
     def _point_out(self, held_bytes: int) -> None:
         self._has_warned = True
@@ -142,8 +160,16 @@ class AllocatorCache:
 
     def end_step(self) -> None:
         """Learn what steps need."""
-        if self._memory.divides_large_blocks:
-            self._needed_bytes = max(self._needed_bytes, self._memory.peak_bytes())
+        if not self._memory.divides_large_blocks:
+            return
+        peak_bytes = self._memory.peak_bytes()
+        self._first_own_bytes = 0
+        if not self._needed_bytes:
+            self._first_own_bytes = peak_bytes - self._first_bytes
+            if self._memory.reserved_bytes() > (1 + _TOLERATED) * peak_bytes:
+                # Otherwise the optimizer's states, which stay, are cut from what is free.
+                self._memory.empty_cache()
+        self._needed_bytes = max(self._needed_bytes, peak_bytes)
 
     @contextmanager
     def apart(self) -> Iterator[None]:

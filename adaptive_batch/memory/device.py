@@ -199,7 +199,9 @@ class Room:
         return self.held_bytes + self.free_bytes
 
 
-def block_within(free_bytes: int, wanted_bytes: int, *, of_others: int = 0) -> int:
+def block_within(
+    free_bytes: int, wanted_bytes: int, *, of_others: int = 0, spare_bytes: int = 0
+) -> int:
     """Return the bytes of the one block that an allocator's cache is to hold.
 
     Args:
@@ -207,12 +209,13 @@ def block_within(free_bytes: int, wanted_bytes: int, *, of_others: int = 0) -> i
         wanted_bytes: bytes of the block where there is room.
         of_others: bytes that other streams ask for again. The block is smaller by up to these where
             the device has less free.
+        spare_bytes: bytes that the block is larger by, as far as the device has them free.
 
     Returns:
         0 where it has less still, or where the block would be one among others of its kind.
     """
     room_bytes = free_bytes - _LEAST_BLOCK - of_others
-    block_bytes = min(wanted_bytes, room_bytes)
+    block_bytes = min(wanted_bytes + spare_bytes, room_bytes)
     if wanted_bytes - of_others > room_bytes or block_bytes < _LEAST_BLOCK:
         return 0
     return block_bytes
@@ -252,6 +255,9 @@ class DeviceMemory(Protocol):
         script's.
         """
 
+    def allocated_bytes(self) -> int:
+        """What is allocated now; 0 where nobody can say."""
+
     def peak_bytes(self) -> int:
         """What was allocated at most since peaks are counted; 0 where nobody can say."""
 
@@ -260,10 +266,11 @@ class DeviceMemory(Protocol):
         own, as CUDA graphs have them.
         """
 
-    def make_block(self, num_bytes: int) -> None:
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None:
         """Give an allocator's cache back, and let it hold so many bytes with all that is alive, in
-        one block that is free, beside what other streams ask for again. The block is smaller by up
-        to that where the device has less, and none where it has less still. No peak changes.
+        one block that is free, beside what other streams ask for again. The block is larger by what
+        is spare as far as the device has it. It is smaller by up to what others ask for where the
+        device has less, and none where it has less still. No peak changes.
         """
 
     def restore_peak(self, peak_bytes: int) -> None:
@@ -364,13 +371,16 @@ class CountedMemory:
     def empty_cache(self) -> None:
         """Do nothing: there is none."""
 
+    def allocated_bytes(self) -> int:
+        return 0
+
     def peak_bytes(self) -> int:
         return 0
 
     def cached_for_others(self) -> int:
         return 0
 
-    def make_block(self, num_bytes: int) -> None:
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None:
         """Do nothing: there is no cache."""
 
     def restore_peak(self, peak_bytes: int) -> None:
@@ -418,7 +428,7 @@ class AcceleratorMemory:
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
         self.release()
-        usage = Usage(resident_bytes=self._statistic("memory_allocated"))
+        usage = Usage(resident_bytes=self.allocated_bytes())
         retries = self.num_retries()
         with self._limited(budget_bytes):
             try:
@@ -447,7 +457,7 @@ class AcceleratorMemory:
         self._backend.empty_cache()
 
     def room(self) -> Room | None:
-        allocated = self._statistic("memory_allocated")
+        allocated = self.allocated_bytes()
         reserved = self.reserved_bytes()
         # The backend does not count.
         if not reserved:
@@ -460,29 +470,34 @@ class AcceleratorMemory:
         allowed = int(self._fraction() * total) - self.reserved_bytes()
         return max(0, min(free, allowed))
 
+    def allocated_bytes(self) -> int:
+        return self._statistic("memory_allocated")
+
     def peak_bytes(self) -> int:
         return self._statistic("max_memory_allocated")
 
-    def make_block(self, num_bytes: int) -> None:
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None:
         cached_for_others = self.cached_for_others()
         peak_bytes = self.peak_bytes()
         self.empty_cache()
         block_bytes = num_bytes - self.reserved_bytes()
         # Other streams will ask for this again, and some of what is needed may have been theirs.
         of_others = cached_for_others - self.cached_for_others()
-        block_bytes = block_within(self._reservable_bytes(), block_bytes, of_others=of_others)
+        block_bytes = block_within(
+            self._reservable_bytes(), block_bytes, of_others=of_others, spare_bytes=spare_bytes
+        )
         self._allocate_once(block_bytes)
         # The block is no peak of the script's.
         if self.peak_bytes() > peak_bytes:
             self._reset_peaks()
-            self._allocate_once(min(block_bytes, peak_bytes - self._statistic("memory_allocated")))
+            self._allocate_once(min(block_bytes, peak_bytes - self.allocated_bytes()))
 
     def restore_peak(self, peak_bytes: int) -> None:
         if self.peak_bytes() <= peak_bytes:
             return
         self.empty_cache()
         self._reset_peaks()
-        missing_bytes = peak_bytes - self._statistic("memory_allocated")
+        missing_bytes = peak_bytes - self.allocated_bytes()
         self._allocate_once(block_within(self._reservable_bytes(), missing_bytes))
 
     def _allocate_once(self, num_bytes: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, rows_fit
+from adaptive_batch.data import mean_rows
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult, load_latest
@@ -207,7 +208,7 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        step_rows = self._job.search_plan.step_rows
+        step_rows = self._settings.search_plan.step_rows
         if step_rows is not None:
             usable_rows = min(epoch_rows, step_rows)
         elif settings.batch_tokens:
@@ -244,7 +245,7 @@ class BoundFinder:
             DoesNotFitError: one row does not fit.
             SettingError: with the optimizer in backward a step does not fit at once.
         """
-        plan = self._job.search_plan
+        plan = self._settings.search_plan
         choices = self._choices(trainer, saved) if plan.times else None
 
         def search(beside_gradients: bool) -> ProbeResult:
@@ -271,7 +272,7 @@ class BoundFinder:
 
         return search_for_steps(
             search,
-            has_several=plan.has_several,
+            has_several=plan.has_several or self._job.holds_more,
             step_rows=step_rows,
             check_split=check_split,
         )
@@ -291,9 +292,9 @@ class BoundFinder:
             return reason
 
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        rows = self._job.search_plan.step_rows or 0
+        rows = self._settings.search_plan.step_rows or 0
         if settings.batch_tokens and not settings.grows:
-            rows = max(1, int(settings.batch_tokens / data.dataset.lengths.double().mean()))
+            rows = mean_rows(settings.batch_tokens, data.dataset.lengths)
         kinds = kinds_to_choose_from(
             why_unfit,
             configured=settings.micro_batch_layout,
@@ -305,19 +306,23 @@ class BoundFinder:
             return None
         return Choices(kinds, sizer.limit(1).unit, rows, settings.probe.objective)
 
-    def known(self) -> tuple[int, int, str]:
-        """Return what fits without a trial: rows (0 where unknown), tokens of each, the source."""
-        probe = self._settings.probe
+    def known(self) -> tuple[ProbeResult | None, str]:
+        """Return what fits without a trial, None where that is unknown; and the source."""
         tokens = self.rows.probed().length
-        if probe.assumed_maximum is not None:
-            rows = min(probe.assumed_maximum, self.most_rows)
-            return rows, tokens, "probe.assumed_maximum says so"
-        result = self._earlier(self.path, tokens)
-        if result is None:
-            remedy = "plan with one by probe.assumed_maximum=N"
-            return 0, tokens, f"{self.path} has no search of these settings; {remedy}"
-        rows = min(result.max_batch_size, self.most_rows)
-        return rows, tokens, f"a search found that before ({self.path})"
+        rows = self._settings.probe.assumed_maximum
+        source = "probe.assumed_maximum says so"
+        if rows is None:
+            result = self._earlier(self.path, tokens)
+            if result is None:
+                remedy = "plan with one by probe.assumed_maximum=N"
+                return None, f"{self.path} has no search of these settings; {remedy}"
+            rows = result.max_batch_size
+            source = f"a search found that before ({self.path})"
+        rows = min(rows, self.most_rows)
+        batch_size = rows
+        if self._settings.search_plan.rounds:
+            batch_size = 1 << rows.bit_length() - 1
+        return ProbeResult(rows, batch_size, (), (), sequence_length=tokens), source
 
     def known_of_reference(self) -> str:
         """Return what a micro-batch of the reference holds, as far as that is known without a
@@ -408,8 +413,10 @@ class BoundFinder:
         return result
 
 
-def left_by_rounding(bound: int, batch_size: int) -> str:
+def left_by_rounding(result: ProbeResult) -> str:
     """Return how many rows the power of two leaves unused, and the remedy; empty for none."""
+    bound = result.max_batch_size
+    batch_size = result.batch_size
     if batch_size == bound:
         return ""
     unused = (

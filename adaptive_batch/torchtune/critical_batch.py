@@ -19,7 +19,7 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count, without_nan
-from adaptive_batch.data import EpochPlanner
+from adaptive_batch.data import EpochPlanner, RequestedBatch
 from adaptive_batch.errors import NonfiniteLossError, SettingError
 from adaptive_batch.memory import TrainingSnapshot
 from adaptive_batch.probe import (
@@ -30,6 +30,7 @@ from adaptive_batch.probe import (
     critical_batch,
 )
 from adaptive_batch.schedules import LearningRate, Reference
+from adaptive_batch.training import Question
 
 from .checkpoints import Checkpoints
 from .checks import AUTO, check_output_dir
@@ -203,7 +204,8 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
     validation = job.settings.validation
     rows = _num_rows_to_train(job, len(data.dataset))
     batching = job.batching(seed=resumed.seed, max_steps_per_epoch=resumed.max_steps_per_epoch)
-    epochs = EpochPlanner(data.dataset, batching, ranks=job.ranks, divisible=False)
+    batch = RequestedBatch(batching)
+    epochs = EpochPlanner(data.dataset, batch, ranks=job.ranks, divisible=False)
     state = resumed.state_of("steps")
     if state is not None:
         epochs.load_state_dict(state)
@@ -298,7 +300,8 @@ def _branches(
             lr = 0.0
             for begin in range(0, len(trained), batch):
                 lr = rate.set(0.0, batch=batch)
-                runner.run(trained[begin : begin + batch][rank::ranks], job.settings.batch_size)
+                question = Question(batch_size=job.settings.batch_size, num_rows=batch)
+                runner.run(trained[begin : begin + batch][rank::ranks], question)
                 trainer.step()
                 bar.advance()
             branches.append(evaluated(batch))

@@ -386,7 +386,7 @@ class _Step:
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
         self._step = run.step(
             rows,
-            accumulates=run.job.search_plan.has_several or settings.micro_batch.is_auto,
+            accumulates=settings.search_plan.has_several or settings.micro_batch.is_auto,
             keeps_gradients=keeps,
         )
 

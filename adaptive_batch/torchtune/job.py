@@ -26,7 +26,7 @@ from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
 from .model import FullModel, ModelBuilder, num_token_embeddings
 from .reference import SecondModel
-from .settings import SearchPlan, Settings
+from .settings import Settings
 from .task import Task
 from .tasks import check_keys_of_others, task_of
 
@@ -100,7 +100,7 @@ class Job:
             torch.compiler.reset()
         partitioner.activation_memory_budget = settings.activation_memory_budget
         # Where micro-batches have many shapes, the first one is no constant of its graph.
-        varies = self.search_plan.times or not settings.layout_kind.is_usual
+        varies = settings.search_plan.times or not settings.layout_kind.is_usual
         compiler.assume_static_by_default = not varies
 
     def check_model(self) -> None:
@@ -199,10 +199,16 @@ class Job:
             )
             raise SettingError("probe.device_memory", probe.device_memory, remedy)
 
+    def count_batches_on(self, ranks: int) -> None:
+        """Count batches on the ranks that the run began with, however many there are now."""
+        self.ranks = ranks
+
     @property
-    def search_plan(self) -> SearchPlan:
-        """What is found before training, on the ranks that there are."""
-        return SearchPlan.of(self.settings, began_on=self.ranks)
+    def holds_more(self) -> bool:
+        """Whether a rank has more rows of a step than are configured: fewer of them resume a run
+        than began it.
+        """
+        return self.ranks > distributed.data_parallel_size()
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured.

@@ -73,7 +73,7 @@ class LimitFinder:
         self._log_notes()
         self._trainer.check_layout(self._data)
         results = []
-        plan = self._job.search_plan
+        plan = self._settings.search_plan
         if plan.is_needed:
             step_rows = planner.batch.step_rows if resumed.keeps_batch else plan.step_rows
             results = self._bounds.of_training(
@@ -152,7 +152,7 @@ class LimitFinder:
         if reference is None:
             return
         sizer = reference.sizer
-        if settings.reference_micro_batch_size == "auto" or self._job.search_plan.is_needed:
+        if settings.reference_micro_batch_size == "auto" or self._settings.search_plan.is_needed:
             result = self._bounds.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
@@ -223,13 +223,13 @@ class LimitFinder:
                 )
                 self._log.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
             return batch_size
-        if settings.use_maximum_batch_size and not is_scheduled:
+        if self._settings.search_plan.sets_batch:
             configured = batch_size
             batch_size = result.batch_size
             message = (
                 f"batch_size {configured} -> {batch_size} (use_maximum_batch_size; bound {bound})"
             )
-            message = ": ".join(filter(None, [message, left_by_rounding(bound, batch_size)]))
+            message = ": ".join(filter(None, [message, left_by_rounding(result)]))
             self._log.event("batch_size", message, before=configured, after=batch_size, bound=bound)
         if not (settings.micro_batch.is_given or is_scheduled) and batch_size > bound:
             smaller = (

@@ -10,7 +10,6 @@ from typing import Any
 from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
 from adaptive_batch.memory import RandomState
-from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
     PlannedStep,
     Progress,
@@ -194,21 +193,17 @@ class TrainingPreview:
         planner = self._planner
         batch_size = planner.batch.batch_size
         lines = [message for _, message, _ in resumed.changes()]
-        if self._job.search_plan.is_needed:
-            rows, tokens, source = bounds.known()
-            unknown = "not known, so nothing is cut, and micro-batches are not known"
-            lines.append(f"bound: {rows or unknown} ({source})")
-            if rows:
-                self._sizer.assume(ProbeResult(rows, rows, (), (), sequence_length=tokens))
-                if (
-                    settings.use_maximum_batch_size
-                    and not resumed.keeps_batch
-                    and settings.batch_size_schedule is None
-                ):
-                    batch_size = rows
-                    if self._job.search_plan.rounds:
-                        batch_size = 1 << rows.bit_length() - 1
-                    lines += filter(None, [left_by_rounding(rows, batch_size)])
+        plan = self._settings.search_plan
+        if plan.is_needed:
+            result, source = bounds.known()
+            bound = "not known, so nothing is cut, and micro-batches are not known"
+            if result is not None:
+                bound = str(result.max_batch_size)
+                self._sizer.assume(result)
+            lines.append(f"bound: {bound} ({source})")
+            if result is not None and plan.sets_batch and not resumed.keeps_batch:
+                batch_size = result.batch_size
+                lines += filter(None, [left_by_rounding(result)])
         lines += filter(None, [bounds.known_of_reference()])
         known = planner.batch.first_batch_size
         planner.begin(progress, batch_size=batch_size)

@@ -86,7 +86,7 @@ class ResumedRun:
         self.saved: dict[str, Any] = {} if state is None else state.get(STATE_KEY, {})
         # Batches are counted as they were, whatever the number of ranks is now.
         if self.saved:
-            job.ranks = self.saved["steps"]["ranks"]
+            job.count_batches_on(self.saved["steps"]["ranks"])
         check_fewer_ranks(job)
         self._now = {"conditions": run_conditions(job, data), "optimizer": _kind_of_optimizer(job)}
         self.progress = Progress()

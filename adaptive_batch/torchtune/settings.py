@@ -16,7 +16,6 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from adaptive_batch import distributed
 from adaptive_batch._util import check_bool, check_headroom, check_share, check_whole
 from adaptive_batch.data import LAYOUT_KINDS, LONG_ROWS, ORDERS, UNIFORM, LayoutKind
 from adaptive_batch.errors import SettingError
@@ -510,6 +509,8 @@ class SearchPlan:
             that are configured; None where it does not.
         has_several: whether some step has several micro-batches whatever fits.
         rounds: whether the power of two at or below the bound is tried, too.
+        sets_batch: whether training begins with the batch that is found, unless a checkpoint's is
+            kept.
     """
 
     is_needed: bool
@@ -517,38 +518,7 @@ class SearchPlan:
     step_rows: int | None
     has_several: bool
     rounds: bool
-
-    @classmethod
-    def of(cls, settings: Settings, *, began_on: int = 0) -> SearchPlan:
-        """Return what settings ask for.
-
-        Args:
-            settings: settings of the run.
-            began_on: ranks that began the run; 0 for those that there are.
-        """
-        size = settings.micro_batch
-        grows_beyond = settings.grows and settings.grow_beyond_maximum
-        grows_within = settings.grows and not (grows_beyond and size.is_number)
-        # With the optimizer in backward a step is one micro-batch.
-        times = (
-            size.is_auto
-            and OBJECTIVES[settings.probe.objective].cost is not None
-            and not settings.optimizer_in_bwd
-        )
-        stays = size.is_auto and not settings.step_varies
-        divides = size.is_number or settings.batch_tokens is not None or settings.layout_kind.sorts
-        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
-        samples = settings.measures_noise and size.micro_batch_tokens is not None
-        # A rank has more rows of a step than are configured.
-        holds_more = began_on > distributed.data_parallel_size()
-        repeats = settings.gradient_accumulation_steps > 1 and not stays
-        return cls(
-            is_needed=settings.use_maximum_batch_size or size.is_auto or grows_within,
-            times=times,
-            step_rows=settings.step_rows if stays else None,
-            has_several=divides or samples or times or grows_beyond or repeats or holds_more,
-            rounds=settings.probe.round_to_power_of_two and settings.use_maximum_batch_size,
-        )
+    sets_batch: bool
 
 
 @dataclass(frozen=True)
@@ -763,6 +733,32 @@ class Settings:
         """How rows lie in a micro-batch, unless ``auto`` chooses another."""
         return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
 
+    @property
+    def search_plan(self) -> SearchPlan:
+        """What is found before training."""
+        size = self.micro_batch
+        grows_beyond = self.grows and self.grow_beyond_maximum
+        grows_within = self.grows and not (grows_beyond and size.is_number)
+        # With the optimizer in backward a step is one micro-batch.
+        times = (
+            size.is_auto
+            and OBJECTIVES[self.probe.objective].cost is not None
+            and not self.optimizer_in_bwd
+        )
+        stays = size.is_auto and not self.step_varies
+        divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts
+        # The noise scale is measured on a sampled part of the step, which is cut off the rest.
+        samples = self.measures_noise and size.micro_batch_tokens is not None
+        repeats = self.gradient_accumulation_steps > 1 and not stays
+        return SearchPlan(
+            is_needed=self.use_maximum_batch_size or size.is_auto or grows_within,
+            times=times,
+            step_rows=self.step_rows if stays else None,
+            has_several=divides or samples or times or grows_beyond or repeats,
+            rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
+            sets_batch=self.use_maximum_batch_size and self.batch_size_schedule is None,
+        )
+
     def without_search(self) -> Settings:
         """Return the settings of a run that searches for nothing: ``auto`` is the configured
         batch.
@@ -775,11 +771,9 @@ class Settings:
 
     @property
     def searches(self) -> bool:
-        """Whether anything that fits is found before training: in training, in validation, or in a
-        reference.
-        """
+        """Whether training, validation or a reference needs a search for what fits."""
         return (
-            SearchPlan.of(self).is_needed
+            self.search_plan.is_needed
             or self.validation.fits_itself
             or self.reference_micro_batch_size == "auto"
         )

@@ -104,7 +104,7 @@ class StepTally:
             lr=lr,
             epoch=step.progress.epoch,
             batch=step.progress.batch,
-            micro_batch=self._sizer.limit(step.batch_size),
+            micro_batch=self._sizer.limit_of_step,
         )
 
     def add(self, step: PlannedRows, result: StepResult) -> dict[str, float | None]:

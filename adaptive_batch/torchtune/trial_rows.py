@@ -12,7 +12,7 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
-from adaptive_batch.data import EpochPlanner, longest_rows
+from adaptive_batch.data import EpochPlanner, RequestedBatch, longest_rows
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress
@@ -141,7 +141,10 @@ class TrialRows:
         batching = replace(self._job.batching(), batch_size_schedule=None)
         divisible = data.configured_layout.uniform in ("rows", "both")
         return EpochPlanner(
-            data.dataset, batching, ranks=distributed.data_parallel_size(), divisible=divisible
+            data.dataset,
+            RequestedBatch(batching),
+            ranks=distributed.data_parallel_size(),
+            divisible=divisible,
         )
 
     def _resized(self, row: dict[str, Any], length: int) -> dict[str, Any]:

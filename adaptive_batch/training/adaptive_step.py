@@ -217,9 +217,9 @@ class AdaptiveStep:
                 cannot be split.
         """
         rows = self._split_batch(batch)
-        batch_size = distributed.maximum(rows.num_rows)
+        question = Question(batch_size=distributed.maximum(rows.num_rows))
         try:
-            return self.parts.run(rows, batch_size=batch_size, question=Question())
+            return self.parts.run(rows, question)
         finally:
             # Also where the step has run out of memory for good.
             self._search.see_split(self.num_pieces)

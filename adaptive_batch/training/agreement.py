@@ -23,34 +23,35 @@ class Division:
     Attributes:
         parts: micro-batches of this rank.
         counts: micro-batches of each part on the rank that has most.
-        num_rows: rows of the step on all ranks; None where they were not asked.
     """
 
     parts: OwnPieces
     counts: Sequence[int]
-    num_rows: int | None = None
 
     @classmethod
-    def agreed(cls, parts: OwnPieces, *, num_rows: int | None = None) -> Division:
+    def agreed(cls, parts: OwnPieces) -> Division:
         """Return the division of these micro-batches with the counts of the rank that has most; a
         collective.
         """
-        return cls(parts, distributed.all_reduce_max([len(part) for part in parts]), num_rows)
+        return cls(parts, distributed.all_reduce_max([len(part) for part in parts]))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Question:
     """What each rank says before a step.
 
     Attributes:
+        batch_size: rows that run at once where no size is configured and all of them fit, see
+            :meth:`MicroBatchSizer.limit`; alike on all ranks.
+        num_rows: rows of the step on all ranks, as this one counts them; 0 where none does.
         batch: batch that was requested for the step, which a rule of the user's may have answered
             differently elsewhere.
-        num_rows: rows of the step on all ranks, as this one counts them.
         ends: whether this rank was asked to end.
     """
 
-    batch: int = 0
+    batch_size: int
     num_rows: int = 0
+    batch: int = 0
     ends: bool = False
 
 

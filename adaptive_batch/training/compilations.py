@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -94,7 +94,7 @@ class Compilations:
 
 class CompilationLog:
     """Counts and logs what is compiled again in this process while a model trains, whatever asked
-    for it, and frees what compiling has left behind.
+    for it, and frees what compiling leaves behind.
 
     Args:
         model: model that trains; nothing is looked at unless a part of it is compiled by now.
@@ -106,21 +106,26 @@ class CompilationLog:
     def __init__(self, model: nn.Module) -> None:
         self.num_again = 0
         self._compilations = Compilations() if is_compiled(model) else None
-        self._not_logged: list[Compilation] = []
 
     def forget(self) -> None:
         """Leave out what was compiled since the last call of this or `log_new`, as for trials."""
         if self._compilations is not None:
             self._compilations = Compilations()
-            self._not_logged.clear()
 
-    def clean_up(self) -> None:
-        """Free what compiling has left in reference cycles, if something was compiled."""
-        new = [] if self._compilations is None else self._compilations.new()
-        if new:
-            # With a warm cache, logits of a loss in chunks were among it.
-            gc.collect()
-            self._not_logged += new
+    @contextmanager
+    def without_garbage(self) -> Iterator[None]:
+        """Inside, what compiling leaves in reference cycles is freed as soon as it ends."""
+        if self._compilations is None:
+            yield
+            return
+        handler = private("torch._dynamo.callback", "callback_handler").callback_handler
+        handler.register_end_callback(_collect_garbage)
+        try:
+            yield
+        finally:
+            # torch.compiler.reset() has removed it.
+            with suppress(ValueError):
+                handler.remove_end_callback(_collect_garbage)
 
     def log_new(self, event: Callable[..., object]) -> None:
         """Log what was compiled again since the last call of this or `forget`, a line for each with
@@ -129,8 +134,9 @@ class CompilationLog:
         Args:
             event: function ``event(kind, message, **facts)`` that writes down an event.
         """
-        self.clean_up()
-        for compilation in self._not_logged:
+        if self._compilations is None:
+            return
+        for compilation in self._compilations.new():
             if not compilation.is_again:
                 continue
             self.num_again += not compilation.gives_up
@@ -143,7 +149,12 @@ class CompilationLog:
                 gives_up=compilation.gives_up,
                 count=self.num_again,
             )
-        self._not_logged.clear()
+
+
+def _collect_garbage(_: object) -> None:
+    # The error of a kernel that needs too much shared memory is in a cycle with the frames of all
+    # its callers, and keeps their logits. Torch collects the younger generations alone.
+    gc.collect()
 
 
 def _first_line(reason: str) -> str:

@@ -43,7 +43,7 @@ class Evaluator:
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now."""
-        return self._sizer.limit(1)
+        return self._sizer.limit_of_step
 
     def run(self, rows: Iterable[Any]) -> float:
         """Return the mean loss over the label tokens of all `rows` of all ranks; nan where there

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, micro_batches
 
 from .oom_retry import OOMRetry, OutOfMemoryElsewhereError
 from .sizing import MicroBatchSizer
@@ -80,7 +80,6 @@ class ForwardPasses:
 
         return self._retry.run(
             partial(self._attempt, rows, forward, layout, dummy_row),
-            batch_size=1,
             undo=undo_all,
             doing=doing,
         )
@@ -91,9 +90,9 @@ class ForwardPasses:
         forward: Callable[[Sequence[Any], int], Result],
         layout: MicroBatchLayout,
         dummy_row: Callable[[], Any] | None,
-        limit: MicroBatchLimit,
     ) -> list[tuple[MicroBatch, Result]]:
-        own = micro_batches(list(map(self._row_length, rows)), limit, layout)
+        lengths = list(map(self._row_length, rows))
+        own = micro_batches(lengths, self._sizer.limit_of_step, layout)
         num_pieces = distributed.maximum(len(own))
         pieces: list[MicroBatch | None] = [*own, *[None] * (num_pieces - len(own))]
         idle = MicroBatch([], 0)
@@ -123,13 +122,10 @@ class ForwardPasses:
         """Make the limit smaller where the allocator of one of several ranks only just had room; a
         collective.
         """
-        if distributed.world_size() > 1 and distributed.any_of_ranks(self._sizer.must_ease):
-            self._sizer.ease(self._retry.current, batch_size=1)
+        self._sizer.ease(self._retry.current)
 
-    def grow_where_room(self) -> None:
-        """Let a lowered limit grow where all ranks have room; a collective."""
-        grown = self._sizer.growth()
-        if distributed.any_of_ranks(grown is None):
-            return
-        assert grown is not None
-        self._sizer.grow(grown)
+    def agree_on_limit(self) -> None:
+        """Make the limit smaller where an allocator only just had room, or larger where all ranks
+        have room; a collective.
+        """
+        self._sizer.agree([], fullest=self._retry.current)

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch.data import AdaptiveBatches
+from adaptive_batch.data import AdaptiveBatches, mean_rows
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
@@ -120,7 +120,7 @@ class LoopSearch:
             return None
         batch_tokens = self._batches.planner.batching.batch_tokens
         if batch_tokens:
-            step_rows = max(1, int(batch_tokens / self._step.dataset.lengths.double().mean()))
+            step_rows = mean_rows(batch_tokens, self._step.dataset.lengths)
         return self._step.layouts.choices(step_rows, objective)
 
     def _worst_rows(self) -> WorstRows:

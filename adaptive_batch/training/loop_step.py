@@ -99,8 +99,12 @@ class LoopStep:
         progress = self._batches.progress
         self._events.begins(progress)
         began = time.perf_counter()
-        question = Question(planned.progress.batch, len(planned.numbers))
-        result = self._step.run(rows, batch_size=batch_size, question=question)
+        question = Question(
+            batch_size=batch_size,
+            num_rows=len(planned.numbers),
+            batch=planned.progress.batch,
+        )
+        result = self._step.run(rows, question)
         batch = result.tokens if self._rate.counts_tokens else result.rows
         lr = self._rate.apply(progress, batch=batch)["lr"]
         self.learning_rate = lr
@@ -121,7 +125,7 @@ class LoopStep:
                 lr=lr,
                 epoch=progress.epoch,
                 batch=planned.progress.batch,
-                micro_batch=self._runner.retry.limit,
+                micro_batch=self._runner.sizer.limit_of_step,
             )
         except NonfiniteLossError:
             self._rate.restore()

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.data import MicroBatch, MicroBatchLayout, micro_batches
 from adaptive_batch.schedules import NoiseSample
 
 from .agreement import Division, OwnPieces, Question
@@ -317,10 +317,8 @@ class MicroBatchRunner(StepRunner):
         if reference is not None:
             self.reference = ReferencePass(self, loss, reference)
 
-    def divide(
-        self, rows: Sequence[Row], small_rows: tuple[int, ...] | None, limit: MicroBatchLimit
-    ) -> OwnPieces:
-        """Divide rows of this rank within a limit: those of the small batch that noise is sampled
+    def divide(self, rows: Sequence[Row], small_rows: tuple[int, ...] | None) -> OwnPieces:
+        """Divide rows of this rank within the limit: those of the small batch that noise is sampled
         with, and the others; or all as one part. See :meth:`run`.
 
         In the order of the rows the first micro-batch is a random part of them. Elsewhere what a
@@ -330,6 +328,7 @@ class MicroBatchRunner(StepRunner):
         if copies_of_each_row() > 1:
             small_rows = None
         lengths = list(map(self.loss.row_length, rows))
+        limit = self.sizer.limit_of_step
         layout = self.sizer.layout
         in_order = layout.keeps_order(limit)
         if small_rows is None or in_order or layout.uniform:
@@ -345,70 +344,40 @@ class MicroBatchRunner(StepRunner):
 
         return divided(small_rows), divided(large_rows)
 
-    def run_agreed(
+    def run(
         self,
         rows: Sequence[Row],
         question: Question,
         *,
-        batch_size: int,
-        small_rows: tuple[int, ...] | None,
-    ) -> tuple[StepResult, bool]:
-        """Agree with all ranks on a step, and :meth:`run` it.
-
-        Args:
-            rows: see :meth:`run`.
-            question: what this rank says of the step to the others.
-            batch_size: see :meth:`run`.
-            small_rows: see :meth:`run`.
-
-        Returns:
-            What was run, and whether a rank was asked to end.
-
-        Raises:
-            GrowthFunctionError: a rule has answered differently on some rank.
-        """
-        divide = partial(self.divide, rows, small_rows)
-        division, ends = self.agree_on(divide, question, batch_size=batch_size)
-        return self.run(rows, batch_size, small_rows=small_rows, division=division), ends
-
-    def run(
-        self,
-        rows: Sequence[Row],
-        batch_size: int,
-        *,
         small_rows: tuple[int, ...] | None = None,
-        division: Division | None = None,
     ) -> StepResult:
         """Leave in the gradients the mean over the label tokens of all `rows`, or over these,
-        clipped.
+        clipped; all ranks agree on the step before.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            batch_size: see :meth:`MicroBatchSizer.limit`; with accumulation those of one of its
-                batches.
+            question: what this rank says of the step to the others; its batch size is, with
+                accumulation, that of one of its batches.
             small_rows: positions of the rows that noise is sampled with, and which run before the
                 others; where micro-batches keep the order of rows, the first micro-batch is these.
                 None samples none.
-            division: division that ranks have agreed upon, see :meth:`agree_on`; None lets them
-                agree here.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
+            GrowthFunctionError: a rule has answered differently on some rank.
             RankLostError: out of memory on this rank where the others cannot be told.
         """
         assert small_rows is None or self._measures_noise
         divide = partial(self.divide, rows, small_rows)
-        num_rows = None if division is None else division.num_rows
-        if num_rows is None and self.loss.counts_rows:
-            num_rows = sum(distributed.all_gather(len(rows)))
+        division = self.agree_on(divide, question)
         values = None
         if self.reference is not None:
             values = self.reference.of_rows(rows)
 
         def attempt(division: Division) -> StepResult:
-            return _StepAttempt(self, rows, values, step_rows=num_rows or 0).run(division)
+            return _StepAttempt(self, rows, values, step_rows=question.num_rows).run(division)
 
-        return self.run_step(attempt, divide, batch_size=batch_size, division=division)
+        return self.run_step(attempt, divide, division)
 
     def learn_from_a_row(self) -> None:
         """Let even the first micro-batch be brought to its end; all of several ranks call it, where

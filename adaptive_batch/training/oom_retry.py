@@ -16,12 +16,12 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
-from adaptive_batch.data import MicroBatch, MicroBatchLimit
+from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
-from .sizing import MicroBatchSizer, SmallerLimit
+from .sizing import MicroBatchSizer, SmallerLimit, of_all_ranks
 
 Result = TypeVar("Result")
 
@@ -45,7 +45,6 @@ class OOMRetry:
 
     Attributes:
         current: micro-batch that is being run; after a run the fullest of them.
-        limit: what a micro-batch may hold in the step that is run now, or was run last.
         retries: as given.
     """
 
@@ -66,9 +65,7 @@ class OOMRetry:
         self.retries = retries
         self._sharding = sharding
         self._is_of_training = is_of_training
-        self.limit = sizer.limit(1)
-        # Of the step that is run now: what its limit depends on, and its failures.
-        self._batch_size = 0
+        # Failures of the step that is run now.
         self._failures = 0
         self._error: str | None = None
         # The allocator's retries before the attempt.
@@ -85,18 +82,16 @@ class OOMRetry:
 
     def run(
         self,
-        attempt: Callable[[MicroBatchLimit], Result],
+        attempt: Callable[[], Result],
         *,
-        batch_size: int,
         undo: Callable[[], object],
         doing: str,
     ) -> Result:
-        """Call `attempt` with what a micro-batch may hold, until it does not run out of memory.
+        """Call `attempt` until it does not run out of memory, each time within a smaller limit.
 
         Args:
-            attempt: function that runs micro-batches within a limit; with several ranks, by
-                :meth:`run_in_turn`.
-            batch_size: see :meth:`MicroBatchSizer.limit`.
+            attempt: function that runs micro-batches within the sizer's limit; with several ranks,
+                by :meth:`run_in_turn`.
             undo: function that takes back what a failed attempt has done.
             doing: end of a sentence, for a rank that is lost.
 
@@ -104,14 +99,12 @@ class OOMRetry:
             DoesNotFitError: a micro-batch of one row ran out of memory.
             RankLostError: this rank ran out of memory where the others cannot be told.
         """
-        self._batch_size = batch_size
         self._failures = 0
         while True:
             self._error = None
             self.disregard_allocator_retries()
-            self.limit = self.sizer.limit(batch_size)
             try:
-                result = attempt(self.limit)
+                result = attempt()
             except OutOfMemoryElsewhereError:
                 pass
             except Exception as error:
@@ -124,9 +117,7 @@ class OOMRetry:
                 self._error = _message(error)
             else:
                 has_retried = self.retries and self.memory.num_retries() > self._allocator_retries
-                self.sizer.after_attempt(allocator_retried=has_retried)
-                if self.sizer.must_ease and distributed.world_size() == 1:
-                    self.sizer.ease(self.current, batch_size=batch_size)
+                self.sizer.after_attempt(self.current, allocator_retried=has_retried)
                 return result
             # The except block has been left: until then the error kept the failed forward's tensors
             # alive.
@@ -138,6 +129,12 @@ class OOMRetry:
                     raise
                 raise self.lost(error, "as an attempt was undone") from error
             self._shrink()
+
+    def expect(self, pieces: Sequence[MicroBatch]) -> None:
+        """Take it that what runs out of memory next is too large with the fullest of these."""
+        self.current = pieces[0]
+        if len(pieces) > 1:
+            self.current = self.sizer.limit_of_step.fullest(pieces)
 
     def disregard_allocator_retries(self) -> None:
         """Take it that the allocator's retries so far say nothing of a micro-batch."""
@@ -182,11 +179,8 @@ class OOMRetry:
                 `evaluates`.
             evaluates: whether there is no backward; see :meth:`Sharding.micro_batch`.
         """
-        own = list(filter(None, pieces))
-        fullest = idle
-        if own:
-            fullest = self.limit.fullest(own)
-        self.current = fullest
+        self.expect(list(filter(None, pieces)) or [idle])
+        fullest = self.current
         kinds: list[dict[str, Any]] = [{"is_last": is_last} for is_last in reduced]
         if evaluates:
             kinds = [{"evaluates": evaluates}] * len(pieces)
@@ -232,11 +226,11 @@ class OOMRetry:
         the limit to restart with.
         """
         message = _message(error)
-        request = self.sizer.after_out_of_memory(self.current, "", batch_size=self._batch_size)
+        request = self.sizer.after_out_of_memory(self.current, "")
         rows = request.rows
         length = request.length
         smaller_limit = request.limit
-        limit = self.sizer.limit(self._batch_size)
+        limit = self.sizer.limit_of_step
         facts: dict[str, Any] = {
             "rows": rows,
             "length": length,
@@ -262,12 +256,9 @@ class OOMRetry:
         request: SmallerLimit | None = None
         if self._error is not None:
             request = self.sizer.after_out_of_memory(
-                self.current, self._error, batch_size=self._batch_size, failures=self._failures
+                self.current, self._error, failures=self._failures
             )
-        requests = {}
-        for rank, rank_request in enumerate(distributed.all_gather(request)):
-            if rank_request:
-                requests[rank] = rank_request
+        requests = of_all_ranks(request)
         for rank, rank_request in requests.items():
             if rank_request.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
@@ -276,7 +267,7 @@ class OOMRetry:
                     f"{size} ran out of memory on {place}, alone in its micro-batch:"
                     f" {rank_request.error}; {self.remedies}"
                 )
-        self.sizer.lower(requests, batch_size=self._batch_size)
+        self.sizer.lower(requests)
 
 
 def _message(error: BaseException) -> str:

@@ -90,25 +90,24 @@ class PartRunner:
                 " changes results"
             )
 
-    def run(self, rows: Splittable, *, batch_size: int, question: Question) -> list[Any]:
+    def run(self, rows: Splittable, question: Question) -> list[Any]:
         """Run a batch that is ready to be split; the rest as when called with a batch.
 
         Args:
             rows: rows of this rank.
-            batch_size: rows of the step on the rank that has most.
-            question: what this rank says of the step to the others.
+            question: what this rank says of the step to the others; its batch size is the rows of
+                the step on the rank that has most.
         """
         self.learn_collectives(rows)
         divide = partial(self._divide, rows)
-        division, _ = self.runner.agree_on(divide, question, batch_size=batch_size)
-        attempt = partial(self._attempt, rows)
-        results = self.runner.run_step(attempt, divide, batch_size=batch_size, division=division)
+        division = self.runner.agree_on(divide, question)
+        results = self.runner.run_step(partial(self._attempt, rows), divide, division)
         self.runner.compilations.log_new(self._event)
         return results
 
-    def _divide(self, rows: Splittable, limit: MicroBatchLimit) -> OwnPieces:
+    def _divide(self, rows: Splittable) -> OwnPieces:
         layout = self._sizer.layout
-        limit = self._even_limit(rows.num_rows, limit)
+        limit = self._even_limit(rows.num_rows, self._sizer.limit_of_step)
         if rows.knows_lengths or not layout.keeps_order(limit):
             return (micro_batches(_lengths(rows), limit, layout),)
         pieces = split_by_rows(range(rows.num_rows), limit.amount)

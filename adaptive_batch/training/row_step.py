@@ -272,16 +272,15 @@ class RowStep:
             return nullcontext()
         return form.apart(form.lengths(batch))
 
-    def run(self, rows: Sequence[Row], *, batch_size: int, question: Question) -> StepResult:
+    def run(self, rows: Sequence[Row], question: Question) -> StepResult:
         """Leave in the gradients the mean over the labels of a step, on all ranks, clipped.
 
         Args:
             rows: rows of this rank; none where other ranks have some.
-            batch_size: rows of the step on the rank that has most.
-            question: what this rank says of the step to the others.
+            question: see :meth:`PartRunner.run`.
         """
         step_rows = RowsOfStep(self, rows)
-        results = self.step.parts.run(step_rows, batch_size=batch_size, question=question)
+        results = self.step.parts.run(step_rows, question)
         trained = list(filter(None, results))
         num_parts = len(trained)
         loss = 0.0

@@ -7,7 +7,7 @@ Whoever needs one of them is given the sizer.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
@@ -56,6 +56,11 @@ class SmallerLimit(NamedTuple):
     length: int
     limit: MicroBatchLimit | None
     error: str
+
+
+def of_all_ranks(request: SmallerLimit | None) -> dict[int, SmallerLimit]:
+    """Return what ranks ask for, by rank, of those that ask for a smaller limit; a collective."""
+    return {rank: asked for rank, asked in enumerate(distributed.all_gather(request)) if asked}
 
 
 @dataclass(frozen=True)
@@ -235,10 +240,13 @@ class ConfiguredSize:
         """Whether it is known without a search."""
         return self.is_given and not self.is_auto
 
-    def check(self, max_batch_size: int, *, length: int, fitting_tokens: int) -> None:
-        """Refuse a size above what fits; it is never cut in silence."""
+    def check(self, result: ProbeResult, layout: MicroBatchLayout) -> None:
+        """Refuse a size above what fits in a layout; it is never cut in silence."""
         rows = self.micro_batch_size
         tokens = self.micro_batch_tokens
+        max_batch_size = result.max_batch_size
+        length = result.sequence_length
+        fitting_tokens = layout.amount(max_batch_size, length, unit="tokens")
         if isinstance(rows, int) and rows > max_batch_size:
             remedy = f"{rows_fit(max_batch_size)}; give {max_batch_size} or less"
             raise SettingError("micro_batch_size", rows, remedy)
@@ -416,7 +424,7 @@ class _LoweredLimit:
 
     def easing(self, limit: MicroBatchLimit, fullest: MicroBatch) -> SmallerLimit | None:
         """Return the smaller limit that this rank asks for where its allocator only just had room,
-        once; None where it had.
+        once; None where it had, or ran one row.
         """
         if not self.must_ease:
             return None
@@ -426,6 +434,7 @@ class _LoweredLimit:
         if smaller is None:
             # It was one row, and larger micro-batches may come.
             self._retries_until_eased = 1
+            return None
         return SmallerLimit(rows, fullest.length, smaller, "")
 
     def lower(self, change: LimitChange) -> None:
@@ -530,12 +539,22 @@ class MicroBatchSizer:
         self.tried_length = 0
         self.throughput: Throughput | None = None
         self.num_out_of_memory = 0
+        self._batch_size = 1
         self._lowered = _LoweredLimit(policy or OOMPolicy(), memory)
 
     # --- what may run at once ---------------------------------------------------------------------
 
+    def begin_step(self, batch_size: int) -> None:
+        """Take it that a step begins of which so many rows run at once, see :meth:`limit`."""
+        self._batch_size = batch_size
+
+    @property
+    def limit_of_step(self) -> MicroBatchLimit:
+        """What a micro-batch of the step that began last may hold now."""
+        return self.limit(self._batch_size)
+
     def limit(self, batch_size: int) -> MicroBatchLimit:
-        """Return what a micro-batch may hold now.
+        """Return what a micro-batch may hold now, of a step that may not have begun.
 
         Args:
             batch_size: rows that run at once where no size is configured and all of them fit.
@@ -564,7 +583,7 @@ class MicroBatchSizer:
         rows = self._micro_batch.micro_batch_size
         tokens = self._micro_batch.micro_batch_tokens
         if tokens == "auto":
-            tokens = self._padded_tokens(max_batch_size or 0, length) or NO_LIMIT
+            tokens = self.layout.amount(max_batch_size or 0, length, unit="tokens") or NO_LIMIT
         if tokens is not None:
             return MicroBatchLimit(int(tokens), "tokens")
         if rows == "auto":
@@ -582,14 +601,6 @@ class MicroBatchSizer:
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
         return self._micro_batch.is_auto and not self.tried_length
-
-    @property
-    def must_ease(self) -> bool:
-        """Whether the limit is to be a little smaller: this rank's allocator only just had room."""
-        return self._lowered.must_ease
-
-    def _padded_tokens(self, rows: int, length: int) -> int:
-        return self.layout.padded_tokens([length] * rows)
 
     def use_layout(self, kind: str) -> None:
         """Take the layout of a name, from the next step on."""
@@ -613,25 +624,22 @@ class MicroBatchSizer:
         Raises:
             SettingError: a configured size is above what fits; it is never cut in silence.
         """
-        length = result.sequence_length
-        fitting_tokens = self._padded_tokens(result.max_batch_size, length)
-        self._micro_batch.check(result.max_batch_size, length=length, fitting_tokens=fitting_tokens)
+        self._micro_batch.check(result, self.layout)
         self.assume(result)
         self._learn_cost(result)
 
     def assume(self, result: ProbeResult) -> None:
         """Take what a search found, whatever is configured: for what is looked at, and not run."""
-        max_batch_size = result.max_batch_size
-        if max_batch_size != self.max_batch_size:
+        if result.max_batch_size != self.max_batch_size:
             self._lowered.forget()
-        self.max_batch_size = max_batch_size
+        self.max_batch_size = result.max_batch_size
         self.tried_length = max(1, result.sequence_length)
         if self.throughput is not None:
             # It may have been found where more fits.
-            fitting = max_batch_size
-            if self.throughput.limit.unit == "tokens":
-                fitting = self._padded_tokens(max_batch_size, self.tried_length)
-            self.throughput = _within(self.throughput, fitting)
+            limit = self.throughput.limit
+            fitting = self.layout.amount(self.max_batch_size, self.tried_length, unit=limit.unit)
+            limit = replace(limit, amount=min(limit.amount, fitting))
+            self.throughput = replace(self.throughput, limit=limit)
         if result.throughput is not None:
             self._choose(result.throughput)
 
@@ -652,9 +660,7 @@ class MicroBatchSizer:
         if not can_split:
             self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
         elif fitting_rows < tried_rows:
-            amount = fitting_rows
-            if limit.unit == "tokens":
-                amount = self._padded_tokens(fitting_rows, length)
+            amount = self.layout.amount(fitting_rows, length, unit=limit.unit)
             self._lowered.hold(MicroBatchLimit(amount, limit.unit))
         elif self._micro_batch.micro_batch_tokens == "auto":
             # The limit would be the maximum batch size times the new length.
@@ -663,9 +669,8 @@ class MicroBatchSizer:
         self.tried_length = length
 
     def _learn_cost(self, result: ProbeResult) -> None:
-        row_amount = 1
-        if self.limit(result.max_batch_size).unit == "tokens":
-            row_amount = self._padded_tokens(1, result.sequence_length)
+        unit = self.limit(result.max_batch_size).unit
+        row_amount = self.layout.amount(1, result.sequence_length, unit=unit)
         self._lowered.room.learn(result, row_amount=row_amount)
 
     def _choose(self, fastest: Throughput) -> None:
@@ -675,7 +680,7 @@ class MicroBatchSizer:
     # --- out of memory, and growing back ----------------------------------------------------------
 
     def after_out_of_memory(
-        self, failed: MicroBatch, error: str, *, batch_size: int, failures: int = 0
+        self, failed: MicroBatch, error: str, *, failures: int = 0
     ) -> SmallerLimit:
         """Return the limit that this rank asks for after a micro-batch ran out of memory.
 
@@ -683,43 +688,63 @@ class MicroBatchSizer:
             failed: micro-batch that did not fit.
             error: message of the device; empty to shrink without a look at what is free now, as
                 where the process ends.
-            batch_size: see :meth:`limit`.
             failures: failures of this step so far, this one included.
         """
-        limit = self.limit(batch_size)
-        return self._lowered.after_out_of_memory(limit, failed, error, failures=failures)
+        return self._lowered.after_out_of_memory(
+            self.limit_of_step, failed, error, failures=failures
+        )
 
-    def after_attempt(self, *, allocator_retried: bool) -> None:
-        """Count a step that ran to its end, and whether its allocator had to ask twice."""
+    def after_attempt(self, fullest: MicroBatch, *, allocator_retried: bool) -> None:
+        """Count a step that ran to its end; one rank alone makes its limit smaller at once where
+        its allocator only just had room.
+
+        Args:
+            fullest: the largest micro-batch of the step.
+            allocator_retried: whether the allocator had to ask twice.
+        """
         self._lowered.after_attempt(allocator_retried=allocator_retried)
+        if allocator_retried and distributed.world_size() == 1:
+            self.ease(fullest)
 
-    def ease(self, fullest: MicroBatch, *, batch_size: int) -> None:
-        """Make a limit that only just fits a little smaller, once; all ranks call it.
+    def agree(self, numbers: Sequence[int], *, fullest: MicroBatch) -> tuple[Sequence[int], bool]:
+        """Make the limit a little smaller where a rank's allocator only just had room, or larger
+        where all ranks have room; all of them call it.
 
         Args:
+            numbers: what ranks compare in the same collective.
             fullest: the largest micro-batch of this rank's last step.
-            batch_size: see :meth:`limit`.
+
+        Returns:
+            The largest of each number on any rank; and whether the limit has changed.
         """
-        request = self._lowered.easing(self.limit(batch_size), fullest)
-        requests = {}
-        for rank, rank_request in enumerate(distributed.all_gather(request)):
-            if rank_request and rank_request.limit:
-                requests[rank] = rank_request
+        grown = self._lowered.growth()
+        # Nobody to agree with, and nothing to change.
+        if grown is None and distributed.world_size() == 1:
+            return numbers, False
+        any_eases, any_stays, *largest = distributed.all_reduce_max(
+            [int(self._lowered.must_ease), int(grown is None), *numbers]
+        )
+        if any_eases:
+            self.ease(fullest)
+        elif grown is not None and not any_stays:
+            self._on_change(self._lowered.grow(grown))
+        return largest, bool(any_eases or not any_stays)
+
+    def ease(self, fullest: MicroBatch) -> None:
+        """Make a limit that the fullest micro-batch only just fits a little smaller, once; all
+        ranks call it.
+        """
+        requests = of_all_ranks(self._lowered.easing(self.limit_of_step, fullest))
         if requests:
-            self.lower(requests, batch_size=batch_size)
+            self.lower(requests)
 
-    def lower(self, requests: Mapping[int, SmallerLimit], *, batch_size: int) -> None:
-        """Take the smallest limit that any rank asks for, on all ranks alike.
-
-        Args:
-            requests: limits by rank, none of them None.
-            batch_size: see :meth:`limit`.
-        """
-        change = LimitChange.to_smallest(requests, before=self.limit(batch_size))
+    def lower(self, requests: Mapping[int, SmallerLimit]) -> None:
+        """Take the smallest of these limits, one for each rank that asks; none of them is None."""
+        change = LimitChange.to_smallest(requests, before=self.limit_of_step)
         self.num_out_of_memory += change.out_of_memory
         self._lowered.lower(change)
         self._on_change(change)
-        now = self.limit(batch_size)
+        now = self.limit_of_step
         assert now.amount <= change.after.amount, (
             f"lowered to {change.after}, and the limit is {now}"
         )
@@ -731,16 +756,6 @@ class MicroBatchSizer:
     def count_out_of_memory(self, times: int) -> None:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""
         self.num_out_of_memory += times
-
-    def growth(self) -> MicroBatchLimit | None:
-        """Return what a lowered limit grows to now, alike on all ranks that have room for it; None
-        where it stays.
-        """
-        return self._lowered.growth()
-
-    def grow(self, after: MicroBatchLimit) -> None:
-        """Let a lowered limit grow, on all ranks."""
-        self._on_change(self._lowered.grow(after))
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -790,9 +805,3 @@ class MicroBatchSizer:
 
 def _limit(saved: Mapping[str, Any] | None) -> MicroBatchLimit | None:
     return MicroBatchLimit(**saved) if saved else None
-
-
-def _within(fastest: Throughput, amount: int) -> Throughput:
-    """Return what is fastest, with a limit of no more than fits."""
-    limit = fastest.limit
-    return replace(fastest, limit=replace(limit, amount=min(limit.amount, amount)))

@@ -111,7 +111,7 @@ class EvaluatedPieces:
         if all(self._sharding.knows(evaluates=kind) for kind in kinds):
             return
         restore = self._snapshot.take()
-        self._retry.current = MicroBatch([0], 1)
+        self._retry.expect([MicroBatch([0], 1)])
         try:
             with self._evaluating():
                 statistics = self._statistics_of(rows.dummy, 1)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLimit
+from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import Sharding, sharding_of
 from adaptive_batch.errors import MEMORY_REMEDIES, RankLostError
 from adaptive_batch.memory import (
@@ -48,6 +48,7 @@ class StepRunner:
         compilations: counts and logs what is compiled again.
         cache: keeps the allocator's cache from fragmenting.
         is_trial: whether what runs now is a trial, and not training.
+        ends: whether any rank was asked to end when ranks agreed on the last step.
     """
 
     def __init__(
@@ -71,48 +72,36 @@ class StepRunner:
         self.cache = AllocatorCache(self.memory)
         self.compilations = CompilationLog(model)
         self.is_trial = False
+        self.ends = False
         self._snapshot = StepSnapshot(model, self.memory.device)
 
-    def agree_on(
-        self,
-        divide: Callable[[MicroBatchLimit], OwnPieces],
-        question: Question,
-        *,
-        batch_size: int,
-    ) -> tuple[Division, bool]:
-        """Agree with all ranks on a step before it runs, in one small collective; make the limit
-        smaller where an allocator only just had room, or larger where all have room.
+    def agree_on(self, divide: Callable[[], OwnPieces], question: Question) -> Division:
+        """Agree with all ranks on a step before it runs, in one small collective; the limit grows
+        or shrinks where it is time, see :meth:`MicroBatchSizer.agree`.
 
         Args:
-            divide: function that divides this rank's rows within a limit.
+            divide: function that divides this rank's rows within the limit.
             question: what this rank says of the step to the others.
-            batch_size: see :meth:`MicroBatchSizer.limit`; alike on all ranks.
 
         Returns:
-            The division, with the counts that all ranks know; and whether a rank was asked to end.
+            The division, with the counts that all ranks know.
 
         Raises:
             GrowthFunctionError: a rule has answered differently on some rank.
         """
-        sizer = self.sizer
-        grown = sizer.growth()
-        parts = divide(sizer.limit(batch_size))
-        own_counts = list(map(len, parts))
-        # Nobody to agree with, and nothing to change.
-        if distributed.world_size() == 1 and grown is None and not sizer.must_ease:
-            return Division(parts, own_counts, question.num_rows), question.ends
+        self.sizer.begin_step(question.batch_size)
+        parts = divide()
         answers = [
             int(question.ends),
-            int(sizer.must_ease),
-            int(grown is None),
             question.batch,
             -question.batch,
             question.num_rows,
             -question.num_rows,
         ]
-        agreed = distributed.all_reduce_max([*answers, *own_counts])
-        any_ends, any_eases, any_stays, *counted = agreed
-        most_batch, least_batch, most_rows, least_rows, *counts = counted
+        agreed, limit_changes = self.sizer.agree(
+            [*answers, *map(len, parts)], fullest=self.retry.current
+        )
+        any_ends, most_batch, least_batch, most_rows, least_rows, *counts = agreed
         if most_batch != -least_batch or most_rows != -least_rows:
             same_answers(
                 {
@@ -120,22 +109,16 @@ class StepRunner:
                     "the rows of the next step, which": question.num_rows,
                 }
             )
-        if any_eases:
-            sizer.ease(self.retry.current, batch_size=batch_size)
-        elif grown is not None and not any_stays:
-            sizer.grow(grown)
-        if any_eases or not any_stays:
-            parts = divide(sizer.limit(batch_size))
-            return Division.agreed(parts, num_rows=question.num_rows), bool(any_ends)
-        return Division(parts, counts, question.num_rows), bool(any_ends)
+        self.ends = bool(any_ends)
+        if limit_changes:
+            return Division.agreed(divide())
+        return Division(parts, counts)
 
     def run_step(
         self,
         attempt: Callable[[Division], Result],
-        divide: Callable[[MicroBatchLimit], OwnPieces],
-        *,
-        batch_size: int,
-        division: Division | None = None,
+        divide: Callable[[], OwnPieces],
+        division: Division,
     ) -> Result:
         """Call `attempt` until it does not run out of memory; gradients of earlier batches are
         kept.
@@ -143,8 +126,7 @@ class StepRunner:
         Args:
             attempt: function that runs a division, by :meth:`run_micro_batches`.
             divide: see :meth:`agree_on`.
-            batch_size: see :meth:`agree_on`.
-            division: division that ranks have agreed upon; None lets them agree here.
+            division: division that ranks have agreed upon.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
@@ -153,15 +135,15 @@ class StepRunner:
         gradients = self.gradients_apart()
         self.sharding.begin_step()
         restore = self._snapshot.take()
-        divisions = [] if division is None else [division]
+        divisions = [division]
 
-        def attempt_within(limit: MicroBatchLimit) -> Result:
+        def attempt_within() -> Result:
             # Where memory has run out there are more micro-batches now.
-            current = divisions.pop() if divisions else Division.agreed(divide(limit))
+            current = divisions.pop() if divisions else Division.agreed(divide())
             pieces = list(chain(*current.parts))
             if pieces:
-                # What runs out of memory before the first of them, is too large with the fullest.
-                self.retry.current = limit.fullest(pieces)
+                # Memory may run out before the first of them.
+                self.retry.expect(pieces)
             if self.sharding.is_sharded:
                 # A forward of the user's, as in a validation, leaves parameters gathered.
                 self.sharding.reset()
@@ -173,9 +155,8 @@ class StepRunner:
             self.cache.forget()
 
         try:
-            result = self.retry.run(
-                attempt_within, batch_size=batch_size, undo=undo, doing="in a step"
-            )
+            with self.compilations.without_garbage():
+                result = self.retry.run(attempt_within, undo=undo, doing="in a step")
         except BaseException as error:
             gradients.put_back()
             # A script may run the rows again after an error of its own.
@@ -189,7 +170,6 @@ class StepRunner:
                 raise
             raise self.retry.lost(error, "as gradients were reduced") from error
         gradients.add_up()
-        self.compilations.clean_up()
         return result
 
     def run_micro_batches(
@@ -232,7 +212,8 @@ class StepRunner:
         """Inside, one micro-batch runs that is no training; all of it, so that ranks come to its
         end together.
         """
-        with self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True):
+        micro_batch = self.sharding.micro_batch(is_last=is_last, evaluates=evaluates, is_trial=True)
+        with micro_batch, self.compilations.without_garbage():
             self.is_trial = True
             try:
                 yield
@@ -253,7 +234,7 @@ class StepRunner:
         """
         gradients = self.gradients_apart()
         restore = self._snapshot.take()
-        self.retry.current = row
+        self.retry.expect([row])
         try:
             run()
         except Exception as error:
@@ -277,8 +258,7 @@ class StepRunner:
         """
         return [
             parameter
-            for place in self._places
-            for parameter in place.values()
+            for parameter in chain.from_iterable(map(dict.values, self._places))
             if parameter is not None and parameter.grad is not None
         ]
 

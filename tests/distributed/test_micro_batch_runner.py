@@ -30,7 +30,6 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.training import Evaluator
-from adaptive_batch.training.agreement import Division
 
 CLOSE = 1e-10
 CAPACITIES = {"rows": MicroBatchLimit(2), "tokens": MicroBatchLimit(18, "tokens")}
@@ -101,7 +100,7 @@ def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list
     ]
 
 
-def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
+def errors_of(way: Way, deal: str) -> dict[str, Any]:
     """How far a step, clipped and stepped, is from the same by hand, in relative terms; what must
     be equal is 0 or 1.
     """
@@ -125,8 +124,7 @@ def errors_of(way: Way, deal: str, *, asks: bool) -> dict[str, Any]:
             if limit is None
             else runner_of(model, max_grad_norm=limit, sharding=free.sharding, **how)
         )
-        known = Division(run.pieces(dealt[rank]), (most,))
-        result = run.run(dealt[rank], division=None if asks or world_size == 1 else known)
+        result = run.run(dealt[rank])
         scale = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         found[name] = relative_error(
             whole_gradients(model), {k: v * scale for k, v in expected.items()}
@@ -273,7 +271,7 @@ def _everything() -> dict[str, Any]:
     facts: dict[str, Any] = {"steps": {}, "in a row": {}, "noise": {}}
     for number, deal in enumerate(DEALS):
         for way in ways(number)[number % 4 :: 4] if world_size == 4 else ways(number):
-            facts["steps"][str(way), deal] = errors_of(way, deal, asks=bool(number % 2))
+            facts["steps"][str(way), deal] = errors_of(way, deal)
     for way in ways(0)[: 1 if world_size == 4 else 4]:
         facts["in a row"][str(way)] = steps_in_a_row(way)
     for sync in (True, False):

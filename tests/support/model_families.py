@@ -363,7 +363,7 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
         trainer.tried(),
         finder.rows.of_length("longest"),
         options,
-        accumulates=run.job.search_plan.has_several
+        accumulates=run.job.settings.search_plan.has_several
         or run.job.settings.gradient_accumulation_steps > 1,
         build_search=lambda **facts: search,
     ).run()
@@ -374,7 +374,7 @@ def found(run: RealRun) -> ProbeResult:
     finder = BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
-        step_rows = run.job.search_plan.step_rows
+        step_rows = run.job.settings.search_plan.step_rows
         *_, result = finder.of_training(run.trainer, length="longest", step_rows=step_rows)
     return result
 

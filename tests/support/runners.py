@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, lengthened
 from adaptive_batch.memory import DeviceMemory, device_memory
 from adaptive_batch.training import (
     LimitChange,
     MicroBatchRunner,
     MicroBatchSizer,
+    Question,
     RowLoss,
     StepResult,
     count_shifted_labels,
@@ -55,17 +57,25 @@ class SmallRunner(MicroBatchRunner):
 
     sizer: HeldSizer
 
-    def run(self, rows: Sequence[Any], batch_size: int = 0, **options: Any) -> StepResult:
+    def run(
+        self, rows: Sequence[Any], question: Question | None = None, **options: Any
+    ) -> StepResult:
         """Run the rows of a step; where noise can be measured, its small batch is the first row
         unless one is given.
         """
         if self._measures_noise:
             options.setdefault("small_rows", (0,))
-        return super().run(rows, batch_size, **options)
+        return super().run(rows, question or question_of(rows), **options)
 
     def pieces(self, rows: Sequence[Any], small_rows: tuple[int, ...] | None = None) -> OwnPieces:
         """Return the micro-batches of rows."""
-        return self.divide(rows, small_rows, self.sizer.limit())
+        return self.divide(rows, small_rows)
+
+
+def question_of(rows: Sequence[Any]) -> Question:
+    """Return what a rank that has these rows of a step says of it."""
+    num_rows = sum(distributed.all_gather(len(rows)))
+    return Question(batch_size=max(1, len(rows)), num_rows=num_rows)
 
 
 def build_runner(

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.runners import HeldSizer
+from support.runners import HeldSizer, question_of
 from torchtune import training
 
 from adaptive_batch.data import Measured, MicroBatchLimit
@@ -195,7 +195,8 @@ def train(run: StackRun) -> Outcome:
         before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()
         for lengths in steps:
-            trainer.runner.run([row_of(length) for length in lengths], len(lengths))
+            rows = [row_of(length) for length in lengths]
+            trainer.runner.run(rows, question_of(rows))
             trainer.step()
             done += 1
     except Exception as failure:
@@ -235,7 +236,7 @@ def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADAPTIVE_BATCH_CACHE"] = folder
         finder.path = Path(folder) / "probe.json"
-        step_rows = job.search_plan.step_rows
+        step_rows = job.settings.search_plan.step_rows
         *_, result = finder.of_training(trainer, length="longest", step_rows=step_rows)
     return result
 

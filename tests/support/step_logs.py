@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from support.paths import subprocess_environment
-from support.runners import HeldSizer
+from support.runners import HeldSizer, question_of
 from support.stack_runs import NoWeights
 
 from adaptive_batch.data import MicroBatchLimit
@@ -123,7 +123,8 @@ def on_cuda(
     sizer = HeldSizer(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)
     trainer = Trainer(job, data, model, Sizers(sizer))
     for step in range(steps):
-        trainer.runner.run(made_up_rows(job, rows, tokens) * micro_batches, rows)
+        step_rows = made_up_rows(job, rows, tokens) * micro_batches
+        trainer.runner.run(step_rows, question_of(step_rows))
         trainer.step()
         if step == 0:
             torch.cuda.reset_peak_memory_stats()

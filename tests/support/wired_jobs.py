@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torchtune
 from omegaconf import DictConfig
-from support.runners import HeldSizer
+from support.runners import HeldSizer, question_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -87,7 +87,7 @@ class Wired:
         assert isinstance(sizer, HeldSizer)
         if limit is not None:
             sizer.current = MicroBatchLimit(limit)
-        return self.trainer.runner.run(rows, len(rows))
+        return self.trainer.runner.run(rows, question_of(rows))
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adaptive_batch.data import Batching, DatasetAdapter
+from adaptive_batch.data import Batching, DatasetAdapter, RequestedBatch
 from adaptive_batch.data.epoch_planner import EpochPlanner
 from adaptive_batch.schedules import EpochPlan, Progress
 
@@ -12,8 +12,8 @@ from adaptive_batch.schedules import EpochPlan, Progress
 def planner(lengths, *, ranks=1, **batching):
     """Of rows of these lengths in the dataset's own order."""
     rows = DatasetAdapter([{"tokens": torch.zeros(length)} for length in lengths])
-    options = {"ranks": ranks, "divisible": False, "counts_tokens": True, "maximum": lambda: None}
-    return EpochPlanner(rows, Batching(shuffle=False, **batching), **options)
+    batch = RequestedBatch(Batching(shuffle=False, **batching))
+    return EpochPlanner(rows, batch, ranks=ranks, divisible=False, counts_tokens=True)
 
 
 @given(

@@ -678,18 +678,18 @@ GROWING = [[size * MIB] for size in (100, 120, 140, 160)]
 def test_steps_that_grow_reserve_all_that_came_before_unless_the_cache_is_given_back():
     kept = replay_of(*GROWING, largest=None)
     assert [step.reserved_bytes // MIB for step in kept.steps] == [164, 284, 424, 584]
-    # The cache goes back before each that is more than a tenth larger.
-    given_back = replay_of(*GROWING, largest=[100, 120, 140, 160])
-    assert [step.reserved_bytes // MIB for step in given_back.steps] == [164, 184, 204, 224]
-    assert given_back.memory.allocated_bytes == 224 * MIB
-    assert given_back.memory.fragmentation == pytest.approx(1)
+    # There is a block before each that is larger, with something to spare.
+    in_blocks = replay_of(*GROWING, largest=[100, 120, 140, 160])
+    assert [step.reserved_bytes // MIB for step in in_blocks.steps] == [164, 194, 214, 236]
+    assert in_blocks.memory.allocated_bytes == 224 * MIB
+    assert in_blocks.memory.fragmentation == pytest.approx(1.05, abs=0.01)
 
 
 def test_a_cache_that_is_given_back_is_one_block_of_what_a_step_needs():
     fragmented = [[10 * MIB] * 10, [100 * MIB], [10 * MIB] * 10, [100 * MIB]]
     # Micro-batches of as many tokens, in other shapes.
     replay = replay_of(*fragmented, largest=[1] * 4)
-    assert [step.reserved_bytes // MIB for step in replay.steps] == [164, 264, 164, 164]
+    assert [step.reserved_bytes // MIB for step in replay.steps] == [164, 264, 172, 172]
     assert (
         replay_of(*fragmented, largest=[1] * 4, expandable=True).steps[-1].reserved_bytes
         <= 180 * MIB
@@ -701,7 +701,7 @@ def test_the_cache_is_made_for_the_peaks_until_an_optimizers_step():
     replay = replay_of(*steps, largest=[1] * 3, of_optimizer=[100 * MIB])
     assert [step.allocated_bytes // MIB for step in replay.steps] == [164] * 3
     # 194 are held after the first step, 94 of which its micro-batch was seen to need.
-    assert [step.reserved_bytes // MIB for step in replay.steps] == [194, 194, 164]
+    assert [step.reserved_bytes // MIB for step in replay.steps] == [194, 200, 172]
 
 
 def test_what_runs_out_of_memory_is_named_and_what_is_tried_again_is_counted():

@@ -73,7 +73,7 @@ def test_steps_of_varying_lengths_hold_what_they_allocate():
 def test_before_a_much_larger_step_the_cache_is_given_back_and_what_it_needs_is_learned():
     memory = CachingMemory()
     cache = AllocatorCache(memory)
-    trained = Trained(memory)
+    trained = Trained(memory, workspace=1)
     for size in (10, 4000):
         cache.begin_step([size])
         trained.run(size)
@@ -126,15 +126,32 @@ def test_blocks_are_listed_only_where_what_is_held_has_changed(others_bytes: int
     assert 0 < memory.num_lists < 30
 
 
-def test_a_step_that_is_a_little_larger_has_a_block_in_proportion():
+@pytest.mark.parametrize("size", [4300, 6000])
+def test_a_step_that_is_larger_has_a_block_in_proportion(size: int) -> None:
     memory = CachingMemory()
     cache = AllocatorCache(memory)
-    trained = Trained(memory)
-    for size in (4000, 4000, 4300):
-        cache.begin_step([size])
-        trained.run(size)
+    trained = Trained(memory, workspace=1)
+    for size_of_step in (4000, 4000, size):
+        cache.begin_step([size_of_step])
+        trained.run(size_of_step)
         cache.end_step()
     assert memory.allocator.reserved_bytes < 1.08 * memory.allocator.peak_allocated_bytes
+
+
+def test_states_of_the_optimizer_that_come_after_the_first_step_are_beside_the_block():
+    memory = CachingMemory()
+    allocator = memory.allocator
+    cache = AllocatorCache(memory)
+    trained = Trained(memory, workspace=1)
+    cache.begin_step([8000])
+    trained.run(8000)
+    cache.end_step()
+    for _ in range(20):
+        allocator.malloc(60 * MIB)
+    cache.begin_step([8000])
+    trained.run(8000)
+    cache.end_step()
+    assert allocator.reserved_bytes < 1.06 * allocator.peak_allocated_bytes
 
 
 def test_gradients_that_are_there_between_two_batches_are_no_fragments():
@@ -248,12 +265,30 @@ def test_a_device_without_such_an_allocator_is_left_alone():
 
 # As on PyTorch's CUDA build, where as much of a device is left.
 @pytest.mark.parametrize(
-    ("alive", "wanted", "made"),
-    [(100, 50, 50), (100, 10, 0), (924, 70, 70), (924, 90, 0)],
-    ids=["a block", "too small for one of its own", "fits", "too near the end of the device"],
+    ("alive", "wanted", "spare", "made"),
+    [
+        (100, 50, 0, 50),
+        (100, 10, 0, 0),
+        (924, 70, 0, 70),
+        (924, 90, 0, 0),
+        (924, 50, 10, 60),
+        (924, 70, 30, 80),
+        (924, 90, 30, 0),
+    ],
+    ids=[
+        "a block",
+        "too small for one of its own",
+        "fits",
+        "too near the end of the device",
+        "what is spare fits",
+        "some of it fits",
+        "even without it too near the end",
+    ],
 )
-def test_a_block_is_simulated_where_a_device_makes_one(alive: int, wanted: int, made: int) -> None:
+def test_a_block_is_simulated_where_a_device_makes_one(
+    alive: int, wanted: int, spare: int, made: int
+) -> None:
     memory = SimulatedMemory(CachingAllocator(1024 * MIB))
     memory.allocator.malloc(alive * MIB)
-    memory.make_block((alive + wanted) * MIB)
+    memory.make_block((alive + wanted) * MIB, spare_bytes=spare * MIB)
     assert memory.allocator.reserved_bytes == (alive + made) * MIB

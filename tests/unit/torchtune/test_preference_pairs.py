@@ -25,6 +25,7 @@ from support.exact_tasks import (
     pairs,
 )
 from support.fault_injection import AttemptedMemory, RunsOutAt
+from support.runners import question_of
 from support.wired_jobs import Wired, bounds, largest_difference
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -389,7 +390,7 @@ def test_a_lowered_limit_of_the_reference_grows_back():
     sizer.keep_below(MicroBatchLimit(2), batch_size=1)
     limits = []
     for _ in range(80):
-        trainer.runner.run(rows, len(rows))
+        trainer.runner.run(rows, question_of(rows))
         limits.append(sizer.limit(1).amount)
     assert limits[0] == 2
     assert limits == sorted(limits)
@@ -446,7 +447,7 @@ def test_a_step_needs_no_more_than_the_larger_of_both_trials(kind):
 
     of_training = peak(two_micro_batches)
     of_reference = peak(lambda: runner.reference.try_rows(rows[:4]))
-    of_step = peak(lambda: runner.run(rows, 8))
+    of_step = peak(lambda: runner.run(rows, question_of(rows)))
     # What is kept of each pair are two numbers, and a few of the whole step.
     assert of_step <= max(of_training, of_reference) + 1024
     within = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))

@@ -48,8 +48,10 @@ class InBlocks(CountedMemory):
             usage.peak_bytes = -(-usage.peak_bytes // BLOCK) * BLOCK
 
 
-def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = None) -> ProbeResult:
-    """Search once as the probe recipe does, into a fresh folder."""
+def searched(
+    small: SmallSetup, *overrides: str, memory: DeviceMemory | None = None, began_on: int = 1
+) -> ProbeResult:
+    """Search once as the probe recipe does, into a fresh folder; so many ranks began the run."""
     folder = small.fresh_folder()
     given = [override for override in overrides if override != "~fused"]
     cfg = OmegaConf.merge(
@@ -63,13 +65,14 @@ def searched(small: SmallSetup, *overrides: str, memory: DeviceMemory | None = N
         del cfg.optimizer["fused"]
     settings = Settings.from_config(OmegaConf.to_container(cfg, resolve=True))
     job = Job(cfg, settings)
+    job.count_batches_on(began_on)
     if memory:
         job.memory = memory
     data = Data.read(job)
     bounds = BoundFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, Checkpoints(cfg, settings), Sizers.of(job, data))
-    step_rows = job.search_plan.step_rows
+    step_rows = job.settings.search_plan.step_rows
     return bounds.of_training(trainer, length="longest", step_rows=step_rows)[-1]
 
 
@@ -89,6 +92,14 @@ def test_a_counted_search_is_remembered_whatever_the_budget(
     assert len(other.trials) == 1
     assert other.max_batch_size == alone.max_batch_size < first.max_batch_size
     assert len(list(own_cache.iterdir())) == 1
+
+
+def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: SmallSetup) -> None:
+    options = ("probe.device_memory=6MiB", "probe.cache=False")
+    whole = searched(small, *options)
+    several = searched(small, *options, "gradient_accumulation_steps=2")
+    holds_more = searched(small, *options, began_on=2)
+    assert holds_more.max_batch_size == several.max_batch_size < whole.max_batch_size
 
 
 @pytest.mark.parametrize(

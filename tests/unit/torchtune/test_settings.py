@@ -23,7 +23,6 @@ from adaptive_batch.torchtune.settings import (
     EstimateSettings,
     MicroBatchSettings,
     ProbeSettings,
-    SearchPlan,
 )
 
 GIB = 1024**3
@@ -278,7 +277,7 @@ def test_without_a_search_the_configured_batch_stands_for_auto(auto):
     settings = Settings.from_config(config).without_search()
     assert not settings.micro_batch.is_given
     assert settings.reference_micro_batch_size == settings.batch_size == 2
-    assert not SearchPlan.of(settings).is_needed
+    assert not settings.search_plan.is_needed
 
 
 def test_without_a_search_a_number_stays():
@@ -316,9 +315,8 @@ GROWING = {
 )
 def test_what_a_search_has_to_try(config, times, step_rows, has_several):
     settings = Settings.from_config(PLAIN | config)
-    plan = SearchPlan.of(settings)
+    plan = settings.search_plan
     assert (plan.times, plan.step_rows, plan.has_several) == (times, step_rows, has_several)
-    assert SearchPlan.of(settings, began_on=2).has_several
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
@@ -328,7 +326,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     assert given.micro_batch == MicroBatchSettings(micro_batch_tokens=500)
     by_rows = Settings.from_config(by_tokens | {"micro_batch_size": 2})
     assert by_rows.micro_batch == MicroBatchSettings(micro_batch_size=2)
-    assert not SearchPlan.of(by_rows).is_needed
+    assert not by_rows.search_plan.is_needed
 
 
 @pytest.mark.parametrize(
@@ -367,7 +365,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
 )
 def test_what_each_key_asks_for(config, adaptive, is_needed, is_auto):
     settings = Settings.from_config(PLAIN | config)
-    found = (settings.adaptive, SearchPlan.of(settings).is_needed, settings.micro_batch.is_auto)
+    found = (settings.adaptive, settings.search_plan.is_needed, settings.micro_batch.is_auto)
     assert found == (adaptive, is_needed, is_auto)
     assert settings.drop_last is not adaptive
 

@@ -180,21 +180,52 @@ def test_a_model_that_is_not_compiled_is_not_looked_at(monkeypatch):
     train(made, epochs=1)
 
 
-def test_what_is_in_cycles_after_a_step_that_compiles_is_freed_and_else_nothing_is():
-    class Left:
-        def __init__(self):
-            self.itself = self
+class Left:
+    def __init__(self):
+        self.itself = self
 
-    def is_freed():
-        left = weakref.ref(Left())
-        log.clean_up()
-        return left() is None
 
-    log = CompilationLog(compiled_decoder())
+def left_behind():
+    """Return a reference to what only a collection of the oldest generation frees; torch itself
+    collects the younger ones after it has compiled.
+    """
+    left = Left()
+    gc.collect(1)
+    return weakref.ref(left)
+
+
+@pytest.fixture
+def _no_automatic_collection():
     gc.disable()
-    try:
-        run(compiled(), 3)
-        assert is_freed()
-        assert not is_freed()
-    finally:
-        gc.enable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_automatic_collection")
+def test_what_compiling_leaves_in_cycles_is_freed_before_backward_and_else_nothing_is():
+    model = compiled_decoder()
+    is_freed = []
+
+    def forward_backward(part):
+        left = left_behind()
+        loss = token_losses(model, part.batch, "mean") * part.share
+        is_freed.append(left() is None)
+        loss.backward()
+
+    step = AdaptiveStep(model, forward_backward)
+    for place in range(0, len(ROWS), 2):
+        step(collate(ROWS[place : place + 2]))
+    # The last is of the first one's length.
+    assert is_freed == [True, True, True, False]
+
+
+@pytest.mark.usefixtures("_no_automatic_collection")
+def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_steps():
+    runner = decoder_step(compiled_decoder(), Events()).parts.runner
+    left = left_behind()
+    run(compiled(dynamic=False), 3)
+    assert left() is not None
+    with runner.trial():
+        run(compiled(dynamic=False), 4)
+        assert left() is None
+        torch.compiler.reset()

@@ -300,15 +300,12 @@ def test_what_was_undone_is_undone_before_anybody_is_told():
     sizer = HeldSizer(MicroBatchLimit(4), on_change=lambda change: told.append("changed"))
     retry = OOMRetry(sizer, memory=CountedMemory(CPU), sharding=Sharding(torch.nn.Identity()))
 
-    def attempt(limit):
-        retry.current = MicroBatch([0, 1, 2, 3], 8)
-        told.append(f"attempted {limit}")
-        if limit.amount > 2:
+    def attempt():
+        retry.expect([MicroBatch([0, 1, 2, 3], 8)])
+        told.append(f"attempted {sizer.limit()}")
+        if sizer.limit().amount > 2:
             raise MemoryError
         return "done"
 
-    assert (
-        retry.run(attempt, batch_size=4, undo=lambda: told.append("undone"), doing="in a test")
-        == "done"
-    )
+    assert retry.run(attempt, undo=lambda: told.append("undone"), doing="in a test") == "done"
     assert told == ["attempted 4 rows", "undone", "changed", "attempted 2 rows"]

@@ -10,7 +10,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.fault_injection import collate
-from support.runners import build_runner
+from support.runners import build_runner, question_of
 from support.training_cases import CPU
 from torch import nn
 
@@ -25,7 +25,6 @@ from adaptive_batch.training import (
     MicroBatchRunner,
     MicroBatchSizer,
     OOMPolicy,
-    Question,
 )
 from adaptive_batch.training.sizing import LimitCost, SmallerLimit
 
@@ -61,6 +60,7 @@ class Run:
             memory=self.memory,
             on_change=self.changes.append,
         )
+        self.sizer.begin_step(32)
         if bound:
             self.sizer.found(found(says=says))
 
@@ -84,13 +84,13 @@ class Run:
 
     def lower(self, amount: int, *, rows: int) -> None:
         """Take it that a micro-batch of so many rows ran out of memory, and hold less."""
-        self.sizer.lower({0: SmallerLimit(rows, 4, MicroBatchLimit(amount), SAID)}, batch_size=32)
+        self.sizer.lower({0: SmallerLimit(rows, 4, MicroBatchLimit(amount), SAID)})
 
     def steps(self, number: int) -> list[int]:
         """Run so many steps; return the limit of each."""
         amounts = []
         for _ in range(number):
-            self.runner.run_agreed(ROWS, Question(32, 32), batch_size=32, small_rows=None)
+            self.runner.run(ROWS, question_of(ROWS))
             self.model.zero_grad()
             amounts.append(self.amount)
         return amounts
@@ -190,7 +190,7 @@ def test_what_longer_rows_allow_is_never_grown_over():
     run.lower(4, rows=32)
     try_longer(10)
     assert (run.amount, run.sizer.state_dict()["ceiling"]["amount"]) == (4, 10)
-    run.sizer.grow(MicroBatchLimit(10))
+    run.steps(60)
     assert (run.amount, run.sizer.state_dict()["ceiling"]) == (10, None)
     try_longer(7)
     assert (run.amount, run.sizer.state_dict()["ceiling"]) == (7, None)
