@@ -105,13 +105,15 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
     return {"errors": (first, second), "rows": script.rows, "losses": losses, "plain": plain_losses}
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("reshards", "checkpointing", "syncs"),
+    ("phase", "reshards", "checkpointing", "syncs"),
     [
-        (True, False, True),
-        pytest.param(False, True, True, marks=pytest.mark.slow),
-        pytest.param(True, True, False, marks=pytest.mark.slow),
+        ("forward", True, False, True),
+        ("backward", True, False, True),
+        pytest.param("forward", True, True, False, marks=pytest.mark.slow),
+        pytest.param("backward", False, True, True, marks=pytest.mark.slow),
+        pytest.param("forward", False, True, True, marks=pytest.mark.nightly),
+        pytest.param("backward", True, True, False, marks=pytest.mark.nightly),
     ],
 )
 def test_what_runs_out_of_memory_on_one_rank_is_run_again_on_both(

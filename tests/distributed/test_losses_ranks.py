@@ -140,8 +140,8 @@ def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
     [
         ("FSDP", "ranks"),
         ("DDP", "rank"),
-        pytest.param("FSDP", "rank", marks=pytest.mark.slow),
-        pytest.param("DDP", "ranks", marks=pytest.mark.slow),
+        pytest.param("FSDP", "rank", marks=pytest.mark.nightly),
+        pytest.param("DDP", "ranks", marks=pytest.mark.nightly),
     ],
 )
 @pytest.mark.parametrize("fails_in", ["statistics", "loss"])

@@ -108,12 +108,12 @@ def test_rows_that_run_out_of_memory_as_they_are_timed_are_one_error(compiles):
 
 @pytest.fixture(scope="module")
 def advised(small):
-    return records(small.run_in_process(OURS, *CHECKPOINTED, *ROOMY, *SHORT), "advice")
+    return small.run_in_process(OURS, *CHECKPOINTED, *ROOMY, *SHORT)
 
 
 @pytest.mark.slow
 def test_memory_that_a_micro_batch_leaves_is_better_spent_on_what_is_recomputed(advised):
-    (said,) = advised
+    (said,) = records(advised, "advice")
     told, *lines = said["message"].splitlines()
     assert re.match(
         r"4 rows at once leave \d\d% of 0.037 GiB unused; .* modelled by FLOPs alone", told
@@ -152,11 +152,12 @@ def test_where_time_is_modelled_by_flops_nothing_is_estimated_for_chunks_alone(s
 
 @pytest.mark.slow
 def test_a_bound_that_was_known_is_not_advised_on_and_an_estimate_that_fails_stops_nothing(
-    small, tmp_path, monkeypatch
+    small, advised, monkeypatch
 ):
-    for _ in range(2):
-        run = small.run_in_process(OURS, *CHECKPOINTED, *ROOMY, *SHORT, f"output_dir={tmp_path}")
-    assert len(records(run, "advice")) == 1
+    folder = f"output_dir={advised.output_dir}"
+    again = small.run_in_process(OURS, *CHECKPOINTED, *ROOMY, *SHORT, folder)
+    assert len(records(again, "start")) == 2
+    assert len(records(again, "advice")) == 1
     monkeypatch.setattr(advice, "_estimate", lambda *_: 1 / 0)
     failed = small.run_in_process(OURS, *CHECKPOINTED, *ROOMY, *SHORT)
     assert records(failed, "advice") == []
@@ -164,7 +165,7 @@ def test_a_bound_that_was_known_is_not_advised_on_and_an_estimate_that_fails_sto
 
 
 @pytest.mark.slow
-def test_advice_leaves_training_as_it_was(small, advised, monkeypatch):
+def test_advice_leaves_training_as_it_was(small, monkeypatch):
     dropout = (*CHECKPOINTED, *ROOMY, "epochs=1", "max_steps_per_epoch=3", "model.attn_dropout=0.2")
     with_it = small.run_in_process(OURS, *dropout)
     assert records(with_it, "advice")

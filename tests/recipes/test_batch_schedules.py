@@ -417,7 +417,7 @@ def noise_at_step_58(finished):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", [pytest.param("padded", marks=pytest.mark.nightly), "packed"])
 def test_the_noise_scale_is_measured_in_micro_batches_by_tokens_and_resumed_exactly(small, layout):
     settings = (
         *of_lengths([6 + row % 5 * 4 for row in range(240)]),

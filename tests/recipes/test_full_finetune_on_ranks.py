@@ -173,7 +173,7 @@ def test_two_ranks_do_what_one_device_does(setup, way):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("layout", [pytest.param("padded", marks=pytest.mark.nightly), "packed"])
 def test_two_ranks_sample_the_noise_that_one_device_does_in_micro_batches_by_tokens(setup, layout):
     keys = (
         "micro_batch_tokens=128",
@@ -371,7 +371,7 @@ def test_a_trial_that_says_nothing_is_not_tried_again_and_what_training_lost_is_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("search", ["halve", "binary"])
+@pytest.mark.parametrize("search", [pytest.param("halve", marks=pytest.mark.nightly), "binary"])
 def test_a_first_trial_of_validation_that_does_not_fit_is_one_that_does_not_fit(setup, search):
     keys = (
         "epochs=1",

@@ -252,7 +252,7 @@ def test_a_sequence_is_read_between_its_milestones(small):
 @pytest.mark.parametrize(
     ("scheduler", "factor"),
     [
-        ((), lambda step: 1.0),
+        pytest.param((), lambda step: 1.0, marks=pytest.mark.nightly),
         (("lr_scheduler._component_=support.schedulers.step_lr",), lambda step: 0.1 ** (step // 2)),
     ],
     ids=["no scheduler", "StepLR"],

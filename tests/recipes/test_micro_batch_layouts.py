@@ -134,7 +134,9 @@ def test_a_packed_micro_batch_that_ran_out_of_memory_is_run_again_and_no_row_is_
     assert figures(folder, "padding_fraction") == [0, 0]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
+)
 def test_packed_rows_train_alike_compiled_and_few_graphs_serve_all_packs(
     small, monkeypatch, backend
 ):
@@ -160,8 +162,8 @@ SKEWED = [*LENGTHS[:29], 120, 120, 120]
     ("backend", "layout"),
     [
         ("aot_eager", "auto"),
-        pytest.param("inductor", "grouped", marks=pytest.mark.slow),
-        pytest.param("aot_eager", "grouped", marks=pytest.mark.nightly),
+        pytest.param("aot_eager", "grouped", marks=pytest.mark.slow),
+        pytest.param("inductor", "grouped", marks=pytest.mark.nightly),
         pytest.param("inductor", "auto", marks=pytest.mark.nightly),
     ],
 )

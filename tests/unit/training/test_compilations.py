@@ -155,7 +155,7 @@ def test_what_a_search_compiles_is_not_logged():
     assert not events
 
 
-@pytest.mark.parametrize("owner", ["loop", "step"])
+@pytest.mark.parametrize("owner", ["loop", pytest.param("step", marks=pytest.mark.nightly)])
 def test_what_an_estimate_compiles_is_not_logged(owner):
     model = Decoder()
     # An estimate is of what Inductor compiles.

@@ -35,7 +35,8 @@ from adaptive_batch.training.oom_retry import OOMRetry
 # what a replay leaves
 
 BOTH = (False, True)
-OTHERS = [("rows", "LoRA", ""), ("rows", "LoRA", "DPO"), ("tokens", "", "distillation")]
+LORA = ("rows", "LoRA", "")
+TASKS = [("rows", "LoRA", "DPO"), ("tokens", "", "distillation")]
 
 
 @pytest.mark.parametrize(
@@ -45,8 +46,9 @@ OTHERS = [("rows", "LoRA", ""), ("rows", "LoRA", "DPO"), ("tokens", "", "distill
     ("unit", "adapters", "task", "checkpointing"),
     [
         *((unit, "", "", checkpointing) for unit in ("rows", "tokens") for checkpointing in BOTH),
-        *(pytest.param(*other, True, marks=pytest.mark.slow) for other in OTHERS),
-        *(pytest.param(*other, False, marks=pytest.mark.nightly) for other in OTHERS),
+        *(pytest.param(*task, True, marks=pytest.mark.slow) for task in TASKS),
+        *(pytest.param(*task, False, marks=pytest.mark.nightly) for task in TASKS),
+        *(pytest.param(*LORA, checkpointing, marks=pytest.mark.nightly) for checkpointing in BOTH),
     ],
 )
 def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(
