@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextvars import Context, copy_context
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -203,6 +204,7 @@ class Run:
     Attributes:
         tokens, padded: of each step, without padding, and with it where a step is run at once.
         steps_per_turn: whole steps of about as many tokens as the rows of a turn have.
+        context: holds what the recipe sets of torch's compiler, which is of a thread's context.
     """
 
     name: str
@@ -212,6 +214,7 @@ class Run:
     tokens: list[int]
     padded: list[int]
     steps_per_turn: int
+    context: Context
     out_of_memory: bool = False
     losses: list[float] = field(default_factory=list)
 
@@ -221,7 +224,8 @@ class Run:
         cfg = setting.configuration(name, f"batch_size={way.batch_size}", *way.overrides)
         start = time.perf_counter()
         build = our_recipe if way.is_ours else stock_recipe
-        recipe = build(cfg, way.task)
+        context = copy_context()
+        recipe = context.run(build, cfg, way.task)
         seconds = time.perf_counter() - start
         units, lengths, longest = setting.lengths, setting.padded, 0
         if way.kind == "packed":
@@ -240,12 +244,12 @@ class Run:
             for start in starts
         ]
         per_turn = round(TURN_ROWS * setting.mean * len(tokens) / sum(tokens))
-        return cls(name, way, recipe, seconds, tokens, padded, max(1, per_turn))
+        return cls(name, way, recipe, seconds, tokens, padded, max(1, per_turn), context)
 
     def train(self) -> None:
         """Train; a batch of torchtune's that does not fit into the machine is left out."""
         try:
-            self.recipe.train()
+            self.context.run(self.recipe.train)
         except torch.OutOfMemoryError:
             if self.way.is_ours:
                 raise
