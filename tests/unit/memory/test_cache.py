@@ -154,6 +154,23 @@ def test_states_of_the_optimizer_that_come_after_the_first_step_are_beside_the_b
     assert allocator.reserved_bytes < 1.06 * allocator.peak_allocated_bytes
 
 
+def test_states_of_an_optimizer_in_backward_are_in_the_first_peak_and_counted_once():
+    memory = CachingMemory()
+    allocator = memory.allocator
+    cache = AllocatorCache(memory)
+    allocator.malloc(STAYS)
+    for states in (200 * MIB, 0):
+        cache.begin_step([2000])
+        kept = [allocator.malloc(40 * MIB) for _ in range(LAYERS)]
+        for block in kept:
+            gradient = allocator.malloc(100 * MIB)
+            allocator.malloc(states)
+            allocator.free(gradient)
+            allocator.free(block)
+        cache.end_step(leaves_gradients=False)
+    assert allocator.peak_reserved_bytes < 1.06 * allocator.peak_allocated_bytes
+
+
 def test_gradients_that_are_there_between_two_batches_are_no_fragments():
     memory = CachingMemory()
     cache = AllocatorCache(memory)
