@@ -152,7 +152,7 @@ class LimitFinder:
         if reference is None:
             return
         sizer = reference.sizer
-        if settings.reference_micro_batch_size == "auto" or self._settings.search_plan.is_needed:
+        if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
             result = self._bounds.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
@@ -223,7 +223,7 @@ class LimitFinder:
                 )
                 self._log.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
             return batch_size
-        if self._settings.search_plan.sets_batch:
+        if settings.search_plan.sets_batch:
             configured = batch_size
             batch_size = result.batch_size
             message = (

@@ -265,6 +265,23 @@ def test_fragments_that_stay_are_said_once_and_no_more_blocks_are_made(caplog):
     assert memory.releases <= 6
 
 
+def test_where_the_device_has_no_room_for_a_block_the_cache_is_soon_left_alone():
+    memory = CachingMemory()
+    trained = Trained(memory, workspace=1)
+    cache = AllocatorCache(memory)
+    for step in range(200):
+        if step == 3:
+            # Another program takes what a larger step needs.
+            memory.empty_cache()
+            memory.releases = 0
+            memory.allocator.capacity_bytes = memory.allocator.peak_allocated_bytes - 200 * MIB
+        size = 1000 + step % 7 * 100 if step > 2 else 8000
+        cache.begin_step([size])
+        trained.run(size)
+        cache.end_step()
+    assert memory.releases <= 4
+
+
 class Plain(CachingMemory):
     """Its allocator has no blocks that are divided."""
 
