@@ -280,11 +280,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         done = self.queue.progress.epoch_steps
         with self.log.progress_bar(self.planner.clock.plan.steps, done=done) as bar:
             began = time.perf_counter()
-            for step in self.queue.steps():
-                rows = self.reader.read(step.own, following=step.following)
-                # Rows were not as long as cached lengths say, on which the plan depends.
-                if self.queue.plan_again():
-                    continue
+            for step, rows in self.queue.read_steps(self.reader):
                 self._prepare(step, rows)
                 size = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
                 rates = self.rate.apply(step.progress, batch=size)

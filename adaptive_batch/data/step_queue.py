@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from adaptive_batch.schedules import Progress
 
+from .reader import RowReader
 from .step_planner import PlannedRows, StepPlanner
 
 
@@ -100,18 +101,20 @@ class StepQueue:
                 progress = self._ahead[-1].after
             step = self._planner.next_step(progress)
 
+    def read_steps(self, reader: RowReader) -> Iterator[tuple[PlannedRows, list[Any]]]:
+        """Yield the steps that are left of the current epoch, each with this rank's rows. Where
+        rows are not as long as the plan took them to be, the step is planned again.
+        """
+        for step in self.steps():
+            rows = reader.read(step.own, following=step.following)
+            if self._planner.plan_again(self._progress):
+                self._ahead.pop()
+            else:
+                yield step, rows
+
     def count_tokens(self, tokens: int) -> None:
         """Take the real tokens, over all ranks, of the step that was handed out last."""
         self._ahead[-1].tokens = tokens
-
-    def plan_again(self) -> bool:
-        """Return whether the step that was handed out last is taken back, as rows are not as long
-        as was planned.
-        """
-        if not self._planner.plan_again(self._progress):
-            return False
-        self._ahead.pop()
-        return True
 
     @property
     def oldest(self) -> PlannedRows:

@@ -415,12 +415,12 @@ class BoundFinder:
 
 def left_by_rounding(result: ProbeResult) -> str:
     """Return how many rows the power of two leaves unused, and the remedy; empty for none."""
-    bound = result.max_batch_size
+    max_batch_size = result.max_batch_size
     batch_size = result.batch_size
-    if batch_size == bound:
+    if batch_size == max_batch_size:
         return ""
     unused = (
-        f"the power of two leaves {bound - batch_size} of the {bound} rows that fit unused"
-        f" ({1 - batch_size / bound:.0%})"
+        f"the power of two leaves {max_batch_size - batch_size} of the {max_batch_size} rows that"
+        f" fit unused ({1 - batch_size / max_batch_size:.0%})"
     )
     return f"{unused}; probe.round_to_power_of_two=False trains with all of them"

@@ -27,7 +27,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 # What a file or an argument raises that cannot be read.
 _READING_ERRORS = (YAMLError, OSError, TypeError, ValueError, OmegaConfBaseException)
 
-_BLOCK = "give a block with _component_, as in torchtune's full fine-tune configs"
+_BLOCK = "give a block with _component_, as in torchtune's configs, which `tune ls` lists"
 _NEEDED = {
     "device": "give cuda or cpu",
     "dtype": "give bf16 or fp32",

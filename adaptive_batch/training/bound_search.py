@@ -364,10 +364,10 @@ class BoundSearch:
             round_to_power_of_two=self._options.round_to_power_of_two,
             sequence_length=self._rows.length,
         )
-        bound = result.max_batch_size
-        if self._fragments and bound and bound != result.trials[-1].batch_size:
+        max_batch_size = result.max_batch_size
+        if self._fragments and max_batch_size and max_batch_size != result.trials[-1].batch_size:
             # Training continues with the cache that this trial leaves.
-            self._run_trial(bound)
+            self._run_trial(max_batch_size)
         return result
 
     @property

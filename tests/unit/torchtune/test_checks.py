@@ -415,7 +415,7 @@ def test_what_a_configuration_lacks_is_one_line_wherever_it_is_asked_for(capsys,
         (
             lambda: cfg.metric_logger,
             "SettingError: metric_logger=None: it is missing; give a block with _component_, as in "
-            "torchtune's full fine-tune configs",
+            "torchtune's configs, which `tune ls` lists",
         ),
         (lambda: cfg.shuffle, "SettingError: shuffle=None: it is missing; give True or False"),
         (
