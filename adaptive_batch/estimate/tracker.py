@@ -290,6 +290,9 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             if isinstance(args[0], FakeTensor):
                 return args[0].fake_device
             return func(*args)
+        # No stream of a CPU delays what is freed.
+        if func is torch.ops.aten.record_stream.default:
+            return None
         if self._names is not None:
             backward = current_graph_task_id() != -1
             name = str(getattr(func, "_overloadpacket", func)).removeprefix("aten.")

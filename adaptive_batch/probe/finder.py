@@ -249,24 +249,24 @@ def run_search(
             rows_in_time = distributed.minimum(time_limit.most_rows())
             # A few rows more are not worth another trial of that length.
             search.try_at_most(rows_in_time if rows_in_time >= 2 * size else search.best)
-    bound = search.best
-    if time_limit is not None and bound == search.maximum < maximum:
+    max_batch_size = search.best
+    if time_limit is not None and max_batch_size == search.maximum < maximum:
         log.info(
             "more than %s are not tried: a trial would take longer than %g s (trial_seconds)",
-            count(bound, "row"),
+            count(max_batch_size, "row"),
             time_limit.seconds,
         )
-    batch_size = bound
-    if round_to_power_of_two and bound:
+    batch_size = max_batch_size
+    if round_to_power_of_two and max_batch_size:
         fitting = {trial.batch_size for trial in trials if trial.fits}
-        power = 1 << (bound.bit_length() - 1)
+        power = 1 << (max_batch_size.bit_length() - 1)
         # The power of two may not have been tried yet, and need not fit although more rows did.
         while power and power not in fitting and not run(power).fits:
             power //= 2
-        batch_size = power or bound
+        batch_size = power or max_batch_size
     largest_retried = max((trial.batch_size for trial in trials if trial.retried), default=0)
     return ProbeResult(
-        bound,
+        max_batch_size,
         batch_size,
         tuple(trials),
         tuple(seconds),
@@ -274,7 +274,7 @@ def run_search(
         resident_bytes,
         budget_bytes,
         maximum=search.maximum,
-        max_batch_size_with_retries=largest_retried if largest_retried > bound else None,
+        max_batch_size_with_retries=largest_retried if largest_retried > max_batch_size else None,
     )
 
 

@@ -124,9 +124,11 @@ def advise(job: Job, data: Data, result: ProbeResult, *, batch_size: int) -> str
     sizer = Sizers.of(job, data).training
     sizer.assume(result)
     # The batch may need fewer rows at once than fit.
-    bound = result.max_batch_size
-    rows = min(bound, sizer.layout.rows_within(sizer.limit(batch_size), result.sequence_length))
-    used = (result.peak_bytes() or budget) - round((bound - rows) * (result.bytes_per_row() or 0))
+    max_batch_size = result.max_batch_size
+    allowed_rows = sizer.layout.rows_within(sizer.limit(batch_size), result.sequence_length)
+    rows = min(max_batch_size, allowed_rows)
+    unused_bytes = round((max_batch_size - rows) * (result.bytes_per_row() or 0))
+    used = (result.peak_bytes() or budget) - unused_bytes
     if result.from_cache or used > (1 - _LEAST_ROOM) * budget:
         return ""
     estimated = estimate_spending(job, result, rows)

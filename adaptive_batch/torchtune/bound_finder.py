@@ -208,7 +208,7 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        step_rows = self._settings.search_plan.step_rows
+        step_rows = settings.search_plan.step_rows
         if step_rows is not None:
             usable_rows = min(epoch_rows, step_rows)
         elif settings.batch_tokens:
@@ -292,7 +292,7 @@ class BoundFinder:
             return reason
 
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        rows = self._settings.search_plan.step_rows or 0
+        rows = settings.search_plan.step_rows or 0
         if settings.batch_tokens and not settings.grows:
             rows = mean_rows(settings.batch_tokens, data.dataset.lengths)
         kinds = kinds_to_choose_from(
@@ -415,12 +415,12 @@ class BoundFinder:
 
 def left_by_rounding(result: ProbeResult) -> str:
     """Return how many rows the power of two leaves unused, and the remedy; empty for none."""
-    bound = result.max_batch_size
+    max_batch_size = result.max_batch_size
     batch_size = result.batch_size
-    if batch_size == bound:
+    if batch_size == max_batch_size:
         return ""
     unused = (
-        f"the power of two leaves {bound - batch_size} of the {bound} rows that fit unused"
-        f" ({1 - batch_size / bound:.0%})"
+        f"the power of two leaves {max_batch_size - batch_size} of the {max_batch_size} rows that"
+        f" fit unused ({1 - batch_size / max_batch_size:.0%})"
     )
     return f"{unused}; probe.round_to_power_of_two=False trains with all of them"

@@ -458,6 +458,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
 def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse a device, a dtype, recomputation, collation or validation that cannot be used."""
     all_layers = config.get("enable_activation_checkpointing")
+    on_cpu = str(config.get("device")).startswith("cpu")
     option = str(config.get("ac_option"))
     _refuse(
         config,
@@ -483,7 +484,7 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
             "an NPU does not compile; set it to False",
         ),
         (
-            config.get("enable_activation_offloading") and not all_layers,
+            config.get("enable_activation_offloading") and (on_cpu or not all_layers),
             "enable_activation_offloading",
             "it needs CUDA and enable_activation_checkpointing=True; set it to False",
         ),

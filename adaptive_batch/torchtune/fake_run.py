@@ -33,6 +33,7 @@ from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN
 from .data import Data
+from .fake_offloading import offloading_fake_tensors
 from .job import Job, own_compiler
 from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings
@@ -111,12 +112,6 @@ class FakeRun:
                 " with False, which needs more"
             )
             raise SettingError("fsdp_cpu_offload", True, remedy)
-        if on_cpu.get("enable_activation_offloading", False):
-            on_cpu.enable_activation_offloading = False
-            self._leave_out(
-                "enable_activation_offloading: what each layer keeps is counted on the device, so"
-                " more fits than is said"
-            )
         if on_cpu.get("compile", False):
             on_cpu.compile = self._estimates_compiled()
         return on_cpu
@@ -211,15 +206,16 @@ class FakeRun:
         see :class:`FakeStep`.
         """
         model, second = self._build()
-        self.trainer = Trainer(
-            self.job,
-            self.data,
-            model,
-            Sizers.of(self.job, self.data),
-            second=second,
-            to_device=self.device.batch,
-            new_optimizer=self._new_optimizer,
-        )
+        with offloading_fake_tensors():
+            self.trainer = Trainer(
+                self.job,
+                self.data,
+                model,
+                Sizers.of(self.job, self.data),
+                second=second,
+                to_device=self.device.batch,
+                new_optimizer=self._new_optimizer,
+            )
         if self.job.cfg.compile:
             for loss_fn in self.job.task.losses:
                 self._compiled_parts.take_over_attributes(loss_fn)

@@ -82,7 +82,9 @@ class Job:
         self.dtype = _usable(
             "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
         )
-        if cfg.get("enable_activation_offloading", False) and self.device.type != "cuda":
+        offloads = cfg.get("enable_activation_offloading", False)
+        # An estimate is for a device that is not here.
+        if offloads and self.device.type != "cuda" and needs is TO_TRAIN:
             raise SettingError(
                 "enable_activation_offloading", True, "it needs CUDA; set it to False"
             )
@@ -92,7 +94,10 @@ class Job:
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
 
     def _set_up_compiler(self) -> None:
-        """Set what is of the process, and read whenever a part is compiled."""
+        """Set what is read whenever a part is compiled.
+
+        Torch keeps it for each thread, so training belongs to the thread that sets this up.
+        """
         settings = self.settings
         partitioner, compiler = _compiler_configs()
         if partitioner.activation_memory_budget != settings.activation_memory_budget:

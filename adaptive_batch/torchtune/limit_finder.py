@@ -133,12 +133,12 @@ class LimitFinder:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
         saved_maximum = self._planner.batch.saved_maximum
-        bound = self._sizer.max_batch_size
+        max_batch_size = self._sizer.max_batch_size
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
-        if cannot_split and bound and saved_maximum > bound:
+        if cannot_split and max_batch_size and saved_maximum > max_batch_size:
             problem = (
-                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which {bound} fit"
-                " here, and they cannot be split"
+                f"the checkpoint's schedule may ask for {saved_maximum} rows, of which"
+                f" {max_batch_size} fit here, and they cannot be split"
             )
             remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
             raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
@@ -152,7 +152,7 @@ class LimitFinder:
         if reference is None:
             return
         sizer = reference.sizer
-        if settings.reference_micro_batch_size == "auto" or self._settings.search_plan.is_needed:
+        if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
             result = self._bounds.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
@@ -213,29 +213,38 @@ class LimitFinder:
         above it.
         """
         settings = self._settings
-        bound = result.max_batch_size
+        max_batch_size = result.max_batch_size
         is_scheduled = settings.batch_size_schedule is not None
         if keeps_batch:
-            if batch_size > bound:
+            if batch_size > max_batch_size:
                 message = (
-                    f"batch_size {batch_size} is kept; {rows_fit(bound)} here, so it runs as more"
-                    " micro-batches"
+                    f"batch_size {batch_size} is kept; {rows_fit(max_batch_size)} here, so it runs"
+                    " as more micro-batches"
                 )
-                self._log.event("limit", message, batch_size=batch_size, micro_batch_size=bound)
+                self._log.event(
+                    "limit", message, batch_size=batch_size, micro_batch_size=max_batch_size
+                )
             return batch_size
-        if self._settings.search_plan.sets_batch:
+        if settings.search_plan.sets_batch:
             configured = batch_size
             batch_size = result.batch_size
             message = (
-                f"batch_size {configured} -> {batch_size} (use_maximum_batch_size; bound {bound})"
+                f"batch_size {configured} -> {batch_size} (use_maximum_batch_size; bound"
+                f" {max_batch_size})"
             )
             message = ": ".join(filter(None, [message, left_by_rounding(result)]))
-            self._log.event("batch_size", message, before=configured, after=batch_size, bound=bound)
-        if not (settings.micro_batch.is_given or is_scheduled) and batch_size > bound:
-            smaller = (
-                f"set batch_size={bound} or less (gradient_accumulation_steps makes up for it)"
+            self._log.event(
+                "batch_size", message, before=configured, after=batch_size, bound=max_batch_size
             )
-            remedy = f"{rows_fit(bound)}; {smaller}, or micro_batch_size=auto, or allow more memory"
+        if not (settings.micro_batch.is_given or is_scheduled) and batch_size > max_batch_size:
+            smaller = (
+                f"set batch_size={max_batch_size} or less (gradient_accumulation_steps makes up for"
+                " it)"
+            )
+            remedy = (
+                f"{rows_fit(max_batch_size)}; {smaller}, or micro_batch_size=auto, or allow more"
+                " memory"
+            )
             raise SettingError("batch_size", batch_size, remedy)
         return batch_size
 

@@ -244,7 +244,7 @@ class Trainer:
         """Return the model's logits; activations are offloaded as configured."""
         # A step that failed has left it as it was.
         if self._offloading and self._activations.tracker:
-            self._activations = training.OffloadActivations()
+            self._activations = type(self._activations)()
         with self._activations:
             logits: torch.Tensor | list[torch.Tensor] = self.model(**batch)
         return logits

@@ -166,18 +166,19 @@ class LoopSearch:
             raise SettingError(
                 "micro_batch_tokens", "auto", "call find_bound first, or give a number"
             )
-        bound = self._sizer.max_batch_size
+        max_batch_size = self._sizer.max_batch_size
         if (
-            bound is not None
-            and num_rows > bound
+            max_batch_size is not None
+            and num_rows > max_batch_size
             and not (self._accumulates or self._sizer.may_split)
         ):
             fits = (
-                f"{bound} rows fit at once where no gradients are there yet, and from a step's"
-                " second micro-batch on there are"
+                f"{max_batch_size} rows fit at once where no gradients are there yet, and from a"
+                " step's second micro-batch on there are"
             )
             remedy = (
-                f"{fits}; call find_bound again, which sees this batch, or give {bound} or less"
+                f"{fits}; call find_bound again, which sees this batch, or give {max_batch_size}"
+                " or less"
             )
             raise SettingError("batch_size", num_rows, remedy)
 

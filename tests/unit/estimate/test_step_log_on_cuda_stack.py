@@ -40,6 +40,7 @@ ADAPTERS = (
 )
 LORA = ("model._component_=torchtune.models.llama3_2.lora_llama3_2_1b", *ADAPTERS)
 QLORA = ("model._component_=torchtune.models.llama3_2.qlora_llama3_2_1b", *ADAPTERS)
+OFFLOADED = (RECOMPUTED, "enable_activation_offloading=True")
 SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.momentum=0.9")
 
 EQUAL = {
@@ -77,15 +78,24 @@ OF_EQUAL_PEAK = {  # where some tensors are freed a place earlier or later
         ("optimizer_in_bwd=True", "enable_activation_offloading=False", *SGD),
     ),
 }
+SLOW = pytest.mark.slow
 LONG = {"soft caps", "packed alike, accumulated", "14B, recomputed", "fp32, accumulated", "QLoRA"}
+
+
+def assert_reserves_alike(expected, got, *, rel):
+    """The allocator reserves as much for either log, in segments of either kind."""
+    for settings in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
+        reserved = []
+        for log in (expected, got):
+            allocator = CachingAllocator(2**40, settings)
+            allocator.replay(log)
+            reserved.append(allocator.peak_reserved_bytes)
+        assert reserved[0] == pytest.approx(reserved[1], rel=rel)
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow if case in LONG else [])
-        for case in (*EQUAL, *OF_EQUAL_PEAK)
-    ],
+    [pytest.param(case, marks=SLOW if case in LONG else []) for case in (*EQUAL, *OF_EQUAL_PEAK)],
 )
 def test_the_log_is_what_the_allocator_is_asked_for(case):
     name, rows, tokens, micro_batches, overrides = (EQUAL | OF_EQUAL_PEAK)[case]
@@ -100,6 +110,26 @@ def test_the_log_is_what_the_allocator_is_asked_for(case):
     assert not found, found[:5]
 
 
+@pytest.mark.parametrize(
+    ("name", "tokens", "micro_batches", "overrides"),
+    [
+        pytest.param("llama3_2_1B", 1024, 3, (), id="accumulated"),
+        pytest.param("llama3_2_1B", 512, 1, LORA, id="LoRA"),
+        pytest.param("qwen2_5_0_5B", 512, 1, ("compile=True",), id="compiled", marks=SLOW),
+    ],
+)
+def test_offloaded_activations_are_counted_while_they_are_on_the_device(
+    name, tokens, micro_batches, overrides
+):
+    cfg = read(name, *OFFLOADED, *overrides)
+    expected = estimated(cfg, 2, tokens, micro_batches=micro_batches)
+    got = on_cuda(cfg, 2, tokens, micro_batches=micro_batches)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert abs(peak_bytes(expected) - peak_bytes(got)) <= 4096
+    assert_reserves_alike(expected, got, rel=0.002)
+
+
 def test_the_log_of_a_rank_is_that_of_its_streams():
     with distributed.fake_process_group(2):
         expected = estimated(read("qwen2_5_0_5B"), 2, 512)
@@ -107,10 +137,4 @@ def test_the_log_of_a_rank_is_that_of_its_streams():
     assert not [
         found for found in differences(expected, got, smallest=TABLE) if str(ROTARY) not in found
     ]
-    for settings in (AllocatorSettings(), AllocatorSettings(expandable_segments=True)):
-        reserved = []
-        for log in (expected, got):
-            allocator = CachingAllocator(2**40, settings)
-            allocator.replay(log)
-            reserved.append(allocator.peak_reserved_bytes)
-        assert reserved[0] == pytest.approx(reserved[1], rel=0.01)
+    assert_reserves_alike(expected, got, rel=0.01)

@@ -1,0 +1,42 @@
+"""Offloading of activations on fake tensors, where torchtune's own code says what stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from adaptive_batch.estimate import FakeDevice
+from adaptive_batch.estimate.step_log import STREAM
+from adaptive_batch.torchtune.fake_offloading import FakeOffloadActivations
+
+OPERATIONS = 12
+# Tensors that torchtune keeps until their copies are sure to be made.
+STASHED = 5
+
+
+@pytest.mark.parametrize(
+    ("elements", "kept", "brought_back"),
+    [
+        # Backward begins with the last, which is still there, and then drops what is stashed.
+        pytest.param(256, STASHED, OPERATIONS - 1, id="of 1024 bytes: offloaded"),
+        pytest.param(255, OPERATIONS, 0, id="smaller: not"),
+    ],
+)
+def test_only_the_last_offloaded_tensors_are_on_the_device_until_backward(
+    elements, kept, brought_back
+):
+    num_bytes = 4 * elements
+    with FakeDevice().counting() as counter:
+        leaf = torch.ones(elements, requires_grad=True)
+        # Each operation keeps its result for backward.
+        result = leaf
+        with FakeOffloadActivations():
+            for _ in range(OPERATIONS):
+                result = result.exp()
+        assert counter.live_bytes == (1 + kept) * num_bytes
+        result.sum().backward()
+        del result
+        # The leaf and its gradient.
+        assert counter.live_bytes == 2 * num_bytes
+        log = counter.phase(()).log
+    assert sum(entry > STREAM for entry in log) == brought_back
