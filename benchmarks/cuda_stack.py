@@ -18,9 +18,9 @@ brute force: the most rows that run six steps so, and those rows with varying le
 are of other models, with five distributions of lengths.
 `probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
 small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
-shares of the memory taken away and given back. `runs`: the same model, 100 times with lengths of
-five kinds, four sizes of the device and five seeds: the search with its own headroom, and 200 steps
-at its bound. `ranks`: estimated bounds beside brute force for a
+shares of the memory taken away and given back. `runs`: the same model, 100 times on either
+settings with lengths of five kinds, four sizes of the device and five seeds: the search with its
+own headroom, and 200 steps at its bound. `ranks`: estimated bounds beside brute force for a
 small model that FSDP divides between two processes.
 
 A case that is finished is kept in `.measure/`, and a part that was stopped resumes with the next
@@ -779,11 +779,20 @@ def measure_recipe(folder: Path, runs: Sequence[tuple[int, float]]) -> list[dict
 SEEDS, ROOMS_OF_RUNS = 5, (0.75, 1.0, 1.5, 3.0)  # GiB
 
 
-def measure_runs(folder: Path, finished: Finished, *, seeds: int) -> list[dict[str, Any]]:
-    """What the recipe's own headroom leaves and costs: 200 steps at the bound."""
+def measure_runs(
+    folder: Path, finished: Finished, *, number: int, settings: Sequence[str]
+) -> list[dict[str, Any]]:
+    """What the recipe's own headroom leaves and costs: 200 steps at the bound, of that many runs
+    with each of the settings.
+    """
     setup, table = make_setup(folder, **NARROW), []
+    cases = list(product(KINDS, ROOMS_OF_RUNS, range(SEEDS)))
+    # Any number of the first is a sample of all.
+    random.Random(SEED).shuffle(cases)
 
-    def steps_at_the_bound(kind: str, room: float, seed: int) -> dict[str, Any]:
+    def steps_at_the_bound(name: str, kind: str, room: float, seed: int) -> dict[str, Any]:
+        # Recipes ask for segments that expand where the variable is not there.
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = CONFS[name]
         output, _ = trained(
             setup,
             int(room * 2**30),
@@ -806,18 +815,19 @@ def measure_runs(folder: Path, finished: Finished, *, seeds: int) -> list[dict[s
         }
 
     print(
-        f"{'lengths':<20} {'GiB':>5} {'seed':>5} {'bound':>6} {'retries':>8} {'OOMs':>5} peak/room"
+        f"{'settings':<10} {'lengths':<20} {'GiB':>5} {'seed':>5} {'bound':>6} {'retries':>8}"
+        f" {'OOMs':>5} peak/room"
     )
-    for kind, room, seed in product(KINDS, ROOMS_OF_RUNS, range(seeds)):
-        key = {"kind": kind, "room": room, "seed": seed}
-        entry = finished.entry(key, partial(steps_at_the_bound, kind, room, seed))
+    for name, (kind, room, seed) in product(settings, cases[:number]):
+        key = {"settings": name, "kind": kind, "room": room, "seed": seed}
+        entry = finished.entry(key, partial(steps_at_the_bound, name, kind, room, seed))
         table.append(entry)
         outcome = entry.get("failed")
         if outcome is None:
             outcome = (
                 f"{entry['bound']:>6} {entry['retries']:>8} {entry['ooms']:>5} {entry['peak']:.3f}"
             )
-        print(f"{kind:<20} {room:>5.2f} {seed:>5} {outcome}", flush=True)
+        print(f"{name:<10} {kind:<20} {room:>5.2f} {seed:>5} {outcome}", flush=True)
     return table
 
 
@@ -830,10 +840,8 @@ def main() -> None:
     )
     parser.add_argument("--only", choices=PARTS, help="one of the parts")
     parser.add_argument("--quick", action="store_true", help="a tenth of the cases")
-    parser.add_argument(
-        "--cases", type=int, metavar="N", help="of compiled steps and of bounds, 40 without --quick"
-    )
-    parser.add_argument("--settings", choices=CONFS, help="of bounds: one of the two")
+    parser.add_argument("--cases", type=int, metavar="N", help="of compiled steps, bounds and runs")
+    parser.add_argument("--settings", choices=CONFS, help="of bounds and runs: one of two")
     parser.add_argument("--lengths", choices=KINDS_OF_LENGTHS, help="of bounds: one kind")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     arguments = parser.parse_args()
@@ -842,6 +850,7 @@ def main() -> None:
     set_up_process()
     warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     share = 10 if arguments.quick else 1
+    settings = [arguments.settings] if arguments.settings else list(CONFS)
     runs, parts = StackRuns(), {}
     kept: dict[str, Finished] = {}
 
@@ -865,7 +874,6 @@ def main() -> None:
             print()
         if arguments.only in (None, "bounds"):
             number = arguments.cases or 40 // share
-            settings = [arguments.settings] if arguments.settings else list(CONFS)
             kinds = [arguments.lengths] if arguments.lengths else KINDS_OF_LENGTHS
             cases = bound_cases(number, settings, kinds)
             parts["bounds"] = measure_bounds(cases, runs, finished("bounds"))
@@ -881,8 +889,10 @@ def main() -> None:
                 parts["recipe"] = measure_recipe(Path(folder), pairs)
         if arguments.only in (None, "runs"):
             with tempfile.TemporaryDirectory() as folder:
-                seeds = 1 if arguments.quick else SEEDS
-                parts["runs"] = measure_runs(Path(folder), finished("runs"), seeds=seeds)
+                number = arguments.cases or 100 // share
+                parts["runs"] = measure_runs(
+                    Path(folder), finished("runs"), number=number, settings=settings
+                )
         if arguments.only in (None, "ranks"):
             with tempfile.TemporaryDirectory() as folder:
                 parts["ranks"] = measure_bounds_on_ranks(
@@ -891,8 +901,7 @@ def main() -> None:
     finally:
         runs.close()
     name = f"cuda_stack-{arguments.only}" if arguments.only else "cuda_stack"
-    if arguments.only == "bounds" and arguments.lengths:
-        name += f"_{arguments.lengths}"
+    name += "".join(f"_{option}" for option in (arguments.lengths, arguments.settings) if option)
     records.write(name, arguments.output, **parts)
     for part in kept.values():
         part.forget()

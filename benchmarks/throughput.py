@@ -2,7 +2,7 @@
 best.
 
     python benchmarks/throughput.py [key=value ...] [--quick] [--sweep] [--only-lengths NAME ...]
-        [--budgets SIZE ...]
+        [--budgets SIZE ...] [--multiples N ...]
                                     [--only REGEX] [--model 0.5B] [--device cuda] [--output DIR]
     python benchmarks/throughput.py [key=value ...] --pairs [--quick] [--budgets SIZE ...]
         [--only REGEX] [--output DIR]
@@ -17,7 +17,8 @@ packing and searching are part of the setup, which is timed apart. A ratio is th
 with a 95% interval of turns drawn again. The stock recipe knows no budget, and has the whole
 machine.
 
-``--sweep`` adds ours with every layout and size of micro-batch that is written by hand.
+``--sweep`` adds ours with every layout and size of micro-batch that is written by hand,
+``--multiples`` ours grouped with ``pad_to_multiple_of``.
 ``--pairs`` trains adapters on preference pairs instead, each answer as long as a row: ours beside
 torchtune's recipe, whose configs have 4 pairs at once and 8 such in a step, and beside the same
 step in other micro-batches. ``--losses`` measures instead the held-out loss after the same tokens,
@@ -34,6 +35,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from contextvars import Context, copy_context
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -144,7 +146,9 @@ class Way:
         return self.kind in ("auto", "sweep")
 
 
-def ways(model: Model, budgets: Iterable[str], *, sweep: bool) -> list[Way]:
+def ways(
+    model: Model, budgets: Iterable[str], *, sweep: bool, multiples: Iterable[int]
+) -> list[Way]:
     packs = sorted({max(1, round(rows * model.mean / (0.95 * model.longest))) for rows in PACKED})
     by_hand = [(layout, size) for layout in LAYOUTS for size in model.sizes] if sweep else []
     return [
@@ -157,6 +161,16 @@ def ways(model: Model, budgets: Iterable[str], *, sweep: bool) -> list[Way]:
         *(
             Way(f"ours: {layout}, {size}", "sweep", ROWS, written(layout, size), size=size)
             for layout, size in by_hand
+        ),
+        *(
+            Way(
+                f"ours: grouped, {size}, multiples of {multiple}",
+                "sweep",
+                ROWS,
+                (*written("grouped", size), f"pad_to_multiple_of={multiple}"),
+                size=size,
+            )
+            for size, multiple in product(model.sizes, multiples)
         ),
     ]
 
@@ -203,6 +217,7 @@ class Run:
     Attributes:
         tokens, padded: of each step, without padding, and with it where a step is run at once.
         steps_per_turn: whole steps of about as many tokens as the rows of a turn have.
+        context: holds what the recipe sets of torch's compiler, which is of a thread's context.
     """
 
     name: str
@@ -212,6 +227,7 @@ class Run:
     tokens: list[int]
     padded: list[int]
     steps_per_turn: int
+    context: Context
     out_of_memory: bool = False
     losses: list[float] = field(default_factory=list)
 
@@ -221,7 +237,8 @@ class Run:
         cfg = setting.configuration(name, f"batch_size={way.batch_size}", *way.overrides)
         start = time.perf_counter()
         build = our_recipe if way.is_ours else stock_recipe
-        recipe = build(cfg, way.task)
+        context = copy_context()
+        recipe = context.run(build, cfg, way.task)
         seconds = time.perf_counter() - start
         units, lengths, longest = setting.lengths, setting.padded, 0
         if way.kind == "packed":
@@ -240,12 +257,12 @@ class Run:
             for start in starts
         ]
         per_turn = round(TURN_ROWS * setting.mean * len(tokens) / sum(tokens))
-        return cls(name, way, recipe, seconds, tokens, padded, max(1, per_turn))
+        return cls(name, way, recipe, seconds, tokens, padded, max(1, per_turn), context)
 
     def train(self) -> None:
         """Train; a batch of torchtune's that does not fit into the machine is left out."""
         try:
-            self.recipe.train()
+            self.context.run(self.recipe.train)
         except torch.OutOfMemoryError:
             if self.way.is_ours:
                 raise
@@ -538,6 +555,14 @@ def arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help=f"{QUICK_REPEATS} repeats")
     add("--repeats", type=int, default=REPEATS, metavar="N", help="without --quick: %(default)s")
     add("--sweep", action="store_true", help="ours with each layout and size of micro-batch, too")
+    add(
+        "--multiples",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="N",
+        help="ours grouped with lengths rounded up to a multiple, too",
+    )
     add("--pairs", action="store_true", help="preference pairs, whose lengths vary most")
     add("--losses", action="store_true", help="the loss after the same tokens instead")
     add(
@@ -564,7 +589,11 @@ def main() -> None:
     model, device = MODELS[asked.model], torch.device(asked.device)
     budgets = asked.budgets or model.budgets
     turns = WARM_UP + (QUICK_REPEATS if asked.quick else asked.repeats)
-    every_way = ways_of_pairs(budgets) if asked.pairs else ways(model, budgets, sweep=asked.sweep)
+    every_way = (
+        ways_of_pairs(budgets)
+        if asked.pairs
+        else ways(model, budgets, sweep=asked.sweep, multiples=asked.multiples)
+    )
     chosen = [way for way in every_way if re.search(asked.only, way.way)]
     distributions = asked.only_lengths or tuple(SIGMAS)
     overrides = (*model.overrides, f"device={asked.device}", *asked.overrides)

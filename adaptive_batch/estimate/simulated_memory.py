@@ -40,10 +40,10 @@ class SimulatedMemory:
         """What is free in the cache of other streams than the default one."""
         return self.allocator.cached_for_others()
 
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None:
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
         """Give the cache back, and hold so many bytes with all that is alive, in one free block,
         beside what other streams ask for again, and what is spare; less or none where the device
-        has less.
+        has less. Return whether there is a block.
         """
         allocator = self.allocator
         peak_bytes = allocator.peak_allocated_bytes
@@ -52,10 +52,12 @@ class SimulatedMemory:
         block_bytes = num_bytes - allocator.reserved_bytes
         of_others = cached_for_others - self.cached_for_others()
         free_bytes = allocator.capacity_bytes - allocator.reserved_bytes
-        self._allocate_once(
-            block_within(free_bytes, block_bytes, of_others=of_others, spare_bytes=spare_bytes)
+        block_bytes = block_within(
+            free_bytes, block_bytes, of_others=of_others, spare_bytes=spare_bytes
         )
+        self._allocate_once(block_bytes)
         allocator.peak_allocated_bytes = peak_bytes
+        return block_bytes > 0
 
     def restore_peak(self, peak_bytes: int) -> None:
         """Give the cache back, and count so many bytes as the peak, where more was counted."""

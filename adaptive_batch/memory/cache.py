@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -46,7 +47,7 @@ class CachedMemory(Protocol):
 
     def cached_for_others(self) -> int: ...
 
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None: ...
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool: ...
 
     def restore_peak(self, peak_bytes: int) -> None: ...
 
@@ -67,8 +68,8 @@ class AllocatorCache:
         self._steps = 0
         self._num_blocks = 0
         self._next_step = 0
-        # What was held beyond the need when the last block was made.
-        self._last_excess = 0.0
+        # What is held beyond the need from which on the last block has been of no use.
+        self._useless_excess = 0.0
         # Blocks in a row after which no less was held.
         self._num_useless = 0
         self._has_warned = False
@@ -138,15 +139,19 @@ class AllocatorCache:
         return self._seen_for_others
 
     def _make_block(self, wanted_bytes: int, excess: float) -> None:
-        comes_again = self._num_blocks > 0 and self._steps == self._next_step
-        is_useless = comes_again and excess >= self._last_excess > 0
+        comes_again = self._steps == self._next_step
+        is_useless = comes_again and excess >= self._useless_excess
         self._num_useless = self._num_useless + 1 if is_useless else 0
-        self._last_excess = excess
         if self._num_useless == _MOST_USELESS:
             return
         self._num_blocks += 1
         self._next_step = self._steps + 1 + self._num_blocks**2 // _WAIT_DIVISOR
-        self._memory.make_block(wanted_bytes, spare_bytes=int(_SPARE * wanted_bytes))
+        spare_bytes = int(_SPARE * wanted_bytes)
+        is_made = self._memory.make_block(wanted_bytes, spare_bytes=spare_bytes)
+        self._useless_excess = excess
+        if excess <= 0:
+            # Steps that grow need a block each, which is of no use where the device has no room.
+            self._useless_excess = math.inf if is_made else -1.0
 
     def _point_out(self, held_bytes: int) -> None:
         self._has_warned = True
@@ -158,14 +163,20 @@ class AllocatorCache:
             format_bytes(self._needed_bytes),
         )
 
-    def end_step(self) -> None:
-        """Learn what steps need."""
+    def end_step(self, *, leaves_gradients: bool = True) -> None:
+        """Learn what steps need.
+
+        Args:
+            leaves_gradients: whether its gradients are there; not with the optimizer in backward,
+                whose states are in the peak by now.
+        """
         if not self._memory.divides_large_blocks:
             return
         peak_bytes = self._memory.peak_bytes()
         self._first_own_bytes = 0
         if not self._needed_bytes:
-            self._first_own_bytes = peak_bytes - self._first_bytes
+            if leaves_gradients:
+                self._first_own_bytes = peak_bytes - self._first_bytes
             if self._memory.reserved_bytes() > (1 + _TOLERATED) * peak_bytes:
                 # Otherwise the optimizer's states, which stay, are cut from what is free.
                 self._memory.empty_cache()

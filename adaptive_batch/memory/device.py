@@ -266,11 +266,12 @@ class DeviceMemory(Protocol):
         own, as CUDA graphs have them.
         """
 
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None:
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
         """Give an allocator's cache back, and let it hold so many bytes with all that is alive, in
         one block that is free, beside what other streams ask for again. The block is larger by what
         is spare as far as the device has it. It is smaller by up to what others ask for where the
-        device has less, and none where it has less still. No peak changes.
+        device has less, and none where it has less still. No peak changes. Return whether there is
+        a block.
         """
 
     def restore_peak(self, peak_bytes: int) -> None:
@@ -380,8 +381,9 @@ class CountedMemory:
     def cached_for_others(self) -> int:
         return 0
 
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None:
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
         """Do nothing: there is no cache."""
+        return False
 
     def restore_peak(self, peak_bytes: int) -> None:
         """Do nothing: there are no such statistics."""
@@ -476,7 +478,7 @@ class AcceleratorMemory:
     def peak_bytes(self) -> int:
         return self._statistic("max_memory_allocated")
 
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> None:
+    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
         cached_for_others = self.cached_for_others()
         peak_bytes = self.peak_bytes()
         self.empty_cache()
@@ -491,6 +493,7 @@ class AcceleratorMemory:
         if self.peak_bytes() > peak_bytes:
             self._reset_peaks()
             self._allocate_once(min(block_bytes, peak_bytes - self.allocated_bytes()))
+        return block_bytes > 0
 
     def restore_peak(self, peak_bytes: int) -> None:
         if self.peak_bytes() <= peak_bytes:

@@ -57,6 +57,11 @@ _MADE_UP = 0.1
 _REFITS = 3
 # A size whose expected cost is higher by no more may prove faster, so it is tried.
 _NEAR = 0.08
+# Turns in which layouts are timed: the fewest are enough where the two fastest of each layout
+# differ by no more than this share, as on a machine without other work.
+_ROUNDS = 2
+_MOST_ROUNDS = 6
+_REPRODUCED = 0.03
 
 
 @dataclass(frozen=True)
@@ -138,9 +143,8 @@ class FastestSearch:
     """Finds the layout and the limit whose micro-batches take least time for the same rows.
 
     Args:
-        run: a function that runs the sample as the micro-batches of each of some layouts, in turns,
-            so that what slows the machine slows all; it returns the seconds of each micro-batch,
-            None for a layout where one does not fit.
+        run: a function that runs the sample once as the micro-batches of each of some layouts; it
+            returns the seconds of each micro-batch, None for a layout where one does not fit.
         steps: tokens of each row of some steps of training, whose time is modelled.
         sample: tokens of each row that is run in a trial, those of a step or a part of one.
         layouts: the layouts to choose from.
@@ -173,7 +177,8 @@ class FastestSearch:
         self._timings: dict[str, list[tuple[MicroBatch, float]]] = {
             kind: [] for kind in self._layouts
         }
-        # The sample's micro-batches in a choice, and the least seconds that they took.
+        # The sample's micro-batches in a choice, and the seconds that they take at the speed that
+        # the machine had as the first choices were timed.
         self._measured: dict[Choice, tuple[list[MicroBatch], float]] = {}
         # The amount of a layout that did not fit.
         self._too_large = dict.fromkeys(self._layouts, math.inf)
@@ -183,7 +188,8 @@ class FastestSearch:
         while unknown := [
             kind for kind in self._layouts if not self._timings[kind] and self._left(kind)
         ]:
-            self._time([self._small_and_large(kind) for kind in unknown])
+            cuts = [self._small_and_large(kind) for kind in unknown]
+            self._learn(cuts, self._time(cuts))
         # The first timings of a layout count as a trial of it.
         while len(self._measured) < MAX_TRIALS - len(self._layouts):
             # What did not fit in the last round leaves fewer limits in this one.
@@ -205,14 +211,21 @@ class FastestSearch:
         return Throughput(kind, limit, self._rate((kind, limit)), self._layouts[kind].time, trials)
 
     def _try(self, chosen: Sequence[Choice]) -> None:
-        """Time the sample in each choice; keep the least seconds of a choice that fits."""
+        """Time the sample in each choice; keep the seconds of a choice that is new and fits.
+
+        Where the last one was measured before, it shows how much slower the machine is now.
+        """
         cuts = [self._cut(kind, limit) for kind, limit in chosen]
-        for choice, (pieces, _), seconds in zip(chosen, cuts, self._time(cuts), strict=True):
-            if seconds is None:
+        timings = self._time(cuts)
+        rival_timing = timings[-1]
+        if chosen[-1] in self._measured and rival_timing is not None:
+            slowness = sum(rival_timing) / self._measured[chosen[-1]][1]
+            timings = [timing and [seconds / slowness for seconds in timing] for timing in timings]
+        self._learn(cuts, timings)
+        for choice, (pieces, _), timing in zip(chosen, cuts, timings, strict=True):
+            if timing is None or choice in self._measured:
                 continue
-            # A choice is timed again as the rival of a later one; what disturbs only adds time.
-            if choice not in self._measured or seconds <= self._measured[choice][1]:
-                self._measured[choice] = (pieces, seconds)
+            self._measured[choice] = (pieces, sum(timing))
             log.info(
                 "timed %s, up to %s: %.0f tokens/s",
                 choice[0],
@@ -245,46 +258,59 @@ class FastestSearch:
                 pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
         return pieces, layout
 
-    def _time(self, pieces: list[Pieces]) -> list[float | None]:
-        """Return the seconds of the sample in each layout; learn from them."""
-        seconds_of_sample: list[float | None] = []
-        for (micros, layout), seconds in zip(pieces, self._run(pieces), strict=True):
-            kind = layout.kind
-            if seconds is not None:
-                self._timings[kind] += zip(micros, seconds, strict=True)
-                seconds_of_sample.append(sum(seconds))
-                continue
-            seconds_of_sample.append(None)
-            if self._limits(layout)[0].unit == "rows":
-                self._too_large[kind] = max(len(micro.rows) for micro in micros)
-            else:
-                self._too_large[kind] = max(micro.padded_tokens for micro in micros)
-        self._learn()
-        return seconds_of_sample
+    def _time(self, pieces: list[Pieces]) -> list[list[float] | None]:
+        """Return the seconds of the sample's micro-batches in each layout, None where they do not
+        fit.
 
-    def _learn(self) -> None:
-        """Fit the time of each layout to its timings and, with less weight, to all the rest.
+        Layouts run in turns, so that what slows the machine slows all, and more often where a turn
+        differs from the others.
+        """
+        rounds: list[list[list[float]]] = [[] for _ in pieces]
+        fitting = list(range(len(pieces)))
+        for number in range(_MOST_ROUNDS):
+            if number >= _ROUNDS and all(_is_reproduced(rounds[place]) for place in fitting):
+                break
+            timings = self._run([pieces[place] for place in fitting])
+            for place, seconds in zip(fitting, timings, strict=True):
+                if seconds is None:
+                    rounds[place].clear()
+                else:
+                    rounds[place].append(seconds)
+            fitting = [place for place in fitting if rounds[place]]
+        medians = iter(_without_noise([rounds[place] for place in fitting]))
+        return [next(medians) if of_layout else None for of_layout in rounds]
+
+    def _learn(self, pieces: list[Pieces], timings: Sequence[list[float] | None]) -> None:
+        """Fit the time of each layout to its timings, with these among them, and, with less weight,
+        to all the rest; remember what did not fit.
 
         The timings of another layout are multiplied by a factor that makes them as slow as its own.
         """
-        timed = {kind: timings for kind, timings in self._timings.items() if timings}
+        for (micros, layout), seconds in zip(pieces, timings, strict=True):
+            if seconds is not None:
+                self._timings[layout.kind] += zip(micros, seconds, strict=True)
+            elif self._limits(layout)[0].unit == "rows":
+                self._too_large[layout.kind] = max(len(micro.rows) for micro in micros)
+            else:
+                self._too_large[layout.kind] = max(micro.padded_tokens for micro in micros)
+        timed = {kind: own for kind, own in self._timings.items() if own}
         if not timed:
             return
         # The common time and the factors depend on each other, so they are fitted in turns.
         factors = dict.fromkeys(timed, 1.0)
         for _ in range(_REFITS):
             common: list[tuple[MicroBatch, float]] = []
-            for kind, timings in timed.items():
-                common += [(piece, seconds / factors[kind]) for piece, seconds in timings]
+            for kind, own in timed.items():
+                common += [(piece, seconds / factors[kind]) for piece, seconds in own]
             time = fitted(common)
-            for kind, timings in timed.items():
-                modelled = time.of([piece for piece, _ in timings])
-                factors[kind] = sum(seconds for _, seconds in timings) / modelled
+            for kind, own in timed.items():
+                modelled = time.of([piece for piece, _ in own])
+                factors[kind] = sum(seconds for _, seconds in own) / modelled
         for kind, own in timed.items():
             scaled: list[tuple[MicroBatch, float]] = []
-            for rival, timings in timed.items():
+            for rival, others in timed.items():
                 if rival != kind:
-                    scaled += [(piece, s * factors[kind] / factors[rival]) for piece, s in timings]
+                    scaled += [(piece, s * factors[kind] / factors[rival]) for piece, s in others]
             self._layouts[kind] = replace(self._layouts[kind], time=fitted(own, scaled))
 
     def _expected_cost(self, kind: str, limit: MicroBatchLimit) -> float:
@@ -356,6 +382,32 @@ class FastestSearch:
 
 def _amount(choice: Choice) -> int:
     return choice[1].amount
+
+
+def _is_reproduced(rounds: Sequence[Sequence[float]]) -> bool:
+    """Return whether the two fastest rounds took about as long."""
+    fastest, second = sorted(map(sum, rounds))[:2]
+    return second <= (1 + _REPRODUCED) * fastest
+
+
+def _without_noise(layouts: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
+    """Return the seconds of each micro-batch of some layouts that were timed in the same rounds.
+
+    The least seconds of each micro-batch would make short ones seem faster: many of these run
+    between the turns of other programs, and a long one never does. So layouts are compared by the
+    median of whole rounds, each divided by how much slower it was than the fastest.
+    """
+    if not layouts:
+        return []
+    timings = [torch.tensor(rounds, dtype=torch.float64) for rounds in layouts]
+    of_rounds = torch.stack([timing.sum(1) for timing in timings])
+    slowness = of_rounds.sum(0) / of_rounds.sum(0).min()
+    seconds = []
+    for timing in timings:
+        even = timing / slowness[:, None]
+        pieces = even.quantile(0.5, 0)
+        seconds.append((pieces * even.sum(1).quantile(0.5) / pieces.sum()).tolist())
+    return seconds
 
 
 def _at_once(limit: MicroBatchLimit) -> str:

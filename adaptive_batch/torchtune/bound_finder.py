@@ -208,7 +208,7 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        step_rows = self._settings.search_plan.step_rows
+        step_rows = settings.search_plan.step_rows
         if step_rows is not None:
             usable_rows = min(epoch_rows, step_rows)
         elif settings.batch_tokens:
@@ -292,7 +292,7 @@ class BoundFinder:
             return reason
 
         # A step that changes its size may have as many rows as fit, which 0 stands for.
-        rows = self._settings.search_plan.step_rows or 0
+        rows = settings.search_plan.step_rows or 0
         if settings.batch_tokens and not settings.grows:
             rows = mean_rows(settings.batch_tokens, data.dataset.lengths)
         kinds = kinds_to_choose_from(

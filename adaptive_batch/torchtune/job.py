@@ -94,7 +94,10 @@ class Job:
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
 
     def _set_up_compiler(self) -> None:
-        """Set what is of the process, and read whenever a part is compiled."""
+        """Set what is read whenever a part is compiled.
+
+        Torch keeps it for each thread, so training belongs to the thread that sets this up.
+        """
         settings = self.settings
         partitioner, compiler = _compiler_configs()
         if partitioner.activation_memory_budget != settings.activation_memory_budget:

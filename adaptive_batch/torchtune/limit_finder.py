@@ -152,7 +152,7 @@ class LimitFinder:
         if reference is None:
             return
         sizer = reference.sizer
-        if settings.reference_micro_batch_size == "auto" or self._settings.search_plan.is_needed:
+        if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
             result = self._bounds.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
@@ -225,7 +225,7 @@ class LimitFinder:
                     "limit", message, batch_size=batch_size, micro_batch_size=max_batch_size
                 )
             return batch_size
-        if self._settings.search_plan.sets_batch:
+        if settings.search_plan.sets_batch:
             configured = batch_size
             batch_size = result.batch_size
             message = (

@@ -193,7 +193,7 @@ class TrainingPreview:
         planner = self._planner
         batch_size = planner.batch.batch_size
         lines = [message for _, message, _ in resumed.changes()]
-        plan = self._settings.search_plan
+        plan = settings.search_plan
         if plan.is_needed:
             result, source = bounds.known()
             bound = "not known, so nothing is cut, and micro-batches are not known"

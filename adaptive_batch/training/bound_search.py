@@ -23,7 +23,7 @@ from adaptive_batch._util import (
     count,
     format_bytes,
 )
-from adaptive_batch.data import micro_batches
+from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
@@ -406,11 +406,9 @@ class BoundSearch:
         per_step = 2 if self._accumulates else 1
         longest_steps = [partial(tried.try_rows, self._rows.first(size))] * per_step
         yield longest_steps
-        limit = sizer.limit(size)
-        amount = size
-        if limit.unit == "tokens":
-            amount = sizer.layout.padded_tokens([self._rows.length] * size)
-        limit = replace(limit, amount=amount)
+        unit = sizer.limit(size).unit
+        amount = sizer.layout.amount(size, self._rows.length, unit=unit)
+        limit = MicroBatchLimit(amount, unit)
         for step in range(_DRAWN_STEPS):
             drawn = in_order(step * per_step * size, per_step * size)
             lengths = [min(self._rows.length, tried.row_length(row)) for row in drawn]

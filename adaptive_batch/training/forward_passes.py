@@ -40,6 +40,7 @@ class ForwardPasses:
         evaluates: bool | str = True,
     ) -> None:
         self._sharding = runner.sharding
+        self._compilations = runner.compilations
         self._sizer = sizer
         self._row_length = row_length
         self._evaluates = evaluates
@@ -78,11 +79,9 @@ class ForwardPasses:
             self._sharding.reset()
             undo()
 
-        return self._retry.run(
-            partial(self._attempt, rows, forward, layout, dummy_row),
-            undo=undo_all,
-            doing=doing,
-        )
+        attempt = partial(self._attempt, rows, forward, layout, dummy_row)
+        with self._compilations.without_garbage():
+            return self._retry.run(attempt, undo=undo_all, doing=doing)
 
     def _attempt(
         self,

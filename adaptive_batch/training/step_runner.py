@@ -205,7 +205,7 @@ class StepRunner:
         self.retry.run_in_turn(
             pieces, run_number, drop=self.drop_gradients, idle=idle, reduced=reduced
         )
-        self.cache.end_step()
+        self.cache.end_step(leaves_gradients=bool(self.with_gradients()))
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:

@@ -25,10 +25,8 @@ log = logging.getLogger("adaptive_batch")
 
 # Rows of training, at least, whose micro-batches are modelled.
 _MODELLED_ROWS = 256
-# Times that a micro-batch is timed; the faster counts.
-_ROUNDS = 2
-# Samples that are timed in the seconds that a search may take.
-_TIMED = 10
+# Samples that are timed in the seconds that a search may take, where no other program slows them.
+_TIMED = 20
 # Tokens of a sample, at least: the time of fewer is noise.
 _LEAST_TOKENS = 1024
 # Rows whose micro-batches are run at once until nothing is compiled any more, and how often.
@@ -143,15 +141,15 @@ class ThroughputSearch:
             if not layouts:
                 return None
         pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
-        (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
+        # Some of the first time is for what is made once.
+        for _ in range(2):
+            (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
         of_step = self._dry_run.time(
             [partial(self._tried.try_rows, steps[0][:1]), self._tried.step]
         )
         if warm is None or of_step is None:
             return None
-        tokens = max(
-            _LEAST_TOKENS, int(seconds / _TIMED / _ROUNDS * sum(lengths[0][:8]) / sum(warm))
-        )
+        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED * sum(lengths[0][:8]) / sum(warm)))
         rows = max(8, sum(so_far <= tokens for so_far in accumulate(lengths[0])))
         while any(capacity[layout.kind] for layout in layouts):
             search = FastestSearch(
@@ -230,23 +228,19 @@ class ThroughputSearch:
 
         None where they do not fit.
         """
-        fastest_times: list[list[float] | None] = [[] for _ in pieces]
-        for _ in range(_ROUNDS):
-            for number, (of_layout, layout) in enumerate(pieces):
-                earlier = fastest_times[number]
-                if earlier is None:
-                    continue
-                last = len(of_layout)
-                with self._tried.runner.sizer.trying(layout):
-                    seconds = self._dry_run.time(
-                        [
-                            partial(
-                                self._tried.try_rows,
-                                [sample[row] for row in piece.rows],
-                                is_last=place == last,
-                            )
-                            for place, piece in enumerate(of_layout, start=1)
-                        ]
-                    )
-                fastest_times[number] = seconds and list(map(min, seconds, earlier or seconds))
-        return fastest_times
+        timings = []
+        for of_layout, layout in pieces:
+            last = len(of_layout)
+            with self._tried.runner.sizer.trying(layout):
+                seconds = self._dry_run.time(
+                    [
+                        partial(
+                            self._tried.try_rows,
+                            [sample[row] for row in piece.rows],
+                            is_last=place == last,
+                        )
+                        for place, piece in enumerate(of_layout, start=1)
+                    ]
+                )
+            timings.append(seconds)
+        return timings

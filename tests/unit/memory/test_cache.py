@@ -154,6 +154,23 @@ def test_states_of_the_optimizer_that_come_after_the_first_step_are_beside_the_b
     assert allocator.reserved_bytes < 1.06 * allocator.peak_allocated_bytes
 
 
+def test_states_of_an_optimizer_in_backward_are_in_the_first_peak_and_counted_once():
+    memory = CachingMemory()
+    allocator = memory.allocator
+    cache = AllocatorCache(memory)
+    allocator.malloc(STAYS)
+    for states in (200 * MIB, 0):
+        cache.begin_step([2000])
+        kept = [allocator.malloc(40 * MIB) for _ in range(LAYERS)]
+        for block in kept:
+            gradient = allocator.malloc(100 * MIB)
+            allocator.malloc(states)
+            allocator.free(gradient)
+            allocator.free(block)
+        cache.end_step(leaves_gradients=False)
+    assert allocator.peak_reserved_bytes < 1.06 * allocator.peak_allocated_bytes
+
+
 def test_gradients_that_are_there_between_two_batches_are_no_fragments():
     memory = CachingMemory()
     cache = AllocatorCache(memory)
@@ -246,6 +263,23 @@ def test_fragments_that_stay_are_said_once_and_no_more_blocks_are_made(caplog):
     assert "the allocator holds" in message
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in message
     assert memory.releases <= 6
+
+
+def test_where_the_device_has_no_room_for_a_block_the_cache_is_soon_left_alone():
+    memory = CachingMemory()
+    trained = Trained(memory, workspace=1)
+    cache = AllocatorCache(memory)
+    for step in range(200):
+        if step == 3:
+            # Another program takes what a larger step needs.
+            memory.empty_cache()
+            memory.releases = 0
+            memory.allocator.capacity_bytes = memory.allocator.peak_allocated_bytes - 200 * MIB
+        size = 1000 + step % 7 * 100 if step > 2 else 8000
+        cache.begin_step([size])
+        trained.run(size)
+        cache.end_step()
+    assert memory.releases <= 4
 
 
 class Plain(CachingMemory):

@@ -1237,12 +1237,18 @@ def test_a_sample_of_fewer_rows_than_it_was_asked_for_is_refused():
         AdaptiveStep(model, script).find_bound(optimizer, lambda n: cut(0), device_memory="1GiB")
 
 
-def test_each_batch_begins_and_ends_where_the_cache_is_kept_whole(monkeypatch):
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_each_batch_begins_and_ends_where_the_cache_is_kept_whole(monkeypatch, in_backward):
     calls = []
     monkeypatch.setattr(AllocatorCache, "begin_step", lambda _, sizes: calls.append([*sizes]))
-    monkeypatch.setattr(AllocatorCache, "end_step", lambda _: calls.append("end"))
+    monkeypatch.setattr(AllocatorCache, "end_step", lambda _, **facts: calls.append(facts))
     model = decoder()
+    if in_backward:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(lambda own: setattr(own, "grad", None))
     step = AdaptiveStep(model, Script(model), micro_batch_tokens=16)
     step(collate(make_rows([8, 3, 5])))
     step(collate(make_rows([2])))
-    assert calls == [[10, 8], "end", [2], "end"]
+    end = {"leaves_gradients": not in_backward}
+    assert calls == [[10, 8], end, [2], end]

@@ -11,12 +11,15 @@ from support.loops import train, training
 from support.sharded_model import Decoder, collate, make_rows, token_losses
 
 from adaptive_batch import AdaptiveStep, StepOptions
+from adaptive_batch.data import MicroBatchLayout
+from adaptive_batch.training import MicroBatchSizer
 from adaptive_batch.training.compilations import (
     CompilationLog,
     Compilations,
     any_number_of_variants,
     describe_all,
 )
+from adaptive_batch.training.forward_passes import ForwardPasses
 
 
 @pytest.fixture(autouse=True)
@@ -229,3 +232,18 @@ def test_what_compiling_leaves_in_cycles_is_freed_in_trials_and_not_outside_of_s
         run(compiled(dynamic=False), 4)
         assert left() is None
         torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_no_automatic_collection")
+def test_what_compiling_leaves_in_cycles_is_freed_in_passes_without_gradients():
+    runner = decoder_step(compiled_decoder(), Events()).parts.runner
+    is_freed = []
+
+    def forward(rows, length):
+        left = left_behind()
+        run(compiled(dynamic=False), length)
+        is_freed.append(left() is None)
+
+    passes = ForwardPasses(runner, MicroBatchSizer(), row_length=len)
+    passes.run(["abc"], forward, layout=MicroBatchLayout(), dummy_row=None, doing="in a test")
+    assert is_freed == [True]
