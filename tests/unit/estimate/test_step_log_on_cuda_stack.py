@@ -127,7 +127,7 @@ def test_offloaded_activations_are_counted_while_they_are_on_the_device(
     gc.collect()
     torch.cuda.empty_cache()
     assert abs(peak_bytes(expected) - peak_bytes(got)) <= 4096
-    assert_reserves_alike(expected, got, rel=0.002)
+    assert_reserves_alike(expected, got, rel=0.005)
 
 
 def test_the_log_of_a_rank_is_that_of_its_streams():
