@@ -209,12 +209,14 @@ def block_within(
         wanted_bytes: bytes of the block where there is room.
         of_others: bytes that other streams ask for again. The block is smaller by up to these where
             the device has less free.
-        spare_bytes: bytes that the block is larger by, as far as the device has them free.
+        spare_bytes: bytes that the block is larger by, and at most by half of what the device has
+            free beyond it: libraries beside the allocator ask for memory, too.
 
     Returns:
         0 where it has less still, or where the block would be one among others of its kind.
     """
     room_bytes = free_bytes - _LEAST_BLOCK - of_others
+    spare_bytes = min(spare_bytes, max(0, room_bytes - wanted_bytes) // 2)
     block_bytes = min(wanted_bytes + spare_bytes, room_bytes)
     if wanted_bytes - of_others > room_bytes or block_bytes < _LEAST_BLOCK:
         return 0
@@ -269,9 +271,9 @@ class DeviceMemory(Protocol):
     def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
         """Give an allocator's cache back, and let it hold so many bytes with all that is alive, in
         one block that is free, beside what other streams ask for again. The block is larger by what
-        is spare as far as the device has it. It is smaller by up to what others ask for where the
-        device has less, and none where it has less still. No peak changes. Return whether there is
-        a block.
+        is spare, and by at most half of what the device has beyond it. It is smaller by up to what
+        others ask for where the device has less, and none where it has less still. No peak changes.
+        Return whether there is a block.
         """
 
     def restore_peak(self, peak_bytes: int) -> None:

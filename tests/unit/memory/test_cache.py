@@ -306,7 +306,8 @@ def test_a_device_without_such_an_allocator_is_left_alone():
         (924, 70, 0, 70),
         (924, 90, 0, 0),
         (924, 50, 10, 60),
-        (924, 70, 30, 80),
+        # In units of 2 MiB.
+        (924, 70, 30, 76),
         (924, 90, 30, 0),
     ],
     ids=[
@@ -315,7 +316,7 @@ def test_a_device_without_such_an_allocator_is_left_alone():
         "fits",
         "too near the end of the device",
         "what is spare fits",
-        "some of it fits",
+        "half of what is free stays",
         "even without it too near the end",
     ],
 )
