@@ -112,7 +112,7 @@ def test_no_block_is_made_of_what_the_device_has_no_room_for(missing):
     assert memory.num_retries() == retries
 
 
-def test_what_is_spare_of_a_block_is_what_the_device_has():
+def test_what_is_spare_of_a_block_is_half_of_what_the_device_has_beyond_it():
     memory = device_memory(CUDA)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
@@ -120,7 +120,7 @@ def test_what_is_spare_of_a_block_is_what_the_device_has():
     memory.make_block(held + 300 * MIB, spare_bytes=50 * MIB)
     assert torch.cuda.memory_reserved() == held + 350 * MIB
     memory.make_block(held + free - 100 * MIB, spare_bytes=2**50)
-    assert held + free - 22 * MIB <= torch.cuda.memory_reserved() <= held + free - 18 * MIB
+    assert held + free - 62 * MIB <= torch.cuda.memory_reserved() <= held + free - 58 * MIB
     torch.cuda.empty_cache()
 
 
