@@ -555,6 +555,7 @@ def arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help=f"{QUICK_REPEATS} repeats")
     add("--repeats", type=int, default=REPEATS, metavar="N", help="without --quick: %(default)s")
     add("--sweep", action="store_true", help="ours with each layout and size of micro-batch, too")
+    add("--reversed", action="store_true", help="ways in the opposite order, which is of effect")
     add(
         "--multiples",
         nargs="+",
@@ -595,6 +596,8 @@ def main() -> None:
         else ways(model, budgets, sweep=asked.sweep, multiples=asked.multiples)
     )
     chosen = [way for way in every_way if re.search(asked.only, way.way)]
+    if asked.reversed:
+        chosen.reverse()
     distributions = asked.only_lengths or tuple(SIGMAS)
     overrides = (*model.overrides, f"device={asked.device}", *asked.overrides)
     if asked.pairs:
