@@ -2,8 +2,8 @@
 best.
 
     python benchmarks/throughput.py [key=value ...] [--quick] [--sweep] [--only-lengths NAME ...]
-        [--budgets SIZE ...] [--multiples N ...]
-                                    [--only REGEX] [--model 0.5B] [--device cuda] [--output DIR]
+        [--budgets SIZE ...] [--multiples N ...] [--repeats N] [--reversed]
+        [--only REGEX] [--model 0.5B] [--device cuda] [--output DIR]
     python benchmarks/throughput.py [key=value ...] --pairs [--quick] [--budgets SIZE ...]
         [--only REGEX] [--output DIR]
     python benchmarks/throughput.py [key=value ...] --losses [--model 0.5B] [--device cuda]
@@ -555,7 +555,7 @@ def arguments() -> argparse.Namespace:
     add("--quick", action="store_true", help=f"{QUICK_REPEATS} repeats")
     add("--repeats", type=int, default=REPEATS, metavar="N", help="without --quick: %(default)s")
     add("--sweep", action="store_true", help="ours with each layout and size of micro-batch, too")
-    add("--reversed", action="store_true", help="ways in the opposite order, which is of effect")
+    add("--reversed", action="store_true", help="ways in the opposite order of turns")
     add(
         "--multiples",
         nargs="+",

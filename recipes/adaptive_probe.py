@@ -156,18 +156,20 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
             tuned, _, bounds, trainer = build(
                 with_overrides(job.cfg, overrides), watch, job.builder
             )
-            *_, bound = bounds.of_training(
+            *_, tuned_result = bounds.of_training(
                 trainer, length=length, step_rows=tuned.settings.search_plan.step_rows
             )
-            rows = bounds.rows.of_length(length).first(bound.batch_size)
-            speed = tokens_per_second(trainer, bound, rows)
+            rows = bounds.rows.of_length(length).first(tuned_result.batch_size)
+            speed = tokens_per_second(trainer, tuned_result, rows)
         except (DoesNotFitError, SettingError) as error:
             if distributed.world_size() > 1:
                 raise
             say(f"{name}: {error}")
             continue
-        peak = format_bytes(bound.peak_bytes() or 0)
-        lines.append((speed, f"{bound.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides))
+        peak = format_bytes(tuned_result.peak_bytes() or 0)
+        lines.append(
+            (speed, f"{tuned_result.batch_size:>6} {peak:>10} {speed:>9.0f}  {name}", overrides)
+        )
     if not lines:
         say("no setting fits now that the search has ended, not even the configuration as it is")
         return

@@ -95,13 +95,13 @@ class RequestedBatch:
         """Return what a rule may not pass; None where it may grow freely, or the bound is not
         known.
         """
-        bound = None if self._sizer is None else self._sizer.max_batch_size
-        if self.batching.grow_beyond_maximum or bound is None:
+        max_batch_size = None if self._sizer is None else self._sizer.max_batch_size
+        if self.batching.grow_beyond_maximum or max_batch_size is None:
             return None
-        # on a smaller device a schedule continues as it was, in more micro-batches
+        # On a smaller device a schedule continues as it was, in more micro-batches.
         if self.batching.batch_size_schedule:
-            return max(bound, self.saved_maximum)
-        return bound
+            return max(max_batch_size, self.saved_maximum)
+        return max_batch_size
 
     def forget_saved_maximum(self) -> None:
         """Let a schedule follow the maximum that is found here, not that of the checkpoint."""

@@ -61,19 +61,19 @@ class Validation:
         )
         size = ConfiguredSize(micro_batch_size=validation.rows_at_once(settings.batch_size))
         if validation.fits_itself:
-            bound = self._find(trainer, bounds.trials)
-            self._runner.sizer.count_out_of_memory(bound.num_out_of_memory)
-            tokens = data.layout_val.padded_tokens([bound.sequence_length] * bound.max_batch_size)
+            result = self._find(trainer, bounds.trials)
+            self._runner.sizer.count_out_of_memory(result.num_out_of_memory)
+            tokens = data.layout_val.padded_tokens([result.sequence_length] * result.max_batch_size)
             size = ConfiguredSize(micro_batch_tokens=tokens)
             log.event(
                 "validation_bound",
-                f"validation: {count(bound.max_batch_size, 'row')} of"
-                f" {count(bound.sequence_length, 'token')} fit at once",
-                max_batch_size=bound.max_batch_size,
-                sequence_length=bound.sequence_length,
-                trials=len(bound.trials),
-                out_of_memory=bound.num_out_of_memory,
-                seconds=round(sum(bound.seconds), 2),
+                f"validation: {count(result.max_batch_size, 'row')} of"
+                f" {count(result.sequence_length, 'token')} fit at once",
+                max_batch_size=result.max_batch_size,
+                sequence_length=result.sequence_length,
+                trials=len(result.trials),
+                out_of_memory=result.num_out_of_memory,
+                seconds=round(sum(result.seconds), 2),
             )
         sizer = MicroBatchSizer(
             size,

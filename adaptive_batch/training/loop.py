@@ -1,5 +1,5 @@
-"""What a training loop of one's own needs, put together: the bound, steps that grow, micro-batches,
-the learning rate.
+"""What a training loop of one's own needs, put together: the largest batch that fits, steps that
+grow, micro-batches, the learning rate.
 
     loop = AdaptiveLoop(
         model, optimizer, rows, collate=collate, mean_loss=mean_loss, batch_size="max"

@@ -368,6 +368,8 @@ class MicroBatchRunner(StepRunner):
             RankLostError: out of memory on this rank where the others cannot be told.
         """
         assert small_rows is None or self._measures_noise
+        # It is what their losses are divided by.
+        assert question.num_rows or not self.loss.counts_rows
         divide = partial(self.divide, rows, small_rows)
         division = self.agree_on(divide, question)
         values = None

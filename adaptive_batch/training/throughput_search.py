@@ -99,13 +99,13 @@ class ThroughputSearch:
         self._layout = tried.runner.sizer.layout
         self._compilations = Compilations()
 
-    def __call__(self, bound: int, *, seconds: float) -> Throughput | None:
-        """Find it, among what holds no more than `bound` of the longest rows, in about so many
-        seconds, compilations not counted; None where nothing else fits, or where each layout is
-        compiled again for each shape.
+    def __call__(self, max_batch_size: int, *, seconds: float) -> Throughput | None:
+        """Find it, among what holds no more than `max_batch_size` of the longest rows, in about so
+        many seconds, compilations not counted; None where nothing else fits, or where each layout
+        is compiled again for each shape.
         """
         start = time.perf_counter()
-        step_rows = self._choices.step_rows or bound
+        step_rows = self._choices.step_rows or max_batch_size
         steps = [
             self._in_order(step * step_rows, step_rows)
             for step in range(max(1, _MODELLED_ROWS // step_rows))
@@ -113,7 +113,7 @@ class ThroughputSearch:
         lengths = [list(map(self._tried.row_length, rows)) for rows in steps]
         layouts = [replace(self._layout, kind=kind) for kind in self._choices.kinds]
         longest = self._layout.padded(self._worst.length)
-        capacity = dict.fromkeys(self._choices.kinds, bound)
+        capacity = dict.fromkeys(self._choices.kinds, max_batch_size)
 
         def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
             by_rows = layout.is_usual and self._choices.unit == "rows"
