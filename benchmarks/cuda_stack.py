@@ -237,10 +237,12 @@ class Estimated:
     asked for.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, *, context_bytes: int = CONTEXT_BYTES) -> None:
         self.device = case.found
-        self.budget_bytes = self.device.total_bytes - CONTEXT_BYTES
-        self._cfg = case.combination.to_estimate(devices=[case.device], changes=False)
+        self.budget_bytes = self.device.total_bytes - context_bytes
+        self._cfg = case.combination.to_estimate(
+            devices=[case.device], context=context_bytes, changes=False
+        )
         self._combination, self._length = case.combination, case.combination.length
         self._logs: dict[int, Sequence[int]] = {}
 
@@ -347,7 +349,9 @@ def measure_cases(
                 rows = max(1, rows)
                 run = StackRun.fixed(case.combination, rows, steps=STEPS)
                 real = runs(run, DEVICES[case.device], conf=conf, capacity=case.found.total_bytes)
-                entry[name] = compared(estimated.replayed(rows, conf), real) | {"rows": rows}
+                entry[name] = compared(peaks_of(estimated.replayed(rows, conf)), real) | {
+                    "rows": rows
+                }
         return entry
 
     rows_of_table = []
@@ -374,19 +378,27 @@ def measure_cases(
     return rows_of_table
 
 
-def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
-    """What was estimated and what was counted, with errors above 0 where the estimate is
-    too high.
-    """
-    estimate = {
-        "requested": allocator.peak_requested_bytes,
-        "allocated": allocator.peak_allocated_bytes,
-        "reserved": allocator.peak_reserved_bytes,
-        "retries": allocator.num_retries,
-        "ooms": allocator.num_ooms,
+def peaks_of(allocator: CachingAllocator) -> dict[str, Any]:
+    """What is estimated by the end of a replay."""
+    return {
+        "estimate": {
+            "requested": allocator.peak_requested_bytes,
+            "allocated": allocator.peak_allocated_bytes,
+            "reserved": allocator.peak_reserved_bytes,
+            "retries": allocator.num_retries,
+            "ooms": allocator.num_ooms,
+        },
+        "segments": described(segments_of(allocator)),
     }
+
+
+def compared(estimated: Mapping[str, Any], real: Outcome) -> dict[str, Any]:
+    """What was estimated, by :func:`peaks_of`, and what was counted, with errors above 0 where the
+    estimate is too high.
+    """
+    estimate, own_segments = estimated["estimate"], estimated["segments"]
     counted = {name: getattr(real, name) for name in estimate}
-    own_segments = described(segments_of(allocator))
+    ends = [(of["retries"], bool(of["ooms"])) for of in (counted, estimate)]
     return {
         "estimate": estimate,
         "counted": counted,
@@ -399,9 +411,7 @@ def compared(allocator: CachingAllocator, real: Outcome) -> dict[str, Any]:
         "large_segments_equal": (
             of_blocks(own_segments, "large") == of_blocks(real.segments, "large")
         ),
-        "same_end": (
-            (real.retries, bool(real.ooms)) == (allocator.num_retries, bool(allocator.num_ooms))
-        ),
+        "same_end": ends[0] == ends[1],
     }
 
 
@@ -458,14 +468,14 @@ def measure_compiled(
     def at_the_bound(case: Case) -> dict[str, Any]:
         with Estimated(case).opened() as estimated:
             rows = max(1, estimated.bound(""))
-            allocator = estimated.replayed(rows, "")
+            peaks = peaks_of(estimated.replayed(rows, ""))
             # What the estimate compiled is not what the run does.
             torch.compiler.reset()
         # The first run fills Inductor's cache, and may tune kernels beside the step.
         cold, real = (run_of_bounds(runs, case, "", rows) for _ in range(2))
         more = run_of_bounds(runs, case, "", math.ceil(1.03 * rows) + 2)
         states = {"cold": cold.is_clean, "at_bound": real.is_clean, "above": more.is_clean}
-        return compared(allocator, real) | {"rows": rows} | states
+        return compared(peaks, real) | {"rows": rows} | states
 
     table = []
     print(f"{'case':<88} {'rows':>5} {'requested':>10} {'reserved':>9}  at the bound, above it, s")

@@ -32,10 +32,15 @@ class ReadAhead:
     in the thread, to raise its error there. After a failure the thread reads no more; nor where one
     of the first rows draws random numbers (Python's, numpy's or torch's), which training would then
     draw in another order.
+
+    Args:
+        dataset: what is read.
+        at_once: whether the thread begins as soon as rows are expected, and not with :meth:`start`.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, *, at_once: bool = True) -> None:
         self._dataset = dataset
+        self._at_once = at_once
         self._is_running = False
         self._rows: dict[int, Any] = {}
         # Numbers of the rows to read, in their order.
@@ -72,11 +77,19 @@ class ReadAhead:
             if self._reads_to_watch == 0:
                 missing = [number for number in numbers if number not in self._rows]
                 self._expected = dict.fromkeys(missing)
-            if self._expected and not self._is_running:
-                self._is_running = True
-                threading.Thread(
-                    target=self._read, name="adaptive_batch_read_ahead", daemon=True
-                ).start()
+        if self._at_once:
+            self.start()
+
+    def start(self) -> None:
+        """Let the thread read what is expected.
+
+        It takes no lock: a row that is being read is not waited for.
+        """
+        if self._expected and not self._is_running:
+            self._is_running = True
+            threading.Thread(
+                target=self._read, name="adaptive_batch_read_ahead", daemon=True
+            ).start()
 
     def _read(self) -> None:
         while self._is_running:

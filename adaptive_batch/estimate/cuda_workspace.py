@@ -5,7 +5,7 @@ Fake tensors are of a CPU, which has other kernels for attention, norms and drop
 backward, and what they need while they run. It is written after the source of PyTorch (each formula
 names the file, below aten/src/ATen), and held against PyTorch's CUDA build on a CUDA runtime
 without a device, where the order and the sizes of all allocations are equal
-(tests/unit/estimate/test_cuda_kernels.py). Nothing was measured on a GPU.
+(tests/unit/estimate/test_cuda_kernels.py). docs/cuda.md has what was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def left_out(architectures: Collection[str], *, world_size: int = 1) -> tuple[st
         world_size: number of ranks.
     """
     sentences = [
-        "kernels and allocator are those of PyTorch's CUDA build, held against it without a device"
-        " and not on a GPU",
+        "kernels and allocator are those of PyTorch's CUDA build, held against it without a device,"
+        " and on a GPU in a few cases",
         "what other processes and a display take of the device, and kernels that are not PyTorch's"
         " own (flex attention)",
     ]

@@ -400,6 +400,15 @@ class CountedMemory:
         return 0
 
 
+# Where the backend has them, among what it nests.
+_STATISTICS = {
+    "memory_allocated": ("allocated_bytes", "current"),
+    "max_memory_allocated": ("allocated_bytes", "peak"),
+    "memory_reserved": ("reserved_bytes", "current"),
+    "max_memory_reserved": ("reserved_bytes", "peak"),
+}
+
+
 class AcceleratorMemory:
     """An accelerator's memory, as its caching allocator reports it; `backend` is ``torch.cuda`` or
     its like by default.
@@ -556,10 +565,17 @@ class AcceleratorMemory:
         return int(free), int(total)
 
     def _statistic(self, name: str) -> int:
-        return int(getattr(self._backend, name)(self.device))
+        nested = getattr(self._backend, "memory_stats_as_nested_dict", None)
+        if nested is None:
+            return int(getattr(self._backend, name)(self.device))
+        # The function of that name makes one flat mapping of all statistics first: 0.14 ms.
+        kind, which = _STATISTICS[name]
+        found = nested(self.device).get(kind, {"all": {which: 0}})
+        return int(found["all"][which])
 
     def num_retries(self) -> int:
-        return int(self._backend.memory_stats(self.device).get("num_alloc_retries", 0))
+        ask = getattr(self._backend, "memory_stats_as_nested_dict", self._backend.memory_stats)
+        return int(ask(self.device).get("num_alloc_retries", 0))
 
 
 def host_available_bytes() -> int:

@@ -69,7 +69,8 @@ class Rows(Dataset[Any]):
         self._dataset = dataset
         self._name = name
         # Each row is checked where it is used, not where it is read.
-        self._ahead = ReadAhead(dataset)
+        # A thread that reads keeps this one from launching kernels.
+        self._ahead = ReadAhead(dataset, at_once=False)
         # Training keeps a CPU busy: reading ahead cost up to 3% of a step there.
         if job.device.type != "cpu":
             self.expect = self._ahead.expect
@@ -87,6 +88,10 @@ class Rows(Dataset[Any]):
         # Rows are real where an estimate reads them, too.
         with disable_current_modes():
             return self._read(number)
+
+    def read_ahead(self) -> None:
+        """Let a thread read the rows that are expected, if any are."""
+        self._ahead.start()
 
     @property
     def lengths(self) -> torch.Tensor:

@@ -100,6 +100,7 @@ class Trainer:
                 counts_rows=job.task.counts_rows,
                 metrics=job.task.metrics,
                 loss_of=job.task.loss_of,
+                after_forward=data.dataset.read_ahead,
             ),
             sizers.training,
             memory=job.memory,

@@ -57,6 +57,8 @@ class RowLoss:
         metrics: names of further means, over rows where these are counted, else over labels.
         loss_of: the loss of a step by the means of `metrics`, as float32; None where `mean_loss` is
             averaged itself, which differs by rounding.
+        after_forward: called before each backward, which an accelerator launches without Python:
+            what takes Python's time delays it least there.
     """
 
     collate: Callable[[Sequence[Row], int], Batch]
@@ -70,6 +72,7 @@ class RowLoss:
     counts_rows: bool = False
     metrics: tuple[str, ...] = ()
     loss_of: Callable[..., torch.Tensor | None] = lambda **metrics: None
+    after_forward: Callable[[], object] = lambda: None
 
     @contextmanager
     def collated(
@@ -91,7 +94,9 @@ class RowLoss:
         """Return the mean loss of a batch, which is moved to the device, and its labels."""
         self.to_device(batch)
         count = self.count_labels(batch)
-        return self.mean_loss(batch), count
+        mean = self.mean_loss(batch)
+        self.after_forward()
+        return mean, count
 
     def some_row(self) -> Row:
         """Return a row that has a label, for a rank that has none left."""

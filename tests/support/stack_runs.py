@@ -4,9 +4,12 @@ read, weights are what memory held.
 :class:`StackRuns` keeps a process for each device and allocator settings, which has imported
 everything; each run is a fork of it, so that its CUDA context and its allocator are new.
 
-    python tests/support/stack_runs.py < RUNS
+    python -m support.stack_runs < RUNS
+    python -m support.stack_runs --one < RUN
 
-RUNS has a JSON object on each line, as of StackRun; one on each line comes back.
+RUNS has a JSON object on each line, as of StackRun; one on each line comes back. With --one a
+single run is this process: a driver that is there cannot be used by a fork of a process that has
+used it.
 """
 
 from __future__ import annotations
@@ -100,6 +103,8 @@ class Outcome:
         segments: what is reserved at the end, as `described` puts it.
         trace: of the allocator, from the start of the process: bytes that are allocated, and
             ``~number`` of what is freed.
+        outside: bytes of the device at the end that are not this allocator's: what the context
+            takes, and other processes.
     """
 
     steps: int
@@ -114,6 +119,7 @@ class Outcome:
     bound: int = 0
     trials: int = 0
     ooms_of_search: int = 0
+    outside: int = 0
 
     @property
     def fits(self) -> bool:
@@ -207,6 +213,7 @@ def train(run: StackRun) -> Outcome:
             raise
         error = str(failure).partition("\n")[0]
     stats = torch.cuda.memory_stats()
+    free, total = torch.cuda.mem_get_info()
     trace: list[int] = []
     if run.traced:
         numbers: dict[int, int] = {}
@@ -226,6 +233,7 @@ def train(run: StackRun) -> Outcome:
         error=error,
         segments=described(torch.cuda.memory_snapshot()),
         trace=trace,
+        outside=total - free - torch.cuda.memory_reserved(),
         **found,
     )
 
@@ -287,30 +295,37 @@ class StackRuns:
             server.wait()
 
 
+def answer_to(line: str) -> dict[str, Any]:
+    """Return the outcome of a run that is asked for, or the error that it ended with."""
+    asked = json.loads(line)
+    combination = Combination(
+        **{**asked["combination"], "apart": tuple(asked["combination"]["apart"])}
+    )
+    run = StackRun(
+        **{**asked, "combination": combination, "steps": tuple(map(tuple, asked["steps"]))}
+    )
+    try:
+        return asdict(train(run))
+    except Exception as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
 def main() -> None:
-    """Fork for each run that is asked for."""
+    """Fork for each run that is asked for, or be the only one."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.freeze()
+    if sys.argv[1:] == ["--one"]:
+        print(json.dumps(answer_to(sys.stdin.readline())), file=answers, flush=True)
+        return
     assert torch.cuda.memory_reserved() == 0
     torch.cuda._is_in_bad_fork = lambda: (
         False
     )  # imports have looked for devices, and the stack does not mind
     for line in sys.stdin:
-        asked = json.loads(line)
-        combination = Combination(
-            **{**asked["combination"], "apart": tuple(asked["combination"]["apart"])}
-        )
-        run = StackRun(
-            **{**asked, "combination": combination, "steps": tuple(map(tuple, asked["steps"]))}
-        )
         child = os.fork()
         if not child:
-            try:
-                answer = asdict(train(run))
-            except Exception as error:
-                answer = {"failed": f"{type(error).__name__}: {error}"}
-            print(json.dumps(answer), file=answers, flush=True)
+            print(json.dumps(answer_to(line)), file=answers, flush=True)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         if status:

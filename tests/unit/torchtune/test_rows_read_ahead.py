@@ -40,10 +40,14 @@ def test_rows_are_read_ahead_on_an_accelerator_alone(device: str) -> None:
         settings=None,
     )
     watched = Watched()
-    reader = RowReader(Rows(job, "dataset", watched, name="rows"))
+    rows = Rows(job, "dataset", watched, name="rows")
+    reader = RowReader(rows)
     reader.begin()
     # The first are watched for random numbers that they draw.
     first = reader.read(range(40), following=range(40, 60))
+    time.sleep(0.05)
+    assert len(watched.readers) == 40, "read where kernels are still to be launched"
+    rows.read_ahead()
     deadline = time.monotonic() + 10
     while device != "cpu" and len(watched.readers) < 60 and time.monotonic() < deadline:
         time.sleep(0.01)
