@@ -258,7 +258,10 @@ class Estimated:
 
     def log(self, rows: int) -> Sequence[int]:
         if rows not in self._logs:
-            self._logs[rows] = self._step._step.log(rows, [self._run] * STEPS)
+            steps = [self._run] * STEPS
+            # One row often runs other operations than two do.
+            self._step._step.learn(rows, steps)
+            self._logs[rows] = self._step._step.log(rows, steps)
         return self._logs[rows]
 
     def replayed(
