@@ -11,8 +11,8 @@ from where the other machine has it.
 
 The cases are those that benchmarks/cuda_stack.py draws for the H100, whatever the GPU is; each run
 is a process of its own, on default and on expandable segments. At a bound, of the cases in bf16, it
-is the estimate's most rows that run three steps without a retry of the allocator, once with what is
-taken for the CUDA context, once with what it was measured to take; these run alone on the device,
+is the estimate's most rows that run three steps without a retry of the allocator, once beside a
+CUDA context of 500 MiB, once beside the one that is taken for the device; these run alone on it,
 and so do 1% more. Compiled cases, in bf16 too, run 2 rows, with a cold and then with a warm cache
 of Inductor. A search is that of the recipe, with its own headroom, and 10 steps of varying lengths
 at what it finds. Weights are what memory held, as memory depends on none of their values. What is
@@ -56,7 +56,7 @@ from cuda_stack import (
 )
 from records import Finished
 
-from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
+from adaptive_batch.estimate import parse_devices
 from adaptive_batch.memory import GIB
 from adaptive_batch.torchtune import set_up_process
 
@@ -67,7 +67,6 @@ DRAWN = 120  # of cuda_stack.py, of which those of one device are taken
 ROWS_OF_COMPILED = 2
 STEPS_AFTER_SEARCH = 10
 HEADROOMS = {"default": 0.05, "expandable": 0.01}  # as `auto` has them
-MEASURED_CONTEXT = 770 * 2**20  # of an H100, with the kernels of a step
 OF_A_CONTEXT = 1  # GiB that a process takes beside what is estimated, and some
 IGNORED = "Mismatch dtype between input and weight"
 
@@ -86,8 +85,8 @@ def estimated_peaks(case: Case) -> dict[str, Any]:
 
 
 def estimated_bounds(case: Case) -> dict[str, Any]:
-    """The bounds beside a context as large as it was measured."""
-    with Estimated(case, context_bytes=MEASURED_CONTEXT).opened() as estimated:
+    """The bounds beside the context that is taken for the device."""
+    with Estimated(case, context_bytes=case.found.context_bytes).opened() as estimated:
         return {name: {"rows": estimated.bound(conf)} for name, conf in CONFS.items()}
 
 
@@ -174,18 +173,18 @@ def bounds(
     """Whether rows at the bound run without a retry, and whether 1% more do."""
     entry: dict[str, Any] = {}
     for name, conf in CONFS.items():
-        rows, with_measured = estimated[name]["rows"], measured[name]["rows"]
+        rows, with_own_context = estimated[name]["rows"], measured[name]["rows"]
         more = rows + math.ceil(rows / 100)
         with room.of(None):
             ran = {
                 number: counted(StackRun.fixed(case.combination, number), conf)
-                for number in sorted({with_measured, rows, more} - {0})
+                for number in sorted({with_own_context, rows, more} - {0})
             }
         entry[name] = {
             "rows": rows,
-            "rows_with_measured_context": with_measured,
+            "rows_with_own_context": with_own_context,
             "at_bound": ran[rows].is_clean,
-            "at_bound_with_measured_context": not with_measured or ran[with_measured].is_clean,
+            "at_bound_with_own_context": not with_own_context or ran[with_own_context].is_clean,
             "above": ran[more].is_clean,
             "outside": ran[rows].outside,
             **compared(estimated[name], ran[rows]),
@@ -264,8 +263,8 @@ def print_peaks(entry: dict[str, Any]) -> None:
         bound = ""
         if "at_bound" in one:
             bound = (
-                f", clean {one['at_bound']}, {one['rows_with_measured_context']} rows"
-                f" {one['at_bound_with_measured_context']}, 1% more {one['above']}"
+                f", clean {one['at_bound']}, {one['rows_with_own_context']} rows"
+                f" {one['at_bound_with_own_context']}, 1% more {one['above']}"
             )
         outside = f", outside {one['outside'] / 2**20:.0f} MiB" if "outside" in one else ""
         print(
@@ -369,7 +368,7 @@ def main() -> None:
     asked = arguments()
     device = {"name": asked.estimate} if asked.estimate else context()
     (known,) = parse_devices([device["name"]])
-    print(f"{device}, estimated as {known.describe()} with {CONTEXT_BYTES / 2**20:.0f} MiB taken")
+    print(f"{device}, estimated as {known.describe()}, {known.context_bytes / 2**20:.0f} MiB taken")
 
     def here(cases: Iterable[Case]) -> list[Case]:
         return [

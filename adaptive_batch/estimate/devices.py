@@ -35,13 +35,16 @@ from .roofline import BY_FLOPS, DeviceSpeed
 # libraries. An out-of-memory message gives it: the memory in use by the process less what is
 # allocated and what is reserved. Ten public ones: 0.13 GiB (T4), 0.40, 0.49 and 0.49 (A100), 0.41
 # and 0.44 (RTX 4090), 0.42 (RTX 6000 Ada), 0.49 (L40), 0.58 (RTX 5090), 0.66 (H100 NVL); three
-# campaigns of foundation-model-stack on A100 had 519, 525 and 1690 MiB. It depends on the driver
-# and on the libraries that are loaded, so it is an input. github.com:
+# campaigns of foundation-model-stack on A100 had 519, 525 and 1690 MiB. Steps of the recipe on an
+# H100 80GB HBM3 had 751 MiB in fp32 and 767 in bf16 (torch 2.11.0+cu130, driver 580.159.04;
+# benchmarks/results/on_gpu-2026-11-28.json). It depends on the driver and on the libraries that are
+# loaded, so it is an input. github.com:
 # Zheng-Chong/CatVTON/issues/133, HiDream-ai/VAREdit/issues/6, TianheWu/CoSeR/issues/10,
 # lianqi1008/Control-GIC/issues/6, eosphoros-ai/DB-GPT-Hub/issues/248,
 # Soul-AILab/SoulX-FlashTalk/issues/5, DINGYANB/MTVCrafter/issues/21, QwenLM/Qwen3-VL/issues/2097,
 # Wan-Video/Wan2.1/issues/465, ali-vilab/VACE/issues/56.
 CONTEXT_BYTES = 500 * 2**20
+_HOPPER_CONTEXT_BYTES = 770 * 2**20
 
 _MAKERS = re.compile(r"nvidia|geforce|tesla|quadro|amd|instinct")
 _KEY = "estimate.devices"
@@ -86,13 +89,20 @@ class EstimatedDevice:
             return self.name
         return f"{self.name} ({format_bytes(self.total_bytes)})"
 
-    def target(self, *, context_bytes: int, headroom: int | float | str = 0) -> Target:
+    @property
+    def context_bytes(self) -> int:
+        """What the driver's context is taken to need, where nobody says it."""
+        return _HOPPER_CONTEXT_BYTES if self.compute_capability == (9, 0) else CONTEXT_BYTES
+
+    def target(self, *, context_bytes: int | None, headroom: int | float | str = 0) -> Target:
         """Return what an allocator may take of it: all but the driver's context and the headroom.
 
         Args:
-            context_bytes: memory of the driver's context.
+            context_bytes: memory of the driver's context; None for what is known of the device.
             headroom: a size, or a share of what the context leaves.
         """
+        if context_bytes is None:
+            context_bytes = self.context_bytes
         free = max(0, self.total_bytes - context_bytes)
         headroom_bytes = 0
         if headroom:

@@ -25,7 +25,7 @@ from adaptive_batch.memory import optimizer_state_tensors
 from .allocator import AllocatorSettings
 from .compiled_parts import CompiledParts
 from .cuda_workspace import left_out
-from .devices import CONTEXT_BYTES, alike, parse_devices
+from .devices import alike, parse_devices
 from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values
 from .length_replay import LengthPlan
@@ -42,7 +42,7 @@ def estimate_memory(
     max_grad_norm: float | None = None,
     accumulates: bool = False,
     maximum: int = 4096,
-    context: int = CONTEXT_BYTES,
+    context: int | None = None,
     headroom: int | float | str = 0,
 ) -> MemoryEstimate:
     """Estimate how many rows of a batch a training step of a model can hold on CUDA devices that
@@ -63,7 +63,8 @@ def estimate_memory(
         max_grad_norm: gradients are clipped to it before the optimizer's step.
         accumulates: gradients of earlier micro-batches are there when a forward begins.
         maximum: more rows are of no interest.
-        context: bytes that the driver's context takes of each device.
+        context: bytes that the driver's context takes of each device; None for 770 MiB of an H100
+            or H200, and 500 MiB of others.
         headroom: what is left free beside that: bytes, a size or a share.
 
     Raises:
@@ -114,7 +115,7 @@ def estimate_step(
     sequence_length: int,
     accumulates: bool,
     maximum: int,
-    context: int = CONTEXT_BYTES,
+    context: int | None = None,
     headroom: int | float | str = 0,
     length_plan: LengthPlan | None = None,
 ) -> MemoryEstimate:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from adaptive_batch._util import check_bool, check_headroom, check_share, check_whole
 from adaptive_batch.data import LAYOUT_KINDS, LONG_ROWS, ORDERS, UNIFORM, LayoutKind
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import CONTEXT_BYTES, parse_devices
+from adaptive_batch.estimate import parse_devices
 from adaptive_batch.memory import check_device_memory, parse_size
 from adaptive_batch.probe import OBJECTIVES
 from adaptive_batch.schedules import (
@@ -276,13 +276,12 @@ class EstimateSettings:
         " as `0.05`",
         default=0,
     )
-    context: int = key(
+    context: int | None = key(
         _size,
         "what the driver's context and its libraries take outside of the allocator, in bytes or as"
-        " a size such as `600MiB`; of no effect if `device` is `cpu`. See"
-        " [estimate.md](estimate.md#the-context)",
-        default=CONTEXT_BYTES,
-        shown="500MiB",
+        " a size such as `600MiB`; null: 770MiB of an H100 or H200, 500MiB of others. Of no effect"
+        " if `device` is `cpu`. See [estimate.md](estimate.md#the-context)",
+        default=None,
     )
 
     def lengths_of(self, probe: ProbeSettings) -> tuple[str, tuple[int | str, ...]]:

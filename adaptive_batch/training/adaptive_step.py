@@ -297,14 +297,15 @@ class AdaptiveStep:
                 None replays nothing.
             batch_size: rows of the script's batches, which `lengths` needs.
             maximum: more rows are of no interest.
-            context: bytes that the driver's context takes of each device; None for 500 MiB.
+            context: bytes that the driver's context takes of each device; None for 770
+                MiB of an H100 or H200, and 500 MiB of others.
             headroom: what is left free beside that: bytes, a size or a share.
 
         Raises:
             SettingError: an argument cannot be used, or the model needs values, which fake tensors
                 do not have.
         """
-        from adaptive_batch.estimate import CONTEXT_BYTES, estimate_step
+        from adaptive_batch.estimate import estimate_step
 
         from .sampled_step import SampledStep
 
@@ -330,7 +331,7 @@ class AdaptiveStep:
                 sequence_length=max(1, sampled.longest),
                 accumulates=self.sizer.may_split,
                 maximum=maximum,
-                context=CONTEXT_BYTES if context is None else context,
+                context=context,
                 headroom=headroom,
                 length_plan=sampled.length_plan(lengths, batch_size, maximum=maximum),
             )

@@ -343,7 +343,7 @@ class RowStep:
             batches: function that returns the row numbers of each of these steps where so many rows
                 fit; needed with `lengths`.
         """
-        from adaptive_batch.estimate import CONTEXT_BYTES, estimate_step
+        from adaptive_batch.estimate import estimate_step
 
         from .sampled_rows import SampledRows
 
@@ -369,7 +369,7 @@ class RowStep:
                 sequence_length=sampled.longest,
                 accumulates=self.sizer.may_split,
                 maximum=check_whole("maximum", maximum),
-                context=CONTEXT_BYTES if context is None else context,
+                context=context,
                 headroom=headroom,
                 length_plan=length_plan,
             )

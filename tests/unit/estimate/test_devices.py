@@ -134,10 +134,20 @@ def test_a_list_that_is_empty_or_names_a_device_twice_is_refused(value, remedy):
 
 @pytest.mark.parametrize(
     ("given", "num_bytes"),
-    [(None, 500 * 2**20), (0, 0), (10**9, 10**9), ("600MiB", 600 * 2**20), ("0.5 GiB", 2**29)],
+    [(None, None), (0, 0), (10**9, 10**9), ("600MiB", 600 * 2**20), ("0.5 GiB", 2**29)],
 )
 def test_the_context_is_a_number_of_bytes_or_a_size(given, num_bytes):
     assert block(EstimateSettings)("estimate", {"context": given}).context == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "mebibytes"), [("H100", 770), ("H200", 770), ("A100-80GB", 500), ("80GiB", 500)]
+)
+def test_the_context_of_a_hopper_is_what_was_measured_unless_it_is_said(name, mebibytes):
+    (device,) = parse_devices(name)
+    taken = mebibytes * 2**20
+    assert device.target(context_bytes=None).budget_bytes == device.total_bytes - taken
+    assert device.target(context_bytes=0).budget_bytes == device.total_bytes
 
 
 @pytest.mark.parametrize("given", [-1, True, 0.5, "much", "600", [1]])

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchtune.data import padded_collate_dpo
 from torchtune.rlhf import get_batch_log_probs
+from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import DoesNotFitError, SettingError
@@ -234,7 +235,7 @@ def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
 def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
     rows = pairs(5)
     cfg = config_of_pairs("LoRA")
-    task = PreferencePairs(cfg, torchtune.rlhf.loss.DPOLoss())
+    task = PreferencePairs(cfg, DPOLoss())
     collate = task.collate_function(0)
     for row in rows:
         assert task.length(row) == collate([row])["tokens"].numel()
