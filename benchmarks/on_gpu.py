@@ -168,12 +168,12 @@ def peaks(case: Case, estimated: dict[str, Any], room: Room) -> dict[str, Any]:
 
 
 def bounds(
-    case: Case, estimated: dict[str, Any], room: Room, *, measured: dict[str, Any]
+    case: Case, estimated: dict[str, Any], room: Room, *, own_context: dict[str, Any]
 ) -> dict[str, Any]:
     """Whether rows at the bound run without a retry, and whether 1% more do."""
     entry: dict[str, Any] = {}
     for name, conf in CONFS.items():
-        rows, with_own_context = estimated[name]["rows"], measured[name]["rows"]
+        rows, with_own_context = estimated[name]["rows"], own_context[name]["rows"]
         more = rows + math.ceil(rows / 100)
         with room.of(None):
             ran = {
@@ -403,7 +403,7 @@ def main() -> None:
         *((searched, case, found[estimated_peaks, case]) for case in at_bound[: asked.searches]),
     ]
     for case in at_bound:
-        how = partial(bounds, measured=found[estimated_bounds, case])
+        how = partial(bounds, own_context=found[estimated_bounds, case])
         runs.append((how, case, found[estimated_peaks, case]))
     room = Room(known.total_bytes // GIB)
     parts: dict[str, list[dict[str, Any]]] = {}
