@@ -12,6 +12,7 @@ from support.stops import stopped_after
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit, read_records
+from adaptive_batch.torchtune.rows import Rows
 
 ODD_ROWS = "support.components.WithOddRow"
 ODD = (f"dataset._component_={ODD_ROWS}", "batch_size=2", "epochs=1")
@@ -50,6 +51,15 @@ def test_so_does_validation(small, row):
         SettingError, match=rf"dataset_val='support\.components\.WithOddRow': row 5 {WHY[row]}"
     ):
         small.run_in_process(OURS, *PLAIN, *own, "run_val_every_n_steps=2")
+
+
+def test_rows_are_read_ahead_once_each_forward_has_been_launched(small, monkeypatch):
+    forwards = []
+    monkeypatch.setattr(Rows, "read_ahead", lambda rows: forwards.append(rows))
+    small.run_in_process(
+        OURS, "batch_size=4", "micro_batch_size=2", "epochs=1", "max_steps_per_epoch=3"
+    )
+    assert len(forwards) == 6
 
 
 @pytest.mark.slow
