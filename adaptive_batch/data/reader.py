@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -23,19 +22,12 @@ class RowReader:
         self._expect: Callable[[list[int]], object] = getattr(
             dataset, "expect", lambda numbers: None
         )
-        self._requested: deque[int] = deque()
-        self._rows: Iterator[Any] | None = None
 
     def begin(self) -> None:
-        """Begin an epoch by torch's own loader, which draws a random number then, as it does in
+        """Begin an epoch: draw the random number that torch's own loader draws then, as it does in
         torchtune's recipes.
         """
-        self._requested.clear()
-        requested: Iterator[int] = iter(self._requested.popleft, None)
-        loader: DataLoader[Any] = DataLoader(
-            self._dataset, batch_size=None, sampler=requested, collate_fn=lambda row: row
-        )
-        self._rows = iter(loader)
+        iter(DataLoader(self._dataset, batch_size=None))
         self._expect([])
 
     def read(self, numbers: Sequence[int], *, following: Sequence[int] = ()) -> list[Any]:
@@ -45,10 +37,6 @@ class RowReader:
             numbers: row numbers.
             following: row numbers that are likely to be read next.
         """
-        if self._rows is None:
-            rows = [self._dataset[number] for number in numbers]
-        else:
-            self._requested.extend(numbers)
-            rows = [next(self._rows) for _ in numbers]
+        rows = [self._dataset[number] for number in numbers]
         self._expect(list(following))
         return rows
