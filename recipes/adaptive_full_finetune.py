@@ -307,7 +307,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self.validation.run_where_due(self.queue.progress.steps)
                 self.profiler.end_step()
                 self.trainer.runner.compilations.log_new(self.log.event)
-                self.saver.save_where_due(self.trainer)
+                self.saver.save_where_due(self.trainer, ends=result.ends)
                 began = time.perf_counter()
 
     def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:
@@ -323,16 +323,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Run forward and backward of the micro-batches of a step, again where memory runs out;
         leave in the gradients the mean over its labels, on all ranks, clipped.
         """
-        runner = self.trainer.runner
         question = Question(
             batch_size=self.planner.batch.batch_size,
             num_rows=len(step.numbers),
             batch=step.progress.batch,
             ends=self.preemption.requested,
         )
-        result = runner.run(rows, question, small_rows=self.tally.small_rows(step))
-        self.saver.note_end(runner.ends)
-        return result
+        return self.trainer.runner.run(rows, question, small_rows=self.tally.small_rows(step))
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)
