@@ -139,13 +139,12 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
         self.sizers = Sizers.of(job, data, self.log.limit)
-        self.sizer = self.sizers.training
         planner = StepPlanner(
             data.dataset,
             job.batching(
                 seed=self.resumed.seed, max_steps_per_epoch=self.resumed.max_steps_per_epoch
             ),
-            self.sizer,
+            self.sizers.training,
             ranks=job.ranks,
             counts_tokens=settings.rate.lr_clock.counts_tokens,
             event=self.log.event,
@@ -155,6 +154,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             job, self.checkpoints, self.resumed, self.queue, self.log, self.preemption
         )
         self.planner = self.saver.add("steps", planner)
+        if not self.resumed.keeps_batch:
+            planner.batch.begin_again()
         self.reader = RowReader(data.dataset)
         self.lost = None
         if not settings.preview:
@@ -164,7 +165,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
-        self.preview = TrainingPreview(job, data, planner, self.sizer)
+        self.preview = TrainingPreview(job, data, planner, self.sizers.training)
         self.preview.check(self.resumed.progress)
 
     def _setup_log(self) -> None:
@@ -180,14 +181,14 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         assert self.lost is not None
         if self.watch:
             self.watch.call_at_end(
-                partial(self.lost.write_down, event=self.log.event, sizer=self.sizer)
+                partial(self.lost.write_down, event=self.log.event, sizer=self.sizers.training)
             )
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
         self.limit_finder = LimitFinder(
             job, data, trainer, self.planner, self.bounds, self.log, self.lost
         )
-        self.saver.keep("limits", self.sizer)
+        self.saver.keep("limits", self.sizers.training)
         if self.sizers.reference is not None:
             self.saver.keep("reference_limits", self.sizers.reference)
         if self.device.type != "cpu" and distributed.is_rank_zero():
@@ -297,7 +298,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     rates=rates,
                     seconds=time.perf_counter() - began,
                     numbers=step.numbers,
-                    num_out_of_memory=self.sizer.num_out_of_memory,
+                    num_out_of_memory=self.sizers.training.num_out_of_memory,
                     full_batch_loss=self.tally.full_batch_loss,
                 )
                 place = f"{step.progress.epoch + 1}|{self.queue.progress.steps}"
@@ -306,7 +307,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     self.validation.run_where_due(self.queue.progress.steps)
                 self.profiler.end_step()
                 self.trainer.runner.compilations.log_new(self.log.event)
-                self.saver.save_where_due(self.trainer)
+                self.saver.save_where_due(self.trainer, ends=result.ends)
                 began = time.perf_counter()
 
     def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:
@@ -322,16 +323,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Run forward and backward of the micro-batches of a step, again where memory runs out;
         leave in the gradients the mean over its labels, on all ranks, clipped.
         """
-        runner = self.trainer.runner
         question = Question(
             batch_size=self.planner.batch.batch_size,
             num_rows=len(step.numbers),
             batch=step.progress.batch,
             ends=self.preemption.requested,
         )
-        result = runner.run(rows, question, small_rows=self.tally.small_rows(step))
-        self.saver.note_end(runner.ends)
-        return result
+        return self.trainer.runner.run(rows, question, small_rows=self.tally.small_rows(step))
 
     def _log_epoch(self) -> None:
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)

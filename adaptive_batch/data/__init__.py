@@ -32,7 +32,7 @@ from .lengths import Measured, count_rows, longest_rows, mean_rows, measure_rows
 from .order import ORDERS, RowOrder, row_order
 from .read_ahead import ReadAhead
 from .reader import RowReader
-from .requested_batch import Event, RequestedBatch, without_batch
+from .requested_batch import Event, RequestedBatch
 from .step_planner import PlannedRows, StepPlanner
 from .step_queue import StepQueue
 from .step_rows import StepRows
@@ -85,5 +85,4 @@ __all__ = [
     "row_order",
     "split_by_rows",
     "split_by_tokens",
-    "without_batch",
 ]

@@ -194,15 +194,14 @@ class RequestedBatch:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from a saved state; see also :func:`without_batch`."""
+        """Resume from a saved state; see also :meth:`begin_again`."""
         self.saved_maximum = state["maximum"] or 0
         self.batch_size = state["batch_size"]
         self.first_batch_size = state["first_batch_size"]
         self._grown_in = state["grown_in"]
 
-
-def without_batch(state: Mapping[str, Any], *, configured: int) -> dict[str, Any]:
-    """Return a saved state with the configured batch in place of the saved one, with which growth
-    begins again.
-    """
-    return {**state, "batch_size": configured, "first_batch_size": None, "grown_in": -1}
+    def begin_again(self) -> None:
+        """Take the configured batch in place of a saved one; growth begins again."""
+        self.batch_size = self.batching.batch_size
+        self.first_batch_size = None
+        self._grown_in = -1

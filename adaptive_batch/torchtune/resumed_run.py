@@ -17,7 +17,7 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count, fingerprint
-from adaptive_batch.data import RowReader, without_batch
+from adaptive_batch.data import RowReader
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, Reference, write_rate
@@ -212,8 +212,6 @@ class ResumedRun:
         if name == "steps" and self.begins_epoch_again:
             # It was planned by the lengths of other rows.
             state["planned_by"] = []
-        if name == "steps" and not self.keeps_batch:
-            return without_batch(state, configured=self._settings.batch_size)
         return state
 
     def begin_reading(self, reader: RowReader, progress: Progress) -> None:

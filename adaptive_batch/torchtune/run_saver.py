@@ -53,7 +53,6 @@ class RunSaver:
         self._preemption = preemption
         # By the name that a checkpoint keeps their state under.
         self._parts: dict[str, Any] = {}
-        self._all_know_of_end = False
 
     def add(self, name: str, part: Part) -> Part:
         """Save a part under a name from now on, and load what the checkpoint holds of it."""
@@ -67,10 +66,6 @@ class RunSaver:
         """Save a part under a name from now on, which has loaded its state."""
         self._parts[name] = part
         return part
-
-    def note_end(self, ends: bool) -> None:
-        """Note whether all ranks know that one of them is asked to end."""
-        self._all_know_of_end |= ends
 
     def save_epoch(self, trainer: Trainer, *, epoch: int) -> None:
         """Save weights and all that resuming needs, unless training is done and that is not asked
@@ -97,12 +92,15 @@ class RunSaver:
             self._checkpoints.wait()
             self._end_early()
 
-    def save_where_due(self, trainer: Trainer) -> None:
-        """Save a resume point every so many steps, and where the process is asked to end."""
+    def save_where_due(self, trainer: Trainer, *, ends: bool) -> None:
+        """Save a resume point every so many steps, and where the process is asked to end.
+
+        Args:
+            trainer: what is saved.
+            ends: whether all of several ranks know that one of them is asked to end.
+        """
         every = self._settings.saving.save_every_n_steps
         step = self._queue.progress.steps
-        # One of several ranks ends when all of them know.
-        ends = self._all_know_of_end
         if distributed.world_size() == 1:
             ends = self._preemption.requested
         if not (ends or (every and step % every == 0)):

@@ -23,17 +23,19 @@ class Division:
     Attributes:
         parts: micro-batches of this rank.
         counts: micro-batches of each part on the rank that has most.
+        ends: whether any rank was asked to end before the step.
     """
 
     parts: OwnPieces
     counts: Sequence[int]
+    ends: bool = False
 
     @classmethod
-    def agreed(cls, parts: OwnPieces) -> Division:
+    def agreed(cls, parts: OwnPieces, *, ends: bool = False) -> Division:
         """Return the division of these micro-batches with the counts of the rank that has most; a
         collective.
         """
-        return cls(parts, distributed.all_reduce_max([len(part) for part in parts]))
+        return cls(parts, distributed.all_reduce_max([len(part) for part in parts]), ends)
 
 
 @dataclass(frozen=True, kw_only=True)

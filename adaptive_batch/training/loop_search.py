@@ -20,7 +20,6 @@ from adaptive_batch.probe import ProbeResult
 from .bound_search import BoundSearch, ProbeOptions, search_for_steps
 from .rate import AdaptiveRate
 from .row_step import RowsOfStep, RowStep
-from .throughput_search import Choices
 from .trials import TriedStep, WorstRows
 
 
@@ -46,7 +45,6 @@ class LoopSearch:
         seeks_batch_size: bool,
     ) -> None:
         self._step = step
-        self._sizer = step.sizer
         self._optimizer = optimizer
         self._batches = batches
         self._rate = rate
@@ -56,7 +54,7 @@ class LoopSearch:
 
     @property
     def _is_due(self) -> bool:
-        return self._seeks_batch_size and self._sizer.max_batch_size is None
+        return self._seeks_batch_size and self._step.sizer.max_batch_size is None
 
     def find_if_due(self) -> None:
         """Find the batch that training begins with, where it is sought and has not been found."""
@@ -78,11 +76,16 @@ class LoopSearch:
         # On fewer ranks than training began with, even a rule's batch that is cut to the bound is
         # more rows than that.
         has_several = (
-            planner.batching.grow_beyond_maximum or self._sizer.may_split or planner.ranks > ranks
+            planner.batching.grow_beyond_maximum
+            or self._step.sizer.may_split
+            or planner.ranks > ranks
         )
         # Reading a row of some datasets draws random numbers.
         with RandomState(self._step.step.memory.device):
-            choices = self._choices(step_rows, options.objective)
+            timed_rows = step_rows
+            if planner.batching.batch_tokens:
+                timed_rows = mean_rows(planner.batching.batch_tokens, dataset.lengths)
+            choices = self._step.layouts.choices(timed_rows, options.objective)
             worst = self._worst_rows()
         tried = TriedStep(
             parts.runner,
@@ -108,20 +111,11 @@ class LoopSearch:
         finally:
             dataset.forget()
         result = results[-1]
-        self._sizer.found(result)
+        self._step.sizer.found(result)
         self._accumulates = has_several or len(results) > 1
         if self._seeks_batch_size and not self._batches.progress.steps:
             planner.begin_with(result.batch_size)
         return result
-
-    def _choices(self, step_rows: int, objective: str) -> Choices | None:
-        # With a saved state steps are cut as they were.
-        if self._sizer.throughput is not None:
-            return None
-        batch_tokens = self._batches.planner.batching.batch_tokens
-        if batch_tokens:
-            step_rows = mean_rows(batch_tokens, self._step.dataset.lengths)
-        return self._step.layouts.choices(step_rows, objective)
 
     def _worst_rows(self) -> WorstRows:
         dataset = self._step.dataset
@@ -162,15 +156,15 @@ class LoopSearch:
         Raises:
             SettingError: the bound has to be sought again.
         """
-        if self._step.layouts.chooses and not self._sizer.tried_length:
+        if self._step.layouts.chooses and not self._step.sizer.tried_length:
             raise SettingError(
                 "micro_batch_tokens", "auto", "call find_bound first, or give a number"
             )
-        max_batch_size = self._sizer.max_batch_size
+        max_batch_size = self._step.sizer.max_batch_size
         if (
             max_batch_size is not None
             and num_rows > max_batch_size
-            and not (self._accumulates or self._sizer.may_split)
+            and not (self._accumulates or self._step.sizer.may_split)
         ):
             fits = (
                 f"{max_batch_size} rows fit at once where no gradients are there yet, and from a"
@@ -190,10 +184,10 @@ class LoopSearch:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state; what was found since counts more."""
-        has_found = self._sizer.max_batch_size is not None
+        has_found = self._step.sizer.max_batch_size is not None
         self._step.step.load_state_dict(state)
         if has_found:
             return
         self._accumulates = state["bound_accumulates"]
         if state["sizer"]["throughput"] and self._step.layouts.chooses:
-            self._sizer.load_throughput(state["sizer"], kinds=self._step.layouts.kinds())
+            self._step.sizer.load_throughput(state["sizer"], kinds=self._step.layouts.kinds())

@@ -81,13 +81,15 @@ class RowLayouts:
 
     def choices(self, step_rows: int, objective: str) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits
-        is wanted. Ranks ask together.
+        is wanted, or steps are cut as a saved state's were. Ranks ask together.
 
         Args:
             step_rows: rows of a step on one device.
             objective: name of what is sought.
         """
         if not self.chooses or OBJECTIVES[objective].cost is None:
+            return None
+        if self._sizer.throughput is not None:
             return None
         return Choices(self.kinds(), "tokens", step_rows, objective)
 

@@ -29,6 +29,7 @@ class StepResult:
         noise: sample of the gradient's noise, where that is measured; None of a step whose rows
             were all in the small batch, or none of whose labels were on one side.
         metrics: further means over the rows of the step, by name.
+        ends: whether any rank was asked to end before the step.
     """
 
     loss: float
@@ -40,6 +41,7 @@ class StepResult:
     grad_norm: torch.Tensor | None = None
     noise: NoiseSample | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    ends: bool = False
 
     @property
     def label_tokens(self) -> torch.Tensor:

@@ -48,7 +48,6 @@ class StepRunner:
         compilations: counts and logs what is compiled again.
         cache: keeps the allocator's cache from fragmenting.
         is_trial: whether what runs now is a trial, and not training.
-        ends: whether any rank was asked to end when ranks agreed on the last step.
     """
 
     def __init__(
@@ -72,7 +71,6 @@ class StepRunner:
         self.cache = AllocatorCache(self.memory)
         self.compilations = CompilationLog(model)
         self.is_trial = False
-        self.ends = False
         self._snapshot = StepSnapshot(model, self.memory.device)
 
     def agree_on(self, divide: Callable[[], OwnPieces], question: Question) -> Division:
@@ -109,10 +107,10 @@ class StepRunner:
                     "the rows of the next step, which": question.num_rows,
                 }
             )
-        self.ends = bool(any_ends)
+        ends = bool(any_ends)
         if limit_changes:
-            return Division.agreed(divide())
-        return Division(parts, counts)
+            return Division.agreed(divide(), ends=ends)
+        return Division(parts, counts, ends)
 
     def run_step(
         self,

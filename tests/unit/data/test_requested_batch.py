@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from adaptive_batch.data import Batching
-from adaptive_batch.data.requested_batch import RequestedBatch, without_batch
+from adaptive_batch.data.requested_batch import RequestedBatch
 from adaptive_batch.schedules import Progress, at_epochs, linear_ramp
 
 
@@ -43,7 +43,8 @@ def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
     grown.request(Progress(epoch=1))
     batching = Batching(batch_size=3, batch_increase_function=at_epochs({1: 3}))
     resumed = RequestedBatch(batching, sizer)
-    resumed.load_state_dict(without_batch(grown.state_dict(), configured=3))
+    resumed.load_state_dict(grown.state_dict())
+    resumed.begin_again()
     assert resumed.grows_at(Progress(epoch=1))
     resumed.begin()
     assert resumed.batch_size == resumed.first_batch_size == 3
