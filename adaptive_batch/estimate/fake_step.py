@@ -417,8 +417,8 @@ class FakeStep:
     ) -> array[int]:
         """Return what loading and steps of so many rows at once allocate (see :mod:`.step_log`).
 
-        It is exact where that number of rows of a step's own length was traced, and lies on a
-        straight line between two traces elsewhere.
+        It is exact for one row, and where that number of rows of a step's own length was traced,
+        and lies on a straight line between two traces elsewhere.
 
         Args:
             of_steps: forward and backward of each step.
@@ -473,6 +473,10 @@ class FakeStep:
             return phases[rows]
         if is_first:
             phases[rows] = self._first(rows, run)
+            return phases[rows]
+        # One row often runs other operations, so its log follows from no others.
+        if rows < FEW:
+            self.learn(rows, [run])
             return phases[rows]
         if not phases:
             self.learn(FEW, [run])

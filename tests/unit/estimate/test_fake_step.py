@@ -181,6 +181,24 @@ def test_a_length_between_two_is_exact_once_it_was_traced():
     assert not step.learn(3, [between])
 
 
+def test_one_row_is_traced_as_it_copies_less_than_several_do():
+    with torch.device("meta"):
+        model = Decoder()
+    device = FakeDevice()
+    step = fake_step(model=model, device=device)
+
+    def in_chunks(rows):
+        batch = {"tokens": torch.ones(rows, LENGTH, dtype=torch.int64), "rows": rows}
+        device.batch(batch)
+        for tokens in batch["tokens"].chunk(2, dim=1):
+            # A view of one row, and a copy of several.
+            model.embed(tokens.reshape(-1)).sum().backward()
+
+    copied = (LENGTH // 2) * torch.int64.itemsize
+    assert 2 * copied in step.log(2, [in_chunks])
+    assert copied not in step.log(1, [in_chunks])
+
+
 def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():
     images = {"images": [[torch.ones(3, 4, 4)]], "sizes": (torch.ones(2),)}
     batch = {
