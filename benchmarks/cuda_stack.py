@@ -259,7 +259,7 @@ class Estimated:
     def log(self, rows: int) -> Sequence[int]:
         if rows not in self._logs:
             steps = [self._run] * STEPS
-            # One row often runs other operations than two do.
+            # As an estimate traces the rows that it says fit.
             self._step._step.learn(rows, steps)
             self._logs[rows] = self._step._step.log(rows, steps)
         return self._logs[rows]
