@@ -52,6 +52,7 @@ class ProbeResult:
             allocator gave back its cache and asked again; None where no trial of a larger size than
             `max_batch_size` did, 0 where one could have.
         throughput: what is fastest within the bound; None where that was not asked.
+        counts_eager: whether the peaks are those of the eager program, where a compiled one runs.
     """
 
     max_batch_size: int
@@ -66,6 +67,7 @@ class ProbeResult:
     maximum: int = 0
     max_batch_size_with_retries: int | None = None
     throughput: Throughput | None = None
+    counts_eager: bool = False
 
     @property
     def bound(self) -> str:
@@ -119,6 +121,11 @@ class ProbeResult:
         if self.budgets_of_ranks:
             lines.append(self._line_of_ranks())
         lines += self._lines_of_bound()
+        if self.counts_eager:
+            lines.append(
+                "peaks are those of the eager program, which is what can be counted here: compiled"
+                " it needs less as a rule, and more rows may fit"
+            )
         if self.throughput:
             lines.append(self.throughput.table())
         return "\n".join(lines)

@@ -84,7 +84,7 @@ class TimedTrial:
 
 
 # Fields that results of 0.1.0 lack.
-NEWER_FIELDS = ("compile_seconds",)
+NEWER_FIELDS = ("compile_seconds", "counts_eager")
 
 
 @dataclass(frozen=True)

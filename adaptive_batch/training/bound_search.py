@@ -297,11 +297,6 @@ class BoundSearch:
             format_bytes(self._budget),
             left_free(self._options.headroom, fragments=self._fragments),
         )
-        if self._memory.granularity_bytes == 1 and is_compiled(self._tried.runner.model):
-            log.info(
-                "peaks are those of the eager program, which is what can be counted here: compiled"
-                " it needs less as a rule, and more rows may fit"
-            )
         try:
             # Reading a row of some datasets draws random numbers.
             with RandomState(self._memory.device), ExitStack() as stack:
@@ -309,6 +304,10 @@ class BoundSearch:
                     stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(min(budgets), resident_bytes)
+                # Counting sees each operation as it is called.
+                is_counted = self._memory.granularity_bytes == 1
+                if is_counted and is_compiled(self._tried.runner.model):
+                    result = replace(result, counts_eager=True)
                 if self._choices and result.max_batch_size and result.throughput is None:
                     if is_compiled(self._tried.runner.model):
                         stack.enter_context(any_number_of_variants())
