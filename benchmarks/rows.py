@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
@@ -19,9 +19,6 @@ from turns import configuration
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
-
-AROUND = 14  # tokens of a row whose answer is ":"
-SHORTEST = AROUND + 2
 
 
 def half_billion(folder: Path) -> dict[str, Any]:
@@ -59,14 +56,16 @@ def half_billion(folder: Path) -> dict[str, Any]:
     }
 
 
-def drawn_lengths(sigma: float, num_rows: int, *, mean: float, longest: int) -> list[int]:
+def drawn_lengths(
+    sigma: float, num_rows: int, *, mean: float, shortest: int, longest: int
+) -> list[int]:
     """Draw lognormal lengths that have the mean after they are cut to what is allowed."""
     normal = torch.randn(
         num_rows, generator=torch.Generator().manual_seed(demo.SEED), dtype=torch.float64
     )
 
     def lengths(location: float) -> torch.Tensor:
-        return (location + sigma * normal).exp().clamp(SHORTEST, longest).round().long()
+        return (location + sigma * normal).exp().clamp(shortest, longest).round().long()
 
     low, high = 0.0, math.log(longest)
     for _ in range(50):
@@ -75,7 +74,9 @@ def drawn_lengths(sigma: float, num_rows: int, *, mean: float, longest: int) -> 
     return lengths(high).tolist()
 
 
-def answers_of(lengths: list[int], text: str, num_tokens: Callable[[str], int]) -> Iterator[str]:
+def answers_of(
+    lengths: list[int], text: str, num_tokens: Callable[[str], int], *, around: int
+) -> Iterator[str]:
     """Yield an answer of so many tokens for each length: words of a text in their order, but those
     that no longer fit.
 
@@ -83,10 +84,11 @@ def answers_of(lengths: list[int], text: str, num_tokens: Callable[[str], int]) 
         lengths: tokens of each row, everything around the answer included.
         text: is repeated where it ends.
         num_tokens: of a word with the space before it; tokens do not reach across words.
+        around: tokens of a row whose answer is ":".
     """
     words = cycle([(word, num_tokens(" " + word)) for word in text.split()])
     for length in lengths:
-        left, taken = length - AROUND, [":"]
+        left, taken = length - around, [":"]
         while left:
             word, tokens = next(words)
             if tokens <= left:
@@ -170,30 +172,38 @@ def make_rows(
     """
     columns = ("chosen_input_ids", "rejected_input_ids") if pairs else ("tokens",)
     size = len(columns)
-    answers = drawn_lengths(sigma, size * num_rows, mean=mean, longest=longest)
-    of_rows = [answers[start : start + size] for start in range(0, len(answers), size)]
-    path = folder / f"{name}.jsonl"
     own = (
         f"model.max_seq_len={longest}",
         f"tokenizer.max_seq_len={longest}",
-        f"dataset.data_files={path}",
+        "shuffle=False",
+        "epochs=1",
+        *overrides,
     )
-    setting = Setting(
-        folder,
-        name,
-        [sum(row) for row in of_rows],
-        (*own, "shuffle=False", "epochs=1", *overrides),
-        blocks,
-        [size * max(row) for row in of_rows],
-    )
-    cfg = setting.configuration("any")
+    cfg = Setting(folder, name, [], own, blocks, []).configuration("any")
     tokenizer = config.instantiate(cfg.tokenizer)
     text = " ".join(row["docstring"] for row in demo.read_rows(folder / "data" / "train.jsonl"))
 
     def num_tokens(text: str) -> int:
         return len(tokenizer.encode(text, add_bos=False, add_eos=False))
 
-    write_rows(path, answers_of(answers, text, num_tokens), pairs=pairs)
-    rows = config.instantiate(cfg.dataset, tokenizer)
-    assert [[len(row[column]) for column in columns] for row in rows] == of_rows
-    return setting
+    def write(path: Path, answers: Iterable[str]) -> list[list[int]]:
+        """Write rows; return the tokens of each answer's row as the dataset has them."""
+        write_rows(path, iter(answers), pairs=pairs)
+        dataset = OmegaConf.merge(cfg.dataset, {"data_files": str(path)})
+        rows = config.instantiate(dataset, tokenizer)
+        return [[len(row[column]) for column in columns] for row in rows]
+
+    # The tokenizer is made of the docstrings of this Python's library, and so are its tokens.
+    around = write(folder / f"{name}-empty.jsonl", [":"] * size)[0][0]
+    answers = drawn_lengths(sigma, size * num_rows, mean=mean, shortest=around + 2, longest=longest)
+    of_rows = [answers[start : start + size] for start in range(0, len(answers), size)]
+    path = folder / f"{name}.jsonl"
+    assert write(path, answers_of(answers, text, num_tokens, around=around)) == of_rows
+    return Setting(
+        folder,
+        name,
+        [sum(row) for row in of_rows],
+        (*own, f"dataset.data_files={path}"),
+        blocks,
+        [size * max(row) for row in of_rows],
+    )
