@@ -401,7 +401,8 @@ def compared(estimated: Mapping[str, Any], real: Outcome) -> dict[str, Any]:
     """
     estimate, own_segments = estimated["estimate"], estimated["segments"]
     counted = {name: getattr(real, name) for name in estimate}
-    ends = [(of["retries"], bool(of["ooms"])) for of in (counted, estimate)]
+    real_end = (real.retries, bool(real.ooms))
+    estimated_end = (estimate["retries"], bool(estimate["ooms"]))
     return {
         "estimate": estimate,
         "counted": counted,
@@ -414,7 +415,7 @@ def compared(estimated: Mapping[str, Any], real: Outcome) -> dict[str, Any]:
         "large_segments_equal": (
             of_blocks(own_segments, "large") == of_blocks(real.segments, "large")
         ),
-        "same_end": ends[0] == ends[1],
+        "same_end": real_end == estimated_end,
     }
 
 

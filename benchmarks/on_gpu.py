@@ -76,12 +76,12 @@ IGNORED = "Mismatch dtype between input and weight"
 
 def estimated_peaks(case: Case) -> dict[str, Any]:
     """Rows to run and their peaks, by settings of the allocator."""
-    found: dict[str, Any] = {}
+    peaks_by_name: dict[str, Any] = {}
     with Estimated(case).opened() as estimated:
         for name, conf in CONFS.items():
             rows = max(1, estimated.bound(conf)) if case.rows == "bound" else int(case.rows)
-            found[name] = {"rows": rows, **peaks_of(estimated.replayed(rows, conf))}
-    return found
+            peaks_by_name[name] = {"rows": rows, **peaks_of(estimated.replayed(rows, conf))}
+    return peaks_by_name
 
 
 def estimated_bounds(case: Case) -> dict[str, Any]:
@@ -194,11 +194,11 @@ def bounds(
 
 def compiled(case: Case, estimated: dict[str, Any], room: Room) -> dict[str, Any]:
     """Peaks of a compiled step, estimated and counted, with a cold cache and with a warm one."""
-    found = estimated["default"]
-    run = StackRun.fixed(case.combination, found["rows"])
-    with room.of(found["estimate"]["reserved"]):
-        cold, warm = (compared(found, counted(run, "")) for _ in range(2))
-    return {"default": {"rows": found["rows"], "cold": cold["counted"], **warm}}
+    default = estimated["default"]
+    run = StackRun.fixed(case.combination, default["rows"])
+    with room.of(default["estimate"]["reserved"]):
+        cold, warm = (compared(default, counted(run, "")) for _ in range(2))
+    return {"default": {"rows": default["rows"], "cold": cold["counted"], **warm}}
 
 
 def searched(case: Case, estimated: dict[str, Any], room: Room) -> dict[str, Any]:
@@ -256,33 +256,33 @@ def print_peaks(entry: dict[str, Any]) -> None:
     for name in CONFS:
         if name not in entry:
             continue
-        one = entry[name]
+        row = entry[name]
         errors = "".join(
-            f" {one['errors'][kind]:>9.4%}" for kind in ("requested", "allocated", "reserved")
+            f" {row['errors'][kind]:>9.4%}" for kind in ("requested", "allocated", "reserved")
         )
         bound = ""
-        if "at_bound" in one:
+        if "at_bound" in row:
             bound = (
-                f", clean {one['at_bound']}, {one['rows_with_own_context']} rows"
-                f" {one['at_bound_with_own_context']}, 1% more {one['above']}"
+                f", clean {row['at_bound']}, {row['rows_with_own_context']} rows"
+                f" {row['at_bound_with_own_context']}, 1% more {row['above']}"
             )
-        outside = f", outside {one['outside'] / 2**20:.0f} MiB" if "outside" in one else ""
+        outside = f", outside {row['outside'] / 2**20:.0f} MiB" if "outside" in row else ""
         print(
-            f"{entry['what']:<72} {name:<10} {one['rows']:>5}{errors}"
-            f" {one['counted']['reserved'] / GIB:>7.2f} GiB,"
-            f" retries {one['estimate']['retries']}/{one['counted']['retries']}{outside}{bound}",
+            f"{entry['what']:<72} {name:<10} {row['rows']:>5}{errors}"
+            f" {row['counted']['reserved'] / GIB:>7.2f} GiB,"
+            f" retries {row['estimate']['retries']}/{row['counted']['retries']}{outside}{bound}",
             flush=True,
         )
 
 
 def print_search(entry: dict[str, Any]) -> None:
     for name in CONFS:
-        one = entry[name]
+        row = entry[name]
         print(
-            f"{entry['what']:<72} {name:<10} found {one['bound']}, estimated {one['estimated']},"
-            f" {one['trials']} trials, {one['ooms_of_search']} OOMs;"
-            f" {one['steps']} steps, {one['retries']} retries, {one['ooms']} OOMs,"
-            f" {one['reserved'] / GIB:.2f} GiB, {one['seconds']} s",
+            f"{entry['what']:<72} {name:<10} found {row['bound']}, estimated {row['estimated']},"
+            f" {row['trials']} trials, {row['ooms_of_search']} OOMs;"
+            f" {row['steps']} steps, {row['retries']} retries, {row['ooms']} OOMs,"
+            f" {row['reserved'] / GIB:.2f} GiB, {row['seconds']} s",
             flush=True,
         )
 
@@ -392,19 +392,24 @@ def main() -> None:
         *((estimated_bounds, case) for case in at_bound),
         *((estimated_compiled, case) for case in with_compiler),
     ]
-    found = dict(zip(work, estimates(work, asked.at_once), strict=True))
+    estimate_of = dict(zip(work, estimates(work, asked.at_once), strict=True))
     if asked.estimate:
         return
     # What fits beside others comes first, then what has the device alone.
-    fixed.sort(key=lambda case: found[estimated_peaks, case]["default"]["estimate"]["reserved"])
+    fixed.sort(
+        key=lambda case: estimate_of[estimated_peaks, case]["default"]["estimate"]["reserved"]
+    )
     runs: list[tuple[Measure, Case, dict[str, Any]]] = [
-        *((compiled, case, found[estimated_compiled, case]) for case in with_compiler),
-        *((peaks, case, found[estimated_peaks, case]) for case in fixed),
-        *((searched, case, found[estimated_peaks, case]) for case in at_bound[: asked.searches]),
+        *((compiled, case, estimate_of[estimated_compiled, case]) for case in with_compiler),
+        *((peaks, case, estimate_of[estimated_peaks, case]) for case in fixed),
+        *(
+            (searched, case, estimate_of[estimated_peaks, case])
+            for case in at_bound[: asked.searches]
+        ),
     ]
     for case in at_bound:
-        how = partial(bounds, own_context=found[estimated_bounds, case])
-        runs.append((how, case, found[estimated_peaks, case]))
+        how = partial(bounds, own_context=estimate_of[estimated_bounds, case])
+        runs.append((how, case, estimate_of[estimated_peaks, case]))
     room = Room(known.total_bytes // GIB)
     parts: dict[str, list[dict[str, Any]]] = {}
     threads = ThreadPoolExecutor(asked.at_once)

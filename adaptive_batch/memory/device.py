@@ -569,9 +569,10 @@ class AcceleratorMemory:
         if nested is None:
             return int(getattr(self._backend, name)(self.device))
         # The function of that name makes one flat mapping of all statistics first: 0.14 ms.
-        kind, which = _STATISTICS[name]
-        found = nested(self.device).get(kind, {"all": {which: 0}})
-        return int(found["all"][which])
+        kind, moment = _STATISTICS[name]
+        # A process that has allocated nothing yet has none.
+        statistics = nested(self.device).get(kind, {"all": {moment: 0}})
+        return int(statistics["all"][moment])
 
     def num_retries(self) -> int:
         ask = getattr(self._backend, "memory_stats_as_nested_dict", self._backend.memory_stats)

@@ -12,6 +12,7 @@ from support.stops import stopped_after
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit, read_records
+from adaptive_batch.torchtune import Trainer
 from adaptive_batch.torchtune.rows import Rows
 
 ODD_ROWS = "support.components.WithOddRow"
@@ -54,12 +55,20 @@ def test_so_does_validation(small, row):
 
 
 def test_rows_are_read_ahead_once_each_forward_has_been_launched(small, monkeypatch):
-    forwards = []
-    monkeypatch.setattr(Rows, "read_ahead", lambda rows: forwards.append(rows))
+    calls = []
+    mean_loss = Trainer.mean_loss
+
+    def watched(trainer, batch):
+        loss = mean_loss(trainer, batch)
+        calls.append("forward")
+        return loss
+
+    monkeypatch.setattr(Trainer, "mean_loss", watched)
+    monkeypatch.setattr(Rows, "read_ahead", lambda rows: calls.append("reading"))
     small.run_in_process(
         OURS, "batch_size=4", "micro_batch_size=2", "epochs=1", "max_steps_per_epoch=3"
     )
-    assert len(forwards) == 6
+    assert calls == ["forward", "reading"] * 6
 
 
 @pytest.mark.slow
