@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -278,37 +277,35 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
-        done = self.queue.progress.epoch_steps
-        with self.log.progress_bar(self.planner.clock.plan.steps, done=done) as bar:
-            began = time.perf_counter()
-            for step, rows in self.queue.read_steps(self.reader):
-                self._prepare(step, rows)
-                size = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
-                rates = self.rate.apply(step.progress, batch=size)
-                result = self._forward_backward(step, rows)
-                if not self.tally.drops(step, result, lr=rates["lr"]):
-                    self.trainer.step()
-                # The scaled rate is of this step alone.
-                self.rate.restore()
-                measured = self.tally.add(step, result)
-                self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
-                self.log.step(
-                    result,
-                    self.queue.progress,
-                    rates=rates,
-                    seconds=time.perf_counter() - began,
-                    numbers=step.numbers,
-                    num_out_of_memory=self.sizers.training.num_out_of_memory,
-                    full_batch_loss=self.tally.full_batch_loss,
-                )
-                place = f"{step.progress.epoch + 1}|{self.queue.progress.steps}"
-                bar.advance(f"{place}|Loss: {result.loss:.4f}")
-                if self.validation:
-                    self.validation.run_where_due(self.queue.progress.steps)
-                self.profiler.end_step()
-                self.trainer.runner.compilations.log_new(self.log.event)
-                self.saver.save_where_due(self.trainer, ends=result.ends)
-                began = time.perf_counter()
+        steps = self.log.progress_bar(
+            self.queue.read_steps(self.reader),
+            total=self.planner.clock.plan.steps,
+            done=self.queue.progress.epoch_steps,
+        )
+        for step, rows in steps:
+            self._prepare(step, rows)
+            size = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
+            rates = self.rate.apply(step.progress, batch=size)
+            result = self._forward_backward(step, rows)
+            if not self.tally.drops(step, result, lr=rates["lr"]):
+                self.trainer.step()
+            # The scaled rate is of this step alone.
+            self.rate.restore()
+            measured = self.tally.add(step, result)
+            progress = self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
+            self.log.step(
+                result,
+                progress,
+                rates=rates,
+                numbers=step.numbers,
+                num_out_of_memory=self.sizers.training.num_out_of_memory,
+                full_batch_loss=self.tally.full_batch_loss,
+            )
+            if self.validation:
+                self.validation.run_where_due(progress.steps)
+            self.profiler.end_step()
+            self.trainer.runner.compilations.log_new(self.log.event)
+            self.saver.save_where_due(self.trainer, ends=result.ends)
 
     def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:
         """Do what comes before a step: try rows longer than any before, notify the watchdog."""
