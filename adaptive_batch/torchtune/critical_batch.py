@@ -143,7 +143,7 @@ def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     trainer = Trainer.load(
         job, data, checkpoints, Sizers.of(job, data, settings=settings.without_search())
     )
-    trainer.check_layout(data)
+    trainer.check_layout()
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):

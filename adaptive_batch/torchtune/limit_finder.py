@@ -71,16 +71,17 @@ class LimitFinder:
         planner = self._planner
         saved = resumed.state_of("limits")
         self._log_notes()
-        self._trainer.check_layout(self._data)
+        self._trainer.check_layout()
         results = []
         plan = self._settings.search_plan
+        if plan.times and saved:
+            sizer.load_throughput(saved, kinds=self._trainer.layout_kinds)
         if plan.is_needed:
             step_rows = planner.batch.step_rows if resumed.keeps_batch else plan.step_rows
             results = self._bounds.of_training(
                 self._trainer,
                 length=self._settings.probe.sequence_length,
                 step_rows=step_rows,
-                saved=saved,
             )
             self._log_searches(results)
             sizer.found(results[-1])

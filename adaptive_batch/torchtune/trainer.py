@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from adaptive_batch.training import (
     RowLoss,
     RowReference,
     TriedStep,
+    kinds_to_choose_from,
     norm_to_clip,
 )
 
@@ -30,6 +32,8 @@ from .job import Job
 from .model import Weights
 from .reference import Reference
 from .sizers import Sizers
+
+log = logging.getLogger("adaptive_batch")
 
 
 class Trainer:
@@ -73,6 +77,7 @@ class Trainer:
         self.models = self._reference.models
         self._device = job.device
         self._job = job
+        self._data = data
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         max_grad_norm = None
@@ -211,7 +216,24 @@ class Trainer:
             pack=pack,
         )
 
-    def check_layout(self, data: Data) -> None:
+    @cached_property
+    def layout_kinds(self) -> tuple[str, ...]:
+        """Kinds of layouts that a search may choose from; all ranks ask first together."""
+
+        def why_unfit(kind: str) -> str:
+            reason = self._data.why_unpacked or self.why_unfit(kind, self._data.longest(2))
+            if reason:
+                log.info("rows are not %s: %s", kind, reason)
+            return reason
+
+        settings = self._job.settings
+        return kinds_to_choose_from(
+            why_unfit,
+            configured=settings.micro_batch_layout,
+            uniform=settings.uniform_micro_batches,
+        )
+
+    def check_layout(self) -> None:
         """Refuse packed rows that would not train the model as padded ones do; all ranks call it.
 
         Raises:
@@ -220,7 +242,7 @@ class Trainer:
         settings = self._job.settings
         if settings.layout_kind.pads:
             return
-        reason = self.why_unfit(data.configured_layout.kind, data.longest(2))
+        reason = self.why_unfit(self._data.configured_layout.kind, self._data.longest(2))
         if reason:
             remedy = f"{reason}; or give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
