@@ -113,7 +113,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler = RunProfiler(self.cfg.get(PROFILER_KEY, None), self.device)
         self._setup_data()
         if self.settings.preview:
-            text = self.preview.alone(self.resumed, self.bounds)
+            text = self.preview.alone(self.resumed, self.bounds, self.sizers.training)
             if distributed.is_rank_zero():
                 print(*self.without_effect, text, sep="\n")
             return
@@ -164,7 +164,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
-        self.preview = TrainingPreview(job, data, planner, self.sizers.training)
+        self.preview = TrainingPreview(job, data, planner)
         self.preview.check(self.resumed.progress)
 
     def _setup_log(self) -> None:
@@ -180,7 +180,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         assert self.lost is not None
         if self.watch:
             self.watch.call_at_end(
-                partial(self.lost.write_down, event=self.log.event, sizer=self.sizers.training)
+                partial(
+                    self.lost.write_down,
+                    event=self.log.event,
+                    conditions=self.sizers.training.conditions,
+                )
             )
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
