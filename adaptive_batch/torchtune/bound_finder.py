@@ -137,7 +137,7 @@ class TrialSearch:
         """Return a context that ends all ranks where one does not end its trial in time."""
         if self._watch is None:
             return nullcontext()
-        return self._watch.limit(self._settings.probe.trial_timeout, doing)
+        return self._watch.time_limit(self._settings.probe.trial_timeout, doing)
 
 
 class BoundFinder:

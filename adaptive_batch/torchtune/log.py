@@ -324,7 +324,7 @@ class TrainingLog:
         holds = planner.limit
         if not settings.adaptive:
             return
-        sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
+        sizes = [plan.global_rows] if plan.sizes is None else plan.sizes
         smallest = min(sizes, default=0)
         largest = max(sizes, default=0)
         rows = count(largest, "row")
@@ -341,7 +341,7 @@ class TrainingLog:
             f"epoch {epoch}: {content}",
             prints=self.is_new(content),
             epoch=epoch,
-            global_batch=plan.step_rows,
+            global_batch=plan.global_rows,
             batch_size=planner.batch.batch_size,
             batch_tokens=settings.batch_tokens,
             limit=holds.amount,
@@ -350,7 +350,7 @@ class TrainingLog:
         )
         # The plan of a schedule shows its batches.
         if settings.batch_size_schedule is None:
-            self._log_unscaled(rate, plan.step_rows)
+            self._log_unscaled(rate, plan.global_rows)
 
     def step(
         self,

@@ -129,7 +129,7 @@ class TrainingPreview:
             {f"batch_increase_function in epoch {at}": size for at, size in self._sizes.items()}
         )
         reference = planner.clock.reference
-        self.full_batch_rows = reference.step_rows
+        self.full_batch_rows = reference.global_rows
         if settings.grows and not settings.batch_tokens:
             largest = planner.batching.step_rows(max(sizes, default=1))
             if settings.batch_size_schedule is not None:
