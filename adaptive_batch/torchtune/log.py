@@ -177,13 +177,8 @@ class TrainingLog:
         self.event(kind, change.describe(), **change.facts())
 
     def progress_bar(self, steps: Iterable[Item], *, total: int, done: int) -> Iterator[Item]:
-        """Yield the steps of an epoch, and show how far it has come, as tqdm does; a line that is
-        logged meanwhile stands above the bar. The time of a step begins as it is asked for.
-
-        Args:
-            steps: steps that are left.
-            total: steps of the whole epoch.
-            done: steps of it that were done before.
+        """Yield the steps that are left of an epoch, and show how far it has come, as tqdm does; a
+        line that is logged meanwhile stands above the bar. A step's time begins as it is asked for.
         """
         with (
             logging_redirect_tqdm([logging.getLogger("adaptive_batch")]),
