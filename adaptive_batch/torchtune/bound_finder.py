@@ -56,7 +56,7 @@ class TrialSearch:
         self._watch = watch
         self._lost = lost
 
-    def maximum(self, usable_rows: int, key: str = "trial_rows") -> int:
+    def most_rows(self, usable_rows: int, key: str = "trial_rows") -> int:
         """Return the most rows that are tried, of those that are of use at once.
 
         Args:
@@ -87,7 +87,7 @@ class TrialSearch:
         Args:
             trainer: trainer of the run.
             rows: longest rows of their kind.
-            maximum: most rows that are tried, see :meth:`maximum`.
+            maximum: most rows that are tried, see :meth:`most_rows`.
             accumulates: whether gradients are there when a forward begins.
             rounds: whether the power of two at or below the bound is tried, too.
             evaluation: what runs in place of training's forward and backward; None for these.
@@ -210,7 +210,7 @@ class BoundFinder:
             usable_rows = epoch_rows
         else:
             usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
-        return self.trials.maximum(usable_rows)
+        return self.trials.most_rows(usable_rows)
 
     def of_training(
         self, trainer: Trainer, *, length: int | str, step_rows: int | None
@@ -356,7 +356,7 @@ class BoundFinder:
             usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
         if isinstance(size, int):
             usable_rows = size
-        tried_rows = self.trials.maximum(usable_rows, "trial_rows_reference")
+        tried_rows = self.trials.most_rows(usable_rows, "trial_rows_reference")
         worst = self.rows.probed()
         name = f"{worst.name}, even without gradients,"
         result = self.trials.find(

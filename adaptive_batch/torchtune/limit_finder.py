@@ -97,7 +97,7 @@ class LimitFinder:
         sizer.count_out_of_memory(sum(map(_trials_out_of_memory, results)))
         lost_limit = self._lost.limit(sizer.conditions())
         if lost_limit is not None:
-            limit = sizer.keep_below(lost_limit, batch_size=planner.batch.batch_size)
+            limit = sizer.keep_below(lost_limit, ceiling=planner.limit)
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
@@ -265,7 +265,7 @@ class LimitFinder:
         tried_length = sizer.tried_length
         if not tried_length or length <= tried_length:
             return
-        limit = sizer.limit(batch_size)
+        limit = self._planner.limit
         tried_rows = sizer.layout.rows_within(limit, length)
         if (
             settings.grows
@@ -288,10 +288,8 @@ class LimitFinder:
         if not can_split and fitting_rows < batch_size:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
-        sizer.found_longer(
-            result, tried_rows=tried_rows, batch_size=batch_size, can_split=can_split
-        )
-        new_limit = sizer.limit(batch_size)
+        sizer.found_longer(result, limit, tried_rows=tried_rows, can_split=can_split)
+        new_limit = self._planner.limit
         self._log.event(
             "limit",
             f"{message}; a micro-batch holds {new_limit}",

@@ -94,7 +94,7 @@ class Validation:
         return trials.find(
             trainer,
             rows,
-            maximum=trials.maximum(len(data.dataset_val), "trial_rows_val"),
+            maximum=trials.most_rows(len(data.dataset_val), "trial_rows_val"),
             accumulates=False,
             evaluation=Evaluation(evaluate, trials.rows.probed()),
         )
