@@ -137,7 +137,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
-        self.sizers = Sizers.of(job, data, self.log.limit)
+        self.sizers = Sizers.of(job, data, self.log.limit_change)
         planner = StepPlanner(
             data.dataset,
             job.batching(

@@ -172,7 +172,7 @@ class TrainingLog:
         """Write down an event with its facts, and log its message unless `prints` is False."""
         self._record.event(kind, message, prints=prints, **facts)
 
-    def limit(self, change: LimitChange, *, kind: str = "limit") -> None:
+    def limit_change(self, change: LimitChange, *, kind: str = "limit") -> None:
         """Log at once what a micro-batch holds from now on."""
         self.event(kind, change.describe(), **change.facts())
 
