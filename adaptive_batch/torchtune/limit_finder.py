@@ -87,11 +87,7 @@ class LimitFinder:
             sizer.found(results[-1])
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
-            planner.batch.take(
-                self._rows_within(
-                    results[-1], planner.batch.batch_size, keeps_batch=resumed.keeps_batch
-                )
-            )
+            self._take_batch(results[-1], keeps_batch=resumed.keeps_batch)
         if saved is not None:
             sizer.load_state_dict(saved)
         sizer.count_out_of_memory(sum(map(_trials_out_of_memory, results)))
@@ -209,11 +205,12 @@ class LimitFinder:
             timed=[asdict(trial) for trial in fastest.trials],
         )
 
-    def _rows_within(self, result: ProbeResult, batch_size: int, *, keeps_batch: bool) -> int:
-        """Return the batch to train with, within what was found; refuse a configured one that is
-        above it.
+    def _take_batch(self, result: ProbeResult, *, keeps_batch: bool) -> None:
+        """Have the planner take the batch that was found, where that is asked for; refuse a
+        configured one that is above it.
         """
         settings = self._settings
+        batch_size = self._planner.batch.batch_size
         max_batch_size = result.max_batch_size
         is_scheduled = settings.batch_size_schedule is not None
         if keeps_batch:
@@ -225,19 +222,19 @@ class LimitFinder:
                 self._log.event(
                     "limit", message, batch_size=batch_size, micro_batch_size=max_batch_size
                 )
-            return batch_size
+            return
         if settings.search_plan.sets_batch:
-            configured = batch_size
-            batch_size = result.batch_size
+            largest_batch = result.batch_size
+            self._planner.batch.take(largest_batch)
             message = (
-                f"batch_size {configured} -> {batch_size} (use_maximum_batch_size; bound"
+                f"batch_size {batch_size} -> {largest_batch} (use_maximum_batch_size; bound"
                 f" {max_batch_size})"
             )
             message = ": ".join(filter(None, [message, left_by_rounding(result)]))
             self._log.event(
-                "batch_size", message, before=configured, after=batch_size, bound=max_batch_size
+                "batch_size", message, before=batch_size, after=largest_batch, bound=max_batch_size
             )
-        if not (settings.micro_batch.is_given or is_scheduled) and batch_size > max_batch_size:
+        elif not (settings.micro_batch.is_given or is_scheduled) and batch_size > max_batch_size:
             smaller = (
                 f"set batch_size={max_batch_size} or less (gradient_accumulation_steps makes up for"
                 " it)"
@@ -247,7 +244,6 @@ class LimitFinder:
                 " memory"
             )
             raise SettingError("batch_size", batch_size, remedy)
-        return batch_size
 
     def try_longer(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its
