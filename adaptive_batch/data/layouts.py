@@ -208,6 +208,11 @@ class MicroBatch:
         """Tokens that are run, padding included."""
         return sum(self.packed) or len(self.rows) * self.length
 
+    @property
+    def size(self) -> int:
+        """Tokens that are run; rows where their lengths are not known."""
+        return self.padded_tokens or len(self.rows)
+
 
 def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
     """Split the rows of a step batch, in order, into micro-batches of `micro_batch_size` rows; the

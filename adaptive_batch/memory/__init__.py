@@ -14,6 +14,7 @@ from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
     GIB,
+    LEAST_BLOCK_BYTES,
     DeviceMemory,
     Room,
     Usage,
@@ -36,6 +37,7 @@ from .tracker import MemoryTracker, plain_tensors, storage_bytes
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "GIB",
+    "LEAST_BLOCK_BYTES",
     "AllocatorCache",
     "DeviceMemory",
     "Line",

@@ -46,7 +46,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 # The allocator takes more than is asked for up to this size; so much is also left of a device whose
 # memory is taken as one block, for blocks of other kinds.
-_LEAST_BLOCK = 20 * 1024**2
+LEAST_BLOCK_BYTES = 20 * 1024**2
 
 # The words of an allocator, a driver or a library that has run out. "out of resource: shared
 # memory" (Triton), "illegal memory access" and "out of shared memory" (a data loader's worker) are
@@ -215,10 +215,10 @@ def block_within(
     Returns:
         0 where it has less still, or where the block would be one among others of its kind.
     """
-    room_bytes = free_bytes - _LEAST_BLOCK - of_others
+    room_bytes = free_bytes - LEAST_BLOCK_BYTES - of_others
     spare_bytes = min(spare_bytes, max(0, room_bytes - wanted_bytes) // 2)
     block_bytes = min(wanted_bytes + spare_bytes, room_bytes)
-    if wanted_bytes - of_others > room_bytes or block_bytes < _LEAST_BLOCK:
+    if wanted_bytes - of_others > room_bytes or block_bytes < LEAST_BLOCK_BYTES:
         return 0
     return block_bytes
 
@@ -518,7 +518,7 @@ class AcceleratorMemory:
         """Allocate and free a block; nothing where it would be one among others of its kind, or
         where another program has taken the memory in the meantime.
         """
-        if num_bytes < _LEAST_BLOCK:
+        if num_bytes < LEAST_BLOCK_BYTES:
             return
         try:
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device)

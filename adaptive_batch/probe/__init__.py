@@ -13,7 +13,7 @@ from .finder import (
 )
 from .search import BinarySearch, Halving, Predictive, Search, Trial
 from .throughput import NEWER_FIELDS, OBJECTIVES, FastestSearch, Pieces, Throughput, TimedTrial
-from .trial import DryRun
+from .trial import DryRun, SizedStep
 
 __all__ = [
     "FEWEST_STEPS",
@@ -29,6 +29,7 @@ __all__ = [
     "Predictive",
     "ProbeResult",
     "Search",
+    "SizedStep",
     "Throughput",
     "TimeLimit",
     "TimedTrial",

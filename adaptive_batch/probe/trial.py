@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 
 import torch
@@ -28,6 +27,8 @@ from adaptive_batch.errors import (
     RankLostError,
 )
 from adaptive_batch.memory import (
+    LEAST_BLOCK_BYTES,
+    AllocatorCache,
     DeviceMemory,
     OptimizerInBackward,
     TrainingSnapshot,
@@ -39,6 +40,12 @@ from adaptive_batch.memory import (
 )
 
 from .search import Trial
+
+# A step: the size of each micro-batch, as `AllocatorCache.begin_step` takes it, and what runs it.
+SizedStep = Sequence[tuple[int, Callable[[], None]]]
+
+# So much is left of the budget beside one block: small tensors have blocks of their own.
+_LEFT_FOR_OTHERS = 2 * LEAST_BLOCK_BYTES
 
 
 @dataclass
@@ -276,11 +283,14 @@ class DryRun:
         sharding: the sharding of the model; needed where there are several ranks.
         keep_gradients: a function that runs a micro-batch of one row and leaves its gradients
             unsharded, as in the middle of a step.
-        steps: a function that returns the micro-batches of steps of training whose largest has so
-            many rows, for a caching allocator, which varying lengths fragment. A trial is all of
-            these then, from a fresh cache, and on leaving the cache stays as the last one left it.
+        steps: a function that returns steps of training whose largest micro-batch has so many rows,
+            the largest first, for a caching allocator, which varying lengths fragment. A trial is
+            all of these then, from a fresh cache, and on leaving the cache stays as the last one
+            left it.
         remedies: the end of the error that one row does not fit.
         held: frozen modules that lie on the device beside the model.
+        cache: cache of training, where `steps` are to have the block that it makes of what a step
+            needs; it learns from them how much that is.
 
     Attributes:
         resident_bytes: bytes alive before a trial; known after entering, as is the rest.
@@ -307,9 +317,10 @@ class DryRun:
         row: str = "one row",
         sharding: Sharding | None = None,
         keep_gradients: Callable[[], object] | None = None,
-        steps: Callable[[int], Iterator[Sequence[Callable[[], None]]]] | None = None,
+        steps: Callable[[int], Iterator[SizedStep]] | None = None,
         remedies: str = MEMORY_REMEDIES,
         held: Sequence[nn.Module] = (),
+        cache: AllocatorCache | None = None,
     ) -> None:
         self.budget_bytes = budget_bytes
         self.resident_bytes = 0
@@ -328,6 +339,7 @@ class DryRun:
         self._fewest = fewest
         self._row = row
         self._steps = steps
+        self._cache = cache
         self._meter = _Meter(
             model,
             optimizer,
@@ -385,9 +397,7 @@ class DryRun:
             if self._steps is None:
                 usage = self._meter.measure(lambda: self._forward_backward(batch_size), phase)
             else:
-                self._meter.drop_gradients()
-                run = partial(self._run_steps, self._steps(batch_size))
-                usage = self._meter.measure(run, phase, prepare=False)
+                usage = self._try_steps(self._steps(batch_size), phase)
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
@@ -427,13 +437,40 @@ class DryRun:
         nanoseconds = [int(1e9 * duration) for duration in seconds]
         return [duration / 1e9 for duration in distributed.all_reduce_max(nanoseconds)]
 
-    def _run_steps(self, steps: Iterator[Sequence[Callable[[], None]]]) -> None:
-        for micro_batches in steps:
-            for forward_backward in micro_batches:
-                forward_backward()
-            if not self._in_backward:
-                self._step()
-            self._meter.drop_gradients()
+    def _try_steps(self, steps: Iterator[SizedStep], phase: str) -> Usage | None:
+        """Run steps as training does; where it makes blocks, with the block of what a step needs."""
+        self._meter.drop_gradients()
+        if self._cache is None:
+            return self._measure_steps(steps, phase)
+        # By its first step training knows what a step needs.
+        first_step = [next(steps)]
+        # In one block nothing that is freed is too small for what comes next. But it serves one
+        # stream, and the step may use others.
+        for in_one_block in (True, False):
+            self._cache.forget()
+            usage = self._measure_steps(first_step, phase, in_one_block=in_one_block)
+            if usage is not None:
+                return self._measure_steps(steps, phase)
+        return None
+
+    def _measure_steps(
+        self, steps: Iterable[SizedStep], phase: str, *, in_one_block: bool = False
+    ) -> Usage | None:
+        def run() -> None:
+            if in_one_block:
+                self._memory.make_block(self.budget_bytes - _LEFT_FOR_OTHERS)
+            for step in steps:
+                if self._cache:
+                    self._cache.begin_step(size for size, _ in step)
+                for _, forward_backward in step:
+                    forward_backward()
+                if self._cache:
+                    self._cache.end_step(leaves_gradients=self._in_backward is None)
+                if not self._in_backward:
+                    self._step()
+                self._meter.drop_gradients()
+
+        return self._meter.measure(run, phase, prepare=False)
 
     def _keep_place_of_state(self) -> None:
         """Reserve the memory that the state of a new optimizer had in trials.

@@ -26,6 +26,7 @@ from adaptive_batch.training import (
     norm_to_clip,
 )
 
+from .checks import takes_chunks
 from .config_errors import one_line
 from .data import Data
 from .job import Job
@@ -330,6 +331,7 @@ class Trainer:
             row_length=runner.loss.row_length,
             keep_gradients=runner.keep_gradients if keeps_gradients else None,
             held=() if self._reference.second is None else (self._reference.second,),
+            fits_a_block=takes_chunks(self._job.loss_fn),
         )
 
     def try_step(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,6 +45,7 @@ from adaptive_batch.probe import (
     Predictive,
     ProbeResult,
     Search,
+    SizedStep,
     TimeLimit,
     Trial,
     run_search,
@@ -63,9 +64,10 @@ log = logging.getLogger("adaptive_batch")
 
 SEARCHES = ("predict", "binary", "halve")
 
-# What is left free by default. With expandable segments lengths that vary take a percent more than
-# trials of such lengths have shown; without, that was an out-of-memory error in 3 runs of 18.
-_HEADROOM_EXPANDABLE = 0.01
+# What is left free by default. Where the allocator's cache stays whole, lengths that vary take a
+# percent more than trials of such lengths have shown; elsewhere that was an out-of-memory error in
+# 3 runs of 18.
+_HEADROOM_WHOLE = 0.01
 _HEADROOM = 0.05
 
 # Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
@@ -81,8 +83,8 @@ class ProbeOptions:
         device_memory: memory that a trial may use: a size such as ``"12GiB"``, a share such as 0.9,
             or None for what is available.
         headroom: share of that which is left free, in [0, 1); ``auto`` for 1% where trials are
-            whole steps of training's own lengths and the allocator has expandable segments, and 5%
-            elsewhere.
+            whole steps of training's own lengths and the allocator has expandable segments, or one
+            block that serves them all, and 5% elsewhere.
         maximum: the most rows that are tried.
         search: ``predict``, ``binary`` or ``halve``.
         round_to_power_of_two: whether the power of two at or below the bound is tried too; it is
@@ -132,31 +134,6 @@ class NoCache:
 
     def expected(self) -> MemoryCurve | None:
         return None
-
-
-def _share_left_free(headroom: float | str, *, fragments: bool) -> float:
-    """Return the share of memory that is left free.
-
-    Args:
-        headroom: what was asked for, see :class:`ProbeOptions`.
-        fragments: whether trials fragment the cache of the device's allocator.
-    """
-    if not isinstance(headroom, str):
-        return headroom
-    return _HEADROOM_EXPANDABLE if fragments and segments_expand() else _HEADROOM
-
-
-def left_free(headroom: float | str, *, fragments: bool) -> str:
-    """Return how much memory is left free, and what would leave less of it, for the log."""
-    share = _share_left_free(headroom, fragments=fragments)
-    text = f"{100 * share:.4g}% of the memory left free"
-    would_leave_less = fragments and segments_can_expand() and not segments_expand()
-    if isinstance(headroom, str) and would_leave_less:
-        text += (
-            f" ({100 * _HEADROOM_EXPANDABLE:.4g}% with"
-            " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
-        )
-    return text
 
 
 class BoundSearch:
@@ -235,7 +212,21 @@ class BoundSearch:
     @property
     def headroom(self) -> float:
         """The share of memory that is left free."""
-        return _share_left_free(self._options.headroom, fragments=self._fragments)
+        asked = self._options.headroom
+        if not isinstance(asked, str):
+            return asked
+        return _HEADROOM_WHOLE if self._stays_whole else _HEADROOM
+
+    def left_free(self) -> str:
+        """Return how much memory is left free, and what would leave less of it, for the log."""
+        text = f"{100 * self.headroom:.4g}% of the memory left free"
+        would_leave_less = self._fragments and not self._stays_whole and segments_can_expand()
+        if isinstance(self._options.headroom, str) and would_leave_less:
+            text += (
+                f" ({100 * _HEADROOM_WHOLE:.4g}% with"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
+            )
+        return text
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
@@ -259,6 +250,7 @@ class BoundSearch:
             remedies=tried.runner.retry.remedies,
             steps=self._varying_steps if self._fragments else None,
             held=tried.held,
+            cache=tried.runner.cache if self._makes_blocks else None,
         )
 
     @property
@@ -279,6 +271,16 @@ class BoundSearch:
         has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
         return has_cache and self._rows.in_order is not None
 
+    @property
+    def _makes_blocks(self) -> bool:
+        """Whether steps of trials have the block that training makes of what a step needs."""
+        return self._fragments and self._memory.divides_large_blocks and self._tried.fits_a_block
+
+    @property
+    def _stays_whole(self) -> bool:
+        """Whether steps of varying lengths hold little more than they need."""
+        return self._fragments and (segments_expand() or self._makes_blocks)
+
     def run(self) -> ProbeResult:
         """Search for the most rows that fit on all ranks.
 
@@ -295,7 +297,7 @@ class BoundSearch:
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
-            left_free(self._options.headroom, fragments=self._fragments),
+            self.left_free(),
         )
         try:
             # Reading a row of some datasets draws random numbers.
@@ -394,7 +396,7 @@ class BoundSearch:
                 lost.facts[evaluation.lost_key] = size
                 raise
 
-    def _varying_steps(self, size: int) -> Iterator[Sequence[Callable[[], None]]]:
+    def _varying_steps(self, size: int) -> Iterator[SizedStep]:
         """Yield the micro-batches of steps: the longest, what comes first in training, and the
         longest again.
         """
@@ -403,17 +405,20 @@ class BoundSearch:
         in_order = self._rows.in_order
         assert in_order is not None
         per_step = 2 if self._accumulates else 1
-        longest_steps = [partial(tried.try_rows, self._rows.first(size))] * per_step
-        yield longest_steps
+        longest_size = size * max(1, self._rows.length)
+        longest = (longest_size, partial(tried.try_rows, self._rows.first(size)))
+        yield [longest] * per_step
         unit = sizer.limit(size).unit
         amount = sizer.layout.amount(size, self._rows.length, unit=unit)
         limit = MicroBatchLimit(amount, unit)
         for step in range(_DRAWN_STEPS):
             drawn = in_order(step * per_step * size, per_step * size)
             lengths = [min(self._rows.length, tried.row_length(row)) for row in drawn]
-            pieces = micro_batches(lengths, limit, sizer.layout)
-            yield [partial(tried.try_rows, [drawn[row] for row in piece.rows]) for piece in pieces]
-        yield longest_steps
+            yield [
+                (piece.size, partial(tried.try_rows, [drawn[row] for row in piece.rows]))
+                for piece in micro_batches(lengths, limit, sizer.layout)
+            ]
+        yield [longest] * per_step
 
     def _binary(self, *, maximum: int, **facts: Any) -> Search:
         return BinarySearch(maximum=maximum)

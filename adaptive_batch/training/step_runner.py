@@ -194,7 +194,7 @@ class StepRunner:
             pieces += [*part, *[None] * (num_pieces - len(part))]
             if num_pieces:
                 reduced += [*[False] * (num_pieces - 1), True]
-        self.cache.begin_step(piece.padded_tokens or len(piece.rows) for piece in pieces if piece)
+        self.cache.begin_step(piece.size for piece in pieces if piece)
 
         def run_number(number: int) -> None:
             with self.sharding.micro_batch(is_last=reduced[number]):

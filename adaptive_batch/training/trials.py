@@ -84,6 +84,8 @@ class TriedStep:
         keep_gradients: function that leaves the unsharded gradients which are there between the
             micro-batches of a step; None where there are none.
         held: frozen modules that the step runs beside the model.
+        fits_a_block: whether steps of any lengths do with one block of the most that one of them
+            needs: they do where no tensor is a large part of it, as a loss of whole logits has.
     """
 
     runner: StepRunner
@@ -93,6 +95,7 @@ class TriedStep:
     row_length: Callable[[Any], int] = lambda row: 1
     keep_gradients: Callable[[Any], object] | None = None
     held: Sequence[nn.Module] = ()
+    fits_a_block: bool = False
 
     def step(self) -> None:
         """Clip the gradients, and step the optimizer."""

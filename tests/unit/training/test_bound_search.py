@@ -25,7 +25,6 @@ from adaptive_batch.training import (
     BoundSearch,
     MicroBatchSizer,
     ProbeOptions,
-    bound_search,
     find_max_batch_size,
 )
 from adaptive_batch.training.step_runner import StepRunner
@@ -109,35 +108,40 @@ def test_the_result_is_what_trying_every_size_finds(expected, search, accumulate
     assert f"max_batch_size: {expected}" in result.table()
 
 
+def search_on(memory, has_order, headroom, *, fits_a_block=False):
+    training = Training()
+    runner = StepRunner(training.model, MicroBatchSizer(), memory=memory)
+    tried = TriedStep(
+        runner, training.optimizer, training.forward_backward, fits_a_block=fits_a_block
+    )
+    in_order = (lambda begin, num_rows: [0] * num_rows) if has_order else None
+    rows = WorstRows(lambda size: [0] * size, 9, "one row", in_order)
+    return BoundSearch(tried, rows, ProbeOptions("1GiB", headroom), accumulates=False)
+
+
 @pytest.mark.parametrize(
-    ("memory", "has_order", "segments", "headroom", "left_free"),
+    ("memory", "has_order", "segments", "fits_a_block", "headroom", "left_free"),
     [
-        (CachingMemory(), True, "expandable_segments:True", "auto", 0.01),
-        (CachingMemory(), True, "expandable_segments:False", "auto", 0.05),
-        (CachingMemory(), False, "expandable_segments:True", "auto", 0.05),
-        (CachingMemory(), True, "expandable_segments:True", 0.2, 0.2),
-        (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:True", False, "auto", 0.01),
+        (CachingMemory(), True, "expandable_segments:False", False, "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:False", True, "auto", 0.01),
+        (CachingMemory(), False, "expandable_segments:True", True, "auto", 0.05),
+        (CachingMemory(), True, "expandable_segments:True", False, 0.2, 0.2),
+        (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", True, "auto", 0.05),
     ],
 )
-def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_lengths(
-    monkeypatch, memory, has_order, segments, headroom, left_free
+def test_less_is_left_free_where_the_cache_stays_whole_in_trials_of_trainings_own_lengths(
+    monkeypatch, memory, has_order, segments, fits_a_block, headroom, left_free
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
     monkeypatch.setattr(sys, "platform", "linux")
-    training = Training()
-    runner = StepRunner(training.model, MicroBatchSizer(), memory=memory)
-    tried = TriedStep(runner, training.optimizer, training.forward_backward)
-    in_order = (lambda begin, num_rows: [0] * num_rows) if has_order else None
-    rows = WorstRows(lambda size: [0] * size, 9, "one row", in_order)
-    options = ProbeOptions("1GiB", headroom)
-    search = BoundSearch(tried, rows, options, accumulates=False)
+    search = search_on(memory, has_order, headroom, fits_a_block=fits_a_block)
     assert search.headroom == left_free
     assert search.budget_bytes() == int(2**30 * (1 - left_free))
     text = f"{100 * left_free:.4g}% of the memory left free"
-    if isinstance(memory, CachingMemory) and segments == "expandable_segments:False":
+    if segments == "expandable_segments:False" and not fits_a_block:
         text += " (1% with PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
-    fragments = isinstance(memory, CachingMemory) and has_order
-    assert bound_search.left_free(headroom, fragments=fragments) == text
+    assert search.left_free() == text
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_segments_that_expand_are_not_advised_where_pytorch_has_none(
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.setattr(module, name, value)
-    assert bound_search.left_free("auto", fragments=True) == "5% of the memory left free"
+    assert search_on(CachingMemory(), True, "auto").left_free() == "5% of the memory left free"
 
 
 def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
