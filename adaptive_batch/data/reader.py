@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -19,18 +19,17 @@ class RowReader:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._expect: Callable[[list[int]], object] = getattr(
-            dataset, "expect", lambda numbers: None
-        )
+        self._expect: Callable[[list[int]], object] | None = getattr(dataset, "expect", None)
 
     def begin(self) -> None:
         """Begin an epoch: draw the random number that torch's own loader draws then, as it does in
         torchtune's recipes.
         """
         iter(DataLoader(self._dataset, batch_size=None))
-        self._expect([])
+        if self._expect is not None:
+            self._expect([])
 
-    def read(self, numbers: Sequence[int], *, following: Sequence[int] = ()) -> list[Any]:
+    def read(self, numbers: Sequence[int], *, following: Iterable[int] = ()) -> list[Any]:
         """Read some rows.
 
         Args:
@@ -38,5 +37,6 @@ class RowReader:
             following: row numbers that are likely to be read next.
         """
         rows = [self._dataset[number] for number in numbers]
-        self._expect(list(following))
+        if self._expect is not None:
+            self._expect(list(following))
         return rows
