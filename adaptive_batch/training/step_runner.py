@@ -252,14 +252,14 @@ class StepRunner:
 
     def _with_gradients(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that have a gradient."""
-        for parameters in self._places:
-            for parameter in parameters.values():
-                if parameter is not None and parameter.grad is not None:
-                    yield parameter
+        return (
+            parameter
+            for parameter in chain.from_iterable(map(dict.values, self._places))
+            if parameter is not None and parameter.grad is not None
+        )
 
-    @property
     def has_gradients(self) -> bool:
-        """Whether a parameter has a gradient."""
+        """Return whether a parameter has a gradient."""
         return next(self._with_gradients(), None) is not None
 
     def gradients_apart(self) -> GradientsApart:
