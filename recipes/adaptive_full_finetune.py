@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -114,7 +113,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler = RunProfiler(self.cfg.get(PROFILER_KEY, None), self.device)
         self._setup_data()
         if self.settings.preview:
-            text = self.preview.alone(self.resumed, self.bounds)
+            text = self.preview.alone(self.resumed, self.bounds, self.sizers.training)
             if distributed.is_rank_zero():
                 print(*self.without_effect, text, sep="\n")
             return
@@ -138,7 +137,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._what_is_resumed_from = self.checkpoints.after_end
         self.resumed = ResumedRun(job, data, self.checkpoints, seed=self.seed)
         data.check_rows()
-        self.sizers = Sizers.of(job, data, self.log.limit)
+        self.sizers = Sizers.of(job, data, self.log.limit_change)
         planner = StepPlanner(
             data.dataset,
             job.batching(
@@ -165,7 +164,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
-        self.preview = TrainingPreview(job, data, planner, self.sizers.training)
+        self.preview = TrainingPreview(job, data, planner)
         self.preview.check(self.resumed.progress)
 
     def _setup_log(self) -> None:
@@ -181,7 +180,11 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         assert self.lost is not None
         if self.watch:
             self.watch.call_at_end(
-                partial(self.lost.write_down, event=self.log.event, sizer=self.sizers.training)
+                partial(
+                    self.lost.write_down,
+                    event=self.log.event,
+                    conditions=self.sizers.training.conditions,
+                )
             )
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
@@ -278,37 +281,35 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _train_epoch(self) -> None:
         """Step through what is left of the epoch."""
-        done = self.queue.progress.epoch_steps
-        with self.log.progress_bar(self.planner.clock.plan.steps, done=done) as bar:
-            began = time.perf_counter()
-            for step, rows in self.queue.read_steps(self.reader):
-                self._prepare(step, rows)
-                size = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
-                rates = self.rate.apply(step.progress, batch=size)
-                result = self._forward_backward(step, rows)
-                if not self.tally.drops(step, result, lr=rates["lr"]):
-                    self.trainer.step()
-                # The scaled rate is of this step alone.
-                self.rate.restore()
-                measured = self.tally.add(step, result)
-                self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
-                self.log.step(
-                    result,
-                    self.queue.progress,
-                    rates=rates,
-                    seconds=time.perf_counter() - began,
-                    numbers=step.numbers,
-                    num_out_of_memory=self.sizers.training.num_out_of_memory,
-                    full_batch_loss=self.tally.full_batch_loss,
-                )
-                place = f"{step.progress.epoch + 1}|{self.queue.progress.steps}"
-                bar.advance(f"{place}|Loss: {result.loss:.4f}")
-                if self.validation:
-                    self.validation.run_where_due(self.queue.progress.steps)
-                self.profiler.end_step()
-                self.trainer.runner.compilations.log_new(self.log.event)
-                self.saver.save_where_due(self.trainer, ends=result.ends)
-                began = time.perf_counter()
+        steps = self.log.progress_bar(
+            self.queue.read_steps(self.reader),
+            total=self.planner.clock.plan.steps,
+            done=self.queue.progress.epoch_steps,
+        )
+        for step, rows in steps:
+            self._prepare(step, rows)
+            size = self.planner.size_of_step(step, rows, in_tokens=self.rate.counts_tokens)
+            rates = self.rate.apply(step.progress, batch=size)
+            result = self._forward_backward(step, rows)
+            if not self.tally.drops(step, result, lr=rates["lr"]):
+                self.trainer.step()
+            # The scaled rate is of this step alone.
+            self.rate.restore()
+            measured = self.tally.add(step, result)
+            progress = self.queue.done(tokens=result.tokens, ends_epoch=False, **measured)
+            self.log.step(
+                result,
+                progress,
+                rates=rates,
+                numbers=step.numbers,
+                num_out_of_memory=self.sizers.training.num_out_of_memory,
+                full_batch_loss=self.tally.full_batch_loss,
+            )
+            if self.validation:
+                self.validation.run_where_due(progress.steps)
+            self.profiler.end_step()
+            self.trainer.runner.compilations.log_new(self.log.event)
+            self.saver.save_where_due(self.trainer, ends=result.ends)
 
     def _prepare(self, step: PlannedRows, rows: list[Any]) -> None:
         """Do what comes before a step: try rows longer than any before, notify the watchdog."""

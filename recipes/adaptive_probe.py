@@ -70,7 +70,7 @@ def build(
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
     bounds.check()
     trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data))
-    trainer.check_layout(data)
+    trainer.check_layout()
     checkpoints.load_optimizer(trainer)
     return job, data, bounds, trainer
 

@@ -32,28 +32,12 @@ from adaptive_batch.schedules import (
 
 from .batching import Batching, Sampling
 from .dataset import DatasetAdapter, RowLength
-from .layouts import MicroBatchLayout, MicroBatchLimit
 from .order import SamplerOrder
-from .requested_batch import Event, Sizer
+from .requested_batch import Event, NoSizer, Sizer
 from .step_planner import StepPlanner
 from .step_queue import StepQueue
 
 log = logging.getLogger("adaptive_batch")
-
-
-class _NoSizer:
-    """What fits where no step says so: a number of rows that rules may not pass, or anything."""
-
-    def __init__(self, maximum: int | None, batch_tokens: int | None) -> None:
-        self.max_batch_size = maximum
-        self.layout = MicroBatchLayout()
-        self._batch_tokens = batch_tokens
-
-    def limit(self, batch_size: int) -> MicroBatchLimit:
-        if self._batch_tokens is not None:
-            # Rows are dealt to ranks by their tokens.
-            return MicroBatchLimit(self._batch_tokens, "tokens")
-        return MicroBatchLimit(batch_size)
 
 
 class AdaptiveBatches(Sampler[list[int]]):
@@ -122,7 +106,7 @@ class AdaptiveBatches(Sampler[list[int]]):
             remedy = "give a whole number of rows, or the sizer of an AdaptiveStep"
             check_whole("maximum", maximum, remedy=remedy)
         if maximum is None or isinstance(maximum, int):
-            maximum = _NoSizer(maximum, sampling.batch_tokens)
+            maximum = NoSizer(maximum, sampling.batch_tokens)
         self._order = None
         if sampler is not None:
             _check_sampler(sampler, sampling)

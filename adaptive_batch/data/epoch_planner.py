@@ -187,15 +187,15 @@ class EpochPlanner:
             return progress.epoch_steps >= self._token_steps.of_epoch(progress).plan.steps
         return self._rows_of_next_step(progress, 1) == 0
 
-    def _rows_of_next_step(self, progress: Progress, step_rows: int) -> int:
+    def _rows_of_next_step(self, progress: Progress, global_rows: int) -> int:
         batching = self._batch.batching
         most_steps = batching.max_steps_per_epoch
         left = self.num_rows - progress.epoch_rows
         if most_steps is not None and progress.epoch_steps >= most_steps:
             return 0
-        if batching.drop_last and left < step_rows:
+        if batching.drop_last and left < global_rows:
             return 0
-        return min(step_rows, left)
+        return min(global_rows, left)
 
     def divide(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
         """Divide the epoch at whose beginning, or within which, progress is."""
@@ -204,10 +204,10 @@ class EpochPlanner:
             plan = self._token_steps.of_epoch(progress).plan
         elif batching.batch_size_schedule is None:
             plan = EpochPlan.of(
-                self.num_rows, step_rows=rule(progress) * self.ranks, **batching.ends
+                self.num_rows, global_rows=rule(progress) * self.ranks, **batching.ends
             )
             # It was another batch before a restart.
-            if progress.epoch_rows != progress.epoch_steps * plan.step_rows:
+            if progress.epoch_rows != progress.epoch_steps * plan.global_rows:
                 plan = self._mixed(progress, rule)
         else:
             order = self.order(progress)
@@ -234,8 +234,8 @@ class EpochPlanner:
             batches = self._token_steps.constant(order, self._rows.lengths)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
             return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: batches.rows))
-        step_rows = batching.step_rows(batch_size) * self.ranks
-        plan = EpochPlan.of(self.num_rows, step_rows=step_rows, **batching.ends)
+        global_rows = batching.step_rows(batch_size) * self.ranks
+        plan = EpochPlan.of(self.num_rows, global_rows=global_rows, **batching.ends)
         return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(Progress())))
 
     def ahead(

@@ -35,18 +35,39 @@ class Sizer(Protocol):
     def limit(self, batch_size: int) -> MicroBatchLimit: ...
 
 
+class NoSizer:
+    """What fits where no step says so: a number of rows that rules may not pass, or anything.
+
+    Args:
+        maximum: that number; None for anything.
+        batch_tokens: tokens of a step on one device; None where it holds rows.
+    """
+
+    def __init__(self, maximum: int | None = None, batch_tokens: int | None = None) -> None:
+        self.max_batch_size = maximum
+        self.layout = MicroBatchLayout()
+        self._batch_tokens = batch_tokens
+
+    def limit(self, batch_size: int) -> MicroBatchLimit:
+        if self._batch_tokens is not None:
+            # Rows are dealt to ranks by their tokens.
+            return MicroBatchLimit(self._batch_tokens, "tokens")
+        return MicroBatchLimit(batch_size)
+
+
 class RequestedBatch:
     """The batch that is requested for a step on one device, and what no rule may pass.
 
     Args:
         batching: batching as configured.
-        sizer: knows the most rows that fit; None where nothing limits them.
+        sizer: knows what fits; None where nothing limits it.
         asks_rank_zero: a schedule is called on rank zero for all; False calls it on each, which
             :meth:`StepRunner.agree_on` compares.
         event: is given each change: its kind, a message, and facts by name.
 
     Attributes:
         batching: as configured; a schedule that follows the rate is put in coupled to it.
+        sizer: as given, or one without a limit.
         batch_size: rows of a batch that is requested now, which run at once if they fit; a step
             accumulates `gradient_accumulation_steps` of them.
         first_batch_size: what it was when training began; None before.
@@ -63,7 +84,7 @@ class RequestedBatch:
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self.batching = batching
-        self._sizer = sizer
+        self.sizer = sizer or NoSizer()
         self._asks_rank_zero = asks_rank_zero
         self._event = event
         self.batch_size = batching.batch_size
@@ -95,7 +116,7 @@ class RequestedBatch:
         """Return what a rule may not pass; None where it may grow freely, or the bound is not
         known.
         """
-        max_batch_size = None if self._sizer is None else self._sizer.max_batch_size
+        max_batch_size = self.sizer.max_batch_size
         if self.batching.grow_beyond_maximum or max_batch_size is None:
             return None
         # On a smaller device a schedule continues as it was, in more micro-batches.

@@ -25,7 +25,7 @@ from adaptive_batch.schedules import (
 from .balance import balance_by_rows, balance_by_tokens
 from .batching import Batching
 from .epoch_planner import EpochPlanner, Rows
-from .layouts import MicroBatchLimit
+from .layouts import MicroBatchLimit, micro_batches
 from .order import EpochOrder, RowOrder
 from .requested_batch import Event, RequestedBatch, Sizer
 
@@ -224,7 +224,6 @@ class StepPlanner:
         event: Event = lambda kind, message, **facts: None,
     ) -> None:
         self._rows = rows
-        self.sizer = sizer
         self.batch = RequestedBatch(batching, sizer, asks_rank_zero=asks_rank_zero, event=event)
         self.epochs = EpochPlanner(
             rows,
@@ -259,7 +258,7 @@ class StepPlanner:
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now."""
-        return self.sizer.limit(self.batch.batch_size)
+        return self.batch.sizer.limit(self.batch.batch_size)
 
     # --- epochs
 
@@ -434,12 +433,22 @@ class StepPlanner:
         if ranks == 1:
             return range(len(numbers))
         rank = distributed.data_parallel_rank()
-        layout = self.sizer.layout
+        layout = self.batch.sizer.layout
         limit = limit or self.limit
         if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
             lengths = self._rows.lengths[torch.as_tensor(numbers, dtype=torch.int64)]
             return balance_by_tokens(lengths, ranks, limit, layout)[rank]
         return balance_by_rows(len(numbers), ranks)[rank]
+
+    def num_micro_batches(self, numbers: Sequence[int], *, batch_size: int) -> int:
+        """Return how many micro-batches this rank's rows of a step have, of which `batch_size` run
+        at once if they fit; `numbers` are the rows of all ranks.
+        """
+        sizer = self.batch.sizer
+        limit = sizer.limit(batch_size)
+        rank_rows = [numbers[position] for position in self.rows_of_rank(numbers, limit)]
+        lengths = self._rows.lengths[rank_rows].tolist()
+        return max(1, len(micro_batches(lengths, limit, sizer.layout)))
 
     # --- state
 

@@ -152,7 +152,7 @@ class Watchdog:
         self._last_beat = (time.monotonic(), doing or self._last_beat[1])
 
     @contextlib.contextmanager
-    def limit(self, seconds: float | None, doing: str) -> Iterator[None]:
+    def time_limit(self, seconds: float | None, doing: str) -> Iterator[None]:
         """Context manager: inside, so many `seconds` without a beat are a stall; with None, no time
         is.
         """

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 FEWEST_STEPS = 4
 
 
-def batches_of_branches(step_rows: int, rows: int) -> list[int]:
+def batches_of_branches(global_rows: int, rows: int) -> list[int]:
     """Return the batches to branch at, from small to large.
 
     The first is a quarter of a step's rows, as far as that is whole; it is doubled while `rows`
     make a few steps of it.
     """
-    batches = [step_rows // math.gcd(step_rows, 4)]
+    batches = [global_rows // math.gcd(global_rows, 4)]
     while 2 * batches[-1] * FEWEST_STEPS <= rows:
         batches.append(2 * batches[-1])
     return batches

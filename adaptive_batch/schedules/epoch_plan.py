@@ -13,10 +13,10 @@ class EpochPlan:
 
     Attributes:
         rows: rows that the epoch has, over all ranks.
-        step_rows: rows of one full optimizer step, the global batch; where steps differ, their
+        global_rows: rows of one full optimizer step, the global batch; where steps differ, their
             mean, rounded.
         steps: optimizer steps that the epoch has.
-        sizes: rows of each step; None where all are `step_rows` but perhaps the last.
+        sizes: rows of each step; None where all are `global_rows` but perhaps the last.
         tokens: real tokens of the rows that are stepped; 0 where they are not counted.
         most_steps: steps after which the epoch ends whatever rows are left; None for no such limit.
         is_estimate: the steps depend on what is measured in training, so `steps` and `sizes` are an
@@ -24,7 +24,7 @@ class EpochPlan:
     """
 
     rows: int
-    step_rows: int
+    global_rows: int
     steps: int
     sizes: Sequence[int] | None = None
     tokens: int = 0
@@ -33,18 +33,18 @@ class EpochPlan:
 
     @classmethod
     def of(
-        cls, rows: int, *, step_rows: int, drop_last: bool, max_steps: int | None = None
+        cls, rows: int, *, global_rows: int, drop_last: bool, max_steps: int | None = None
     ) -> EpochPlan:
         """Divide `rows` into steps; the last, short one is dropped or trained.
 
         `max_steps` cuts the epoch; None cuts nothing.
         """
-        steps = rows // step_rows
-        if not drop_last and rows % step_rows:
+        steps = rows // global_rows
+        if not drop_last and rows % global_rows:
             steps += 1
         if max_steps is not None:
             steps = min(steps, max_steps)
-        return cls(rows, step_rows, steps, most_steps=max_steps)
+        return cls(rows, global_rows, steps, most_steps=max_steps)
 
     @classmethod
     def of_sizes(
@@ -62,7 +62,7 @@ class EpochPlan:
         """Return the rows of step number `step` of the epoch, counted from 0."""
         if self.sizes is not None:
             return self.sizes[step]
-        return min(self.step_rows, self.rows - step * self.step_rows)
+        return min(self.global_rows, self.rows - step * self.global_rows)
 
     @cached_property
     def stepped_rows(self) -> int:
@@ -77,7 +77,7 @@ class EpochPlan:
         are of one size.
         """
         if self.sizes is None:
-            return self.steps * self.step_rows
+            return self.steps * self.global_rows
         # Steps of one size but for a short last one.
         if len(set(self.sizes[:-1])) == 1 and self.sizes[-1] <= self.sizes[0]:
             return len(self.sizes) * self.sizes[0]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,6 @@ from adaptive_batch.training import (
     Evaluation,
     ProbeOptions,
     WorstRows,
-    kinds_to_choose_from,
     search_for_steps,
 )
 
@@ -32,8 +29,6 @@ from .lost_run import LostRun
 from .probe_cache import ProbeCache, settings_name
 from .trainer import Trainer
 from .trial_rows import TrialRows
-
-log = logging.getLogger("adaptive_batch")
 
 
 class TrialSearch:
@@ -61,7 +56,7 @@ class TrialSearch:
         self._watch = watch
         self._lost = lost
 
-    def maximum(self, usable_rows: int, key: str = "trial_rows") -> int:
+    def most_rows(self, usable_rows: int, key: str = "trial_rows") -> int:
         """Return the most rows that are tried, of those that are of use at once.
 
         Args:
@@ -92,7 +87,7 @@ class TrialSearch:
         Args:
             trainer: trainer of the run.
             rows: longest rows of their kind.
-            maximum: most rows that are tried, see :meth:`maximum`.
+            maximum: most rows that are tried, see :meth:`most_rows`.
             accumulates: whether gradients are there when a forward begins.
             rounds: whether the power of two at or below the bound is tried, too.
             evaluation: what runs in place of training's forward and backward; None for these.
@@ -142,7 +137,7 @@ class TrialSearch:
         """Return a context that ends all ranks where one does not end its trial in time."""
         if self._watch is None:
             return nullcontext()
-        return self._watch.limit(self._settings.probe.trial_timeout, doing)
+        return self._watch.time_limit(self._settings.probe.trial_timeout, doing)
 
 
 class BoundFinder:
@@ -215,18 +210,13 @@ class BoundFinder:
             usable_rows = epoch_rows
         else:
             usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
-        return self.trials.maximum(usable_rows)
+        return self.trials.most_rows(usable_rows)
 
     def of_training(
-        self,
-        trainer: Trainer,
-        *,
-        length: int | str,
-        step_rows: int | None,
-        saved: Mapping[str, Any] | None = None,
+        self, trainer: Trainer, *, length: int | str, step_rows: int | None
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit in training, and within it
-        the fastest micro-batches, unless the sizer takes those of a checkpoint.
+        the fastest micro-batches, unless the sizer knows these, as of a checkpoint.
 
         All that is resident in training is there in the trials, too.
 
@@ -235,7 +225,6 @@ class BoundFinder:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
             step_rows: rows of a step on one device, configured or a checkpoint's; None where a
                 step never has more than fit.
-            saved: state of the sizer in the checkpoint; None without one.
 
         Returns:
             The searches, of which the last counts. A step that fits itself is tried as one
@@ -246,7 +235,12 @@ class BoundFinder:
             SettingError: with the optimizer in backward a step does not fit at once.
         """
         plan = self._settings.search_plan
-        choices = self._choices(trainer, saved) if plan.times else None
+        sizer = trainer.runner.sizer
+        choices = None
+        if plan.times and sizer.throughput is None:
+            unit = sizer.limit(1).unit
+            objective = self._settings.probe.objective
+            choices = Choices(trainer.layout_kinds, unit, self._timed_rows, objective)
 
         def search(beside_gradients: bool) -> ProbeResult:
             return self.trials.find(
@@ -277,34 +271,15 @@ class BoundFinder:
             check_split=check_split,
         )
 
-    def _choices(self, trainer: Trainer, saved: Mapping[str, Any] | None) -> Choices | None:
-        """Return what the fastest micro-batches are chosen from; None where the sizer knows them,
-        of the checkpoint too.
+    @property
+    def _timed_rows(self) -> int:
+        """Rows of a step on one device that micro-batches are timed of; 0 stands for as many as
+        fit, which a step that changes its size may have.
         """
         settings = self._settings
-        sizer = trainer.runner.sizer
-        data = self._data
-
-        def why_unfit(kind: str) -> str:
-            reason = data.why_unpacked or trainer.why_unfit(kind, data.longest(2))
-            if reason:
-                log.info("rows are not %s: %s", kind, reason)
-            return reason
-
-        # A step that changes its size may have as many rows as fit, which 0 stands for.
-        rows = settings.search_plan.step_rows or 0
         if settings.batch_tokens and not settings.grows:
-            rows = mean_rows(settings.batch_tokens, data.dataset.lengths)
-        kinds = kinds_to_choose_from(
-            why_unfit,
-            configured=settings.micro_batch_layout,
-            uniform=settings.uniform_micro_batches,
-        )
-        if saved:
-            sizer.load_throughput(saved, kinds=kinds)
-        if sizer.throughput is not None:
-            return None
-        return Choices(kinds, sizer.limit(1).unit, rows, settings.probe.objective)
+            return mean_rows(settings.batch_tokens, self._data.dataset.lengths)
+        return settings.search_plan.step_rows or 0
 
     def known(self) -> tuple[ProbeResult | None, str]:
         """Return what fits without a trial, None where that is unknown; and the source."""
@@ -381,7 +356,7 @@ class BoundFinder:
             usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
         if isinstance(size, int):
             usable_rows = size
-        tried_rows = self.trials.maximum(usable_rows, "trial_rows_reference")
+        tried_rows = self.trials.most_rows(usable_rows, "trial_rows_reference")
         worst = self.rows.probed()
         name = f"{worst.name}, even without gradients,"
         result = self.trials.find(

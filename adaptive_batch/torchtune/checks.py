@@ -815,10 +815,10 @@ def cut_to_rows(settings: Settings, *, rows: int, ranks: int) -> str:
         rows: rows of the dataset.
         ranks: ranks that a batch is counted on.
     """
-    step_rows = settings.step_rows * ranks
-    if settings.step_varies or step_rows <= rows:
+    global_rows = settings.step_rows * ranks
+    if settings.step_varies or global_rows <= rows:
         return ""
-    return f"a step of {step_rows} rows is cut to {count(rows, 'row')}: the dataset has no more"
+    return f"a step of {global_rows} rows is cut to {count(rows, 'row')}: the dataset has no more"
 
 
 def never_due(settings: Settings, num_steps: int) -> Iterator[NoEffect]:

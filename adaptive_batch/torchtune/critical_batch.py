@@ -143,7 +143,7 @@ def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     trainer = Trainer.load(
         job, data, checkpoints, Sizers.of(job, data, settings=settings.without_search())
     )
-    trainer.check_layout(data)
+    trainer.check_layout()
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.
     if not any(float(group["lr"]) for group in trainer.optimizer.param_groups):
@@ -232,7 +232,7 @@ def _rows(job: Job, data: Data, resumed: ResumedRun) -> tuple[list[Any], list[An
 def _num_rows_to_train(job: Job, num_rows: int) -> int:
     """Return the rows that a branch trains on, as configured or as the dataset allows."""
     configured = job.settings.probe.critical_batch_rows
-    step_rows = job.settings.step_rows * job.ranks
+    global_rows = job.settings.step_rows * job.ranks
     usable_rows = num_rows
     default_rows = num_rows
     hint = ""
@@ -241,8 +241,8 @@ def _num_rows_to_train(job: Job, num_rows: int) -> int:
         usable_rows -= _FEWEST_HELD_OUT
         default_rows = num_rows * 3 // 4
         hint = f", and holds out {_FEWEST_HELD_OUT}"
-    rows = configured or min(_STEPS * step_rows, usable_rows, default_rows)
-    fewest = 2 * FEWEST_STEPS * batches_of_branches(step_rows, 0)[0]
+    rows = configured or min(_STEPS * global_rows, usable_rows, default_rows)
+    fewest = 2 * FEWEST_STEPS * batches_of_branches(global_rows, 0)[0]
     if not fewest <= rows <= usable_rows:
         problem = (
             f"two branches of {FEWEST_STEPS} steps take {fewest} rows, and the dataset has"
@@ -253,7 +253,7 @@ def _num_rows_to_train(job: Job, num_rows: int) -> int:
             remedy = "give as many, or a smaller batch_size"
         raise SettingError("probe.critical_batch_rows", configured, f"{problem}; {remedy}")
     # Each batch divides the largest, so all branches train on the same rows.
-    return rows - rows % batches_of_branches(step_rows, rows)[-1]
+    return rows - rows % batches_of_branches(global_rows, rows)[-1]
 
 
 def _branches(

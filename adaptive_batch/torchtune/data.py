@@ -224,11 +224,11 @@ class Data:
         """
         settings = self._settings
         ranks = self._job.ranks
-        step_rows = settings.step_rows * ranks
+        global_rows = settings.step_rows * ranks
         rows = len(self.dataset)
-        if settings.drop_last and not settings.batch_tokens and rows < step_rows:
+        if settings.drop_last and not settings.batch_tokens and rows < global_rows:
             remedy = (
-                f"one optimizer step takes {step_rows} rows and the dataset has {rows}; lower"
+                f"one optimizer step takes {global_rows} rows and the dataset has {rows}; lower"
                 " batch_size or gradient_accumulation_steps, or set drop_last=False to train the"
                 " short step"
             )

@@ -71,32 +71,29 @@ class LimitFinder:
         planner = self._planner
         saved = resumed.state_of("limits")
         self._log_notes()
-        self._trainer.check_layout(self._data)
+        self._trainer.check_layout()
         results = []
         plan = self._settings.search_plan
+        if plan.times and saved:
+            sizer.load_throughput(saved, kinds=self._trainer.layout_kinds)
         if plan.is_needed:
             step_rows = planner.batch.step_rows if resumed.keeps_batch else plan.step_rows
             results = self._bounds.of_training(
                 self._trainer,
                 length=self._settings.probe.sequence_length,
                 step_rows=step_rows,
-                saved=saved,
             )
             self._log_searches(results)
             sizer.found(results[-1])
             if sizer.throughput is not None:
                 self._log_throughput(sizer.throughput)
-            planner.batch.take(
-                self._rows_within(
-                    results[-1], planner.batch.batch_size, keeps_batch=resumed.keeps_batch
-                )
-            )
+            self._take_batch(results[-1], keeps_batch=resumed.keeps_batch)
         if saved is not None:
             sizer.load_state_dict(saved)
         sizer.count_out_of_memory(sum(map(_trials_out_of_memory, results)))
         lost_limit = self._lost.limit(sizer.conditions())
         if lost_limit is not None:
-            limit = sizer.keep_below(lost_limit, batch_size=planner.batch.batch_size)
+            limit = sizer.keep_below(lost_limit, ceiling=planner.limit)
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
             self._log.event("limit", message, after=limit.amount, unit=limit.unit)
         if sizer.max_batch_size:
@@ -208,11 +205,12 @@ class LimitFinder:
             timed=[asdict(trial) for trial in fastest.trials],
         )
 
-    def _rows_within(self, result: ProbeResult, batch_size: int, *, keeps_batch: bool) -> int:
-        """Return the batch to train with, within what was found; refuse a configured one that is
-        above it.
+    def _take_batch(self, result: ProbeResult, *, keeps_batch: bool) -> None:
+        """Have the planner take the batch that was found, where that is asked for; refuse a
+        configured one that is above it.
         """
         settings = self._settings
+        batch_size = self._planner.batch.batch_size
         max_batch_size = result.max_batch_size
         is_scheduled = settings.batch_size_schedule is not None
         if keeps_batch:
@@ -224,19 +222,19 @@ class LimitFinder:
                 self._log.event(
                     "limit", message, batch_size=batch_size, micro_batch_size=max_batch_size
                 )
-            return batch_size
+            return
         if settings.search_plan.sets_batch:
-            configured = batch_size
-            batch_size = result.batch_size
+            largest_batch = result.batch_size
+            self._planner.batch.take(largest_batch)
             message = (
-                f"batch_size {configured} -> {batch_size} (use_maximum_batch_size; bound"
+                f"batch_size {batch_size} -> {largest_batch} (use_maximum_batch_size; bound"
                 f" {max_batch_size})"
             )
             message = ": ".join(filter(None, [message, left_by_rounding(result)]))
             self._log.event(
-                "batch_size", message, before=configured, after=batch_size, bound=max_batch_size
+                "batch_size", message, before=batch_size, after=largest_batch, bound=max_batch_size
             )
-        if not (settings.micro_batch.is_given or is_scheduled) and batch_size > max_batch_size:
+        elif not (settings.micro_batch.is_given or is_scheduled) and batch_size > max_batch_size:
             smaller = (
                 f"set batch_size={max_batch_size} or less (gradient_accumulation_steps makes up for"
                 " it)"
@@ -246,7 +244,6 @@ class LimitFinder:
                 " memory"
             )
             raise SettingError("batch_size", batch_size, remedy)
-        return batch_size
 
     def try_longer(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Before a row that is longer than any that was tried is trained on, find how many of its
@@ -264,7 +261,7 @@ class LimitFinder:
         tried_length = sizer.tried_length
         if not tried_length or length <= tried_length:
             return
-        limit = sizer.limit(batch_size)
+        limit = self._planner.limit
         tried_rows = sizer.layout.rows_within(limit, length)
         if (
             settings.grows
@@ -287,10 +284,8 @@ class LimitFinder:
         if not can_split and fitting_rows < batch_size:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
-        sizer.found_longer(
-            result, tried_rows=tried_rows, batch_size=batch_size, can_split=can_split
-        )
-        new_limit = sizer.limit(batch_size)
+        sizer.found_longer(result, limit, tried_rows=tried_rows, can_split=can_split)
+        new_limit = self._planner.limit
         self._log.event(
             "limit",
             f"{message}; a micro-batch holds {new_limit}",

@@ -9,10 +9,9 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import OmegaConf
@@ -41,6 +40,7 @@ from .preview import TrainingPreview
 from .resumed_run import ResumedRun
 
 log = logging.getLogger("adaptive_batch")
+Item = TypeVar("Item")
 
 
 class _Trained:
@@ -145,6 +145,8 @@ class TrainingLog:
         self._record = RunLog(self._folder, enabled=False)
         self._metrics = _MetricLogger(job)
         self._trained = _Trained()
+        self._bar = ProgressBar(0, "steps", shown=False)
+        self._step_began = 0.0
         # What an epoch has logged, which the next one need not repeat.
         self._repeated: set[str] = set()
 
@@ -170,18 +172,22 @@ class TrainingLog:
         """Write down an event with its facts, and log its message unless `prints` is False."""
         self._record.event(kind, message, prints=prints, **facts)
 
-    def limit(self, change: LimitChange, *, kind: str = "limit") -> None:
+    def limit_change(self, change: LimitChange, *, kind: str = "limit") -> None:
         """Log at once what a micro-batch holds from now on."""
         self.event(kind, change.describe(), **change.facts())
 
-    @contextmanager
-    def progress_bar(self, steps: int, *, done: int) -> Iterator[ProgressBar]:
-        """Show how far an epoch has come; a line that is logged meanwhile stands above the bar."""
+    def progress_bar(self, steps: Iterable[Item], *, total: int, done: int) -> Iterator[Item]:
+        """Yield the steps that are left of an epoch, and show how far it has come, as tqdm does; a
+        line that is logged meanwhile stands above the bar. A step's time begins as it is asked for.
+        """
         with (
             logging_redirect_tqdm([logging.getLogger("adaptive_batch")]),
-            ProgressBar(steps, "steps", done=done, shown=distributed.is_rank_zero()) as bar,
+            ProgressBar(total, "steps", done=done, shown=distributed.is_rank_zero()) as self._bar,
         ):
-            yield bar
+            self._step_began = time.perf_counter()
+            for step in steps:
+                yield step
+                self._step_began = time.perf_counter()
 
     # --- where a run begins
 
@@ -313,7 +319,7 @@ class TrainingLog:
         holds = planner.limit
         if not settings.adaptive:
             return
-        sizes = [plan.step_rows] if plan.sizes is None else plan.sizes
+        sizes = [plan.global_rows] if plan.sizes is None else plan.sizes
         smallest = min(sizes, default=0)
         largest = max(sizes, default=0)
         rows = count(largest, "row")
@@ -330,7 +336,7 @@ class TrainingLog:
             f"epoch {epoch}: {content}",
             prints=self.is_new(content),
             epoch=epoch,
-            global_batch=plan.step_rows,
+            global_batch=plan.global_rows,
             batch_size=planner.batch.batch_size,
             batch_tokens=settings.batch_tokens,
             limit=holds.amount,
@@ -339,7 +345,7 @@ class TrainingLog:
         )
         # The plan of a schedule shows its batches.
         if settings.batch_size_schedule is None:
-            self._log_unscaled(rate, plan.step_rows)
+            self._log_unscaled(rate, plan.global_rows)
 
     def step(
         self,
@@ -347,14 +353,14 @@ class TrainingLog:
         progress: Progress,
         *,
         rates: Mapping[str, float],
-        seconds: float,
         numbers: Sequence[int],
         num_out_of_memory: int,
         full_batch_loss: FullBatchLoss,
     ) -> None:
         """Write down a step of the rows that have these numbers, after which progress is as given,
-        and log its metrics.
+        and log its metrics; its time ends here.
         """
+        seconds = time.perf_counter() - self._step_began
         self._trained.add(result, step=progress.steps, seconds=seconds)
         label_tokens = float(result.label_tokens)
         trained_tokens = result.tokens if self._job.task.counts_rows else label_tokens
@@ -391,6 +397,7 @@ class TrainingLog:
         )
         if progress.steps % self._metrics.every_n_steps == 0:
             self._metrics.log(metrics, step=progress.steps)
+        self._bar.advance(f"{progress.epoch + 1}|{progress.steps}|Loss: {result.loss:.4f}")
 
     def ends(self, progress: Progress) -> None:
         """Log what training came to, where it is saved, and what to run next."""

@@ -11,7 +11,6 @@ from adaptive_batch import distributed
 from adaptive_batch._util import atomic_write
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import End
-from adaptive_batch.training import MicroBatchSizer
 
 from .data import Data
 from .job import Job
@@ -72,17 +71,23 @@ class LostRun:
             return None
         return MicroBatchLimit(amount, self._facts["unit"])
 
-    def write_down(self, end: End, *, event: Callable[..., object], sizer: MicroBatchSizer) -> None:
+    def write_down(
+        self,
+        end: End,
+        *,
+        event: Callable[..., object],
+        conditions: Callable[[], Mapping[str, Any]],
+    ) -> None:
         """Log why all ranks end, and keep what a restart should know.
 
         Args:
             end: why they end.
             event: function that takes a kind, a message and facts.
-            sizer: sizer of training, whose limit may have been too large.
+            conditions: function that returns what a limit of training depends on.
         """
         event("ended", end.message, prints=False, rank=end.rank, reason=end.kind, **end.facts)
         shrinks = self._settings.on_out_of_memory == "shrink"
-        self.keep(end.facts, sizer.conditions() if shrinks else None)
+        self.keep(end.facts, conditions() if shrinks else None)
 
     def keep(self, facts: Mapping[str, Any], conditions: Mapping[str, Any] | None) -> None:
         """Write down why the ranks end, beside what an earlier attempt has kept.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from adaptive_batch._util import count
-from adaptive_batch.data import MicroBatchLimit, StepPlanner, micro_batches
+from adaptive_batch.data import StepPlanner
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import (
     PlannedStep,
@@ -40,8 +40,7 @@ class TrainingPreview:
         schedule_steps: where the learning rate's schedule ends.
     """
 
-    def __init__(self, job: Job, data: Data, planner: StepPlanner, sizer: MicroBatchSizer) -> None:
-        self._sizer = sizer
+    def __init__(self, job: Job, data: Data, planner: StepPlanner) -> None:
         self._job = job
         self._data = data
         self._settings = job.settings
@@ -130,7 +129,7 @@ class TrainingPreview:
             {f"batch_increase_function in epoch {at}": size for at, size in self._sizes.items()}
         )
         reference = planner.clock.reference
-        self.full_batch_rows = reference.step_rows
+        self.full_batch_rows = reference.global_rows
         if settings.grows and not settings.batch_tokens:
             largest = planner.batching.step_rows(max(sizes, default=1))
             if settings.batch_size_schedule is not None:
@@ -179,13 +178,14 @@ class TrainingPreview:
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
 
-    def alone(self, resumed: ResumedRun, bounds: BoundFinder) -> str:
+    def alone(self, resumed: ResumedRun, bounds: BoundFinder, sizer: MicroBatchSizer) -> str:
         """Return the preview of a run that tries and trains nothing, with the bound that is known,
         below what is not the checkpoint's.
 
         Args:
             resumed: state that the run begins with.
             bounds: source of the bound, where one is needed.
+            sizer: takes the bound.
         """
         settings = self._settings
         progress = resumed.progress
@@ -199,7 +199,7 @@ class TrainingPreview:
             bound = "not known, so nothing is cut, and micro-batches are not known"
             if result is not None:
                 bound = str(result.max_batch_size)
-                self._sizer.assume(result)
+                sizer.assume(result)
             lines.append(f"bound: {bound} ({source})")
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 batch_size = result.batch_size
@@ -228,14 +228,18 @@ class TrainingPreview:
         return self._planner.epochs.num_steps(progress, {**self._sizes, **stays})
 
     def _planned(self, progress: Progress, rate: AdaptiveRate) -> Iterator[PlannedStep]:
+        planner = self._planner
         lengths = self._data.dataset.real_lengths
         # Micro-batches are cut once for each stage: steps of one batch size are cut alike.
         key = None
         num_micro_batches = 0
+        waits_for_search = (
+            self._settings.micro_batch.is_auto and planner.batch.sizer.max_batch_size is None
+        )
         scheduled = (
             self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         )
-        for at, rows, plan in self._planner.epochs.ahead(progress, self._sizes):
+        for at, rows, plan in planner.epochs.ahead(progress, self._sizes):
             tokens = int(lengths[rows].sum())
             previous_key = key
             key = (at.epoch, at.batch)
@@ -244,8 +248,8 @@ class TrainingPreview:
                 batch_size = at.batch
                 if not scheduled:
                     batch_size = self._sizes[at.epoch]
-                limit = self._sizer.limit(batch_size)
-                num_micro_batches = self._num_micro_batches(rows, limit)
+                if not waits_for_search:
+                    num_micro_batches = planner.num_micro_batches(rows, batch_size=batch_size)
             batch = len(rows)
             if rate.counts_tokens:
                 batch = tokens
@@ -253,17 +257,9 @@ class TrainingPreview:
                 at,
                 rows=len(rows),
                 micro_batches=num_micro_batches,
-                rates=rate.apply(replace(at, pace=self._planner.clock.pace_of(plan)), batch=batch),
+                rates=rate.apply(replace(at, pace=planner.clock.pace_of(plan)), batch=batch),
                 tokens=tokens,
             )
-
-    def _num_micro_batches(self, rows: list[int], limit: MicroBatchLimit) -> int:
-        """Return how many micro-batches a step of rows has; 0 where a search tells what fits."""
-        if self._sizer.waits_for_search:
-            return 0
-        rank_rows = self._planner.rows_of_rank(rows, limit)
-        lengths = self._data.dataset.lengths[[rows[position] for position in rank_rows]].tolist()
-        return max(1, len(micro_batches(lengths, limit, self._sizer.layout)))
 
     def _check_stages(self, progress: Progress) -> list[str]:
         """Return notes on the stages of a schedule."""

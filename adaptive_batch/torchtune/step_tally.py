@@ -72,10 +72,9 @@ class StepTally:
         self._job = job
         self._settings = settings
         self._log = log
-        self._sizer = trainer.runner.sizer
         nonfinite = NonfiniteSteps(
             settings.on_nonfinite_loss,
-            drop_gradients=trainer.runner.drop_gradients,
+            trainer.runner,
             event=log.event,
             is_taken=settings.optimizer_in_bwd,
             remedy=remedy,
@@ -98,14 +97,7 @@ class StepTally:
 
     def drops(self, step: PlannedRows, result: StepResult, *, lr: float) -> bool:
         """Return whether the gradients of a step are dropped, as they are not finite."""
-        return self._nonfinite.drops(
-            result,
-            step=step.progress.steps + 1,
-            lr=lr,
-            epoch=step.progress.epoch,
-            batch=step.progress.batch,
-            micro_batch=self._sizer.limit_of_step,
-        )
+        return self._nonfinite.drops(result, step.progress, lr=lr)
 
     def add(self, step: PlannedRows, result: StepResult) -> dict[str, float | None]:
         """Tally a step; return what progress keeps of it, by name."""

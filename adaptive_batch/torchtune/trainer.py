@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from adaptive_batch.training import (
     RowLoss,
     RowReference,
     TriedStep,
+    kinds_to_choose_from,
     norm_to_clip,
 )
 
@@ -30,6 +32,8 @@ from .job import Job
 from .model import Weights
 from .reference import Reference
 from .sizers import Sizers
+
+log = logging.getLogger("adaptive_batch")
 
 
 class Trainer:
@@ -71,8 +75,8 @@ class Trainer:
         self._reference = Reference(model, second)
         job.task.prepare(model, second)
         self.models = self._reference.models
-        self._device = job.device
         self._job = job
+        self._data = data
         self._offloading = bool(cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         max_grad_norm = None
@@ -163,7 +167,7 @@ class Trainer:
         return cls(job, data, model, sizers, second=second)
 
     def _to_device(self, batch: dict[str, Any]) -> None:
-        utils.batch_to_device(batch, self._device)
+        utils.batch_to_device(batch, self._job.device)
 
     def _join(
         self, rows: Sequence[dict[str, Any]], form: BatchForm
@@ -182,13 +186,9 @@ class Trainer:
             if hasattr(model, "max_seq_len"):
                 model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
 
-    def why_unfit(self, kind: str, rows: Sequence[dict[str, Any]]) -> str:
-        """Return why rows of a layout that does not pad would not train the model as padded ones
-        do; empty where they would. All ranks call it.
-
-        Args:
-            kind: kind of the layout.
-            rows: the two longest of the dataset.
+    def why_unfit(self, kind: str) -> str:
+        """Return why the longest rows in a kind of layout that does not pad would not train the
+        model as padded ones do; empty where they would. All ranks call it.
         """
         task = self._job.task
         form = FORMS[kind]
@@ -202,7 +202,7 @@ class Trainer:
             self._take_tokens(batch)
             return batch
 
-        sequences = task.rows_of_sequences(rows)
+        sequences = task.rows_of_sequences(self._data.longest(2))
         return form.why_unfit(
             self.model,
             token_loss,
@@ -211,7 +211,24 @@ class Trainer:
             pack=pack,
         )
 
-    def check_layout(self, data: Data) -> None:
+    @cached_property
+    def layout_kinds(self) -> tuple[str, ...]:
+        """Kinds of layouts that a search may choose from; all ranks ask first together."""
+
+        def why_unfit(kind: str) -> str:
+            reason = self._data.why_unpacked or self.why_unfit(kind)
+            if reason:
+                log.info("rows are not %s: %s", kind, reason)
+            return reason
+
+        settings = self._job.settings
+        return kinds_to_choose_from(
+            why_unfit,
+            configured=settings.micro_batch_layout,
+            uniform=settings.uniform_micro_batches,
+        )
+
+    def check_layout(self) -> None:
         """Refuse packed rows that would not train the model as padded ones do; all ranks call it.
 
         Raises:
@@ -220,7 +237,7 @@ class Trainer:
         settings = self._job.settings
         if settings.layout_kind.pads:
             return
-        reason = self.why_unfit(data.configured_layout.kind, data.longest(2))
+        reason = self.why_unfit(self._data.configured_layout.kind)
         if reason:
             remedy = f"{reason}; or give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
@@ -257,7 +274,7 @@ class Trainer:
 
     def to_save(self) -> Any:
         """Return what a checkpoint of an epoch holds of the model, on rank zero; a collective."""
-        return self._job.builder.to_save(self.model, self._job.cfg, device=self._device)
+        return self._job.builder.to_save(self.model, self._job.cfg, device=self._job.device)
 
     def model_state(self) -> Mapping[str, torch.Tensor]:
         """Return what a resume point holds of the model, as this rank holds it."""
@@ -292,9 +309,9 @@ class Trainer:
         # Outside the except block, which keeps the tensors of the step alive.
         if failure is not None:
             raise DoesNotFitError(
-                f"the optimizer's step ran out of memory on {self._device}: {failure}; some weights"
-                " are stepped and others are not, so it cannot be tried again: what was saved"
-                " before is whole, resume from it with resume_from_checkpoint=True and"
+                f"the optimizer's step ran out of memory on {self._job.device}: {failure}; some"
+                " weights are stepped and others are not, so it cannot be tried again: what was"
+                " saved before is whole, resume from it with resume_from_checkpoint=True and"
                 f" use_maximum_batch_size=True (its trials know this phase), or {MEMORY_REMEDIES}"
             )
         self.optimizer.zero_grad(set_to_none=True)

@@ -79,7 +79,7 @@ class Validation:
             size,
             layout=data.layout_val,
             memory=job.memory,
-            on_change=counted_by(self._runner.sizer, log.limit, kind="validation_limit"),
+            on_change=counted_by(self._runner.sizer, log.limit_change, kind="validation_limit"),
         )
         loss = replace(data.loss_val(self._runner.loss), dummy_row=lambda: data.dataset_val[0])
         self._evaluator = Evaluator(self._runner, loss, sizer)
@@ -94,7 +94,7 @@ class Validation:
         return trials.find(
             trainer,
             rows,
-            maximum=trials.maximum(len(data.dataset_val), "trial_rows_val"),
+            maximum=trials.most_rows(len(data.dataset_val), "trial_rows_val"),
             accumulates=False,
             evaluation=Evaluation(evaluate, trials.rows.probed()),
         )

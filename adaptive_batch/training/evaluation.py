@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit
+from adaptive_batch.data import MicroBatchLimit
 
 from .forward_passes import ForwardPasses
 from .micro_batch_runner import MicroBatchRunner, RowLoss
@@ -37,13 +37,12 @@ class Evaluator:
     def __init__(self, runner: MicroBatchRunner, loss: RowLoss, sizer: MicroBatchSizer) -> None:
         self._runner = runner
         self._loss = loss
-        self._sizer = sizer
         self._passes = ForwardPasses(runner, sizer, row_length=loss.row_length)
 
     @property
     def limit(self) -> MicroBatchLimit:
         """What one micro-batch may hold now."""
-        return self._sizer.limit_of_step
+        return self._passes.sizer.limit_of_step
 
     def run(self, rows: Iterable[Any]) -> float:
         """Return the mean loss over the label tokens of all `rows` of all ranks; nan where there
@@ -98,7 +97,7 @@ class Evaluator:
         results = self._passes.run(
             rows,
             evaluate,
-            layout=self._layout(),
+            kind=self._kind,
             dummy_row=self._loss.dummy_row,
             doing="in validation",
         )
@@ -109,7 +108,7 @@ class Evaluator:
             label_tokens += labels
         return loss_sum, label_tokens
 
-    def _layout(self) -> MicroBatchLayout:
-        training = self._runner.sizer.layout
-        kind = "padded" if self._loss.join is None else training.kind
-        return self._sizer.layout.of_kind(kind, time=training.time)
+    @property
+    def _kind(self) -> str:
+        """Kind of the layout of micro-batches: training's, where rows can be joined."""
+        return "padded" if self._loss.join is None else self._runner.sizer.layout.kind

@@ -29,6 +29,9 @@ class ForwardPasses:
         row_length: tokens of a row.
         evaluates: kind of micro-batch by which ranks know its collectives, see
             :meth:`Sharding.micro_batch`.
+
+    Attributes:
+        sizer: as given.
     """
 
     def __init__(
@@ -39,9 +42,8 @@ class ForwardPasses:
         row_length: Callable[[Any], int],
         evaluates: bool | str = True,
     ) -> None:
-        self._sharding = runner.sharding
-        self._compilations = runner.compilations
-        self._sizer = sizer
+        self.sizer = sizer
+        self._runner = runner
         self._row_length = row_length
         self._evaluates = evaluates
         self._retry = OOMRetry(
@@ -53,7 +55,7 @@ class ForwardPasses:
         rows: Sequence[Any],
         forward: Callable[[Sequence[Any], int], Result],
         *,
-        layout: MicroBatchLayout,
+        kind: str,
         dummy_row: Callable[[], Any] | None,
         doing: str,
         undo: Callable[[], object] = lambda: None,
@@ -64,7 +66,7 @@ class ForwardPasses:
             rows: rows of this rank; none where other ranks have some.
             forward: ``forward(rows, length)`` runs rows, padded to at least so many tokens each, as
                 a micro-batch of the kind of this object.
-            layout: how rows lie in a micro-batch.
+            kind: kind of the layout of micro-batches.
             dummy_row: function that returns what a rank runs that has fewer micro-batches than
                 another; needed where there are several.
             doing: end of a sentence, for a rank that is lost.
@@ -76,11 +78,14 @@ class ForwardPasses:
         """
 
         def undo_all() -> None:
-            self._sharding.reset()
+            self._runner.sharding.reset()
             undo()
 
+        # Rows are cut by what training's micro-batches were found to take: more at once are not
+        # faster where they are padded more.
+        layout = self.sizer.layout.of_kind(kind, time=self._runner.sizer.layout.time)
         attempt = partial(self._attempt, rows, forward, layout, dummy_row)
-        with self._compilations.without_garbage():
+        with self._runner.compilations.without_garbage():
             return self._retry.run(attempt, undo=undo_all, doing=doing)
 
     def _attempt(
@@ -91,7 +96,7 @@ class ForwardPasses:
         dummy_row: Callable[[], Any] | None,
     ) -> list[tuple[MicroBatch, Result]]:
         lengths = list(map(self._row_length, rows))
-        own = micro_batches(lengths, self._sizer.limit_of_step, layout)
+        own = micro_batches(lengths, self.sizer.limit_of_step, layout)
         num_pieces = distributed.maximum(len(own))
         pieces: list[MicroBatch | None] = [*own, *[None] * (num_pieces - len(own))]
         idle = MicroBatch([], 0)
@@ -111,7 +116,7 @@ class ForwardPasses:
             results.append((piece, forward(piece_rows, piece.length)))
 
         self._retry.run_in_turn(
-            pieces, run, drop=self._sharding.reset, idle=idle, evaluates=self._evaluates
+            pieces, run, drop=self._runner.sharding.reset, idle=idle, evaluates=self._evaluates
         )
         if distributed.any_of_ranks(self._retry.has_failed):
             raise OutOfMemoryElsewhereError
@@ -121,10 +126,10 @@ class ForwardPasses:
         """Make the limit smaller where the allocator of one of several ranks only just had room; a
         collective.
         """
-        self._sizer.ease(self._retry.current)
+        self.sizer.ease(self._retry.current)
 
     def agree_on_limit(self) -> None:
         """Make the limit smaller where an allocator only just had room, or larger where all ranks
         have room; a collective.
         """
-        self._sizer.agree([], fullest=self._retry.current)
+        self.sizer.agree([], fullest=self._retry.current)

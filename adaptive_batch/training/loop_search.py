@@ -15,11 +15,12 @@ from adaptive_batch.data import AdaptiveBatches, mean_rows
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
-from adaptive_batch.probe import ProbeResult
+from adaptive_batch.probe import OBJECTIVES, ProbeResult
 
 from .bound_search import BoundSearch, ProbeOptions, search_for_steps
 from .rate import AdaptiveRate
 from .row_step import RowsOfStep, RowStep
+from .throughput_search import Choices
 from .trials import TriedStep, WorstRows
 
 
@@ -82,10 +83,7 @@ class LoopSearch:
         )
         # Reading a row of some datasets draws random numbers.
         with RandomState(self._step.step.memory.device):
-            timed_rows = step_rows
-            if planner.batching.batch_tokens:
-                timed_rows = mean_rows(planner.batching.batch_tokens, dataset.lengths)
-            choices = self._step.layouts.choices(timed_rows, options.objective)
+            choices = self._choices(step_rows, options.objective)
             worst = self._worst_rows()
         tried = TriedStep(
             parts.runner,
@@ -116,6 +114,18 @@ class LoopSearch:
         if self._seeks_batch_size and not self._batches.progress.steps:
             planner.begin_with(result.batch_size)
         return result
+
+    def _choices(self, step_rows: int, objective: str) -> Choices | None:
+        """Return what the fastest micro-batches are chosen from; None where as much at once as fits
+        is wanted, or steps are cut as a saved state's were.
+        """
+        is_sought = self._step.chooses_fastest and OBJECTIVES[objective].cost is not None
+        if not is_sought or self._step.sizer.throughput is not None:
+            return None
+        batch_tokens = self._batches.planner.batching.batch_tokens
+        if batch_tokens:
+            step_rows = mean_rows(batch_tokens, self._step.dataset.lengths)
+        return Choices(self._step.layouts.kinds(), "tokens", step_rows, objective)
 
     def _worst_rows(self) -> WorstRows:
         dataset = self._step.dataset
@@ -156,7 +166,7 @@ class LoopSearch:
         Raises:
             SettingError: the bound has to be sought again.
         """
-        if self._step.layouts.chooses and not self._step.sizer.tried_length:
+        if self._step.chooses_fastest and not self._step.sizer.tried_length:
             raise SettingError(
                 "micro_batch_tokens", "auto", "call find_bound first, or give a number"
             )
@@ -189,5 +199,5 @@ class LoopSearch:
         if has_found:
             return
         self._accumulates = state["bound_accumulates"]
-        if state["sizer"]["throughput"] and self._step.layouts.chooses:
+        if state["sizer"]["throughput"] and self._step.chooses_fastest:
             self._step.sizer.load_throughput(state["sizer"], kinds=self._step.layouts.kinds())

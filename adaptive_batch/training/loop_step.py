@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from adaptive_batch.data import AdaptiveBatches, PlannedRows, StepRows
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import NonfiniteLossError
-from adaptive_batch.schedules import Progress
 
 from .agreement import Question
 from .loop_events import LoopEvents, log_event
@@ -72,9 +71,7 @@ class LoopStep:
             batches.tell(options.event)
         self._runner = step.step.parts.runner
         self._nonfinite = NonfiniteSteps(
-            options.on_nonfinite_loss,
-            drop_gradients=self._runner.drop_gradients,
-            event=partial(log_event, options.event),
+            options.on_nonfinite_loss, self._runner, event=partial(log_event, options.event)
         )
         self._pending_step = PendingStep(model, optimizer)
         self._warned_unlabelled = False
@@ -108,25 +105,16 @@ class LoopStep:
         batch = result.tokens if self._rate.counts_tokens else result.rows
         lr = self._rate.apply(progress, batch=batch)["lr"]
         self.learning_rate = lr
-        self._look_at(result, progress, planned, lr=lr)
+        self._look_at(result, planned, lr=lr)
         self._end(planned, result, lr=lr, seconds=time.perf_counter() - began)
         return result
 
-    def _look_at(
-        self, result: StepResult, progress: Progress, planned: PlannedRows, *, lr: float
-    ) -> None:
+    def _look_at(self, result: StepResult, planned: PlannedRows, *, lr: float) -> None:
         """Tell of a result that is not finite, or without labels; drop its gradients where it is
         not to be taken.
         """
         try:
-            self._nonfinite.drops(
-                result,
-                step=progress.steps + 1,
-                lr=lr,
-                epoch=progress.epoch,
-                batch=planned.progress.batch,
-                micro_batch=self._runner.sizer.limit_of_step,
-            )
+            self._nonfinite.drops(result, planned.progress, lr=lr)
         except NonfiniteLossError:
             self._rate.restore()
             raise

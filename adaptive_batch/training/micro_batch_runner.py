@@ -132,12 +132,12 @@ class StepSums:
         rows: int,
         tokens: int,
         device: torch.device,
-        step_rows: int = 0,
+        global_rows: int = 0,
         metrics: Sequence[str] = (),
     ) -> None:
         self.rows = rows
         # Of all ranks, where the loss counts rows.
-        self.step_rows = step_rows
+        self.global_rows = global_rows
         self.tokens = tokens
         self.padded = 0
         self.failed = 0
@@ -382,7 +382,7 @@ class MicroBatchRunner(StepRunner):
             values = self.reference.of_rows(rows)
 
         def attempt(division: Division) -> StepResult:
-            return _StepAttempt(self, rows, values, step_rows=question.num_rows).run(division)
+            return _StepAttempt(self, rows, values, global_rows=question.num_rows).run(division)
 
         return replace(self.run_step(attempt, divide, division), ends=division.ends)
 
@@ -474,7 +474,7 @@ class _StepAttempt:
         runner: runs them.
         rows: rows of this rank.
         values: numbers of each of them that the reference has computed, if it runs apart.
-        step_rows: rows of all ranks, where the loss counts rows.
+        global_rows: rows of all ranks, where the loss counts rows.
     """
 
     def __init__(
@@ -483,7 +483,7 @@ class _StepAttempt:
         rows: Sequence[Row],
         values: torch.Tensor | None,
         *,
-        step_rows: int,
+        global_rows: int,
     ) -> None:
         self._runner = runner
         self._loss = runner.loss
@@ -494,7 +494,7 @@ class _StepAttempt:
             rows=len(rows),
             tokens=sum(map(self._loss.num_real_tokens, rows)),
             device=runner.memory.device,
-            step_rows=step_rows,
+            global_rows=global_rows,
             metrics=self._loss.metrics,
         )
 
@@ -525,7 +525,7 @@ class _StepAttempt:
         squared = self._gradients.squared_norm()
         if self._loss.counts_rows:
             # As if losses had been summed.
-            squared = squared * (sums.step_rows / distributed.world_size()) ** 2
+            squared = squared * (sums.global_rows / distributed.world_size()) ** 2
         return SmallBatch(num_rows, sums.label_tokens, squared, sums.micro_batches)
 
     def _run_piece(self, piece: MicroBatch | None) -> None:
@@ -585,7 +585,7 @@ class _StepAttempt:
         loss = mean * 0
         if num_rows is not None:
             # Whole, and exact, where micro-batches are alike.
-            num_such = sums.step_rows / (distributed.world_size() * int(num_rows))
+            num_such = sums.global_rows / (distributed.world_size() * int(num_rows))
             loss = mean / num_such
             sums.add(loss.detach(), num_rows)
             sums.add_metrics(batch, weight=1 / num_such)

@@ -9,8 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from adaptive_batch.errors import NonfiniteLossError
+from adaptive_batch.schedules import Progress
 
 from .step_result import StepResult
+from .step_runner import StepRunner
 
 ON_NONFINITE_LOSS = ("warn", "stop", "skip")
 
@@ -29,7 +31,7 @@ class NonfiniteSteps:
         policy: ``warn`` looks at the loss, and the step is taken; ``skip`` and ``stop`` look at the
             norm of the gradients too, where the runner measures it, and drop the gradients;
             ``stop`` raises.
-        drop_gradients: function that leaves no gradient.
+        runner: runner of the steps, whose gradients are dropped.
         event: takes each step that is not finite: a kind, a message and facts by name; of several
             in a row, the first and each hundredth are printed.
         is_taken: the optimizer in backward has taken a step by then.
@@ -39,14 +41,14 @@ class NonfiniteSteps:
     def __init__(
         self,
         policy: str,
+        runner: StepRunner,
         *,
-        drop_gradients: Callable[[], object],
         event: Callable[..., object],
         is_taken: bool = False,
         remedy: Callable[[], str] | None = None,
     ) -> None:
         self._policy = policy
-        self._drop_gradients = drop_gradients
+        self._runner = runner
         self._event = event
         self._remedy = remedy
         self._is_taken = is_taken
@@ -56,19 +58,24 @@ class NonfiniteSteps:
         self._facts: dict[str, object] = {}
         self._changes: dict[str, str] = {}
 
-    def drops(self, result: StepResult, *, step: int, lr: float, **facts: object) -> bool:
+    def drops(self, result: StepResult, progress: Progress, *, lr: float) -> bool:
         """Return whether a step is not to be taken: its gradients are gone.
 
         Args:
             result: of the step, the same on all ranks.
-            step: its number.
+            progress: progress before it, with the batch that was requested for it.
             lr: its learning rate.
-            facts: what may have changed before it, such as the batch; the last change of each is
-                named.
 
         Raises:
             NonfiniteLossError: the policy is ``stop``.
         """
+        step = progress.steps + 1
+        # What may have changed before it; the last change of each is named.
+        facts = {
+            "epoch": progress.epoch,
+            "batch": progress.batch,
+            "micro_batch": self._runner.sizer.limit_of_step,
+        }
         for name, now in facts.items():
             previous = self._facts.get(name, now)
             if previous != now:
@@ -104,7 +111,7 @@ class NonfiniteSteps:
         )
         if self._policy == "warn":
             return False
-        self._drop_gradients()
+        self._runner.drop_gradients()
         if self._policy == "stop":
             state = " before this step is taken"
             if self._is_taken:

@@ -67,7 +67,6 @@ class PartRunner:
         self.num_pieces = 0
         self._forward_backward = forward_backward
         self._event = event
-        self._sizer = runner.sizer
         self._sharding = runner.sharding
         self._counts_over_ranks = counts_over_ranks
         self._labels = LabelCounter(num_labels)
@@ -106,8 +105,8 @@ class PartRunner:
         return results
 
     def _divide(self, rows: Splittable) -> OwnPieces:
-        layout = self._sizer.layout
-        limit = self._even_limit(rows.num_rows, self._sizer.limit_of_step)
+        layout = self.runner.sizer.layout
+        limit = self._even_limit(rows.num_rows, self.runner.sizer.limit_of_step)
         if rows.knows_lengths or not layout.keeps_order(limit):
             return (micro_batches(_lengths(rows), limit, layout),)
         pieces = split_by_rows(range(rows.num_rows), limit.amount)
@@ -128,7 +127,7 @@ class PartRunner:
             limit: what a micro-batch may hold.
         """
         limit = self._even_limit(len(lengths), limit)
-        return micro_batches(lengths, limit, self._sizer.layout)
+        return micro_batches(lengths, limit, self.runner.sizer.layout)
 
     def _attempt(self, rows: Splittable, division: Division) -> list[Any]:
         """Run the parts of a batch, on all ranks as many."""

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adaptive_batch.data import MicroBatchLayout
-
 from .forward_passes import ForwardPasses
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
@@ -82,7 +80,7 @@ class ReferencePass:
         results = self._passes.run(
             rows,
             self._forward,
-            layout=self._layout(),
+            kind=self.sizer.layout.kind,
             dummy_row=self._loss.dummy_row,
             doing="in the reference",
             undo=restore,
@@ -95,13 +93,6 @@ class ReferencePass:
         of_rows = torch.empty_like(by_micro_batch)
         of_rows[positions] = by_micro_batch
         return of_rows
-
-    def _layout(self) -> MicroBatchLayout:
-        """Return the layout, which cuts rows by what training's micro-batches were found to take:
-        more rows at once are not faster where they are padded more.
-        """
-        layout = self.sizer.layout
-        return layout.of_kind(layout.kind, time=self._runner.sizer.layout.time)
 
     def made_up(self, num_rows: int) -> torch.Tensor:
         """Return numbers in the shape of :meth:`of_rows`, on the host, for rows whose loss does not

@@ -13,9 +13,14 @@ from torch.optim import Optimizer
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_whole
-from adaptive_batch.data import IGNORE_INDEX, DatasetAdapter, check_loss, move_to_device
+from adaptive_batch.data import (
+    IGNORE_INDEX,
+    LAYOUT_KINDS,
+    DatasetAdapter,
+    check_loss,
+    move_to_device,
+)
 from adaptive_batch.errors import SettingError
-from adaptive_batch.probe import OBJECTIVES
 
 from .adaptive_step import AdaptiveStep
 from .agreement import Question
@@ -24,9 +29,8 @@ from .clipping import clip_gradients
 from .nonfinite import norm_to_clip
 from .options import StepOptions
 from .parts import Part, RowsOfBatch, Splittable
-from .sizing import MicroBatchSizer
 from .step_result import StepResult
-from .throughput_search import Choices, kinds_to_choose_from
+from .throughput_search import kinds_to_choose_from
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
@@ -43,12 +47,7 @@ class RowLayouts:
         dataset: rows.
         collate: function that makes one padded batch of a list of rows, on the host.
         token_loss: function that returns the sum of the losses of a batch of one row.
-        sizer: takes the layout that is configured.
         configured: kind that is configured; None for what is found fastest.
-        chooses: whether a search chooses the fastest micro-batches.
-
-    Attributes:
-        chooses: as given.
 
     Raises:
         SettingError: packed rows are configured, and would not train the model as padded ones do.
@@ -60,38 +59,18 @@ class RowLayouts:
         dataset: DatasetAdapter,
         collate: Callable[[list[Row]], Batch],
         token_loss: Callable[[Batch], torch.Tensor],
-        sizer: MicroBatchSizer,
         *,
         configured: str | None,
-        chooses: bool,
     ) -> None:
-        self.chooses = chooses
         self._model = model
         self._dataset = dataset
         self._collate = collate
         self._token_loss = token_loss
-        self._sizer = sizer
         self._configured = configured
-        if configured is not None:
-            sizer.use_layout(configured)
-        if not sizer.layout.pads:
-            reason = self._why_unfit(sizer.layout.kind)
+        if configured is not None and not LAYOUT_KINDS[configured].pads:
+            reason = self._why_unfit(configured)
             if reason:
                 raise SettingError("micro_batch_layout", configured, f"{reason}; or give grouped")
-
-    def choices(self, step_rows: int, objective: str) -> Choices | None:
-        """Return what the fastest micro-batches are chosen from; None where as much at once as fits
-        is wanted, or steps are cut as a saved state's were. Ranks ask together.
-
-        Args:
-            step_rows: rows of a step on one device.
-            objective: name of what is sought.
-        """
-        if not self.chooses or OBJECTIVES[objective].cost is None:
-            return None
-        if self._sizer.throughput is not None:
-            return None
-        return Choices(self.kinds(), "tokens", step_rows, objective)
 
     def kinds(self) -> tuple[str, ...]:
         """Return the kinds that a search may choose. Ranks ask together."""
@@ -180,6 +159,7 @@ class RowStep:
         step: runs the rows.
         sizer: decides what a micro-batch may hold.
         layouts: layouts that micro-batches may have.
+        chooses_fastest: whether a search chooses the fastest of them.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -225,14 +205,15 @@ class RowStep:
             ),
         )
         self.sizer = self.step.sizer
+        self.chooses_fastest = micro_batch_tokens == "auto"
+        if options.micro_batch_layout is not None:
+            self.sizer.use_layout(options.micro_batch_layout)
         self.layouts = RowLayouts(
             model,
             dataset,
             collate,
             self._token_loss,
-            self.sizer,
             configured=options.micro_batch_layout,
-            chooses=micro_batch_tokens == "auto",
         )
 
     def _move(self, batch: Batch) -> Batch:

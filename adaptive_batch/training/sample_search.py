@@ -41,7 +41,6 @@ class SampleSearch:
     ) -> None:
         self._parts = parts
         self._runner = parts.runner
-        self._sizer = parts.runner.sizer
         self._split_batch = split_batch
         self._forward_backward = forward_backward
         # Whether trials ran one part alone, without the gradients beside which a second part runs.
@@ -64,7 +63,7 @@ class SampleSearch:
             check_whole("batch_size", batch_size)
         check_bool("accumulates", accumulates)
         length = length_in_sample(sample, self._split_batch, self._runner.memory.device)
-        if self._sizer.limit(1).unit == "tokens" and not length:
+        if self._runner.sizer.limit(1).unit == "tokens" and not length:
             raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
         tried = TriedStep(
             self._runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
@@ -74,10 +73,10 @@ class SampleSearch:
         def search(beside_gradients: bool) -> ProbeResult:
             return BoundSearch(tried, worst, options, accumulates=beside_gradients).run()
 
-        has_several = accumulates or self._sizer.may_split
+        has_several = accumulates or self._runner.sizer.may_split
         results = search_for_steps(search, has_several=has_several, step_rows=batch_size)
         result = results[-1]
-        self._sizer.found(result)
+        self._runner.sizer.found(result)
         self._tried_one_part = not has_several and len(results) == 1
         return result
 
@@ -115,7 +114,7 @@ class SampleSearch:
             run()
             return
         gradients = self._runner.gradients_apart()
-        if self._sizer.may_split:
+        if self._runner.sizer.may_split:
             # From its second part on a batch has gradients of its own beside the earlier ones.
             gradients.fill_new()
         run()

@@ -644,19 +644,18 @@ class MicroBatchSizer:
             self._choose(result.throughput)
 
     def found_longer(
-        self, result: ProbeResult, *, tried_rows: int, batch_size: int, can_split: bool
+        self, result: ProbeResult, limit: MicroBatchLimit, *, tried_rows: int, can_split: bool
     ) -> None:
         """Take what a search found for rows that are longer than any that were tried.
 
         Args:
             result: result of the search.
+            limit: what a micro-batch may hold until now.
             tried_rows: the most rows that the search was allowed to try.
-            batch_size: see :meth:`limit`.
             can_split: whether a step may run as several micro-batches.
         """
         length = result.sequence_length
         fitting_rows = result.max_batch_size
-        limit = self.limit(batch_size)
         if not can_split:
             self.max_batch_size = min(self.max_batch_size or fitting_rows, fitting_rows)
         elif fitting_rows < tried_rows:
@@ -749,9 +748,11 @@ class MicroBatchSizer:
             f"lowered to {change.after}, and the limit is {now}"
         )
 
-    def keep_below(self, limit: MicroBatchLimit, *, batch_size: int) -> MicroBatchLimit:
-        """Begin with a limit below which an earlier attempt of the run ended; return the limit."""
-        return self._lowered.begin_below(limit, ceiling=self.limit(batch_size))
+    def keep_below(self, limit: MicroBatchLimit, *, ceiling: MicroBatchLimit) -> MicroBatchLimit:
+        """Begin with a limit below which an earlier attempt of the run ended, and which grows back
+        to a ceiling; return the limit.
+        """
+        return self._lowered.begin_below(limit, ceiling=ceiling)
 
     def count_out_of_memory(self, times: int) -> None:
         """Count out-of-memory errors elsewhere: of trials, or of validation."""

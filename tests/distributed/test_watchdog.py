@@ -179,11 +179,11 @@ def test_a_rank_that_is_killed_ends_those_of_its_machine_that_do_not_notice(tmp_
 def one_hangs_within_a_limit(folder: Path) -> None:
     watch = started(folder, stall_seconds=2.0)
     if os.environ["RANK"] == "0":
-        with watch.limit(None, "waiting"):
+        with watch.time_limit(None, "waiting"):
             time.sleep(100)
-    with watch.limit(None, "saving"):
+    with watch.time_limit(None, "saving"):
         time.sleep(2.7)
-    with watch.limit(0.8, "reading"):
+    with watch.time_limit(0.8, "reading"):
         for _ in range(7):
             time.sleep(0.2)
             watch.beat()
@@ -191,7 +191,7 @@ def one_hangs_within_a_limit(folder: Path) -> None:
     watch.beat()
     (folder / "reached").touch()
     note_failure(folder)
-    with watch.limit(0.8, "reading the lengths"):
+    with watch.time_limit(0.8, "reading the lengths"):
         time.sleep(100)
 
 

@@ -32,7 +32,7 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
         max_steps_per_epoch=max_steps,
     )
     plan = EpochPlan.of(
-        rows, step_rows=batch_size * ranks, drop_last=drop_last, max_steps=max_steps
+        rows, global_rows=batch_size * ranks, drop_last=drop_last, max_steps=max_steps
     )
     walked = list(epochs.ahead(Progress(), {0: batch_size}))
     assert [len(numbers) for _, numbers, _ in walked] == [

@@ -118,9 +118,9 @@ def test_batches_double_from_a_quarter_while_rows_make_four_steps():
 
 
 @given(st.integers(1, 200), st.integers(0, 5000))
-def test_every_batch_divides_the_rows_that_the_largest_divides(step_rows, rows):
-    batches = batches_of_branches(step_rows, rows)
-    assert step_rows % batches[0] == 0
-    assert 4 * batches[0] >= step_rows
+def test_every_batch_divides_the_rows_that_the_largest_divides(global_rows, rows):
+    batches = batches_of_branches(global_rows, rows)
+    assert global_rows % batches[0] == 0
+    assert 4 * batches[0] >= global_rows
     assert all(2 * one == other for one, other in pairwise(batches))
     assert all((rows - rows % batches[-1]) % batch == 0 for batch in batches)

@@ -19,14 +19,14 @@ def schedule_clock(progress, *, plan, reference, unit="samples"):
 
 @given(
     rows=st.integers(1, 100_000),
-    step_rows=st.integers(1, 300),
+    global_rows=st.integers(1, 300),
     drop_last=st.booleans(),
     epochs=st.integers(1, 5),
 )
 def test_with_a_constant_batch_the_clock_is_the_step_count_exactly(
-    rows, step_rows, drop_last, epochs
+    rows, global_rows, drop_last, epochs
 ):
-    plan = EpochPlan.of(rows, step_rows=step_rows, drop_last=drop_last, max_steps=40)
+    plan = EpochPlan.of(rows, global_rows=global_rows, drop_last=drop_last, max_steps=40)
     progress = Progress()
     for _ in range(epochs):
         for step in range(plan.steps):
@@ -38,10 +38,10 @@ def test_with_a_constant_batch_the_clock_is_the_step_count_exactly(
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=6), st.integers(64, 2000))
 def test_growth_neither_stretches_nor_cuts_the_clock(batches, rows):
     """It rises within each epoch, and an epoch is as long on it as it was with the first batch."""
-    reference = EpochPlan.of(rows, step_rows=batches[0], drop_last=False)
+    reference = EpochPlan.of(rows, global_rows=batches[0], drop_last=False)
     progress, before = Progress(), -1.0
     for epoch, batch in enumerate(batches):
-        plan = EpochPlan.of(rows, step_rows=batch, drop_last=False)
+        plan = EpochPlan.of(rows, global_rows=batch, drop_last=False)
         assert schedule_clock(progress, plan=plan, reference=reference) == epoch * reference.steps
         for step in range(plan.steps):
             clock = schedule_clock(progress, plan=plan, reference=reference)
@@ -75,7 +75,7 @@ def test_the_clock_of_tokens_is_the_part_of_the_tokens():
 
 
 def test_a_plan_that_is_open_counts_what_ends_the_epoch_first():
-    reference = EpochPlan.of(100, step_rows=4, drop_last=False)
+    reference = EpochPlan.of(100, global_rows=4, drop_last=False)
     plan = EpochPlan(100, 4, 25, most_steps=10, is_estimate=True)
     by_steps = Progress(epoch_rows=20, epoch_steps=5)
     assert schedule_clock(by_steps, plan=plan, reference=reference) == 12.5
@@ -87,7 +87,7 @@ def after_warmup(clock, *, ended_at, warmup, total):
     """The clock of a warm-up in steps that was over when the decay, in samples, was at
     `ended_at`.
     """
-    plan = EpochPlan.of(2 * 10**6, step_rows=1, drop_last=False)
+    plan = EpochPlan.of(2 * 10**6, global_rows=1, drop_last=False)
     training = TrainingClock(Clock("steps", "samples"), warmup_steps=warmup, total_steps=total)
     training.load_state_dict({"warmup_ended_at": ended_at})
     return training.at(Progress(epoch_rows=clock, steps=warmup, pace=Pace(plan, plan)))
@@ -124,7 +124,7 @@ def test_what_is_no_clock_is_refused_with_what_would_do(value):
 
 
 def test_a_grown_batch_whose_last_step_is_short_is_where_the_constant_batch_would_be():
-    reference, plan = (EpochPlan.of(112, step_rows=rows, drop_last=False) for rows in (16, 32))
+    reference, plan = (EpochPlan.of(112, global_rows=rows, drop_last=False) for rows in (16, 32))
     clocks = [
         schedule_clock(Progress(epoch_rows=rows), plan=plan, reference=reference)
         for rows in (0, 32, 64, 96)
@@ -133,7 +133,7 @@ def test_a_grown_batch_whose_last_step_is_short_is_where_the_constant_batch_woul
 
 
 def test_where_the_end_of_the_epoch_drops_other_rows_the_clock_still_comes_to_the_end():
-    reference, plan = (EpochPlan.of(100, step_rows=rows, drop_last=True) for rows in (16, 32))
+    reference, plan = (EpochPlan.of(100, global_rows=rows, drop_last=True) for rows in (16, 32))
     assert (
         schedule_clock(Progress(epoch_rows=96), plan=plan, reference=reference)
         == reference.steps

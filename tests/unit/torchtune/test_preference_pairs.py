@@ -220,16 +220,15 @@ def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
-    rows = pairs(2)
-    wired = job_on_pairs(kind, rows, limit=MicroBatchLimit(2))
+    wired = job_on_pairs(kind, pairs(2), limit=MicroBatchLimit(2))
     # With adapters at zero the policy is its reference, and the loss that of any pair.
     with torch.no_grad():
         for name, parameter in wired.model.named_parameters():
             if "lora_b" in name:
                 parameter.zero_()
-    assert wired.trainer.why_unfit("packed", rows) == ""
+    assert wired.trainer.why_unfit("packed") == ""
     wired.model.output.register_forward_pre_hook(lambda _, given: (given[0].cumsum(1),))
-    assert "mix tokens by torch's" in wired.trainer.why_unfit("packed", rows)
+    assert "mix tokens by torch's" in wired.trainer.why_unfit("packed")
 
 
 def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
@@ -388,7 +387,7 @@ def test_a_lowered_limit_of_the_reference_grows_back():
     sizer = MicroBatchSizer(ConfiguredSize(micro_batch_size=8), policy=OOMPolicy(grow_after=1))
     sizers = Sizers(MicroBatchSizer(), sizer)
     trainer = Trainer(wired.job, wired.data, wired.model, sizers)
-    sizer.keep_below(MicroBatchLimit(2), batch_size=1)
+    sizer.keep_below(MicroBatchLimit(2), ceiling=sizer.limit(1))
     limits = []
     for _ in range(80):
         trainer.runner.run(rows, question_of(rows))

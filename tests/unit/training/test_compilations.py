@@ -11,7 +11,6 @@ from support.loops import train, training
 from support.sharded_model import Decoder, collate, make_rows, token_losses
 
 from adaptive_batch import AdaptiveStep, StepOptions
-from adaptive_batch.data import MicroBatchLayout
 from adaptive_batch.training import MicroBatchSizer
 from adaptive_batch.training.compilations import (
     CompilationLog,
@@ -245,5 +244,5 @@ def test_what_compiling_leaves_in_cycles_is_freed_in_passes_without_gradients():
         is_freed.append(left() is None)
 
     passes = ForwardPasses(runner, MicroBatchSizer(), row_length=len)
-    passes.run(["abc"], forward, layout=MicroBatchLayout(), dummy_row=None, doing="in a test")
+    passes.run(["abc"], forward, kind="padded", dummy_row=None, doing="in a test")
     assert is_freed == [True]

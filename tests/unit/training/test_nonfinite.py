@@ -6,27 +6,30 @@ import pytest
 import torch
 
 from adaptive_batch.errors import NonfiniteLossError
-from adaptive_batch.training import NonfiniteSteps, StepResult
+from adaptive_batch.schedules import Progress
+from adaptive_batch.training import MicroBatchSizer, NonfiniteSteps, StepResult
 
 NAN, INF = float("nan"), float("inf")
 
 
-class Dropping:
+class Runner:
     """Counts how often gradients are dropped."""
 
-    count = 0
+    def __init__(self):
+        self.sizer = MicroBatchSizer()
+        self.count = 0
 
-    def __call__(self):
+    def drop_gradients(self):
         self.count += 1
 
 
 def steps_of(policy, **options):
-    events, dropped = [], Dropping()
+    events, dropped = [], Runner()
 
     def event(kind, message, *, prints=True, **facts):
         events.append(SimpleNamespace(kind=kind, message=message, prints=prints, **facts))
 
-    return NonfiniteSteps(policy, drop_gradients=dropped, event=event, **options), events, dropped
+    return NonfiniteSteps(policy, dropped, event=event, **options), events, dropped
 
 
 def result(loss, norm=None):
@@ -40,7 +43,8 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
     steps, events, dropped = steps_of("warn")
     losses = [2.0, NAN, INF, -INF, -3.0, NAN]
     assert [
-        steps.drops(result(loss), step=number, lr=0.1) for number, loss in enumerate(losses, 1)
+        steps.drops(result(loss), Progress(steps=number - 1), lr=0.1)
+        for number, loss in enumerate(losses, 1)
     ] == [False] * 6
     assert [(event.kind, event.step, event.prints, event.skipped) for event in events] == [
         ("nonfinite_loss", 2, True, False),
@@ -53,7 +57,9 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
 
 def test_many_in_a_row_are_printed_now_and_then():
     steps, events, _ = steps_of("skip")
-    assert all(steps.drops(result(NAN), step=number, lr=0.1) for number in range(1, 251))
+    assert all(
+        steps.drops(result(NAN), Progress(steps=number - 1), lr=0.1) for number in range(1, 251)
+    )
     printed = [event for event in events if event.prints]
     assert [event.step for event in printed] == [1, 100, 200]
     assert printed[1].message.startswith(
@@ -64,8 +70,8 @@ def test_many_in_a_row_are_printed_now_and_then():
 def test_the_line_names_what_changed_before():
     steps, events, _ = steps_of("warn")
     seen = [(0, 4, 2.0, 0.1), (0, 8, 1.5, 0.2), (0, 8, 1.25, 0.2), (1, 8, NAN, 0.3)]
-    for step, (epoch, batch, loss, lr) in enumerate(seen, 1):
-        steps.drops(result(loss), step=step, lr=lr, epoch=epoch, batch=batch)
+    for step, (epoch, batch, loss, lr) in enumerate(seen):
+        steps.drops(result(loss), Progress(epoch, steps=step, batch=batch), lr=lr)
     assert (
         events[0].message
         == "step 4: the loss is nan, lr 0.3; step 3 had loss 1.25 and lr 0.2; batch 4 -> 8 at"
@@ -75,7 +81,9 @@ def test_the_line_names_what_changed_before():
 
 def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
     steps, events, dropped = steps_of("skip")
-    assert [steps.drops(result(1.0, norm), step=1, lr=0.1) for norm in (None, 3.0, NAN, INF)] == [
+    assert [
+        steps.drops(result(1.0, norm), Progress(), lr=0.1) for norm in (None, 3.0, NAN, INF)
+    ] == [
         False,
         False,
         True,
@@ -83,7 +91,7 @@ def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
     ]
     assert (dropped.count, [event.skipped for event in events]) == (2, [True, True])
     steps, events, _ = steps_of("warn")
-    assert not steps.drops(result(1.0, NAN), step=1, lr=0.1)  # nothing is waited for
+    assert not steps.drops(result(1.0, NAN), Progress(), lr=0.1)  # nothing is waited for
     assert not events
 
 
@@ -94,6 +102,6 @@ def test_to_stop_is_an_error_with_what_to_do():
         " taken; resume from step_2"
     )
     with pytest.raises(NonfiniteLossError) as error:
-        steps.drops(result(INF), step=3, lr=0.1)
+        steps.drops(result(INF), Progress(steps=2), lr=0.1)
     assert str(error.value) == message
     assert ([event.prints for event in events], dropped.count) == ([False], 1)

@@ -185,7 +185,7 @@ def test_what_longer_rows_allow_is_never_grown_over():
 
     def try_longer(fitting_rows):
         longer = replace(found(), max_batch_size=fitting_rows, trials=(), sequence_length=9)
-        run.sizer.found_longer(longer, tried_rows=32, batch_size=32, can_split=True)
+        run.sizer.found_longer(longer, run.sizer.limit(32), tried_rows=32, can_split=True)
 
     run.lower(4, rows=32)
     try_longer(10)
