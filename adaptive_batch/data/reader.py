@@ -19,15 +19,16 @@ class RowReader:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._expect: Callable[[list[int]], object] | None = getattr(dataset, "expect", None)
+        self._expect: Callable[[Iterable[int]], object] = getattr(
+            dataset, "expect", lambda numbers: None
+        )
 
     def begin(self) -> None:
         """Begin an epoch: draw the random number that torch's own loader draws then, as it does in
         torchtune's recipes.
         """
         iter(DataLoader(self._dataset, batch_size=None))
-        if self._expect is not None:
-            self._expect([])
+        self._expect([])
 
     def read(self, numbers: Sequence[int], *, following: Iterable[int] = ()) -> list[Any]:
         """Read some rows.
@@ -37,6 +38,5 @@ class RowReader:
             following: row numbers that are likely to be read next.
         """
         rows = [self._dataset[number] for number in numbers]
-        if self._expect is not None:
-            self._expect(list(following))
+        self._expect(following)
         return rows
