@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -69,8 +70,9 @@ class ReadAhead:
                 self._reads_to_watch = None
             return row
 
-    def expect(self, numbers: list[int]) -> None:
+    def expect(self, numbers: Iterable[int]) -> None:
         """Have these rows read, in their order; forget any other that was."""
+        numbers = list(numbers)
         with _reading:
             self._rows = {number: self._rows[number] for number in numbers if number in self._rows}
             self._expected = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -19,7 +19,7 @@ class RowReader:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._expect: Callable[[list[int]], object] = getattr(
+        self._expect: Callable[[Iterable[int]], object] = getattr(
             dataset, "expect", lambda numbers: None
         )
 
@@ -30,7 +30,7 @@ class RowReader:
         iter(DataLoader(self._dataset, batch_size=None))
         self._expect([])
 
-    def read(self, numbers: Sequence[int], *, following: Sequence[int] = ()) -> list[Any]:
+    def read(self, numbers: Sequence[int], *, following: Iterable[int] = ()) -> list[Any]:
         """Read some rows.
 
         Args:
@@ -38,5 +38,5 @@ class RowReader:
             following: row numbers that are likely to be read next.
         """
         rows = [self._dataset[number] for number in numbers]
-        self._expect(list(following))
+        self._expect(following)
         return rows

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -144,26 +144,36 @@ class EpochClock:
         self._epochs.follow(rule.coupled(batching.batch_tokens or batching.batch_size, decay))
 
 
-@dataclass(frozen=True)
-class PlannedRows:
+class PlannedRows(NamedTuple):
     """The rows of one step.
 
     Attributes:
         progress: progress before the step, with the batch that is requested for it.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
-        following: row numbers that this rank is likely to take next.
+        next_numbers: row numbers of the next step, as far as it is as large.
     """
 
     progress: Progress
     numbers: list[int]
     positions: Sequence[int]
-    following: list[int]
+    next_numbers: list[int]
 
     @property
     def own(self) -> list[int]:
         """Row numbers of this rank."""
         return list(map(self.numbers.__getitem__, self.positions))
+
+    @property
+    def following(self) -> Iterator[int]:
+        """Row numbers that this rank is likely to take next: where ranks take rows in turn, those
+        at the same positions.
+        """
+        return (
+            self.next_numbers[position]
+            for position in self.positions
+            if position < len(self.next_numbers)
+        )
 
     def small_rows(self) -> tuple[int, ...]:
         """Return which of this rank's rows are in the step's small batch: a quarter over all ranks,
@@ -353,15 +363,10 @@ class StepPlanner:
         two_steps = self._numbers(begin, begin + 2 * size)
         numbers = two_steps[:size]
         positions = self.rows_of_rank(numbers)
-        # Where ranks take rows in turn, those of the next step lie at the same positions.
-        next_numbers = two_steps[size:]
-        following = [
-            next_numbers[position] for position in positions if position < len(next_numbers)
-        ]
         pace = self.clock.pace
         if progress.batch != batch or progress.pace is not pace:
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, numbers, positions, following)
+        return PlannedRows(progress, numbers, positions, two_steps[size:])
 
     def _numbers(self, begin: int, end: int) -> list[int]:
         """Return the row numbers at some places of the epoch's order, of which several steps are

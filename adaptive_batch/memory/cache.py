@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -163,19 +163,19 @@ class AllocatorCache:
             format_bytes(self._needed_bytes),
         )
 
-    def end_step(self, *, leaves_gradients: bool = True) -> None:
+    def end_step(self, *, leaves_gradients: Callable[[], bool] = lambda: True) -> None:
         """Learn what steps need.
 
         Args:
-            leaves_gradients: whether its gradients are there; not with the optimizer in backward,
-                whose states are in the peak by now.
+            leaves_gradients: function that returns whether its gradients are there; not with the
+                optimizer in backward, whose states are in the peak by now.
         """
         if not self._memory.divides_large_blocks:
             return
         peak_bytes = self._memory.peak_bytes()
         self._first_own_bytes = 0
         if not self._needed_bytes:
-            if leaves_gradients:
+            if leaves_gradients():
                 self._first_own_bytes = peak_bytes - self._first_bytes
             if self._memory.reserved_bytes() > (1 + _TOLERATED) * peak_bytes:
                 # Otherwise the optimizer's states, which stay, are cut from what is free.

@@ -8,7 +8,7 @@ import ctypes
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any
 
@@ -106,15 +106,15 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._type = _type_of(device)
         # There is one MPS, and it takes no device.
-        self._which = () if device.type == "mps" else (device,)
+        self._which = () if self._type == "mps" else (device,)
         self._state: dict[str, Any] = {
             "torch": torch.default_generator.get_state(),
             "python": _python_state.now(),
         }
-        if device.type != "cpu":
-            self._state[device.type] = getattr(torch, device.type).get_rng_state(*self._which)
+        if self._type != "cpu":
+            self._state[self._type] = getattr(torch, self._type).get_rng_state(*self._which)
         # It is loaded when it is first used, and nothing has been drawn from it before.
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
@@ -142,8 +142,8 @@ class RandomState:
         not name stay as they are.
         """
         torch.set_rng_state(state["torch"])
-        if self._device.type in state:
-            getattr(torch, self._device.type).set_rng_state(state[self._device.type], *self._which)
+        if self._type in state:
+            getattr(torch, self._type).set_rng_state(state[self._type], *self._which)
         random.setstate(state["python"])
         _python_state.forget()
         numpy = sys.modules.get("numpy")
@@ -151,6 +151,12 @@ class RandomState:
             numpy.random.set_state(state["numpy"])
             if _numpy_state is not None:
                 _numpy_state.forget()
+
+
+@cache
+def _type_of(device: torch.device) -> str:
+    """Return the type of a device, of which torch makes a new string each time, in every step."""
+    return device.type
 
 
 class _WatchedState:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch
@@ -16,8 +16,7 @@ _ABSENT = "nothing"
 OwnPieces = tuple[list[MicroBatch], ...]
 
 
-@dataclass(frozen=True)
-class Division:
+class Division(NamedTuple):
     """How the rows of a step are divided, as all ranks have agreed.
 
     Attributes:
@@ -38,8 +37,7 @@ class Division:
         return cls(parts, distributed.all_reduce_max([len(part) for part in parts]), ends)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Question:
+class Question(NamedTuple):
     """What each rank says before a step.
 
     Attributes:

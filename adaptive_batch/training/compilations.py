@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from torch import nn
@@ -112,20 +112,11 @@ class CompilationLog:
         if self._compilations is not None:
             self._compilations = Compilations()
 
-    @contextmanager
-    def without_garbage(self) -> Iterator[None]:
+    def without_garbage(self) -> AbstractContextManager[object]:
         """Inside, what compiling leaves in reference cycles is freed as soon as it ends."""
         if self._compilations is None:
-            yield
-            return
-        handler = private("torch._dynamo.callback", "callback_handler").callback_handler
-        handler.register_end_callback(_collect_garbage)
-        try:
-            yield
-        finally:
-            # torch.compiler.reset() has removed it.
-            with suppress(ValueError):
-                handler.remove_end_callback(_collect_garbage)
+            return nullcontext()
+        return _garbage_is_collected()
 
     def log_new(self, event: Callable[..., object]) -> None:
         """Log what was compiled again since the last call of this or `forget`, a line for each with
@@ -149,6 +140,18 @@ class CompilationLog:
                 gives_up=compilation.gives_up,
                 count=self.num_again,
             )
+
+
+@contextmanager
+def _garbage_is_collected() -> Iterator[None]:
+    handler = private("torch._dynamo.callback", "callback_handler").callback_handler
+    handler.register_end_callback(_collect_garbage)
+    try:
+        yield
+    finally:
+        # torch.compiler.reset() has removed it.
+        with suppress(ValueError):
+            handler.remove_end_callback(_collect_garbage)
 
 
 def _collect_garbage(_: object) -> None:

@@ -21,7 +21,8 @@ class GradientsApart:
     its second part on they are there beside the earlier ones.
 
     Args:
-        parameters: those that have gradients.
+        parameters: those that have gradients, found as they are set aside, so that a shared one
+            comes once.
         drop: function that leaves the model without gradients.
     """
 
@@ -29,10 +30,9 @@ class GradientsApart:
         self._drop = drop
         self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
         for parameter in parameters:
-            # None of one that is shared, where it comes again.
-            if parameter.grad is not None:
-                self._earlier.append((parameter, parameter.grad))
-                parameter.grad = None
+            assert parameter.grad is not None, "it is set aside already"
+            self._earlier.append((parameter, parameter.grad))
+            parameter.grad = None
 
     def fill_new(self) -> None:
         """Give the batch gradients of zeros."""

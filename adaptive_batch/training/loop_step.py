@@ -91,7 +91,7 @@ class LoopStep:
         batch_size = self._batches.rows_on_largest_rank(planned.progress.batch)
         self._search.check_fits(batch_size)
         reshard(self._model)
-        if self._runner.with_gradients():
+        if self._runner.has_gradients():
             check_gradients_are_clear(self._model, self._optimizer)
         progress = self._batches.progress
         self._events.begins(progress)

@@ -9,7 +9,6 @@ raises :class:`OutOfMemoryElsewhereError`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -193,33 +192,27 @@ class OOMRetry:
                 self._sharding.run_dummy_collectives(**kind)
                 continue
             self.current = piece or self.current
-            self._run_micro_batch(partial(run, number), drop=drop, following=kinds[number + 1 :])
+            try:
+                run(number)
+            except Exception as error:
+                if not self._can_finish(error, following=kinds[number + 1 :]):
+                    raise
+                self._error = _message(error)
+            # Outside of the except block, which keeps the failed forward's tensors alive.
+            if self._error is not None:
+                drop()
+                recover(self.memory)
+                self._sharding.finish()
         if self._error is None:
             self.current = fullest
 
-    def _run_micro_batch(
-        self,
-        run: Callable[[], object],
-        *,
-        drop: Callable[[], object],
-        following: Sequence[dict[str, Any]],
-    ) -> None:
-        """Run one micro-batch; where it runs out of memory beside other ranks, bring its
-        collectives to their end.
+    def _can_finish(self, error: Exception, *, following: Sequence[dict[str, Any]]) -> bool:
+        """Return whether a micro-batch ran out of memory beside other ranks, and its collectives
+        can be brought to their end, and then those of the following ones.
         """
-        try:
-            run()
-            return
-        except Exception as error:
-            can_finish = distributed.world_size() > 1 and self.retries and self._sharding.can_finish
-            is_known = all(self._sharding.knows(**kind) for kind in following)
-            if not (can_finish and is_out_of_memory(error) and is_known):
-                raise
-            self._error = _message(error)
-        # Outside of the except block, which keeps the failed forward's tensors alive.
-        drop()
-        recover(self.memory)
-        self._sharding.finish()
+        can_finish = distributed.world_size() > 1 and self.retries and self._sharding.can_finish
+        is_known = all(self._sharding.knows(**kind) for kind in following)
+        return can_finish and is_known and is_out_of_memory(error)
 
     def lost(self, error: BaseException, doing: str) -> RankLostError:
         """Build the error of a rank that ran out of memory where the others cannot be told, with

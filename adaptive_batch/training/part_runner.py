@@ -105,10 +105,12 @@ class PartRunner:
         return results
 
     def _divide(self, rows: Splittable) -> OwnPieces:
-        layout = self.runner.sizer.layout
-        limit = self._even_limit(rows.num_rows, self.runner.sizer.limit_of_step)
-        if rows.knows_lengths or not layout.keeps_order(limit):
-            return (micro_batches(_lengths(rows), limit, layout),)
+        limit = self.runner.sizer.limit_of_step
+        if rows.knows_lengths or not self.runner.sizer.layout.keeps_order(limit):
+            if rows.lengths is None:
+                raise SettingError("micro_batch_tokens", "of a batch", LENGTHS_REMEDY)
+            return (self.plan(rows.lengths, limit),)
+        limit = self._even_limit(rows.num_rows, limit)
         pieces = split_by_rows(range(rows.num_rows), limit.amount)
         width = rows.width
         return ([MicroBatch(piece, length=width) for piece in pieces],)
@@ -260,10 +262,3 @@ class PartRunner:
 def _even_rows(num_rows: int, *, at_most: int) -> int:
     """Return the rows of a micro-batch where as few as can be are as equal as can be."""
     return math.ceil(num_rows / math.ceil(num_rows / at_most))
-
-
-def _lengths(rows: Splittable) -> Sequence[int]:
-    """Return the tokens of each row; refuse a batch that does not show them."""
-    if rows.lengths is None:
-        raise SettingError("micro_batch_tokens", "of a batch", LENGTHS_REMEDY)
-    return rows.lengths

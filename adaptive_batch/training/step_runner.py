@@ -203,7 +203,7 @@ class StepRunner:
         self.retry.run_in_turn(
             pieces, run_number, drop=self.drop_gradients, idle=idle, reduced=reduced
         )
-        self.cache.end_step(leaves_gradients=bool(self.with_gradients()))
+        self.cache.end_step(leaves_gradients=self.has_gradients)
 
     @contextmanager
     def trial(self, *, is_last: bool = True, evaluates: bool | str = False) -> Iterator[None]:
@@ -250,19 +250,21 @@ class StepRunner:
         """
         return [module._parameters for module in self.model.modules() if module._parameters]
 
-    def with_gradients(self) -> list[nn.Parameter]:
-        """Return the parameters that have a gradient of an earlier batch, shared ones more than
-        once.
-        """
-        return [
+    def _with_gradients(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that have a gradient."""
+        return (
             parameter
             for parameter in chain.from_iterable(map(dict.values, self._places))
             if parameter is not None and parameter.grad is not None
-        ]
+        )
+
+    def has_gradients(self) -> bool:
+        """Return whether a parameter has a gradient."""
+        return next(self._with_gradients(), None) is not None
 
     def gradients_apart(self) -> GradientsApart:
         """Set the gradients of earlier batches aside."""
-        return GradientsApart(self.with_gradients(), self.drop_gradients)
+        return GradientsApart(self._with_gradients(), self.drop_gradients)
 
     def drop_gradients(self) -> None:
         """Leave no gradient, so that a step of the optimizer changes nothing."""
