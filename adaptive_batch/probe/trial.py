@@ -465,7 +465,7 @@ class DryRun:
                 for _, forward_backward in step:
                     forward_backward()
                 if self._cache:
-                    self._cache.end_step(leaves_gradients=self._in_backward is None)
+                    self._cache.end_step(leaves_gradients=lambda: self._in_backward is None)
                 if not self._in_backward:
                     self._step()
                 self._meter.drop_gradients()
