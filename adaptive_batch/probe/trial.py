@@ -365,7 +365,7 @@ class DryRun:
             )
             stack.callback(snapshot.restore)
             if self._steps is not None:
-                stack.callback(self._keep_place_of_state)
+                stack.callback(_keep_place_of_states, self._optimizers)
             stack.callback(self._meter.drop_gradients)
             if self._in_backward:
                 stack.enter_context(self._in_backward.dry_run())
@@ -438,7 +438,7 @@ class DryRun:
         return [duration / 1e9 for duration in distributed.all_reduce_max(nanoseconds)]
 
     def _try_steps(self, steps: Iterator[SizedStep], phase: str) -> Usage | None:
-        """Run steps as training does; where it makes blocks, with the block of what a step needs."""
+        """Run steps as training does, with its block of what a step needs where it makes one."""
         self._meter.drop_gradients()
         if self._cache is None:
             return self._measure_steps(steps, phase)
@@ -471,15 +471,6 @@ class DryRun:
                 self._meter.drop_gradients()
 
         return self._meter.measure(run, phase, prepare=False)
-
-    def _keep_place_of_state(self) -> None:
-        """Reserve the memory that the state of a new optimizer had in trials.
-
-        It is free for that state alone: it is released when the optimizer's first step begins.
-        """
-        for optimizer in self._optimizers:
-            place = list(optimizer_state_tensors([optimizer]))
-            optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())
 
     def evaluation(
         self,
@@ -565,3 +556,13 @@ class DryRun:
 
     def _run_fewest(self) -> None:
         self._forward_backward(self._fewest)
+
+
+def _keep_place_of_states(optimizers: Iterable[Optimizer]) -> None:
+    """Reserve the memory that the state of a new optimizer had in trials.
+
+    It is free for that state alone: it is released when the optimizer's first step begins.
+    """
+    for optimizer in optimizers:
+        place = list(optimizer_state_tensors([optimizer]))
+        optimizer.register_step_pre_hook(lambda *_, place=place: place.clear())

@@ -320,9 +320,8 @@ class Trainer:
     def tried(self) -> TriedStep:
         """Return the step that a search tries."""
         runner = self.runner
-        keeps_gradients = (
-            not self._job.settings.sync_gradients_every_micro_batch and distributed.world_size() > 1
-        )
+        syncs_all = self._job.settings.sync_gradients_every_micro_batch
+        keeps_gradients = not syncs_all and distributed.world_size() > 1
         return TriedStep(
             runner,
             self.in_backward or self.optimizer,

@@ -115,6 +115,32 @@ class ProbeOptions:
         check_choice("search", self.search, SEARCHES)
         check_choice("objective", self.objective, tuple(OBJECTIVES))
 
+    def share_left_free(self, *, stays_whole: bool) -> float:
+        """Return the share of memory that is left free.
+
+        Args:
+            stays_whole: whether steps of varying lengths hold little more than they need.
+        """
+        if not isinstance(self.headroom, str):
+            return self.headroom
+        return _HEADROOM_WHOLE if stays_whole else _HEADROOM
+
+    def left_free(self, *, fragments: bool, stays_whole: bool) -> str:
+        """Return how much memory is left free, and what would leave less of it, for the log.
+
+        Args:
+            fragments: whether trials are steps of varying lengths, which fragment a cache.
+            stays_whole: see :meth:`share_left_free`.
+        """
+        text = f"{100 * self.share_left_free(stays_whole=stays_whole):.4g}% of the memory left free"
+        would_leave_less = fragments and not stays_whole and segments_can_expand()
+        if isinstance(self.headroom, str) and would_leave_less:
+            text += (
+                f" ({100 * _HEADROOM_WHOLE:.4g}% with"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
+            )
+        return text
+
 
 class SearchCache(Protocol):
     """What earlier searches have shown."""
@@ -212,21 +238,7 @@ class BoundSearch:
     @property
     def headroom(self) -> float:
         """The share of memory that is left free."""
-        asked = self._options.headroom
-        if not isinstance(asked, str):
-            return asked
-        return _HEADROOM_WHOLE if self._stays_whole else _HEADROOM
-
-    def left_free(self) -> str:
-        """Return how much memory is left free, and what would leave less of it, for the log."""
-        text = f"{100 * self.headroom:.4g}% of the memory left free"
-        would_leave_less = self._fragments and not self._stays_whole and segments_can_expand()
-        if isinstance(self._options.headroom, str) and would_leave_less:
-            text += (
-                f" ({100 * _HEADROOM_WHOLE:.4g}% with"
-                " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
-            )
-        return text
+        return self._options.share_left_free(stays_whole=self._stays_whole)
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
@@ -297,7 +309,7 @@ class BoundSearch:
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
-            self.left_free(),
+            self._options.left_free(fragments=self._fragments, stays_whole=self._stays_whole),
         )
         try:
             # Reading a row of some datasets draws random numbers.

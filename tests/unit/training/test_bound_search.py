@@ -141,7 +141,10 @@ def test_less_is_left_free_where_the_cache_stays_whole_in_trials_of_trainings_ow
     text = f"{100 * left_free:.4g}% of the memory left free"
     if segments == "expandable_segments:False" and not fits_a_block:
         text += " (1% with PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
-    assert search.left_free() == text
+    fragments = isinstance(memory, CachingMemory) and has_order
+    stays_whole = left_free == 0.01
+    options = ProbeOptions("1GiB", headroom)
+    assert options.left_free(fragments=fragments, stays_whole=stays_whole) == text
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,8 @@ def test_segments_that_expand_are_not_advised_where_pytorch_has_none(
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.setattr(module, name, value)
-    assert search_on(CachingMemory(), True, "auto").left_free() == "5% of the memory left free"
+    text = ProbeOptions().left_free(fragments=True, stays_whole=False)
+    assert text == "5% of the memory left free"
 
 
 def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
