@@ -22,6 +22,7 @@ from adaptive_batch.report import audit, read_records
 pytestmark = pytest.mark.cuda_stack
 
 MIB = 2**20
+CONTEXT = 500 * MIB  # of the stub's process
 ROOM = 280 * MIB  # for about half of the rows
 ON_CUDA = ("device=cuda", "probe.round_to_power_of_two=False")
 MAXIMUM = "use_maximum_batch_size=True"
@@ -65,6 +66,30 @@ def test_the_bound_is_trained_with_and_many_more_rows_do_not_fit(setup):
         setup.run_in_process(
             OURS, *ON_CUDA, f"batch_size={too_many}", "on_out_of_memory=raise", "epochs=1"
         )
+
+
+def test_trials_with_the_block_of_training_find_more_rows_and_these_run(setup, monkeypatch):
+    lengths = (
+        "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
+        "dataset.number=4000",
+        "dataset.longest=512",
+        "dataset.kind=bimodal",
+        "model.max_seq_len=512",
+        *(
+            f"~dataset.{key}"
+            for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
+        ),
+    )
+
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    monkeypatch.setenv("STUB_CUDA_CAPACITY", str(CONTEXT + 1536 * MIB))
+    folder = setup.run(
+        OURS, *ON_CUDA, *lengths, MAXIMUM, "max_steps_per_epoch=60", "epochs=1"
+    ).output_dir
+    # Trials without it find 25, or 27 with a hundredth of the memory left free.
+    assert bound(folder) >= 29
+    assert records(folder, "limit") == []
+    assert audit(folder).problems == ()
 
 
 @pytest.mark.parametrize("kind", [*KINDS])
