@@ -66,7 +66,6 @@ from support.paths import subprocess_environment
 DRAWN = 120  # of cuda_stack.py, of which those of one device are taken
 ROWS_OF_COMPILED = 2
 STEPS_AFTER_SEARCH = 10
-HEADROOMS = {"default": 0.05, "expandable": 0.01}  # as `auto` has them
 OF_A_CONTEXT = 1  # GiB that a process takes beside what is estimated, and some
 IGNORED = "Mismatch dtype between input and weight"
 
@@ -215,7 +214,9 @@ def searched(case: Case, estimated: dict[str, Any], room: Room) -> dict[str, Any
         "reserved",
     )
     for name, conf in CONFS.items():
-        headroom = HEADROOMS[name]
+        # As `auto` has it.
+        stays_whole = name == "expandable" or case.combination.loss == "chunked"
+        headroom = 0.01 if stays_whole else 0.05
         run = StackRun(case.combination, (), probes=STEPS_AFTER_SEARCH, headroom=headroom)
         with room.of(None):
             start = time.perf_counter()

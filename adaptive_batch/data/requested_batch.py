@@ -27,10 +27,14 @@ class Sizer(Protocol):
     lie in it.
 
     `max_batch_size` is the most rows that were tried and fit; None where that is unknown.
+    `waits_for_search` says whether what fits has to be found before anything can run.
     """
 
     max_batch_size: int | None
     layout: MicroBatchLayout
+
+    @property
+    def waits_for_search(self) -> bool: ...
 
     def limit(self, batch_size: int) -> MicroBatchLimit: ...
 
@@ -42,6 +46,8 @@ class NoSizer:
         maximum: that number; None for anything.
         batch_tokens: tokens of a step on one device; None where it holds rows.
     """
+
+    waits_for_search = False
 
     def __init__(self, maximum: int | None = None, batch_tokens: int | None = None) -> None:
         self.max_batch_size = maximum

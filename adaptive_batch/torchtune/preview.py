@@ -233,9 +233,6 @@ class TrainingPreview:
         # Micro-batches are cut once for each stage: steps of one batch size are cut alike.
         key = None
         num_micro_batches = 0
-        waits_for_search = (
-            self._settings.micro_batch.is_auto and planner.batch.sizer.max_batch_size is None
-        )
         scheduled = (
             self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         )
@@ -248,7 +245,7 @@ class TrainingPreview:
                 batch_size = at.batch
                 if not scheduled:
                     batch_size = self._sizes[at.epoch]
-                if not waits_for_search:
+                if not planner.batch.sizer.waits_for_search:
                     num_micro_batches = planner.num_micro_batches(rows, batch_size=batch_size)
             batch = len(rows)
             if rate.counts_tokens:
