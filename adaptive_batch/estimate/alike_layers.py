@@ -8,9 +8,12 @@ the other.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -25,7 +28,7 @@ _FEW_MODULES = 200
 _NEIGHBOURS = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class _Traced:
     """A run of all layers, and its log; that of a few layers once it is asked for."""
 
@@ -40,9 +43,10 @@ class AlikeLayers:
     Of layers that are alike the first is kept, and the last where what they follow is not trained.
     What is allocated in a run of a few layers has, at each shape, the sizes of what is allocated in
     the same place of the layers that are left out. So the sizes at a new shape are looked up by
-    those at shapes of which both logs are there. A shape is traced with all layers until one log
-    that was expected in this way was equal to the traced one; and wherever a size is not known or
-    not unique, or the layers run other operations than at any shape before.
+    those at shapes of which both logs are there, in their order where both have as many. A shape is
+    traced with all layers until one log that was expected in this way was equal to the traced one;
+    and wherever a size is not known or not unique, or the layers run other operations than at any
+    shape before.
 
     Args:
         model: whose lists of modules are searched for layers that are alike.
@@ -58,6 +62,8 @@ class AlikeLayers:
             self._shorter = list(_shorter_lists(model))
         num_left_out = sum(len(owner._modules) - len(kept) for owner, kept in self._shorter)
         self._is_used = num_left_out >= _LEAST_LEFT_OUT
+        # Shapes of a few programs come in turn.
+        self._places = lru_cache(maxsize=4)(_Places)
         self._confirmed: set[Hashable] = set()
         self._traced: dict[Hashable, list[_Traced]] = {}
 
@@ -97,7 +103,7 @@ class AlikeLayers:
                 traced.few = self._trace_few(traced.trace)
                 self._confirm(known, traced, kind)
             known.append(traced)
-        expected = _expected(known, few)
+        expected = self._expected(known, few)
         if expected is not None and kind in self._confirmed:
             return expected
         traced = _Traced(trace, trace(), few)
@@ -109,13 +115,26 @@ class AlikeLayers:
     def _confirm(self, known: Sequence[_Traced], traced: _Traced, kind: Hashable) -> None:
         """Compare a log with what was expected from those of other shapes that are known."""
         others = [other for other in known if other.whole.log != traced.whole.log]
-        expected = _expected(others, traced.few)
+        expected = self._expected(others, traced.few)
         if expected is None:
             return
         if expected.log == traced.whole.log:
             self._confirmed.add(kind)
         else:
             self._give_up()
+
+    def _expected(self, known: Sequence[_Traced], few: Phase | None) -> Phase | None:
+        """Return the log with all layers that belongs to one with a few; None where it does not
+        follow from those that are known.
+        """
+        if few is None:
+            return None
+        alike = tuple(
+            traced
+            for traced in known
+            if traced.few is not None and traced.few.is_like(few) and traced.few.once == few.once
+        )
+        return self._places(alike).expected(few) if alike else None
 
     def _trace_few(self, trace: Callable[[], Phase]) -> Phase | None:
         """Return the log with a few layers; None where the model does not run with these."""
@@ -146,36 +165,54 @@ class AlikeLayers:
                 owner._modules = modules
 
 
-def _expected(known: Sequence[_Traced], few: Phase | None) -> Phase | None:
-    """Return the log with all layers that belongs to one with a few; None where it does not follow
-    from those that are known.
+class _Places:
+    """Places of the entries of logs with all layers in those with a few.
+
+    Args:
+        alike: at several shapes, whose logs with a few layers differ in sizes alone.
     """
-    if few is None:
-        return None
-    alike = [
-        traced
-        for traced in known
-        if traced.few is not None and traced.few.is_like(few) and traced.few.once == few.once
-    ]
-    if not alike or not all(traced.whole.is_like(alike[0].whole) for traced in alike):
-        return None
-    # By an entry with its neighbours, and by an entry alone; 0 where the sizes differ.
-    sizes: dict[Hashable, int] = {}
-    for keys, size in zip(_keys([traced.few for traced in alike]), few.log, strict=True):
-        for key in keys:
-            if sizes.setdefault(key, size) != size:
-                sizes[key] = 0
-    log = array("q")
-    wholes = [traced.whole for traced in alike]
-    for keys, entry in zip(_keys(wholes), wholes[0].log, strict=True):
-        # Frees have other numbers in each log.
-        size = entry
-        if entry > 0:
-            size = next((sizes[key] for key in keys if sizes.get(key)), 0)
-            if not size:
+
+    def __init__(self, alike: Sequence[_Traced]) -> None:
+        self._whole = alike[0].whole
+        self._are_alike = all(traced.whole.is_like(self._whole) for traced in alike)
+        keys_of_whole = list(_keys([traced.whole for traced in alike]))
+        few_places: dict[Hashable, list[int]] = {}
+        for place, keys in enumerate(_keys([traced.few for traced in alike])):
+            for key in keys:
+                few_places.setdefault(key, []).append(place)
+        totals = Counter(chain.from_iterable(keys_of_whole))
+        earlier: Counter[Hashable] = Counter()
+        # Of each entry, the more certain first.
+        self._candidates: list[list[tuple[int, ...]]] = []
+        for keys in keys_of_whole:
+            candidates = []
+            for key in keys:
+                places = tuple(few_places.get(key, ()))
+                # Outside of the layers both logs have the same entries in the same order.
+                if len(places) == totals[key]:
+                    places = places[earlier[key] : earlier[key] + 1]
+                earlier[key] += 1
+                candidates.append(places)
+            self._candidates.append(candidates)
+
+    def expected(self, few: Phase) -> Phase | None:
+        """Return the log with all layers that belongs to one with a few; None where the size of
+        some entry is not known or not unique.
+        """
+        if not self._are_alike:
+            return None
+        log = array("q")
+        for candidates, entry in zip(self._candidates, self._whole.log, strict=True):
+            # Frees have other numbers in each log.
+            if entry <= 0:
+                log.append(entry)
+                continue
+            sizes = ({few.log[place] for place in places} for places in candidates)
+            size = next((found.pop() for found in sizes if len(found) == 1), None)
+            if size is None:
                 return None
-        log.append(size)
-    return alike[0].whole.with_log(log)
+            log.append(size)
+        return self._whole.with_log(log)
 
 
 def _keys(phases: Sequence[Phase | None]) -> Iterator[Sequence[Hashable]]:

@@ -17,7 +17,12 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from adaptive_batch._torch import FakeTensor, current_autograd_node, current_graph_task_id
+from adaptive_batch._torch import (
+    FakeTensor,
+    current_autograd_node,
+    current_graph_task_id,
+    disable_current_modes,
+)
 from adaptive_batch.memory import MemoryTracker, Trace, plain_tensors
 
 from .cuda_operators import CudaOperators
@@ -153,11 +158,13 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
 
     def add_named(self, tensors: Iterable[tuple[Hashable, torch.Tensor]]) -> None:
         """Count what is alive before anything runs, of which :meth:`phase` tells by name."""
-        for name, tensor in tensors:
-            count = self._num_allocations
-            for plain in plain_tensors(tensor):
-                self._see(plain.untyped_storage())
-            self._before += [(name, number) for number in range(self._num_allocations - count)]
+        # Modes would be asked for the storage of each of many tensors.
+        with disable_current_modes():
+            for name, tensor in tensors:
+                count = self._num_allocations
+                for plain in plain_tensors(tensor):
+                    self._see(plain.untyped_storage())
+                self._before += [(name, number) for number in range(self._num_allocations - count)]
         self.add(())
 
     @contextmanager
@@ -242,11 +249,12 @@ class AttributedTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             else:
                 log.append(entry)
             numbers.append(len(numbers) - len(positions))
-        named: dict[Hashable, int] = {
-            (name, place): numbers[number]
-            for name, tensor in after
-            for place, number in enumerate(self._numbers_of(tensor))
-        }
+        with disable_current_modes():
+            named: dict[Hashable, int] = {
+                (name, place): numbers[number]
+                for name, tensor in after
+                for place, number in enumerate(self._numbers_of(tensor))
+            }
         return Phase(log, tuple(self._before), named, tuple(positions))
 
     def _numbers_of(self, tensor: torch.Tensor) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
@@ -84,6 +84,23 @@ class Stacked(Decoder):
         return torch.stack(hidden).mean(0) @ self.embed.weight.T
 
 
+class Chunked(Decoder):
+    """Returns its logits in chunks, of which the last is shorter at some lengths."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        chunks = []
+        for chunk in x.chunk(8, dim=1):
+            logits = chunk @ self.embed.weight.T
+            # So many that those of the next chunk are no neighbours of the first.
+            for _ in range(6):
+                logits = logits.tanh()
+            chunks.append(logits)
+        return torch.cat(chunks, dim=1)
+
+
 class Indexed(Decoder):
     """Cannot run without all of its layers."""
 
@@ -131,7 +148,13 @@ class Translator(Decoder):
         return super().forward(tokens) + self.encoder(tokens).mean()
 
 
-def phases(model: nn.Module, *, in_list: bool, accumulates: bool) -> tuple[list[Phase], int]:
+def phases(
+    model: nn.Module,
+    *,
+    in_list: bool,
+    accumulates: bool,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+) -> tuple[list[Phase], int]:
     """The logs of all shapes, and how often the layer in the middle ran."""
     runs = 0
 
@@ -147,7 +170,7 @@ def phases(model: nn.Module, *, in_list: bool, accumulates: bool) -> tuple[list[
     runs = 0
     logs = [
         step.phase(partial(run, model, device.batch, rows, length=length), is_first=not accumulates)
-        for rows, length in SHAPES
+        for rows, length in shapes
     ]
     return logs, runs
 
@@ -170,6 +193,7 @@ MODELS: dict[str, Callable[[], Decoder]] = {
     ),
     "nothing is trained before": with_frozen_words,
     "an encoder is trained before": Translator,
+    "logits are chunked": partial(Chunked, layers=LAYERS),
     "all are stacked": partial(Stacked, layers=LAYERS),
     "all are needed": partial(Indexed, layers=LAYERS),
 }
@@ -192,6 +216,15 @@ def test_logs_are_those_of_all_layers(name, accumulates):
         assert runs < all_runs
     if name in ("all are needed", "an option is hidden"):
         assert runs == all_runs
+
+
+def test_chunks_of_two_sizes_follow_from_chunks_of_one():
+    equal = [(33, 96), (34, 96), (35, 96)]
+    with torch.device("meta"):
+        models = [Chunked(layers=LAYERS), Chunked(layers=LAYERS)]
+    of_equal = phases(models[0], in_list=True, accumulates=True, shapes=equal)
+    of_both = phases(models[1], in_list=True, accumulates=True, shapes=[*equal, (33, 100)])
+    assert of_both[1] == of_equal[1]
 
 
 def test_a_script_that_fails_without_a_layer_names_its_own_error():
