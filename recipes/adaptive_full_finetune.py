@@ -113,7 +113,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler = RunProfiler(self.cfg.get(PROFILER_KEY, None), self.device)
         self._setup_data()
         if self.settings.preview:
-            text = self.preview.alone(self.resumed, self.bounds, self.sizers.training)
+            text = self.preview.alone(self.bounds, self.sizers.training)
             if distributed.is_rank_zero():
                 print(*self.without_effect, text, sep="\n")
             return
@@ -164,8 +164,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.bounds.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
-        self.preview = TrainingPreview(job, data, planner)
-        self.preview.check(self.resumed.progress)
+        self.preview = TrainingPreview(job, data, planner, self.resumed)
+        self.preview.check()
 
     def _setup_log(self) -> None:
         self.checkpoints.begin_job(self.resumed.name)
@@ -206,10 +206,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
-        saved = self.resumed.saved
         progress = self.planner.begin(self.resumed.progress)
         epoch_steps = self.planner.clock.reference.steps
-        if not saved:
+        if not self.resumed.saved:
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
@@ -220,30 +219,28 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.log.event("no_effect", cut)
         self.log.without_effect(never_due(self.settings, num_steps))
         self.log.without_effect(self.profiler.never_due(num_steps))
-        is_changed = bool(self.resumed.differs)
-        is_changed |= saved.get("configured_batch_size") != self.settings.batch_size
-        self.preview.look_ahead(self.queue.progress, saved=saved, changed=is_changed)
+        self.ahead = self.preview.look_ahead(self.queue.progress)
         self.tally = StepTally(
             self.job,
             self.trainer,
             self.log,
             self.saver,
             remedy=self.checkpoints.after_end,
-            full_batch_rows=self.preview.full_batch_rows,
+            full_batch_rows=self.ahead.full_batch_rows,
         )
 
     def _setup_rate(self) -> None:
         rate = build_rate(
             self.job,
             self.trainer.optimizers,
-            total_steps=self.preview.schedule_steps,
+            total_steps=self.ahead.schedule_steps,
             saved=self.resumed.state_of("learning_rate"),
         )
         self.rate = self.saver.keep("learning_rate", rate)
         if self.checkpoints.found.recipe_state is not None:
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
-        self.log.rate_and_stages(self.rate, self.preview, self.queue.progress, self.resumed.saved)
+        self.log.rate_and_stages(self.rate, self.preview, self.ahead, self.resumed.saved)
         self.trainer.learn_collectives()
 
     # --- training

@@ -36,7 +36,7 @@ from .checks import NoEffect
 from .config_errors import instantiate
 from .data import Data
 from .job import Job
-from .preview import TrainingPreview
+from .preview import TrainingAhead, TrainingPreview
 from .resumed_run import ResumedRun
 
 log = logging.getLogger("adaptive_batch")
@@ -268,8 +268,8 @@ class TrainingLog:
     def rate_and_stages(
         self,
         rate: AdaptiveRate,
-        plan: TrainingPreview,
-        progress: Progress,
+        preview: TrainingPreview,
+        ahead: TrainingAhead,
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
@@ -285,18 +285,18 @@ class TrainingLog:
             event("lr", message, reference=str(rate.reference), rule=settings.rate.lr_scaling)
         scheduler = self._cfg.get("lr_scheduler") or {}
         warmup_steps = scheduler.get("num_warmup_steps") or 0
-        if warmup_steps >= plan.schedule_steps > 0:
+        if warmup_steps >= ahead.schedule_steps > 0:
             message = (
                 f"lr_scheduler.num_warmup_steps={warmup_steps}: the run has"
-                f" {count(plan.schedule_steps, 'step')}, so the rate never reaches {rate.base:g}"
+                f" {count(ahead.schedule_steps, 'step')}, so the rate never reaches {rate.base:g}"
             )
             event("lr_scheduler", message)
-        if not settings.grows or progress.epoch >= settings.epochs:
+        if not settings.grows or ahead.progress.epoch >= settings.epochs:
             return
-        table, stages = plan.table(progress, base_rate=rate.base, saved=saved)
+        table, stages = preview.table(ahead, base_rate=rate.base)
         event("stages", f"the plan:\n{table}", stages=stages)
         if settings.batch_size_schedule:
-            self._log_unscaled(rate, plan.full_batch_rows)
+            self._log_unscaled(rate, ahead.full_batch_rows)
 
     def _log_unscaled(self, rate: AdaptiveRate, batch: int) -> None:
         configured = self._settings.step_rows * self._job.ranks

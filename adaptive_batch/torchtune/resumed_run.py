@@ -93,7 +93,7 @@ class ResumedRun:
         self.name = distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
         self.seed = seed
         self.max_steps_per_epoch = self._settings.max_steps_per_epoch
-        self.differs: list[str] = []
+        self._differs: list[str] = []
         self._ignored: dict[str, tuple[Any, Any]] = {}
         self._changed: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
@@ -136,7 +136,7 @@ class ResumedRun:
             if settings.rate.reference_batch_size is None:
                 reference = saved["conditions"]["reference_batch_size"]
                 self._now["conditions"]["reference_batch_size"] = reference
-        self.differs, self.begins_epoch_again = compare(
+        self._differs, self.begins_epoch_again = compare(
             saved.get("conditions", {}),
             self._now["conditions"],
             allowed=(*settings.saving.resume_allow_changes, *unused),
@@ -151,6 +151,13 @@ class ResumedRun:
             )
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
             self.keeps_batch = scheduled or (found_before and knows_bound)
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether the run has the steps that were planned when the checkpoint was saved."""
+        planned_with = self.saved.get("epochs"), self.saved.get("configured_batch_size")
+        settings = self._settings
+        return not self._differs and planned_with == (settings.epochs, settings.batch_size)
 
     def _may_change(self, name: str) -> bool:
         return name in self._settings.saving.resume_allow_changes
@@ -294,7 +301,7 @@ class ResumedRun:
         """
         now = self._now["conditions"]
         saved = self.saved.get("conditions", {})
-        for name in self.differs:
+        for name in self._differs:
             saved_value = _shown(name, saved, now)
             value_now = _shown(name, now, saved)
             message = (
