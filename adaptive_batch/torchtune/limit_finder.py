@@ -13,7 +13,7 @@ from adaptive_batch.data import StepPlanner, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Throughput
-from adaptive_batch.training import MicroBatchSizer, has_batch_norm
+from adaptive_batch.training import has_batch_norm
 
 from .advice import advise
 from .bound_finder import BoundFinder, left_by_rounding
@@ -53,7 +53,6 @@ class LimitFinder:
         self._trainer = trainer
         self._planner = planner
         self._settings = job.settings
-        self._sizer: MicroBatchSizer = trainer.runner.sizer
         self._bounds = bounds
         self._log = log
         self._lost = lost
@@ -67,7 +66,7 @@ class LimitFinder:
                 not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
-        sizer = self._sizer
+        sizer = self._trainer.runner.sizer
         planner = self._planner
         saved = resumed.state_of("limits")
         self._log_notes()
@@ -130,7 +129,7 @@ class LimitFinder:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
         saved_maximum = self._planner.batch.saved_maximum
-        max_batch_size = self._sizer.max_batch_size
+        max_batch_size = self._trainer.runner.sizer.max_batch_size
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
         if cannot_split and max_batch_size and saved_maximum > max_batch_size:
             problem = (
@@ -144,7 +143,8 @@ class LimitFinder:
         """Find how many rows fit at once in a reference that runs apart from training, where that
         is asked for or training's were searched for, too.
         """
-        reference = self._trainer.runner.reference
+        runner = self._trainer.runner
+        reference = runner.reference
         settings = self._settings
         if reference is None:
             return
@@ -154,7 +154,7 @@ class LimitFinder:
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
             sizer.found(result)
-            self._sizer.count_out_of_memory(_trials_out_of_memory(result))
+            runner.sizer.count_out_of_memory(_trials_out_of_memory(result))
             peak = result.peak_bytes()
             of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
             self._log.event(
@@ -253,7 +253,7 @@ class LimitFinder:
             DoesNotFitError: not even this one.
             SettingError: fewer, and with the optimizer in backward a step cannot be split.
         """
-        sizer = self._sizer
+        sizer = self._trainer.runner.sizer
         settings = self._settings
         batch_size = self._planner.batch.batch_size
         row = max(rows, key=self._job.task.length)
@@ -306,7 +306,8 @@ class LimitFinder:
             return
         limit = self._planner.limit
         rows = self._planner.batch.step_rows
-        fitting_rows = self._sizer.layout.rows_within(limit, int(self._data.dataset.lengths.max()))
+        layout = self._trainer.runner.sizer.layout
+        fitting_rows = layout.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
             self._log.event(
                 "uniform_micro_batches",
