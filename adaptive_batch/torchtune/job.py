@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
@@ -223,9 +224,8 @@ class Job:
             max_steps_per_epoch: steps after which an epoch ends; None for all of its rows.
         """
         settings = self.settings
-        sampling = settings.sampling
         # The seed of torchtune's sampler.
-        if sampling.sample_order == "dataloader":
+        if settings.sampling.sample_order == "dataloader":
             seed = 0
         return Batching(
             batch_size=settings.batch_size,
@@ -236,11 +236,7 @@ class Job:
             grow_beyond_maximum=settings.grow_beyond_maximum,
             shuffle=bool(self.cfg.shuffle),
             seed=seed,
-            sample_order=sampling.sample_order,
-            sample_window=sampling.sample_window,
-            min_rows_per_batch=sampling.min_rows_per_batch,
-            max_rows_per_batch=sampling.max_rows_per_batch,
-            long_rows=sampling.long_rows,
+            **asdict(settings.sampling),
             drop_last=settings.drop_last,
             max_steps_per_epoch=max_steps_per_epoch,
             epochs=settings.epochs,
