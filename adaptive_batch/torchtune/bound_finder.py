@@ -394,8 +394,8 @@ def left_by_rounding(result: ProbeResult) -> str:
     batch_size = result.batch_size
     if batch_size == max_batch_size:
         return ""
-    unused = (
+    return (
         f"the power of two leaves {max_batch_size - batch_size} of the {max_batch_size} rows that"
-        f" fit unused ({1 - batch_size / max_batch_size:.0%})"
+        f" fit unused ({1 - batch_size / max_batch_size:.0%}); probe.round_to_power_of_two=False"
+        " trains with all of them"
     )
-    return f"{unused}; probe.round_to_power_of_two=False trains with all of them"

@@ -118,10 +118,9 @@ class LimitFinder:
         for key, kind in TRIALS.items():
             rows = self._lost.trial_rows(key)
             if rows:
-                trial = f"a trial {kind}of {count(rows, 'row')}"
                 message = (
-                    f"{trial} ended all ranks, so whether they fit is not known; up to half are"
-                    " tried"
+                    f"a trial {kind}of {count(rows, 'row')} ended all ranks, so whether they fit is"
+                    " not known; up to half are tried"
                 )
                 self._log.event("indeterminate", message, rows=rows)
 
@@ -132,12 +131,13 @@ class LimitFinder:
         max_batch_size = self._trainer.runner.sizer.max_batch_size
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
         if cannot_split and max_batch_size and saved_maximum > max_batch_size:
-            problem = (
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
                 f"the checkpoint's schedule may ask for {saved_maximum} rows, of which"
-                f" {max_batch_size} fit here, and they cannot be split"
+                f" {max_batch_size} fit here, and they cannot be split; resume with more memory, or"
+                " start again with optimizer_in_bwd=False",
             )
-            remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
-            raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
 
     def _find_for_reference(self, saved: Mapping[str, Any] | None) -> None:
         """Find how many rows fit at once in a reference that runs apart from training, where that
@@ -235,13 +235,10 @@ class LimitFinder:
                 "batch_size", message, before=batch_size, after=largest_batch, bound=max_batch_size
             )
         elif not (settings.micro_batch.is_given or is_scheduled) and batch_size > max_batch_size:
-            smaller = (
-                f"set batch_size={max_batch_size} or less (gradient_accumulation_steps makes up for"
-                " it)"
-            )
             remedy = (
-                f"{rows_fit(max_batch_size)}; {smaller}, or micro_batch_size=auto, or allow more"
-                " memory"
+                f"{rows_fit(max_batch_size)}; set batch_size={max_batch_size} or less"
+                " (gradient_accumulation_steps makes up for it), or micro_batch_size=auto, or allow"
+                " more memory"
             )
             raise SettingError("batch_size", batch_size, remedy)
 
@@ -277,10 +274,10 @@ class LimitFinder:
         )
         sizer.count_out_of_memory(result.num_out_of_memory)
         fitting_rows = result.max_batch_size
-        longer = (
-            f"a row of {count(length, 'token')} is longer than the {tried_length} that were tried"
+        message = (
+            f"a row of {count(length, 'token')} is longer than the {tried_length} that were tried:"
+            f" {fitting_rows} of these fit at once"
         )
-        message = f"{longer}: {fitting_rows} of these fit at once"
         if not can_split and fitting_rows < batch_size:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)

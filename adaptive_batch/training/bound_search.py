@@ -54,7 +54,7 @@ from adaptive_batch.probe import (
 
 from .compilations import any_number_of_variants
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
-from .parts import RowsOfBatch, counted_sample, length_in_sample
+from .parts import RowsOfBatch
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
 from .throughput_search import Choices, ThroughputSearch
@@ -517,6 +517,5 @@ def find_max_batch_size(
             forward_backward(make_batch())
 
     tried = TriedStep(runner, optimizer, try_sample)
-    length = length_in_sample(sample, RowsOfBatch, runner.memory.device)
-    rows = WorstRows.of_sample(counted_sample(sample, RowsOfBatch), length)
+    rows = WorstRows.of_sample(sample, RowsOfBatch, runner.memory.device)
     return BoundSearch(tried, rows, options, accumulates=accumulates).run()
