@@ -53,9 +53,7 @@ from adaptive_batch.torchtune import (
     check_output_dir,
     check_scheduler,
     couple_batch,
-    cut_to_rows,
     interruptible,
-    never_due,
     set_up_process,
     show_details,
     use_shipped_config,
@@ -113,7 +111,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler = RunProfiler(self.cfg.get(PROFILER_KEY, None), self.device)
         self._setup_data()
         if self.settings.preview:
-            text = self.preview.alone(self.bounds, self.sizers.training)
+            text = self.preview.alone(self.bound_finder, self.sizers.training)
             if distributed.is_rank_zero():
                 print(*self.without_effect, text, sep="\n")
             return
@@ -159,9 +157,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.lost = None
         if not settings.preview:
             self.lost = LostRun.of(job, data, self.resumed)
-        self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
+        self.bound_finder = BoundFinder(job, data, lost=self.lost, watch=self.watch)
         if settings.searches:
-            self.bounds.check()
+            self.bound_finder.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
         self.preview = TrainingPreview(job, data, planner, self.resumed)
@@ -189,7 +187,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
         self.limit_finder = LimitFinder(
-            job, data, trainer, self.planner, self.bounds, self.log, self.lost
+            job, data, trainer, self.planner, self.bound_finder, self.log, self.lost
         )
         self.saver.keep("limits", self.sizers.training)
         if self.sizers.reference is not None:
@@ -202,7 +200,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.limit_finder.find(self.resumed)
         self.validation = None
         if self.settings.validation.is_on:
-            self.validation = Validation(job, data, trainer, self.bounds, self.log)
+            self.validation = Validation(job, data, trainer, self.bound_finder, self.log)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
@@ -212,13 +210,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        num_steps = self.settings.epochs * epoch_steps
-        rows = len(self.data.dataset)
-        cut = cut_to_rows(self.settings, rows=rows, ranks=self.job.ranks)
-        if cut:
-            self.log.event("no_effect", cut)
-        self.log.without_effect(never_due(self.settings, num_steps))
-        self.log.without_effect(self.profiler.never_due(num_steps))
+        self.log.too_small(self.profiler, num_steps=self.settings.epochs * epoch_steps)
         self.ahead = self.preview.look_ahead(self.queue.progress)
         self.tally = StepTally(
             self.job,

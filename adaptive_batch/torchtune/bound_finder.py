@@ -56,7 +56,7 @@ class TrialSearch:
         self._watch = watch
         self._lost = lost
 
-    def most_rows(self, usable_rows: int, key: str = "trial_rows") -> int:
+    def rows_to_try(self, usable_rows: int, key: str = "trial_rows") -> int:
         """Return the most rows that are tried, of those that are of use at once.
 
         Args:
@@ -87,7 +87,7 @@ class TrialSearch:
         Args:
             trainer: trainer of the run.
             rows: longest rows of their kind.
-            maximum: most rows that are tried, see :meth:`most_rows`.
+            maximum: most rows that are tried, see :meth:`rows_to_try`.
             accumulates: whether gradients are there when a forward begins.
             rounds: whether the power of two at or below the bound is tried, too.
             evaluation: what runs in place of training's forward and backward; None for these.
@@ -210,7 +210,7 @@ class BoundFinder:
             usable_rows = epoch_rows
         else:
             usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
-        return self.trials.most_rows(usable_rows)
+        return self.trials.rows_to_try(usable_rows)
 
     def of_training(
         self, trainer: Trainer, *, length: int | str, step_rows: int | None
@@ -237,10 +237,13 @@ class BoundFinder:
         plan = self._settings.search_plan
         sizer = trainer.runner.sizer
         choices = None
-        if plan.times and sizer.throughput is None:
+        if plan.chooses_fastest and sizer.throughput is None:
             unit = sizer.limit(1).unit
             objective = self._settings.probe.objective
             choices = Choices(trainer.layout_kinds, unit, self._timed_rows, objective)
+
+        # Fewer ranks than began the run have more rows of a step each.
+        has_fewer_ranks = self._job.ranks > distributed.data_parallel_size()
 
         def search(beside_gradients: bool) -> ProbeResult:
             return self.trials.find(
@@ -266,7 +269,7 @@ class BoundFinder:
 
         return search_for_steps(
             search,
-            has_several=plan.has_several or self._job.holds_more,
+            has_several=plan.has_several or has_fewer_ranks,
             step_rows=step_rows,
             check_split=check_split,
         )
@@ -356,7 +359,7 @@ class BoundFinder:
             usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
         if isinstance(size, int):
             usable_rows = size
-        tried_rows = self.trials.most_rows(usable_rows, "trial_rows_reference")
+        tried_rows = self.trials.rows_to_try(usable_rows, "trial_rows_reference")
         worst = self.rows.probed()
         name = f"{worst.name}, even without gradients,"
         result = self.trials.find(

@@ -106,7 +106,7 @@ class Job:
             torch.compiler.reset()
         partitioner.activation_memory_budget = settings.activation_memory_budget
         # Where micro-batches have many shapes, the first one is no constant of its graph.
-        varies = settings.search_plan.times or not settings.layout_kind.is_usual
+        varies = settings.search_plan.chooses_fastest or not settings.layout_kind.is_usual
         compiler.assume_static_by_default = not varies
 
     def check_model(self) -> None:
@@ -208,13 +208,6 @@ class Job:
     def count_batches_on(self, ranks: int) -> None:
         """Count batches on the ranks that the run began with, however many there are now."""
         self.ranks = ranks
-
-    @property
-    def holds_more(self) -> bool:
-        """Whether a rank has more rows of a step than are configured: fewer of them resume a run
-        than began it.
-        """
-        return self.ranks > distributed.data_parallel_size()
 
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured.

@@ -33,7 +33,7 @@ class LimitFinder:
         data: rows of the run.
         trainer: model, loss and optimizer, with the sizer.
         planner: plans the steps, with the batch size that is found.
-        bounds: searches.
+        bound_finder: searches.
         log: log of the run.
         lost: why an earlier attempt of the run ended.
     """
@@ -44,7 +44,7 @@ class LimitFinder:
         data: Data,
         trainer: Trainer,
         planner: StepPlanner,
-        bounds: BoundFinder,
+        bound_finder: BoundFinder,
         log: TrainingLog,
         lost: LostRun,
     ) -> None:
@@ -53,7 +53,7 @@ class LimitFinder:
         self._trainer = trainer
         self._planner = planner
         self._settings = job.settings
-        self._bounds = bounds
+        self._bound_finder = bound_finder
         self._log = log
         self._lost = lost
 
@@ -73,11 +73,11 @@ class LimitFinder:
         self._trainer.check_layout()
         results = []
         plan = self._settings.search_plan
-        if plan.times and saved:
+        if plan.chooses_fastest and saved:
             sizer.load_throughput(saved, kinds=self._trainer.layout_kinds)
         if plan.is_needed:
             step_rows = planner.batch.step_rows if resumed.keeps_batch else plan.step_rows
-            results = self._bounds.of_training(
+            results = self._bound_finder.of_training(
                 self._trainer,
                 length=self._settings.probe.sequence_length,
                 step_rows=step_rows,
@@ -150,7 +150,7 @@ class LimitFinder:
             return
         sizer = reference.sizer
         if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
-            result = self._bounds.of_reference(
+            result = self._bound_finder.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
             sizer.found(result)
@@ -269,7 +269,7 @@ class LimitFinder:
             # The batch may grow to so many.
             tried_rows = max(tried_rows, sizer.max_batch_size)
         can_split = not settings.optimizer_in_bwd
-        result = self._bounds.of_row(
+        result = self._bound_finder.of_row(
             self._trainer, dict(row), maximum=tried_rows, accumulates=can_split
         )
         sizer.count_out_of_memory(result.num_out_of_memory)

@@ -194,12 +194,12 @@ class TrainingPreview:
         unit = "tokens" if settings.batch_tokens else "rows"
         return table(stages, unit=unit, ranks=planner.ranks, notes=notes), as_record(stages)
 
-    def alone(self, bounds: BoundFinder, sizer: MicroBatchSizer) -> str:
+    def alone(self, bound_finder: BoundFinder, sizer: MicroBatchSizer) -> str:
         """Return the preview of a run that tries and trains nothing, with the bound that is known,
         below what is not the checkpoint's.
 
         Args:
-            bounds: source of the bound, where one is needed.
+            bound_finder: source of the bound, where one is needed.
             sizer: takes the bound.
         """
         settings = self._settings
@@ -210,7 +210,7 @@ class TrainingPreview:
         lines = [message for _, message, _ in resumed.changes()]
         plan = settings.search_plan
         if plan.is_needed:
-            result, source = bounds.known()
+            result, source = bound_finder.known()
             bound = "not known, so nothing is cut, and micro-batches are not known"
             if result is not None:
                 bound = str(result.max_batch_size)
@@ -219,7 +219,7 @@ class TrainingPreview:
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 batch_size = result.batch_size
                 lines += filter(None, [left_by_rounding(result)])
-        lines += filter(None, [bounds.known_of_reference()])
+        lines += filter(None, [bound_finder.known_of_reference()])
         known = planner.batch.first_batch_size
         planner.begin(progress, batch_size=batch_size)
         ahead = self.look_ahead(progress, from_this_epoch=planner.batch.grows_at(progress))
