@@ -242,9 +242,6 @@ class BoundFinder:
             objective = self._settings.probe.objective
             choices = Choices(trainer.layout_kinds, unit, self._timed_rows, objective)
 
-        # Fewer ranks than began the run have more rows of a step each.
-        has_fewer_ranks = self._job.ranks > distributed.data_parallel_size()
-
         def search(beside_gradients: bool) -> ProbeResult:
             return self.trials.find(
                 trainer,
@@ -269,7 +266,8 @@ class BoundFinder:
 
         return search_for_steps(
             search,
-            has_several=plan.has_several or has_fewer_ranks,
+            # Fewer ranks than began the run have more rows of a step each.
+            has_several=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
             step_rows=step_rows,
             check_split=check_split,
         )
