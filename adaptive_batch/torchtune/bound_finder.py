@@ -119,7 +119,7 @@ class TrialSearch:
             choices=choices,
             path=path,
         )
-        search = BoundSearch(
+        result = BoundSearch(
             trainer.tried(),
             rows,
             options,
@@ -128,8 +128,7 @@ class TrialSearch:
             cache=cache,
             choices=choices,
             time_limit=self._time_limit,
-        )
-        result = search.run()
+        ).run()
         cache.learn(result)
         return result
 
