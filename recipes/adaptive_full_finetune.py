@@ -316,7 +316,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         question = Question(
             batch_size=self.planner.batch.batch_size,
             num_rows=len(step.numbers),
-            batch=step.progress.batch,
+            requested=step.progress.batch,
             ends=self.preemption.requested,
         )
         return self.trainer.runner.run(rows, question, small_rows=self.tally.small_rows(step))
