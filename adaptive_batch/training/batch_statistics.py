@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -76,7 +75,7 @@ class BatchStatistics:
             # The function may pop from its batch, which the loss needs afterwards.
             batch = copy.copy(batch)
         with torch.no_grad():
-            statistics = self._function(replace(part, batch=batch))
+            statistics = self._function(part._replace(batch=batch))
         if not isinstance(statistics, Mapping):
             raise SettingError("statistics", type(statistics).__name__, _REMEDY)
         return dict(statistics)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeGuard
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -23,8 +24,7 @@ _LIST = (list, tuple)
 _SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Rows of a batch that run at once: what a `forward_backward` function is called with.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part:
     is_last: bool = True
     is_trial: bool = False
     is_first: bool = True
-    statistics: Mapping[str, Any] = field(default_factory=dict)
+    statistics: Mapping[str, Any] = MappingProxyType({})
 
 
 class Splittable(Protocol):

@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from adaptive_batch import distributed
@@ -250,21 +251,22 @@ class StepRunner:
         """
         return [module._parameters for module in self.model.modules() if module._parameters]
 
-    def _with_gradients(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that have a gradient."""
-        return (
-            parameter
-            for parameter in chain.from_iterable(map(dict.values, self._places))
+    def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the gradients that are there, by parameter."""
+        return {
+            parameter: parameter.grad
+            for parameters in self._places
+            for parameter in parameters.values()
             if parameter is not None and parameter.grad is not None
-        )
+        }
 
     def has_gradients(self) -> bool:
         """Return whether a parameter has a gradient."""
-        return next(self._with_gradients(), None) is not None
+        return bool(self._gradients())
 
     def gradients_apart(self) -> GradientsApart:
         """Set the gradients of earlier batches aside."""
-        return GradientsApart(self._with_gradients(), self.drop_gradients)
+        return GradientsApart(self._gradients(), self.drop_gradients)
 
     def drop_gradients(self) -> None:
         """Leave no gradient, so that a step of the optimizer changes nothing."""
