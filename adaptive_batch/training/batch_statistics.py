@@ -112,9 +112,8 @@ class BatchStatistics:
         restore = self._snapshot.take()
         missing = [None] * (len(parts) - len(pieces))
         idle = MicroBatch([0], 1)
-        retry.run_in_turn(
-            [*pieces, *missing], run, drop=sharding.reset, idle=idle, evaluates=STATISTICS
-        )
+        kinds = [{"evaluates": STATISTICS}] * len(parts)
+        retry.run_in_turn([*pieces, *missing], run, drop=sharding.reset, idle=idle, kinds=kinds)
         restore()
         if distributed.any_of_ranks(retry.has_failed):
             raise OutOfMemoryElsewhereError

@@ -20,6 +20,7 @@ from adaptive_batch.memory import RandomState
 _MAPPING = (dict, Mapping)
 # A tuple, since `list | tuple` is made anew each time.
 _LIST = (list, tuple)
+_CONTAINER = (*_MAPPING, list)
 
 _SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
@@ -267,7 +268,7 @@ class RowsOfBatch:
         """Return the batch of some rows; the script's own tensors of all of them."""
         if len(rows) == self.num_rows:
             # A copy, since a function may pop from its batch and be called again.
-            if isinstance(self._batch, Mapping | list):
+            if isinstance(self._batch, _CONTAINER):
                 return copy.copy(self._batch)
             return self._batch
         width = None

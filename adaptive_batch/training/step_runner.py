@@ -187,23 +187,22 @@ class StepRunner:
             idle: micro-batch that is named in errors where this rank has none.
         """
         pieces: list[MicroBatch | None] = []
-        reduced: list[bool] = []
+        kinds: list[dict[str, bool]] = []
         for part, num_pieces in zip(division.parts, division.counts, strict=True):
             assert len(part) <= num_pieces, (
                 f"{len(part)} micro-batches on this rank of {num_pieces} agreed upon"
             )
             pieces += [*part, *[None] * (num_pieces - len(part))]
             if num_pieces:
-                reduced += [*[False] * (num_pieces - 1), True]
+                kinds += [*[{"is_last": False}] * (num_pieces - 1), {"is_last": True}]
         self.cache.begin_step(piece.size for piece in pieces if piece)
 
         def run_number(number: int) -> None:
-            with self.sharding.micro_batch(is_last=reduced[number]):
-                run(pieces[number], reduced[number])
+            is_last = kinds[number]["is_last"]
+            with self.sharding.micro_batch(is_last=is_last):
+                run(pieces[number], is_last)
 
-        self.retry.run_in_turn(
-            pieces, run_number, drop=self.drop_gradients, idle=idle, reduced=reduced
-        )
+        self.retry.run_in_turn(pieces, run_number, drop=self.drop_gradients, idle=idle, kinds=kinds)
         self.cache.end_step(leaves_gradients=self.has_gradients)
 
     @contextmanager
@@ -255,8 +254,7 @@ class StepRunner:
         """Return the gradients that are there, by parameter."""
         return {
             parameter: parameter.grad
-            for parameters in self._places
-            for parameter in parameters.values()
+            for parameter in chain.from_iterable(map(dict.values, self._places))
             if parameter is not None and parameter.grad is not None
         }
 
