@@ -90,6 +90,9 @@ class StepRunner:
         """
         self.sizer.begin_step(question.batch_size)
         parts = divide()
+        own_counts = list(map(len, parts))
+        if not self.sizer.has_to_agree:
+            return Division(parts, own_counts, question.ends)
         answers = [
             int(question.ends),
             question.batch,
@@ -98,7 +101,7 @@ class StepRunner:
             -question.num_rows,
         ]
         agreed, limit_changes = self.sizer.agree(
-            [*answers, *map(len, parts)], fullest=self.retry.current
+            [*answers, *own_counts], fullest=self.retry.current
         )
         any_ends, most_batch, least_batch, most_rows, least_rows, *counts = agreed
         if most_batch != -least_batch or most_rows != -least_rows:
