@@ -95,8 +95,8 @@ class StepRunner:
             return Division(parts, own_counts, question.ends)
         answers = [
             int(question.ends),
-            question.batch,
-            -question.batch,
+            question.requested,
+            -question.requested,
             question.num_rows,
             -question.num_rows,
         ]
@@ -107,7 +107,7 @@ class StepRunner:
         if most_batch != -least_batch or most_rows != -least_rows:
             same_answers(
                 {
-                    "batch_size_schedule": question.batch,
+                    "batch_size_schedule": question.requested,
                     "the rows of the next step, which": question.num_rows,
                 }
             )

@@ -353,7 +353,6 @@ def planned_steps(step, lengths, *, max_batch_size):
         sample,
         step.parts,
         step._split_batch,
-        step.sizer,
         device=torch.device("cpu"),
         keeps_columns=False,
     )
