@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryCurve
@@ -14,6 +16,7 @@ from .fake_step import FEW, MORE, Between, FakeStep, Run
 from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
 from .roofline import Roofline
 from .tracker import StepTrace
+from .trial_replay import TrialLog, TrialSteps
 
 # Rows of two steps, tried in turn until both run the same operations.
 # What compiled graphs run can depend on the sizes, the less the more rows there are.
@@ -34,6 +37,7 @@ def estimate_length(
     maximum: int,
     forward_backward: Run | None = None,
     of_steps: Callable[[int], Sequence[Run | Between]] | None = None,
+    of_trial: TrialSteps | None = None,
     is_exact: bool = True,
     explains: bool = True,
     allocator: AllocatorSettings | None = None,
@@ -48,6 +52,8 @@ def estimate_length(
         of_steps: function that returns forward and backward of some steps that training takes with
             that many rows, whose lengths vary; None for rows of one length. It counts where there
             is an allocator, whose memory they fragment.
+        of_trial: function that returns the micro-batches of a search's trial of that many rows,
+            where trials have the block that training makes; None where they have none.
         is_exact: trace what fits, up to a batch that is large on the host; otherwise it follows
             from two sizes.
         explains: check the curve by one more size, whose tensors are attributed to modules.
@@ -80,10 +86,28 @@ def estimate_length(
             step.learn(rows, steps_of(rows))
         return log(rows)
 
+    def trial_log(rows: int, *, is_traced: bool) -> TrialLog:
+        assert of_trial is not None
+        pieces = of_trial(rows)
+        for piece in chain.from_iterable(pieces):
+            if is_traced and piece.rows <= collated_rows:
+                step.learn(piece.rows, [piece.run])
+        return TrialLog.of(step, pieces)
+
+    def bounds_by(log: Callable[[int], Sequence[int]], *, is_traced: bool) -> ReplayedBounds:
+        assert allocator is not None
+        return ReplayedBounds(
+            length,
+            log,
+            allocator,
+            maximum=maximum,
+            trial_log=partial(trial_log, is_traced=is_traced) if of_trial else None,
+        )
+
     if allocator is None:
         fits = tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
     else:
-        bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
+        bounds = bounds_by(log, is_traced=False)
         fits = tuple(bounds.fit(target.budget_bytes) for target in targets)
     collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
     if explains:
@@ -92,7 +116,7 @@ def estimate_length(
         checked_rows = max(_LEAST_CHECKED, min(largest_bound, collated_rows))
         length = _checked(step, run, length, curve, checked_rows)
     if is_exact and allocator:
-        exact = ReplayedBounds(length, exact_log, allocator, maximum=maximum)
+        exact = bounds_by(exact_log, is_traced=True)
         fits = tuple(
             exact.fit_near(fit, target.budget_bytes)
             for fit, target in zip(fits, targets, strict=True)
