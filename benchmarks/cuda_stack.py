@@ -73,7 +73,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.allocator_on_stack import described, segments_of
 from support.cli import OURS, SmallSetup, losses, make_setup
 from support.cuda_stack.squeezing import KINDS
-from support.model_families import Combination
+from support.model_families import MODELS, Combination
 from support.stack_runs import DISTRIBUTIONS, Outcome, StackRun, StackRuns
 
 SEED = 15
@@ -101,6 +101,7 @@ OTHER_PARAMETERS = {  # of models that are drawn with a distribution of lengths
     "llama2_7b": 6.74,
     "mistral_7b": 7.24,
 }
+WIDE_MODELS = [model for model in MODELS if "wide" in model]
 LONGEST_OF_OTHERS = 4096  # what all of them take
 # Of a search; the second is what `auto` leaves where an allocator's cache stays whole.
 HEADROOMS = (0.0, 0.01)
@@ -583,13 +584,43 @@ def measure_bounds(
 # --- searches
 
 
-def estimate_of_search(case: Case, run: StackRun) -> Fit:
+class SearchCase(NamedTuple):
+    """A search: of which case, and how many bytes of the device are left to it."""
+
+    case: Case
+    room: int
+    varies: bool
+
+
+def search_cases(number: int) -> Iterator[SearchCase]:
+    """Draw that many small cases, each with rows of one length and with rows that vary."""
+    draw = random.Random(SEED)
+    for place in range(number):
+        combination = Combination(
+            WIDE_MODELS[place % len(WIDE_MODELS)],
+            draw.randint(150, 500),
+            "AdamW",
+            "chunked",
+            draw.choice(["", "checkpointing"]),
+            draw.choice(["bf16", "fp32"]),
+            accumulation=draw.choice([1, 1, 2]),
+            adapters=draw.random() < 0.2,
+            device="cuda",
+        )
+        case = Case(combination, draw.choice(list(DEVICES)), "bound")
+        room = draw.randint(5, 15) * 2**27
+        yield from (SearchCase(case, room, varies) for varies in (False, True))
+
+
+def estimate_of_search(searched: SearchCase, run: StackRun) -> Fit:
     """Return what is estimated to fit on default segments, of the rows that a search has."""
+    case = searched.case
+    budget_bytes = int(searched.room * (1 - run.headroom))
     cfg = case.combination.to_estimate(
         devices=[case.device],
         context=CONTEXT_BYTES,
+        headroom=case.found.total_bytes - CONTEXT_BYTES - budget_bytes,
         changes=False,
-        headroom=run.headroom,
         sequence_lengths=["longest"] if run.varies else [case.combination.length],
     )
     cfg.update(run.data)
@@ -599,23 +630,29 @@ def estimate_of_search(case: Case, run: StackRun) -> Fit:
 
 
 def measure_searches(
-    cases: Sequence[Case], runs: StackRuns, finished: Finished
+    cases: Iterable[SearchCase], runs: StackRuns, finished: Finished
 ) -> list[dict[str, Any]]:
     """Estimated bounds beside those of the recipe's search, by bisection and as it is by default;
     and their peaks.
     """
 
-    def bounds(case: Case, varies: bool) -> dict[str, Any]:
+    def bounds(searched: SearchCase) -> dict[str, Any]:
+        case = searched.case
         run = StackRun(
-            case.combination, (), probes=STEPS_OF_BOUNDS, headroom=HEADROOMS[1], varies=varies
+            case.combination,
+            (),
+            probes=STEPS_OF_BOUNDS,
+            headroom=HEADROOMS[1],
+            varies=searched.varies,
         )
-        fit = estimate_of_search(case, run)
-        searched = partial(runs, device=DEVICES[case.device], capacity=case.found.total_bytes)
-        exact = searched(replace(run, search="binary"))
+        fit = estimate_of_search(searched, run)
+        capacity = CONTEXT_BYTES + searched.room
+        search = partial(runs, device=DEVICES[case.device], capacity=capacity)
+        exact = search(replace(run, search="binary"))
         return {
             "planned": fit.max_batch_size,
             "searched": exact.bound,
-            "searched_by_default": searched(run).bound,
+            "searched_by_default": search(run).bound,
             "reserved": {"planned": fit.reserved_bytes, "trial": exact.reserved_in_trial},
             "allocated": {"planned": fit.allocated_bytes, "steps": exact.allocated},
             "retries": exact.retries,
@@ -624,11 +661,13 @@ def measure_searches(
 
     table = []
     print(
-        f"{'case':<78} {'lengths':<8} {'planned':>7} {'searched':>8} {'default':>7} {'reserved':>9}"
-        f" {'allocated':>9} {'retries':>7} {'OOMs':>5}"
+        f"{'case':<78} {'GiB':>5} {'lengths':<8} {'planned':>7} {'searched':>8} {'default':>7}"
+        f" {'reserved':>9} {'allocated':>9} {'retries':>7} {'OOMs':>5}"
     )
-    for case, varies in product(cases, (False, True)):
-        entry = finished.entry({**asdict(case), "varies": varies}, partial(bounds, case, varies))
+    for searched in cases:
+        case, room, varies = searched
+        key = {**asdict(case), "room": room, "varies": varies}
+        entry = finished.entry(key, partial(bounds, searched))
         table.append(entry)
         outcome = entry.get("failed")
         if outcome is None:
@@ -638,7 +677,8 @@ def measure_searches(
                 f"{entry['planned']:>7} {entry['searched']:>8} {entry['searched_by_default']:>7}"
                 f" {reserved:>9.4%} {allocated:>9.4%} {entry['retries']:>7} {entry['ooms']:>5}"
             )
-        print(f"{case!s:<78} {'varying' if varies else 'fixed':<8} {outcome}", flush=True)
+        lengths = "varying" if varies else "fixed"
+        print(f"{case!s:<78} {room / 2**30:>5.2f} {lengths:<8} {outcome}", flush=True)
     done = [entry for entry in table if "failed" not in entry]
     equal = sum(entry["planned"] == entry["searched"] for entry in done)
     print(f"equal in {equal} of {len(done)}")
@@ -966,10 +1006,8 @@ def main() -> None:
             parts["bounds"] = measure_bounds(cases, runs, finished("bounds"))
             print()
         if arguments.only in (None, "searches"):
-            cases = by_device(sample(20, rows=("bound",)))
-            chunked = [case for case in cases if case.combination.loss == "chunked"]
-            number = arguments.cases or len(chunked) // share
-            parts["searches"] = measure_searches(chunked[:number], runs, finished("searches"))
+            cases = search_cases(arguments.cases or 12 // share)
+            parts["searches"] = measure_searches(cases, runs, finished("searches"))
             print()
         if arguments.only in (None, "probe"):
             cases = by_device(sample(20 // share, rows=("bound",)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -55,10 +55,12 @@ class TrialLog:
         before: logs of what comes before the trial, the cache being given back after each: loading,
             and one step of one row, which makes the optimizer's states.
         steps: steps of the trial.
+        writer: writer of the log, for what follows the trial.
     """
 
     before: Sequence[Sequence[int]]
     steps: Sequence[TrialStepLog]
+    writer: LogWriter = field(default_factory=LogWriter)
 
     @classmethod
     def of(cls, step: FakeStep, pieces: Sequence[Sequence[TrialPiece]]) -> TrialLog:
@@ -84,7 +86,7 @@ class TrialLog:
                 log.extend(writer.add(phase, is_first=False))
             optimizer = writer.add(step.optimizer_step(1), is_first=False)
             steps.append(TrialStepLog(max(piece.size for piece in of_step), log, optimizer))
-        return cls(before, steps)
+        return cls(before, steps, writer)
 
 
 class TrialReplay:
@@ -98,31 +100,32 @@ class TrialReplay:
     Attributes:
         fits: whether memory sufficed, without a retry of the allocator.
         allocated_bytes, reserved_bytes: peaks of the steps that follow the first one.
+        allocator, cache: as the trial has left them.
     """
 
     def __init__(self, trial: TrialLog, *, budget_bytes: int) -> None:
-        self._allocator = CachingAllocator(budget_bytes)
-        self._memory = SimulatedMemory(self._allocator)
-        self._cache = AllocatorCache(self._memory)
+        self.allocator = CachingAllocator(budget_bytes)
+        self._memory = SimulatedMemory(self.allocator)
+        self.cache = AllocatorCache(self._memory)
         self.fits = self._begin(trial.before) and self._try(trial.steps)
-        self.allocated_bytes = self._allocator.peak_allocated_bytes
-        self.reserved_bytes = self._allocator.peak_reserved_bytes
+        self.allocated_bytes = self.allocator.peak_allocated_bytes
+        self.reserved_bytes = self.allocator.peak_reserved_bytes
 
     def _begin(self, logs: Iterable[Sequence[int]]) -> bool:
         try:
             for log in logs:
-                self._allocator.replay(log)
+                self.allocator.replay(log)
                 self._memory.empty_cache()
         except torch.OutOfMemoryError:
             return False
-        return self._allocator.num_retries == 0
+        return self.allocator.num_retries == 0
 
     def _try(self, steps: Sequence[TrialStepLog]) -> bool:
         def attempt(make_room: Callable[[], object]) -> bool | None:
             return self._run(steps[:1], make_room) or None
 
-        is_first_run = self._cache.try_first_step(
-            attempt, budget_bytes=self._allocator.capacity_bytes
+        is_first_run = self.cache.try_first_step(
+            attempt, budget_bytes=self.allocator.capacity_bytes
         )
         return bool(is_first_run) and self._run(steps[1:])
 
@@ -130,7 +133,7 @@ class TrialReplay:
         self, steps: Iterable[TrialStepLog], make_room: Callable[[], object] = lambda: None
     ) -> bool:
         """Run steps from an empty cache; return whether memory sufficed without a retry."""
-        allocator = self._allocator
+        allocator = self.allocator
         self._memory.empty_cache()
         allocator.reset_peaks()
         num_retries = allocator.num_retries
@@ -138,9 +141,9 @@ class TrialReplay:
         make_room()
         try:
             for step in steps:
-                self._cache.begin_step([step.size])
+                self.cache.begin_step([step.size])
                 allocator.replay(step.micro_batches)
-                self._cache.end_step()
+                self.cache.end_step()
                 allocator.replay(step.optimizer)
             fits = allocator.num_retries == num_retries
         except torch.OutOfMemoryError:

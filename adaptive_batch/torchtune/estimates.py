@@ -38,6 +38,7 @@ from adaptive_batch.estimate import (
     MemoryEstimate,
     PlannedSteps,
     Target,
+    TrialSteps,
     alike,
     estimate_length,
     left_out,
@@ -377,6 +378,8 @@ class _Step:
         self.run = run
         self._trial_rows = TrialRows(run.job, run.data)
         self._rows = {length: self._rows_of(length) for length in lengths}
+        # Trials of each length, where they have the block that training makes.
+        self._trials: dict[int | str, TrialSteps] = {}
         settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
@@ -451,6 +454,7 @@ class _Step:
         of_trial = None
         if allocator and self._trials_have_blocks(allocator):
             of_trial = partial(tried.trial, accumulates=self._step.accumulates)
+            self._trials[length] = of_trial
         return estimate_length(
             self._step,
             tokens,
@@ -506,7 +510,10 @@ class _Step:
                     some_rows = self.run.job.task.rows_to_pack(num_rows, length)
             self.run.trainer.runner.try_rows(some_rows)
 
-        plan = LengthPlan(self._first_steps, run)
+        trial = None
+        if self.run.job.settings.search_plan.is_needed:
+            trial = self._trials.get("longest")
+        plan = LengthPlan(self._first_steps, run, trial=trial)
         return plan.replay(
             self._step,
             self.run.device,

@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight"),
 ]
 
-CAPACITY = CONTEXT_BYTES + 300 * 2**20
+CAPACITY = CONTEXT_BYTES + 160 * 2**20
 
 
 @pytest.fixture(scope="module")
@@ -29,11 +29,11 @@ def runs():
     stack_runs.close()
 
 
-@pytest.mark.parametrize(("varies", "accumulation"), [(False, 1), (True, 1), (True, 2)])
+@pytest.mark.parametrize(("varies", "accumulation"), [(False, 1), (True, 2)])
 def test_as_many_rows_are_estimated_as_a_search_finds(monkeypatch, runs, varies, accumulation):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
     combination = Combination(
-        "qwen2, deep", 250, "AdamW", "chunked", accumulation=accumulation, device="cuda"
+        "qwen2, tied", 250, "AdamW", "chunked", accumulation=accumulation, device="cuda"
     )
     run = StackRun(combination, (), probes=2, search="binary", varies=varies)
     cfg = combination.to_estimate(
