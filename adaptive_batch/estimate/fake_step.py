@@ -437,8 +437,7 @@ class FakeStep:
                 phases += [(phase, False)] * (micro_batches - 1)
             elif not has_first_micro_batch:
                 phases.append((phase, is_first_step))
-            if self._steps:
-                phases.append((self.optimizer_step(number), False))
+            phases.append((self.optimizer_step(number), False))
         return joined(phases)
 
     def micro_batch(
@@ -471,11 +470,14 @@ class FakeStep:
         return self._device.loaded or self._resident_phase()
 
     def optimizer_step(self, number: int) -> Phase:
-        """Return what the optimizer's step allocates and frees, its gradients dropped.
+        """Return what the optimizer's step allocates and frees, its gradients dropped; nothing
+        where it runs in backward.
 
         Args:
             number: place of the step in training, from 0 on.
         """
+        if not self._steps:
+            return Phase(array("q"), (), {})
         return self._steps[min(number, len(self._steps) - 1)]
 
     def _at(self, rows: int, run: Run | Between, *, is_first: bool = False) -> Phase:

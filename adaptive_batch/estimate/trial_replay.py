@@ -56,25 +56,28 @@ class TrialLog:
             and one step of one row, which makes the optimizer's states.
         steps: steps of the trial.
         writer: writer of the log, for what follows the trial.
+        leaves_gradients: whether gradients are there when backward has ended.
     """
 
     before: Sequence[Sequence[int]]
     steps: Sequence[TrialStepLog]
     writer: LogWriter = field(default_factory=LogWriter)
+    leaves_gradients: bool = True
 
     @classmethod
     def of(cls, step: FakeStep, pieces: Sequence[Sequence[TrialPiece]]) -> TrialLog:
         """Write the log of a trial.
 
         Args:
-            step: the step, whose optimizer does not run in backward.
+            step: the step.
             pieces: micro-batches of each step of the trial; the first is of the longest rows.
         """
         writer = LogWriter()
         before = [writer.add(step.loading, is_first=True)]
         if step.accumulates:
             before.append(writer.add(step.given_gradients(), is_first=True))
-        one_row = step.micro_batch(1, pieces[0][0].run)
+        in_backward = step.optimizer_peak_bytes is None
+        one_row = step.micro_batch(1, pieces[0][0].run, finds_no_gradients=in_backward)
         before.append(writer.add(one_row, is_first=True))
         before.append(writer.add(step.optimizer_step(0), is_first=False))
         steps = []
@@ -86,7 +89,7 @@ class TrialLog:
                 log.extend(writer.add(phase, is_first=False))
             optimizer = writer.add(step.optimizer_step(1), is_first=False)
             steps.append(TrialStepLog(max(piece.size for piece in of_step), log, optimizer))
-        return cls(before, steps, writer)
+        return cls(before, steps, writer, leaves_gradients=not in_backward)
 
 
 class TrialReplay:
@@ -107,6 +110,7 @@ class TrialReplay:
         self.allocator = CachingAllocator(budget_bytes)
         self._memory = SimulatedMemory(self.allocator)
         self.cache = AllocatorCache(self._memory)
+        self._leaves_gradients = trial.leaves_gradients
         self.fits = self._begin(trial.before) and self._try(trial.steps)
         self.allocated_bytes = self.allocator.peak_allocated_bytes
         self.reserved_bytes = self.allocator.peak_reserved_bytes
@@ -143,7 +147,7 @@ class TrialReplay:
             for step in steps:
                 self.cache.begin_step([step.size])
                 allocator.replay(step.micro_batches)
-                self.cache.end_step()
+                self.cache.end_step(leaves_gradients=lambda: self._leaves_gradients)
                 allocator.replay(step.optimizer)
             fits = allocator.num_retries == num_retries
         except torch.OutOfMemoryError:

@@ -566,13 +566,10 @@ class _Step:
         return [int(lengths[row]) for row in self._trial_rows.order(tokens)]
 
     def _trials_have_blocks(self, allocator: AllocatorSettings) -> bool:
-        """Whether the trials of a search that are replayed have the block that training makes of
-        what a step needs.
-        """
-        # In backward, a trial steps and restores one parameter after the other.
-        if allocator.expandable_segments or self._step.optimizer_peak_bytes is None:
+        """Whether trials of a search have the block that training makes of what a step needs."""
+        if allocator.expandable_segments or distributed.world_size() > 1:
             return False
-        return distributed.world_size() == 1 and self.run.trainer.tried().fits_a_block
+        return self.run.trainer.tried().fits_a_block
 
 
 def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:

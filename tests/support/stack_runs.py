@@ -85,7 +85,8 @@ class StackRun:
     def after_search(self, rows: int) -> tuple[tuple[int, ...], ...]:
         """Return the steps that follow a search which has found so many rows."""
         make = StackRun.varying if self.varies else StackRun.fixed
-        return make(self.combination, rows, steps=self.probes).steps
+        rows_of_step = rows * self.combination.accumulation
+        return make(self.combination, rows_of_step, steps=self.probes).steps
 
     @classmethod
     def fixed(cls, combination: Combination, rows: int, *, steps: int = 3, **more: Any) -> StackRun:
