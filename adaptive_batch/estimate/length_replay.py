@@ -539,9 +539,10 @@ def step_logs(
             phase = replace(phase, once=phase.once[num_once:])
             log.extend(writer.add(phase, is_first=is_first and number == 0 and after is None))
         optimizer = array("q")
+        optimizer_step = step.optimizer_step(number)
         if number == 0 and after is not None:
-            optimizer.extend(writer.drop("state"))
-        optimizer.extend(writer.add(step.optimizer_step(number), is_first=False))
+            optimizer.extend(writer.drop(optimizer_step))
+        optimizer.extend(writer.add(optimizer_step, is_first=False))
         yield StepLog(before, check, log, optimizer)
         before = array("q")
 

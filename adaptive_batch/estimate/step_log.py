@@ -121,10 +121,10 @@ class LogWriter:
         self._num_allocations = num_allocations
         return log
 
-    def drop(self, kind: str) -> array[int]:
-        """Return the log of freeing what phases have left of a kind, the first part of a name."""
-        names = [name for name in self._alive if isinstance(name, tuple) and name[0] == kind]
-        return array("q", [~self._alive.pop(name) for name in names])
+    def drop(self, phase: Phase) -> array[int]:
+        """Return the log of freeing what a phase has made and left."""
+        made = [name for name in phase.after if name not in phase.before]
+        return array("q", [~self._alive.pop(name) for name in made])
 
 
 def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
