@@ -641,23 +641,21 @@ def replay_lengths(
     """Return what the allocator of a device does in the steps, after the trial of a search if one
     is given, and with expandable segments.
     """
-    logs = list(step_logs(step, shapes, planned.steps, planned.checks))
-    own_logs = logs
-    after = None
+    last_trial = None
     if trial is not None:
-        after = TrialReplay(trial, budget_bytes=budget_bytes)
-        own_logs = list(step_logs(step, shapes, planned.steps, planned.checks, after=trial))
+        last_trial = TrialReplay(trial, budget_bytes=budget_bytes)
+    logs_of_steps = partial(step_logs, step, shapes, planned.steps, planned.checks)
     replay = StepReplay(
-        own_logs,
+        list(logs_of_steps(after=trial)),
         budget_bytes=budget_bytes,
         settings=settings,
         largest=planned.largest,
-        after=after,
+        after=last_trial,
     )
     expandable = None
     if not settings.expandable_segments:
         expandable = StepReplay(
-            logs,
+            list(logs_of_steps()),
             budget_bytes=budget_bytes,
             settings=AllocatorSettings(expandable_segments=True),
         ).memory
