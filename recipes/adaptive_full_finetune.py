@@ -53,9 +53,7 @@ from adaptive_batch.torchtune import (
     check_output_dir,
     check_scheduler,
     couple_batch,
-    cut_to_rows,
     interruptible,
-    never_due,
     set_up_process,
     show_details,
     use_shipped_config,
@@ -113,7 +111,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.profiler = RunProfiler(self.cfg.get(PROFILER_KEY, None), self.device)
         self._setup_data()
         if self.settings.preview:
-            text = self.preview.alone(self.resumed, self.bounds, self.sizers.training)
+            text = self.preview.alone(self.bound_finder, self.sizers.training)
             if distributed.is_rank_zero():
                 print(*self.without_effect, text, sep="\n")
             return
@@ -159,13 +157,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.lost = None
         if not settings.preview:
             self.lost = LostRun.of(job, data, self.resumed)
-        self.bounds = BoundFinder(job, data, lost=self.lost, watch=self.watch)
+        self.bound_finder = BoundFinder(job, data, lost=self.lost, watch=self.watch)
         if settings.searches:
-            self.bounds.check()
+            self.bound_finder.check()
         check_scheduler(self.cfg)
         couple_batch(job, planner)
-        self.preview = TrainingPreview(job, data, planner)
-        self.preview.check(self.resumed.progress)
+        self.preview = TrainingPreview(job, data, planner, self.resumed)
+        self.preview.check()
 
     def _setup_log(self) -> None:
         self.checkpoints.begin_job(self.resumed.name)
@@ -189,7 +187,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.trainer = trainer = Trainer.load(job, data, self.checkpoints, self.sizers)
         self.checkpoints.check_disk(job.builder.num_bytes_saved(trainer.model, self.cfg))
         self.limit_finder = LimitFinder(
-            job, data, trainer, self.planner, self.bounds, self.log, self.lost
+            job, data, trainer, self.planner, self.bound_finder, self.log, self.lost
         )
         self.saver.keep("limits", self.sizers.training)
         if self.sizers.reference is not None:
@@ -202,48 +200,39 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.limit_finder.find(self.resumed)
         self.validation = None
         if self.settings.validation.is_on:
-            self.validation = Validation(job, data, trainer, self.bounds, self.log)
+            self.validation = Validation(job, data, trainer, self.bound_finder, self.log)
 
     def _setup_steps(self) -> None:
         """Plan the epoch, and look ahead at what comes after it."""
-        saved = self.resumed.saved
         progress = self.planner.begin(self.resumed.progress)
         epoch_steps = self.planner.clock.reference.steps
-        if not saved:
+        if not self.resumed.saved:
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        num_steps = self.settings.epochs * epoch_steps
-        rows = len(self.data.dataset)
-        cut = cut_to_rows(self.settings, rows=rows, ranks=self.job.ranks)
-        if cut:
-            self.log.event("no_effect", cut)
-        self.log.without_effect(never_due(self.settings, num_steps))
-        self.log.without_effect(self.profiler.never_due(num_steps))
-        is_changed = bool(self.resumed.differs)
-        is_changed |= saved.get("configured_batch_size") != self.settings.batch_size
-        self.preview.look_ahead(self.queue.progress, saved=saved, changed=is_changed)
+        self.log.too_small(self.profiler, num_steps=self.settings.epochs * epoch_steps)
+        self.ahead = self.preview.look_ahead(self.queue.progress)
         self.tally = StepTally(
             self.job,
             self.trainer,
             self.log,
             self.saver,
             remedy=self.checkpoints.after_end,
-            full_batch_rows=self.preview.full_batch_rows,
+            full_batch_rows=self.ahead.full_batch_rows,
         )
 
     def _setup_rate(self) -> None:
         rate = build_rate(
             self.job,
             self.trainer.optimizers,
-            total_steps=self.preview.schedule_steps,
+            total_steps=self.ahead.schedule_steps,
             saved=self.resumed.state_of("learning_rate"),
         )
         self.rate = self.saver.keep("learning_rate", rate)
         if self.checkpoints.found.recipe_state is not None:
             self.log.whose_rate(self.rate.base)
         self._log_epoch()
-        self.log.rate_and_stages(self.rate, self.preview, self.queue.progress, self.resumed.saved)
+        self.log.rate_and_stages(self.rate, self.preview, self.ahead, self.resumed.saved)
         self.trainer.learn_collectives()
 
     # --- training
@@ -327,7 +316,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         question = Question(
             batch_size=self.planner.batch.batch_size,
             num_rows=len(step.numbers),
-            batch=step.progress.batch,
+            requested=step.progress.batch,
             ends=self.preemption.requested,
         )
         return self.trainer.runner.run(rows, question, small_rows=self.tally.small_rows(step))

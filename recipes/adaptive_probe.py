@@ -66,13 +66,13 @@ def build(
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
-    bounds = BoundFinder(job, data, watch=watch)
+    bound_finder = BoundFinder(job, data, watch=watch)
     checkpoints = Checkpoints(cfg, settings, keeps_base=job.builder.keeps_base)
-    bounds.check()
+    bound_finder.check()
     trainer = Trainer.load(job, data, checkpoints, Sizers.of(job, data))
     trainer.check_layout()
     checkpoints.load_optimizer(trainer)
-    return job, data, bounds, trainer
+    return job, data, bound_finder, trainer
 
 
 def probe(
@@ -94,13 +94,13 @@ def probe(
     if settings.probe.critical_batch:
         say(measure_critical_batch(Job(cfg, settings, builder or builder_of(cfg))))
         return []
-    job, data, bounds, trainer = build(cfg, watch, builder)
+    job, data, bound_finder, trainer = build(cfg, watch, builder)
     results = []
     fitting_lengths = []
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bounds.of_training(
+            *_, result = bound_finder.of_training(
                 trainer, length=length, step_rows=settings.search_plan.step_rows
             )
         except DoesNotFitError as error:
@@ -120,12 +120,12 @@ def probe(
     result = results[-1]
     if trainer.runner.reference is not None:
         step_rows = job.batching().step_rows(result.batch_size)
-        of_reference = bounds.of_reference(trainer, step_rows=step_rows)
+        of_reference = bound_finder.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
     batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
     if settings.probe.tune:
         # The other settings need their memory.
-        del bounds, data, trainer
+        del bound_finder, data, trainer
         tune(job, result, fitting_lengths[-1], watch)
         return results
     advice = advise(job, data, result, batch_size=batch_size)
@@ -153,13 +153,13 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         # This gives back the memory of the last.
         trainer = None
         try:
-            tuned, _, bounds, trainer = build(
+            tuned, _, bound_finder, trainer = build(
                 with_overrides(job.cfg, overrides), watch, job.builder
             )
-            *_, tuned_result = bounds.of_training(
+            *_, tuned_result = bound_finder.of_training(
                 trainer, length=length, step_rows=tuned.settings.search_plan.step_rows
             )
-            rows = bounds.rows.of_length(length).first(tuned_result.batch_size)
+            rows = bound_finder.rows.of_length(length).first(tuned_result.batch_size)
             speed = tokens_per_second(trainer, tuned_result, rows)
         except (DoesNotFitError, SettingError) as error:
             if distributed.world_size() > 1:

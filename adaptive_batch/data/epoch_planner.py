@@ -21,6 +21,7 @@ from adaptive_batch.schedules import (
     needs_noise_scale,
 )
 
+from .batching import Batching
 from .epoch_lengths import EpochLengths
 from .order import EpochOrder, RowOrder, row_order
 from .requested_batch import RequestedBatch
@@ -132,10 +133,13 @@ class EpochPlanner:
         self._is_estimate = schedule is not None and needs_noise_scale(schedule)
         self._token_steps = self._new_token_steps()
 
+    @property
+    def _batching(self) -> Batching:
+        """What a step holds, as configured; a schedule that follows the rate is put in later."""
+        return self._batch.batching
+
     def _new_token_steps(self) -> TokenSteps:
-        return TokenSteps(
-            self._batch.batching, self.lengths, ranks=self.ranks, divisible=self._divisible
-        )
+        return TokenSteps(self._batching, self.lengths, ranks=self.ranks, divisible=self._divisible)
 
     def follow(self, schedule: Schedule) -> None:
         """Follow a schedule from now on that is coupled to the rate's."""
@@ -173,7 +177,7 @@ class EpochPlanner:
             requested: rows that are requested for it on one device; with `batch_tokens` its tokens
                 are those that were planned.
         """
-        if self._batch.batching.batch_tokens:
+        if self._batching.batch_tokens:
             steps = self._token_steps.of_epoch(progress)
             step = progress.epoch_steps
             if step >= steps.plan.steps:
@@ -183,12 +187,12 @@ class EpochPlanner:
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left."""
-        if self._batch.batching.batch_tokens:
+        if self._batching.batch_tokens:
             return progress.epoch_steps >= self._token_steps.of_epoch(progress).plan.steps
         return self._rows_of_next_step(progress, 1) == 0
 
     def _rows_of_next_step(self, progress: Progress, global_rows: int) -> int:
-        batching = self._batch.batching
+        batching = self._batching
         most_steps = batching.max_steps_per_epoch
         left = self.num_rows - progress.epoch_rows
         if most_steps is not None and progress.epoch_steps >= most_steps:
@@ -199,7 +203,7 @@ class EpochPlanner:
 
     def divide(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
         """Divide the epoch at whose beginning, or within which, progress is."""
-        batching = self._batch.batching
+        batching = self._batching
         if batching.batch_tokens:
             plan = self._token_steps.of_epoch(progress).plan
         elif batching.batch_size_schedule is None:
@@ -228,7 +232,7 @@ class EpochPlanner:
 
     def constant(self, batch_size: int) -> EpochPlan:
         """Divide the first epoch by a batch that does not change."""
-        batching = self._batch.batching
+        batching = self._batching
         if batching.batch_tokens:
             order = self._row_order(epoch=0, lengths=self._rows.lengths)[:]
             batches = self._token_steps.constant(order, self._rows.lengths)
@@ -271,8 +275,8 @@ class EpochPlanner:
         """Count the steps of :meth:`ahead`; without reading lengths where a schedule sees no tokens
         in training.
         """
-        counts_tokens = self._batch.batching.batch_size_schedule is not None
-        if counts_tokens and not sees_tokens and not self._batch.batching.batch_tokens:
+        counts_tokens = self._batching.batch_size_schedule is not None
+        if counts_tokens and not sees_tokens and not self._batching.batch_tokens:
             num_steps = 0
             for rows in sizes.values():
                 for _, _, step_end in self._walk(progress, self._batch.rule(rows), None):
@@ -310,7 +314,7 @@ class EpochPlanner:
         if self._takes_all_rows and num_rows != self.num_rows:
             remedy = f"it had {self.num_rows} when training began; keep its length"
             raise SettingError("dataset", count(num_rows, "row"), remedy)
-        if self._batch.batching.batch_tokens:
+        if self._batching.batch_tokens:
             return self.token_batches(progress).rows
         if not self.depends_on_lengths:
             return self._row_order(epoch=progress.epoch)
@@ -323,13 +327,13 @@ class EpochPlanner:
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Count the rows of an epoch that is over which no step has used, by reason."""
         long_rows = 0
-        if self._batch.batching.batch_tokens:
+        if self._batching.batch_tokens:
             long_rows = len(self.token_batches(progress).dropped)
         rest = self.num_rows - progress.epoch_rows - long_rows
-        max_steps = self._batch.batching.max_steps_per_epoch
+        max_steps = self._batching.max_steps_per_epoch
         if max_steps is not None and progress.epoch_steps >= max_steps:
             reason = "max_steps_per_epoch"
-        elif self._batch.batching.drop_last:
+        elif self._batching.drop_last:
             reason = "drop_last"
         else:
             # The audit does not let it pass.
@@ -348,9 +352,7 @@ class EpochPlanner:
         done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
         left = [size for _, size, _ in self._walk(progress, rule, order)]
         plan = EpochPlan.of_sizes(done + left)
-        return replace(
-            plan, rows=self.num_rows, most_steps=self._batch.batching.max_steps_per_epoch
-        )
+        return replace(plan, rows=self.num_rows, most_steps=self._batching.max_steps_per_epoch)
 
     def _walk(
         self, progress: Progress, rule: Callable[[Progress], int], order: RowOrder | None

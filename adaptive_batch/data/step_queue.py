@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 from adaptive_batch.schedules import Progress
 
@@ -17,14 +17,13 @@ class _Lengths(Protocol):
     def num_tokens(self, numbers: list[int]) -> int: ...
 
 
-@dataclass
-class _HandedOut:
+class _HandedOut(NamedTuple):
     """A step that is not done, and the real tokens of its rows over all ranks, as far as they are
     counted.
     """
 
     step: PlannedRows
-    tokens: int = 0
+    tokens: int
 
     @property
     def after(self) -> Progress:
@@ -88,10 +87,10 @@ class StepQueue:
         self._planner.start_epoch(progress)
         step = self._planner.next_step(progress)
         while step is not None:
-            handed_out = _HandedOut(step)
+            tokens = 0
             if self._lengths is not None:
-                handed_out.tokens = self._lengths.num_tokens(step.numbers)
-            self._ahead.append(handed_out)
+                tokens = self._lengths.num_tokens(step.numbers)
+            self._ahead.append(_HandedOut(step, tokens))
             yield step
             if self._progress.epoch > epoch:
                 return
@@ -114,7 +113,7 @@ class StepQueue:
 
     def count_tokens(self, tokens: int) -> None:
         """Take the real tokens, over all ranks, of the step that was handed out last."""
-        self._ahead[-1].tokens = tokens
+        self._ahead[-1] = self._ahead[-1]._replace(tokens=tokens)
 
     @property
     def oldest(self) -> PlannedRows:
@@ -140,10 +139,9 @@ class StepQueue:
             raise ValueError(
                 "no batch is waiting: call step() once for each batch that was handed out"
             )
-        handed_out = self._ahead.popleft()
+        step, counted_tokens = self._ahead.popleft()
         if tokens is None:
-            tokens = handed_out.tokens
-        step = handed_out.step
+            tokens = counted_tokens
         self._progress = self._progress.after_step(
             rows=len(step.numbers), tokens=tokens, batch=step.progress.batch, **measured
         )

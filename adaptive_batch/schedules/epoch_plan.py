@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from adaptive_batch._util import count
+
 
 @dataclass(frozen=True)
 class EpochPlan:
@@ -63,6 +65,17 @@ class EpochPlan:
         if self.sizes is not None:
             return self.sizes[step]
         return min(self.global_rows, self.rows - step * self.global_rows)
+
+    def describe(self) -> str:
+        """Return how many steps the epoch has, of how many rows."""
+        sizes = [self.global_rows] if self.sizes is None else self.sizes
+        smallest = min(sizes, default=0)
+        largest = max(sizes, default=0)
+        rows = count(largest, "row")
+        if smallest < largest:
+            rows = f"{smallest} to {largest} rows"
+        about = "about " if self.is_estimate else ""
+        return f"{about}{count(self.steps, 'step')} of {rows}"
 
     @cached_property
     def stepped_rows(self) -> int:

@@ -4,7 +4,7 @@ from .adapter_model import AdapterModel, builder_of
 from .advice import advise, estimate_spending, tokens_per_second
 from .bound_finder import BoundFinder, left_by_rounding
 from .checkpoints import Checkpoints
-from .checks import check_output_dir, cut_to_rows, never_due, without_effect, without_effect_on
+from .checks import check_output_dir, without_effect, without_effect_on
 from .critical_batch import measure_critical_batch
 from .data import Data
 from .distillation import Distillation
@@ -67,13 +67,11 @@ __all__ = [
     "check_output_dir",
     "check_scheduler",
     "couple_batch",
-    "cut_to_rows",
     "estimate_devices",
     "estimate_spending",
     "interruptible",
     "left_by_rounding",
     "measure_critical_batch",
-    "never_due",
     "no_component_exits",
     "reference_tables",
     "set_up_process",

@@ -56,7 +56,7 @@ class TrialSearch:
         self._watch = watch
         self._lost = lost
 
-    def most_rows(self, usable_rows: int, key: str = "trial_rows") -> int:
+    def rows_to_try(self, usable_rows: int, key: str = "trial_rows") -> int:
         """Return the most rows that are tried, of those that are of use at once.
 
         Args:
@@ -87,7 +87,7 @@ class TrialSearch:
         Args:
             trainer: trainer of the run.
             rows: longest rows of their kind.
-            maximum: most rows that are tried, see :meth:`most_rows`.
+            maximum: most rows that are tried, see :meth:`rows_to_try`.
             accumulates: whether gradients are there when a forward begins.
             rounds: whether the power of two at or below the bound is tried, too.
             evaluation: what runs in place of training's forward and backward; None for these.
@@ -119,7 +119,7 @@ class TrialSearch:
             choices=choices,
             path=path,
         )
-        search = BoundSearch(
+        result = BoundSearch(
             trainer.tried(),
             rows,
             options,
@@ -128,8 +128,7 @@ class TrialSearch:
             cache=cache,
             choices=choices,
             time_limit=self._time_limit,
-        )
-        result = search.run()
+        ).run()
         cache.learn(result)
         return result
 
@@ -210,7 +209,7 @@ class BoundFinder:
             usable_rows = epoch_rows
         else:
             usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
-        return self.trials.most_rows(usable_rows)
+        return self.trials.rows_to_try(usable_rows)
 
     def of_training(
         self, trainer: Trainer, *, length: int | str, step_rows: int | None
@@ -237,7 +236,7 @@ class BoundFinder:
         plan = self._settings.search_plan
         sizer = trainer.runner.sizer
         choices = None
-        if plan.times and sizer.throughput is None:
+        if plan.chooses_fastest and sizer.throughput is None:
             unit = sizer.limit(1).unit
             objective = self._settings.probe.objective
             choices = Choices(trainer.layout_kinds, unit, self._timed_rows, objective)
@@ -266,7 +265,8 @@ class BoundFinder:
 
         return search_for_steps(
             search,
-            has_several=plan.has_several or self._job.holds_more,
+            # Fewer ranks than began the run have more rows of a step each.
+            has_several=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
             step_rows=step_rows,
             check_split=check_split,
         )
@@ -356,7 +356,7 @@ class BoundFinder:
             usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
         if isinstance(size, int):
             usable_rows = size
-        tried_rows = self.trials.most_rows(usable_rows, "trial_rows_reference")
+        tried_rows = self.trials.rows_to_try(usable_rows, "trial_rows_reference")
         worst = self.rows.probed()
         name = f"{worst.name}, even without gradients,"
         result = self.trials.find(
@@ -394,8 +394,8 @@ def left_by_rounding(result: ProbeResult) -> str:
     batch_size = result.batch_size
     if batch_size == max_batch_size:
         return ""
-    unused = (
+    return (
         f"the power of two leaves {max_batch_size - batch_size} of the {max_batch_size} rows that"
-        f" fit unused ({1 - batch_size / max_batch_size:.0%})"
+        f" fit unused ({1 - batch_size / max_batch_size:.0%}); probe.round_to_power_of_two=False"
+        " trains with all of them"
     )
-    return f"{unused}; probe.round_to_power_of_two=False trains with all of them"

@@ -807,20 +807,6 @@ def without_effect(
     return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in unused)]
 
 
-def cut_to_rows(settings: Settings, *, rows: int, ranks: int) -> str:
-    """Return that a batch is cut to the rows that there are; empty where it is not.
-
-    Args:
-        settings: settings of the run.
-        rows: rows of the dataset.
-        ranks: ranks that a batch is counted on.
-    """
-    global_rows = settings.step_rows * ranks
-    if settings.step_varies or global_rows <= rows:
-        return ""
-    return f"a step of {global_rows} rows is cut to {count(rows, 'row')}: the dataset has no more"
-
-
 def never_due(settings: Settings, num_steps: int) -> Iterator[NoEffect]:
     """Yield what is due later than a run of so many steps ends: a resume point, validation or
     metrics.

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeVar
@@ -105,7 +106,7 @@ class Job:
             torch.compiler.reset()
         partitioner.activation_memory_budget = settings.activation_memory_budget
         # Where micro-batches have many shapes, the first one is no constant of its graph.
-        varies = settings.search_plan.times or not settings.layout_kind.is_usual
+        varies = settings.search_plan.chooses_fastest or not settings.layout_kind.is_usual
         compiler.assume_static_by_default = not varies
 
     def check_model(self) -> None:
@@ -208,13 +209,6 @@ class Job:
         """Count batches on the ranks that the run began with, however many there are now."""
         self.ranks = ranks
 
-    @property
-    def holds_more(self) -> bool:
-        """Whether a rank has more rows of a step than are configured: fewer of them resume a run
-        than began it.
-        """
-        return self.ranks > distributed.data_parallel_size()
-
     def batching(self, *, seed: int = 0, max_steps_per_epoch: int | None = None) -> Batching:
         """Return what a step holds and in which order rows come, as configured.
 
@@ -223,9 +217,8 @@ class Job:
             max_steps_per_epoch: steps after which an epoch ends; None for all of its rows.
         """
         settings = self.settings
-        sampling = settings.sampling
         # The seed of torchtune's sampler.
-        if sampling.sample_order == "dataloader":
+        if settings.sampling.sample_order == "dataloader":
             seed = 0
         return Batching(
             batch_size=settings.batch_size,
@@ -236,11 +229,7 @@ class Job:
             grow_beyond_maximum=settings.grow_beyond_maximum,
             shuffle=bool(self.cfg.shuffle),
             seed=seed,
-            sample_order=sampling.sample_order,
-            sample_window=sampling.sample_window,
-            min_rows_per_batch=sampling.min_rows_per_batch,
-            max_rows_per_batch=sampling.max_rows_per_batch,
-            long_rows=sampling.long_rows,
+            **asdict(settings.sampling),
             drop_last=settings.drop_last,
             max_steps_per_epoch=max_steps_per_epoch,
             epochs=settings.epochs,

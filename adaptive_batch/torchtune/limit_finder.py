@@ -13,7 +13,7 @@ from adaptive_batch.data import StepPlanner, largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Throughput
-from adaptive_batch.training import MicroBatchSizer, has_batch_norm
+from adaptive_batch.training import has_batch_norm
 
 from .advice import advise
 from .bound_finder import BoundFinder, left_by_rounding
@@ -33,7 +33,7 @@ class LimitFinder:
         data: rows of the run.
         trainer: model, loss and optimizer, with the sizer.
         planner: plans the steps, with the batch size that is found.
-        bounds: searches.
+        bound_finder: searches.
         log: log of the run.
         lost: why an earlier attempt of the run ended.
     """
@@ -44,7 +44,7 @@ class LimitFinder:
         data: Data,
         trainer: Trainer,
         planner: StepPlanner,
-        bounds: BoundFinder,
+        bound_finder: BoundFinder,
         log: TrainingLog,
         lost: LostRun,
     ) -> None:
@@ -53,8 +53,7 @@ class LimitFinder:
         self._trainer = trainer
         self._planner = planner
         self._settings = job.settings
-        self._sizer: MicroBatchSizer = trainer.runner.sizer
-        self._bounds = bounds
+        self._bound_finder = bound_finder
         self._log = log
         self._lost = lost
 
@@ -67,18 +66,18 @@ class LimitFinder:
                 not fit; with the suggested fix.
             DoesNotFitError: not one row fits.
         """
-        sizer = self._sizer
+        sizer = self._trainer.runner.sizer
         planner = self._planner
         saved = resumed.state_of("limits")
         self._log_notes()
         self._trainer.check_layout()
         results = []
         plan = self._settings.search_plan
-        if plan.times and saved:
+        if plan.chooses_fastest and saved:
             sizer.load_throughput(saved, kinds=self._trainer.layout_kinds)
         if plan.is_needed:
             step_rows = planner.batch.step_rows if resumed.keeps_batch else plan.step_rows
-            results = self._bounds.of_training(
+            results = self._bound_finder.of_training(
                 self._trainer,
                 length=self._settings.probe.sequence_length,
                 step_rows=step_rows,
@@ -119,10 +118,9 @@ class LimitFinder:
         for key, kind in TRIALS.items():
             rows = self._lost.trial_rows(key)
             if rows:
-                trial = f"a trial {kind}of {count(rows, 'row')}"
                 message = (
-                    f"{trial} ended all ranks, so whether they fit is not known; up to half are"
-                    " tried"
+                    f"a trial {kind}of {count(rows, 'row')} ended all ranks, so whether they fit is"
+                    " not known; up to half are tried"
                 )
                 self._log.event("indeterminate", message, rows=rows)
 
@@ -130,31 +128,33 @@ class LimitFinder:
         """Refuse a checkpoint's schedule whose largest step does not fit and cannot be split."""
         settings = self._settings
         saved_maximum = self._planner.batch.saved_maximum
-        max_batch_size = self._sizer.max_batch_size
+        max_batch_size = self._trainer.runner.sizer.max_batch_size
         cannot_split = settings.optimizer_in_bwd and settings.batch_size_schedule
         if cannot_split and max_batch_size and saved_maximum > max_batch_size:
-            problem = (
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
                 f"the checkpoint's schedule may ask for {saved_maximum} rows, of which"
-                f" {max_batch_size} fit here, and they cannot be split"
+                f" {max_batch_size} fit here, and they cannot be split; resume with more memory, or"
+                " start again with optimizer_in_bwd=False",
             )
-            remedy = "resume with more memory, or start again with optimizer_in_bwd=False"
-            raise SettingError("optimizer_in_bwd", True, f"{problem}; {remedy}")
 
     def _find_for_reference(self, saved: Mapping[str, Any] | None) -> None:
         """Find how many rows fit at once in a reference that runs apart from training, where that
         is asked for or training's were searched for, too.
         """
-        reference = self._trainer.runner.reference
+        runner = self._trainer.runner
+        reference = runner.reference
         settings = self._settings
         if reference is None:
             return
         sizer = reference.sizer
         if settings.reference_micro_batch_size == "auto" or settings.search_plan.is_needed:
-            result = self._bounds.of_reference(
+            result = self._bound_finder.of_reference(
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
             sizer.found(result)
-            self._sizer.count_out_of_memory(_trials_out_of_memory(result))
+            runner.sizer.count_out_of_memory(_trials_out_of_memory(result))
             peak = result.peak_bytes()
             of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
             self._log.event(
@@ -235,13 +235,10 @@ class LimitFinder:
                 "batch_size", message, before=batch_size, after=largest_batch, bound=max_batch_size
             )
         elif not (settings.micro_batch.is_given or is_scheduled) and batch_size > max_batch_size:
-            smaller = (
-                f"set batch_size={max_batch_size} or less (gradient_accumulation_steps makes up for"
-                " it)"
-            )
             remedy = (
-                f"{rows_fit(max_batch_size)}; {smaller}, or micro_batch_size=auto, or allow more"
-                " memory"
+                f"{rows_fit(max_batch_size)}; set batch_size={max_batch_size} or less"
+                " (gradient_accumulation_steps makes up for it), or micro_batch_size=auto, or allow"
+                " more memory"
             )
             raise SettingError("batch_size", batch_size, remedy)
 
@@ -253,7 +250,7 @@ class LimitFinder:
             DoesNotFitError: not even this one.
             SettingError: fewer, and with the optimizer in backward a step cannot be split.
         """
-        sizer = self._sizer
+        sizer = self._trainer.runner.sizer
         settings = self._settings
         batch_size = self._planner.batch.batch_size
         row = max(rows, key=self._job.task.length)
@@ -272,15 +269,15 @@ class LimitFinder:
             # The batch may grow to so many.
             tried_rows = max(tried_rows, sizer.max_batch_size)
         can_split = not settings.optimizer_in_bwd
-        result = self._bounds.of_row(
+        result = self._bound_finder.of_row(
             self._trainer, dict(row), maximum=tried_rows, accumulates=can_split
         )
         sizer.count_out_of_memory(result.num_out_of_memory)
         fitting_rows = result.max_batch_size
-        longer = (
-            f"a row of {count(length, 'token')} is longer than the {tried_length} that were tried"
+        message = (
+            f"a row of {count(length, 'token')} is longer than the {tried_length} that were tried:"
+            f" {fitting_rows} of these fit at once"
         )
-        message = f"{longer}: {fitting_rows} of these fit at once"
         if not can_split and fitting_rows < batch_size:
             remedy = f"{message}, not {batch_size}; set probe.sequence_length=longest"
             raise SettingError("probe.sequence_length", settings.probe.sequence_length, remedy)
@@ -306,7 +303,8 @@ class LimitFinder:
             return
         limit = self._planner.limit
         rows = self._planner.batch.step_rows
-        fitting_rows = self._sizer.layout.rows_within(limit, int(self._data.dataset.lengths.max()))
+        layout = self._trainer.runner.sizer.layout
+        fitting_rows = layout.rows_within(limit, int(self._data.dataset.lengths.max()))
         if 1 < fitting_rows < rows and largest_divisor(rows, at_most=fitting_rows) == 1:
             self._log.event(
                 "uniform_micro_batches",

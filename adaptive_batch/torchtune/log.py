@@ -32,12 +32,13 @@ from adaptive_batch.training import (
 )
 
 from .checkpoints import Checkpoints
-from .checks import NoEffect
+from .checks import NoEffect, never_due
 from .config_errors import instantiate
 from .data import Data
 from .job import Job
-from .preview import TrainingPreview
+from .preview import TrainingAhead, TrainingPreview
 from .resumed_run import ResumedRun
+from .run_profiler import RunProfiler
 
 log = logging.getLogger("adaptive_batch")
 Item = TypeVar("Item")
@@ -205,9 +206,7 @@ class TrainingLog:
         within = ""
         if progress.epoch_steps:
             within = f", row {progress.epoch_rows} of it (step {progress.steps})"
-        of_ranks = ""
-        if ranks > 1:
-            of_ranks = f", {ranks} ranks"
+        of_ranks = f", {ranks} ranks" if ranks > 1 else ""
         event(
             "start",
             f"{begins} with epoch {progress.epoch}{within}; {count(rows, 'row')}{of_ranks}",
@@ -257,6 +256,18 @@ class TrainingLog:
         for keys in keys_set:
             self.event("no_effect", str(keys), key=keys.key)
 
+    def too_small(self, profiler: RunProfiler, *, num_steps: int) -> None:
+        """Log what is set and does not come about, as the run has too few rows or steps."""
+        settings = self._settings
+        num_rows = len(self._data.dataset)
+        global_rows = settings.step_rows * self._job.ranks
+        if not settings.step_varies and global_rows > num_rows:
+            rows = count(num_rows, "row")
+            message = f"a step of {global_rows} rows is cut to {rows}: the dataset has no more"
+            self.event("no_effect", message)
+        self.without_effect(never_due(settings, num_steps))
+        self.without_effect(profiler.never_due(num_steps))
+
     def whose_rate(self, saved: float) -> None:
         """Log where the checkpoint's learning rate is not the configured one."""
         configured = self._cfg.optimizer.get("lr")
@@ -268,8 +279,8 @@ class TrainingLog:
     def rate_and_stages(
         self,
         rate: AdaptiveRate,
-        plan: TrainingPreview,
-        progress: Progress,
+        preview: TrainingPreview,
+        ahead: TrainingAhead,
         saved: Mapping[str, Any],
     ) -> None:
         """Log how the learning rate is scaled, and the stages of what is left of training."""
@@ -285,18 +296,18 @@ class TrainingLog:
             event("lr", message, reference=str(rate.reference), rule=settings.rate.lr_scaling)
         scheduler = self._cfg.get("lr_scheduler") or {}
         warmup_steps = scheduler.get("num_warmup_steps") or 0
-        if warmup_steps >= plan.schedule_steps > 0:
+        if warmup_steps >= ahead.schedule_steps > 0:
             message = (
                 f"lr_scheduler.num_warmup_steps={warmup_steps}: the run has"
-                f" {count(plan.schedule_steps, 'step')}, so the rate never reaches {rate.base:g}"
+                f" {count(ahead.schedule_steps, 'step')}, so the rate never reaches {rate.base:g}"
             )
             event("lr_scheduler", message)
-        if not settings.grows or progress.epoch >= settings.epochs:
+        if not settings.grows or ahead.progress.epoch >= settings.epochs:
             return
-        table, stages = plan.table(progress, base_rate=rate.base, saved=saved)
+        table, stages = preview.table(ahead, base_rate=rate.base)
         event("stages", f"the plan:\n{table}", stages=stages)
         if settings.batch_size_schedule:
-            self._log_unscaled(rate, plan.full_batch_rows)
+            self._log_unscaled(rate, ahead.full_batch_rows)
 
     def _log_unscaled(self, rate: AdaptiveRate, batch: int) -> None:
         configured = self._settings.step_rows * self._job.ranks
@@ -319,15 +330,7 @@ class TrainingLog:
         holds = planner.limit
         if not settings.adaptive:
             return
-        sizes = [plan.global_rows] if plan.sizes is None else plan.sizes
-        smallest = min(sizes, default=0)
-        largest = max(sizes, default=0)
-        rows = count(largest, "row")
-        if smallest < largest:
-            rows = f"{smallest} to {largest} rows"
-        content = f"{count(plan.steps, 'step')} of {rows}"
-        if plan.is_estimate:
-            content = f"about {content}"
+        content = plan.describe()
         if settings.batch_tokens and settings.batch_size_schedule is None:
             content += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
         content += f"; a micro-batch holds {holds}"

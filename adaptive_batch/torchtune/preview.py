@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptive_batch._util import count
@@ -31,27 +31,47 @@ from .rate import build_rate, stand_in
 from .resumed_run import ResumedRun
 
 
-class TrainingPreview:
-    """Goes through the rest of training with the rules that training will ask, without training.
+@dataclass(frozen=True)
+class TrainingAhead:
+    """What is left of training, as the rules answer now.
 
     Attributes:
+        progress: where it begins.
+        sizes: batch size of each epoch, as far as it is known.
+        unknown: why it is not known of later ones; empty where it is.
         full_batch_rows: the largest global batch that is planned, over which `loss_per_full_batch`
             averages.
         schedule_steps: where the learning rate's schedule ends.
     """
 
-    def __init__(self, job: Job, data: Data, planner: StepPlanner) -> None:
+    progress: Progress
+    sizes: Mapping[int, int]
+    unknown: str
+    full_batch_rows: int
+    schedule_steps: int
+
+
+class TrainingPreview:
+    """Goes through the rest of training with the rules that training will ask, without training.
+
+    Args:
+        job: job of the run.
+        data: rows of the run.
+        planner: plans the steps.
+        resumed: state that the run begins with.
+    """
+
+    def __init__(self, job: Job, data: Data, planner: StepPlanner, resumed: ResumedRun) -> None:
         self._job = job
         self._data = data
         self._settings = job.settings
         self._planner = planner
-        self._sizes: dict[int, int] = {}
-        self._unknown = ""
+        self._resumed = resumed
         self._stage_notes: list[str] = []
         # The largest batch that a schedule returns, on one device.
         self._largest_scheduled = 0
 
-    def check(self, progress: Progress) -> None:
+    def check(self) -> None:
         """Ask the rules ahead, so that mistakes show before weights load.
 
         Raises:
@@ -60,6 +80,7 @@ class TrainingPreview:
         """
         settings = self._settings
         planner = self._planner
+        progress = self._resumed.progress
         if not settings.grows or progress.epoch >= settings.epochs:
             return
         function = settings.batch_increase_function
@@ -84,21 +105,12 @@ class TrainingPreview:
                     batch_size=planner.batch.batch_size,
                 )
 
-    def look_ahead(
-        self,
-        progress: Progress,
-        *,
-        saved: Mapping[str, Any],
-        from_this_epoch: bool = False,
-        changed: bool = False,
-    ) -> None:
+    def look_ahead(self, progress: Progress, *, from_this_epoch: bool = False) -> TrainingAhead:
         """Ask the growth function ahead for the epochs that come; find where schedules end.
 
         Args:
             progress: progress of training.
-            saved: recipe's state in the checkpoint; empty without one.
             from_this_epoch: ask for the epoch at whose beginning progress is, too.
-            changed: steps differ from those planned when the checkpoint was saved.
 
         Raises:
             GrowthFunctionError: an answer for a later epoch cannot be used.
@@ -106,9 +118,8 @@ class TrainingPreview:
         settings = self._settings
         planner = self._planner
         epoch = progress.epoch
-        self._sizes = {}
-        self._unknown = ""
         sizes = [planner.batch.batch_size] * max(0, settings.epochs - epoch)
+        unknown = ""
         if settings.batch_increase_function is not None and sizes:
             with RandomState(self._job.device):
                 grown_sizes, reason = batch_sizes_ahead(
@@ -123,52 +134,57 @@ class TrainingPreview:
             if not from_this_epoch:
                 sizes = [planner.batch.batch_size, *grown_sizes]
             if reason:
-                self._unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {reason}"
-        self._sizes = dict(enumerate(sizes, start=epoch))
+                unknown = f"unknown after epoch {epoch + len(sizes) - 1}: {reason}"
+        size_of_epoch = dict(enumerate(sizes, start=epoch))
         same_answers(
-            {f"batch_increase_function in epoch {at}": size for at, size in self._sizes.items()}
+            {f"batch_increase_function in epoch {at}": size for at, size in size_of_epoch.items()}
         )
-        reference = planner.clock.reference
-        self.full_batch_rows = reference.global_rows
-        if settings.grows and not settings.batch_tokens:
-            largest = planner.batching.step_rows(max(sizes, default=1))
-            if settings.batch_size_schedule is not None:
-                # A schedule that measures has a maximum.
-                maximum = getattr(settings.batch_size_schedule, "maximum", None)
-                largest = maximum or self._largest_scheduled
-                largest = min(largest, planner.batch.maximum() or largest)
-            self.full_batch_rows = min(largest * self._job.ranks, planner.epochs.num_rows)
-        self.schedule_steps = settings.epochs * reference.steps
+        schedule_steps = settings.epochs * planner.clock.reference.steps
         if settings.rate.lr_clock.decay == "steps" and epoch < settings.epochs:
             # The estimate of a run that has not changed stays.
-            saved_steps = None
-            if saved.get("epochs") == settings.epochs and not changed:
-                saved_steps = saved["learning_rate"]["total_steps"]
-            self.schedule_steps = saved_steps or progress.steps + self._count_steps(progress)
+            if self._resumed.keeps_steps:
+                schedule_steps = self._resumed.saved["learning_rate"]["total_steps"]
+            else:
+                schedule_steps = progress.steps + self._count_steps(progress, size_of_epoch)
+        full_batch_rows = self._full_batch_rows(max(sizes, default=1))
+        return TrainingAhead(progress, size_of_epoch, unknown, full_batch_rows, schedule_steps)
 
-    def table(
-        self, progress: Progress, *, base_rate: float, saved: Mapping[str, Any]
-    ) -> tuple[str, list[dict[str, Any]]]:
-        """Return the stages of what is left of training, as text and as a record.
+    def _full_batch_rows(self, largest_size: int) -> int:
+        """Return the largest global batch that is planned.
 
-        :meth:`look_ahead` comes first.
+        Args:
+            largest_size: the largest batch size of an epoch.
         """
+        settings = self._settings
+        planner = self._planner
+        if not settings.grows or settings.batch_tokens:
+            return planner.clock.reference.global_rows
+        largest = planner.batching.step_rows(largest_size)
+        if settings.batch_size_schedule is not None:
+            # A schedule that measures has a maximum.
+            maximum = getattr(settings.batch_size_schedule, "maximum", None)
+            largest = maximum or self._largest_scheduled
+            largest = min(largest, planner.batch.maximum() or largest)
+        return min(largest * planner.ranks, planner.epochs.num_rows)
+
+    def table(self, ahead: TrainingAhead, *, base_rate: float) -> tuple[str, list[dict[str, Any]]]:
+        """Return the stages of what is left of training, as text and as a record."""
         settings = self._settings
         planner = self._planner
         rate = build_rate(
             self._job,
             [stand_in(self._job, base_rate)],
-            total_steps=self.schedule_steps,
-            saved=saved.get("learning_rate"),
+            total_steps=ahead.schedule_steps,
+            saved=self._resumed.state_of("learning_rate"),
         )
-        stages = stages_of(self._planned(progress, rate))
-        notes = [*filter(None, [self._unknown]), *self._stage_notes]
+        stages = stages_of(self._planned(ahead, rate))
+        notes = [*filter(None, [ahead.unknown]), *self._stage_notes]
         if settings.rate.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
-            notes.append(f"the schedule of the learning rate ends at step {self.schedule_steps:,}")
+            notes.append(f"the schedule of the learning rate ends at step {ahead.schedule_steps:,}")
         if isinstance(settings.batch_size_schedule, Seesaw):
             notes.append(
                 "all epochs with the configured batch would be"
-                f" {count(self.schedule_steps, 'step', ',')}"
+                f" {count(ahead.schedule_steps, 'step', ',')}"
             )
         if planner.clock.plan.is_estimate:
             notes.append(
@@ -176,26 +192,25 @@ class TrainingPreview:
                 " measured"
             )
         unit = "tokens" if settings.batch_tokens else "rows"
-        return table(stages, unit=unit, ranks=self._job.ranks, notes=notes), as_record(stages)
+        return table(stages, unit=unit, ranks=planner.ranks, notes=notes), as_record(stages)
 
-    def alone(self, resumed: ResumedRun, bounds: BoundFinder, sizer: MicroBatchSizer) -> str:
+    def alone(self, bound_finder: BoundFinder, sizer: MicroBatchSizer) -> str:
         """Return the preview of a run that tries and trains nothing, with the bound that is known,
         below what is not the checkpoint's.
 
         Args:
-            resumed: state that the run begins with.
-            bounds: source of the bound, where one is needed.
+            bound_finder: source of the bound, where one is needed.
             sizer: takes the bound.
         """
         settings = self._settings
+        resumed = self._resumed
         progress = resumed.progress
-        saved = resumed.saved
         planner = self._planner
         batch_size = planner.batch.batch_size
         lines = [message for _, message, _ in resumed.changes()]
         plan = settings.search_plan
         if plan.is_needed:
-            result, source = bounds.known()
+            result, source = bound_finder.known()
             bound = "not known, so nothing is cut, and micro-batches are not known"
             if result is not None:
                 bound = str(result.max_batch_size)
@@ -204,30 +219,30 @@ class TrainingPreview:
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 batch_size = result.batch_size
                 lines += filter(None, [left_by_rounding(result)])
-        lines += filter(None, [bounds.known_of_reference()])
+        lines += filter(None, [bound_finder.known_of_reference()])
         known = planner.batch.first_batch_size
         planner.begin(progress, batch_size=batch_size)
-        self.look_ahead(progress, saved=saved, from_this_epoch=planner.batch.grows_at(progress))
-        if self._sizes:
-            batch_size = next(iter(self._sizes.values()))
+        ahead = self.look_ahead(progress, from_this_epoch=planner.batch.grows_at(progress))
+        if ahead.sizes:
+            batch_size = next(iter(ahead.sizes.values()))
             planner.begin(progress, batch_size=batch_size, first_batch_size=known or batch_size)
-            self.look_ahead(progress, saved=saved)
+            ahead = self.look_ahead(progress)
         configured = self._job.cfg.optimizer.get("lr")
         if "optimizer.lr" not in settings.saving.resume_allow_changes:
-            configured = saved.get("base_rate", configured)
+            configured = resumed.saved.get("base_rate", configured)
         if configured is None:
             lines.append("optimizer.lr is not configured: rates are shown as parts of it")
-        text, _ = self.table(progress, base_rate=float(configured or 1.0), saved=saved)
+        text, _ = self.table(ahead, base_rate=float(configured or 1.0))
         return "\n".join([*lines, text])
 
-    def _count_steps(self, progress: Progress) -> int:
-        unknown = range(progress.epoch + len(self._sizes), self._settings.epochs)
-        last = [self._planner.batch.batch_size, *self._sizes.values()][-1]
+    def _count_steps(self, progress: Progress, sizes: Mapping[int, int]) -> int:
+        unknown = range(progress.epoch + len(sizes), self._settings.epochs)
+        last = [self._planner.batch.batch_size, *sizes.values()][-1]
         # The best guess for an epoch whose batch is not known is that nothing changes.
         stays = dict.fromkeys(unknown, last)
-        return self._planner.epochs.num_steps(progress, {**self._sizes, **stays})
+        return self._planner.epochs.num_steps(progress, {**sizes, **stays})
 
-    def _planned(self, progress: Progress, rate: AdaptiveRate) -> Iterator[PlannedStep]:
+    def _planned(self, ahead: TrainingAhead, rate: AdaptiveRate) -> Iterator[PlannedStep]:
         planner = self._planner
         lengths = self._data.dataset.real_lengths
         # Micro-batches are cut once for each stage: steps of one batch size are cut alike.
@@ -236,7 +251,7 @@ class TrainingPreview:
         scheduled = (
             self._settings.batch_size_schedule is not None and not self._settings.batch_tokens
         )
-        for at, rows, plan in planner.epochs.ahead(progress, self._sizes):
+        for at, rows, plan in planner.epochs.ahead(ahead.progress, ahead.sizes):
             tokens = int(lengths[rows].sum())
             previous_key = key
             key = (at.epoch, at.batch)
@@ -244,7 +259,7 @@ class TrainingPreview:
                 # A schedule changes the batch within an epoch, a growth function between two.
                 batch_size = at.batch
                 if not scheduled:
-                    batch_size = self._sizes[at.epoch]
+                    batch_size = ahead.sizes[at.epoch]
                 if not planner.batch.sizer.waits_for_search:
                     num_micro_batches = planner.num_micro_batches(rows, batch_size=batch_size)
             batch = len(rows)
@@ -279,7 +294,7 @@ class TrainingPreview:
         notes = check_stages(
             settings.batch_size_schedule,
             ahead,
-            ranks=self._job.ranks,
+            ranks=planner.ranks,
             rows_per_epoch=planner.epochs.num_rows,
             drop_last=settings.drop_last,
             maximum=planner.batch.maximum(),

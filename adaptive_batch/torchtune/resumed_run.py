@@ -93,64 +93,73 @@ class ResumedRun:
         self.name = distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
         self.seed = seed
         self.max_steps_per_epoch = self._settings.max_steps_per_epoch
-        self.differs: list[str] = []
+        self._differs: list[str] = []
         self._ignored: dict[str, tuple[Any, Any]] = {}
         self._changed: dict[str, tuple[Any, Any]] = {}
         self.epochs: int | None = None
         self.begins_epoch_again = self.keeps_batch = False
-        if state is None:
-            return
-        self.epochs = state[training.TOTAL_EPOCHS_KEY]
-        self.progress = Progress(epoch=state[training.EPOCHS_KEY])
-        for name, key in (
-            ("seed", training.SEED_KEY),
-            ("max_steps_per_epoch", training.MAX_STEPS_KEY),
-        ):
-            configured = getattr(self, name)
-            if configured == state[key]:
-                continue
-            if self._may_change(name):
-                self._changed[name] = state[key], configured
-            else:
-                self._ignored[name] = configured, state[key]
-                setattr(self, name, state[key])
-        saved = self.saved
+        if state is not None:
+            self.epochs = state[training.TOTAL_EPOCHS_KEY]
+            self.progress = Progress(epoch=state[training.EPOCHS_KEY])
+            self.seed = self._kept("seed", seed, state[training.SEED_KEY])
+            self.max_steps_per_epoch = self._kept(
+                _MAX_STEPS, self.max_steps_per_epoch, state[training.MAX_STEPS_KEY]
+            )
+            if self.saved:
+                self._resume(self.saved)
+            self._differs, self.begins_epoch_again = compare(
+                self.saved.get("conditions", {}),
+                self._now["conditions"],
+                allowed=(*job.settings.saving.resume_allow_changes, *unused),
+                in_mid_epoch=self.progress.epoch_steps > 0,
+            )
+        if self.begins_epoch_again:
+            self.progress = self.progress.at_epoch_start()
+
+    def _kept(self, name: str, configured: Any, saved: Any) -> Any:
+        """Return what a checkpoint has of a key, unless it may change to what is configured."""
+        if configured != saved and self._may_change(name):
+            self._changed[name] = saved, configured
+            return configured
+        if configured != saved:
+            self._ignored[name] = configured, saved
+        return saved
+
+    def _resume(self, saved: Mapping[str, Any]) -> None:
+        """Take up the run of a checkpoint of ours."""
         settings = self._settings
-        saved_optimizer = saved["optimizer"] if saved else self._now["optimizer"]
         for key, value in self._now["optimizer"].items():
-            saved_value = saved_optimizer[key]
+            saved_value = saved["optimizer"][key]
             if saved_value != value:
                 remedy = (
                     f"the optimizer's state in the checkpoint was saved with {saved_value}; resume"
                     " with that"
                 )
                 raise SettingError(key, value, remedy)
-        if saved:
-            self.name = saved["run"]
-            self.progress = Progress(**saved["progress"])
-            self._check_max_steps()
-            lr = job.cfg.optimizer.get("lr")
-            if self._may_change(_LR) and lr is not None and lr != saved["base_rate"]:
-                self._changed[_LR] = saved["base_rate"], lr
-            self._keep_optimizer_settings(saved["conditions"], self._now["conditions"])
-            if settings.rate.reference_batch_size is None:
-                reference = saved["conditions"]["reference_batch_size"]
-                self._now["conditions"]["reference_batch_size"] = reference
-        self.differs, self.begins_epoch_again = compare(
-            saved.get("conditions", {}),
-            self._now["conditions"],
-            allowed=(*settings.saving.resume_allow_changes, *unused),
-            in_mid_epoch=self.progress.epoch_steps > 0,
-        )
-        if self.begins_epoch_again:
-            self.progress = self.progress.at_epoch_start()
+        self.name = saved["run"]
+        self.progress = Progress(**saved["progress"])
+        self._check_max_steps()
+        lr = self._job.cfg.optimizer.get("lr")
+        if self._may_change(_LR) and lr is not None and lr != saved["base_rate"]:
+            self._changed[_LR] = saved["base_rate"], lr
+        conditions = saved["conditions"]
+        self._keep_optimizer_settings(conditions, self._now["conditions"])
+        if settings.rate.reference_batch_size is None:
+            self._now["conditions"]["reference_batch_size"] = conditions["reference_batch_size"]
         scheduled = settings.batch_size_schedule is not None
-        if saved and (scheduled or settings.batch_changes):
+        if scheduled or settings.batch_changes:
             found_before = (
-                saved["conditions"]["use_maximum_batch_size"] or not settings.use_maximum_batch_size
+                conditions["use_maximum_batch_size"] or not settings.use_maximum_batch_size
             )
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
             self.keeps_batch = scheduled or (found_before and knows_bound)
+
+    @property
+    def keeps_steps(self) -> bool:
+        """Whether the run has the steps that were planned when the checkpoint was saved."""
+        planned_with = self.saved.get("epochs"), self.saved.get("configured_batch_size")
+        settings = self._settings
+        return not self._differs and planned_with == (settings.epochs, settings.batch_size)
 
     def _may_change(self, name: str) -> bool:
         return name in self._settings.saving.resume_allow_changes
@@ -294,7 +303,7 @@ class ResumedRun:
         """
         now = self._now["conditions"]
         saved = self.saved.get("conditions", {})
-        for name in self.differs:
+        for name in self._differs:
             saved_value = _shown(name, saved, now)
             value_now = _shown(name, now, saved)
             message = (

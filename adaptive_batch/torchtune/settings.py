@@ -504,7 +504,7 @@ class SearchPlan:
 
     Attributes:
         is_needed: whether training needs to know the largest batch that fits.
-        times: whether a micro-batch holds what is fastest, rather than as much as fits.
+        chooses_fastest: whether a micro-batch holds what is fastest, rather than as much as fits.
         step_rows: rows of each step on one device, where a step fits itself and always has those
             that are configured; None where it does not.
         has_several: whether some step has several micro-batches whatever fits.
@@ -514,7 +514,7 @@ class SearchPlan:
     """
 
     is_needed: bool
-    times: bool
+    chooses_fastest: bool
     step_rows: int | None
     has_several: bool
     rounds: bool
@@ -740,7 +740,7 @@ class Settings:
         grows_beyond = self.grows and self.grow_beyond_maximum
         grows_within = self.grows and not (grows_beyond and size.is_number)
         # With the optimizer in backward a step is one micro-batch.
-        times = (
+        chooses_fastest = (
             size.is_auto
             and OBJECTIVES[self.probe.objective].cost is not None
             and not self.optimizer_in_bwd
@@ -752,9 +752,9 @@ class Settings:
         repeats = self.gradient_accumulation_steps > 1 and not stays
         return SearchPlan(
             is_needed=self.use_maximum_batch_size or size.is_auto or grows_within,
-            times=times,
+            chooses_fastest=chooses_fastest,
             step_rows=self.step_rows if stays else None,
-            has_several=divides or samples or times or grows_beyond or repeats,
+            has_several=divides or samples or chooses_fastest or grows_beyond or repeats,
             rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
             sets_batch=self.use_maximum_batch_size and self.batch_size_schedule is None,
         )

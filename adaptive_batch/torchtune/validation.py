@@ -31,7 +31,7 @@ class Validation:
 
     Args:
         job, data, trainer: of the run.
-        bounds: finds what fits, for ``batch_size_val: auto``.
+        bound_finder: finds what fits, for ``batch_size_val: auto``.
         log: log of the run; out-of-memory errors are also counted by the sizer of training.
 
     Attributes:
@@ -46,7 +46,7 @@ class Validation:
         job: Job,
         data: Data,
         trainer: Trainer,
-        bounds: BoundFinder,
+        bound_finder: BoundFinder,
         log: TrainingLog,
     ) -> None:
         settings = job.settings
@@ -61,7 +61,7 @@ class Validation:
         )
         size = ConfiguredSize(micro_batch_size=validation.rows_at_once(settings.batch_size))
         if validation.fits_itself:
-            result = self._find(trainer, bounds.trials)
+            result = self._find(trainer, bound_finder.trials)
             self._runner.sizer.count_out_of_memory(result.num_out_of_memory)
             tokens = data.layout_val.padded_tokens([result.sequence_length] * result.max_batch_size)
             size = ConfiguredSize(micro_batch_tokens=tokens)
@@ -94,7 +94,7 @@ class Validation:
         return trials.find(
             trainer,
             rows,
-            maximum=trials.most_rows(len(data.dataset_val), "trial_rows_val"),
+            maximum=trials.rows_to_try(len(data.dataset_val), "trial_rows_val"),
             accumulates=False,
             evaluation=Evaluation(evaluate, trials.rows.probed()),
         )

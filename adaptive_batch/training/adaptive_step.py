@@ -316,7 +316,6 @@ class AdaptiveStep:
             sample,
             self.parts,
             self._split_batch,
-            self.sizer,
             device=self.memory.device,
             keeps_columns=self._is_compiled,
         )

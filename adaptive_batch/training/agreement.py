@@ -44,14 +44,14 @@ class Question(NamedTuple):
         batch_size: rows that run at once where no size is configured and all of them fit, see
             :meth:`MicroBatchSizer.limit`; alike on all ranks.
         num_rows: rows of the step on all ranks, as this one counts them; 0 where none does.
-        batch: batch that was requested for the step, which a rule of the user's may have answered
-            differently elsewhere.
+        requested: batch that was requested for the step, which a rule of the user's may have
+            answered differently elsewhere.
         ends: whether this rank was asked to end.
     """
 
     batch_size: int
     num_rows: int = 0
-    batch: int = 0
+    requested: int = 0
     ends: bool = False
 
 

@@ -53,7 +53,7 @@ from adaptive_batch.probe import (
 
 from .compilations import any_number_of_variants
 from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
-from .parts import RowsOfBatch, counted_sample, length_in_sample
+from .parts import RowsOfBatch
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
 from .throughput_search import Choices, ThroughputSearch
@@ -110,32 +110,6 @@ class ProbeOptions:
         check_choice("search", self.search, SEARCHES)
         check_choice("objective", self.objective, tuple(OBJECTIVES))
 
-    def share_left_free(self, *, stays_whole: bool) -> float:
-        """Return the share of memory that is left free.
-
-        Args:
-            stays_whole: whether steps of varying lengths hold little more than they need.
-        """
-        if not isinstance(self.headroom, str):
-            return self.headroom
-        return _HEADROOM_WHOLE if stays_whole else _HEADROOM
-
-    def left_free(self, *, fragments: bool, stays_whole: bool) -> str:
-        """Return how much memory is left free, and what would leave less of it, for the log.
-
-        Args:
-            fragments: whether trials are steps of varying lengths, which fragment a cache.
-            stays_whole: see :meth:`share_left_free`.
-        """
-        text = f"{100 * self.share_left_free(stays_whole=stays_whole):.4g}% of the memory left free"
-        would_leave_less = fragments and not stays_whole and segments_can_expand()
-        if isinstance(self.headroom, str) and would_leave_less:
-            text += (
-                f" ({100 * _HEADROOM_WHOLE:.4g}% with"
-                " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
-            )
-        return text
-
 
 class SearchCache(Protocol):
     """What earlier searches have shown."""
@@ -173,7 +147,7 @@ class BoundSearch:
             once as fits.
         time_limit: function that gives a context which ends all ranks where one does not end a
             trial in time.
-        build_search: function that builds another :class:`.Search` than the named one.
+        search: another search than the named one.
     """
 
     def __init__(
@@ -187,7 +161,7 @@ class BoundSearch:
         cache: SearchCache | None = None,
         choices: Choices | None = None,
         time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
-        build_search: Callable[..., Search] | None = None,
+        search: Search | None = None,
     ) -> None:
         self._tried = tried
         self._rows = rows
@@ -197,7 +171,7 @@ class BoundSearch:
         self._cache = cache or NoCache()
         self._choices = choices
         self._time_limit = time_limit
-        self._build_search = build_search or getattr(self, f"_{options.search}")
+        self._given_search = search
         self._memory = tried.runner.memory
         self._maximum = distributed.minimum(options.maximum)
         self._fewest = fewest_rows(tried.runner.model)
@@ -233,7 +207,21 @@ class BoundSearch:
     @property
     def headroom(self) -> float:
         """The share of memory that is left free."""
-        return self._options.share_left_free(stays_whole=self._stays_whole)
+        if not isinstance(self._options.headroom, str):
+            return self._options.headroom
+        return _HEADROOM_WHOLE if self._stays_whole else _HEADROOM
+
+    @property
+    def left_free(self) -> str:
+        """How much memory is left free, and what would leave less of it, in words."""
+        text = f"{100 * self.headroom:.4g}% of the memory left free"
+        would_leave_less = self._fragments and not self._stays_whole and segments_can_expand()
+        if isinstance(self._options.headroom, str) and would_leave_less:
+            text += (
+                f" ({100 * _HEADROOM_WHOLE:.4g}% with"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
+            )
+        return text
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
@@ -304,7 +292,7 @@ class BoundSearch:
             self._memory.describe(),
             count(self._maximum, "row"),
             format_bytes(self._budget),
-            self._options.left_free(fragments=self._fragments, stays_whole=self._stays_whole),
+            self.left_free,
         )
         try:
             # Reading a row of some datasets draws random numbers.
@@ -358,15 +346,9 @@ class BoundSearch:
             result = try_again(earlier, self._run_trial)
             if result is not None:
                 return result
-        search = self._build_search(
-            budget_bytes=budget,
-            maximum=self._maximum,
-            resident_bytes=resident_bytes,
-            expected=self._cache.expected(),
-        )
         result = run_search(
             self._run_trial,
-            search=search,
+            search=self._given_search or self._named_search(budget, resident_bytes),
             fewest=self._fewest,
             time_limit=self._trial_time,
             round_to_power_of_two=self._options.round_to_power_of_two,
@@ -414,24 +396,21 @@ class BoundSearch:
         ):
             yield [(piece.size, partial(tried.try_rows, rows)) for piece, rows in step]
 
-    def _binary(self, *, maximum: int, **facts: Any) -> Search:
-        return BinarySearch(maximum=maximum)
-
-    def _halve(self, *, maximum: int, **facts: Any) -> Search:
-        return Halving(start=maximum)
-
-    def _predict(
-        self, *, budget_bytes: int, maximum: int, resident_bytes: int, expected: MemoryCurve | None
-    ) -> Search:
+    def _named_search(self, budget: int, resident_bytes: int) -> Search:
+        if self._options.search == "binary":
+            return BinarySearch(maximum=self._maximum)
+        if self._options.search == "halve":
+            return Halving(start=self._maximum)
+        expected = self._cache.expected()
         if expected is not None:
-            expected_rows = expected.max_rows(budget_bytes)
-            rows = maximum
+            expected_rows = expected.max_rows(budget)
+            rows = self._maximum
             if expected_rows is not None:
-                rows = min(expected_rows, maximum)
+                rows = min(expected_rows, self._maximum)
             log.info("about %d rows are expected to fit; each size that counts is tried", rows)
         return Predictive(
-            budget_bytes=budget_bytes,
-            maximum=maximum,
+            budget_bytes=budget,
+            maximum=self._maximum,
             fewest=self._fewest,
             resident_bytes=resident_bytes,
             granularity_bytes=self._memory.granularity_bytes,
@@ -520,6 +499,5 @@ def find_max_batch_size(
             forward_backward(make_batch())
 
     tried = TriedStep(runner, optimizer, try_sample)
-    length = length_in_sample(sample, RowsOfBatch, runner.memory.device)
-    rows = WorstRows.of_sample(counted_sample(sample, RowsOfBatch), length)
+    rows = WorstRows.of_sample(sample, RowsOfBatch, runner.memory.device)
     return BoundSearch(tried, rows, options, accumulates=accumulates).run()

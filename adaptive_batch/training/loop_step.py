@@ -99,7 +99,7 @@ class LoopStep:
         question = Question(
             batch_size=batch_size,
             num_rows=len(planned.numbers),
-            batch=planned.progress.batch,
+            requested=planned.progress.batch,
         )
         result = self._step.run(rows, question)
         batch = result.tokens if self._rate.counts_tokens else result.rows

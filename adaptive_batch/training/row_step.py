@@ -335,8 +335,7 @@ class RowStep:
             self.make_batch,
             self._rows_apart,
             self._mean_loss,
-            self.sizer,
-            self.step.parts.plan,
+            self.step.parts,
         )
         length_plan = None
         if lengths is not None:

@@ -17,7 +17,7 @@ from adaptive_batch.probe import ProbeResult
 from .bound_search import BoundSearch, ProbeOptions, search_for_steps
 from .model_checks import check_parameters, gradients_must_come
 from .part_runner import LENGTHS_REMEDY, PartRunner
-from .parts import Part, Splittable, counted_sample, length_in_sample
+from .parts import Part, Splittable
 from .trials import TriedStep, WorstRows
 
 log = logging.getLogger("adaptive_batch")
@@ -62,13 +62,12 @@ class SampleSearch:
         if batch_size is not None:
             check_whole("batch_size", batch_size)
         check_bool("accumulates", accumulates)
-        length = length_in_sample(sample, self._split_batch, self._runner.memory.device)
-        if self._runner.sizer.limit(1).unit == "tokens" and not length:
+        worst = WorstRows.of_sample(sample, self._split_batch, self._runner.memory.device)
+        if self._runner.sizer.limit(1).unit == "tokens" and not worst.length:
             raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
         tried = TriedStep(
             self._runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
         )
-        worst = WorstRows.of_sample(counted_sample(sample, self._split_batch), length)
 
         def search(beside_gradients: bool) -> ProbeResult:
             return BoundSearch(tried, worst, options, accumulates=beside_gradients).run()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 
 from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import count
-from adaptive_batch.data import DatasetAdapter, MicroBatch, MicroBatchLimit, check_loss
+from adaptive_batch.data import DatasetAdapter, check_loss
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
     FakeDevice,
@@ -22,7 +23,7 @@ from adaptive_batch.estimate import (
 )
 
 from .packing import tokens_key
-from .sizing import MicroBatchSizer
+from .part_runner import PartRunner
 
 
 class SampledRows:
@@ -34,8 +35,7 @@ class SampledRows:
         rows_apart: function that returns a context manager in which the rows of a batch do not see
             each other.
         mean_loss: function that returns the mean loss of a batch over its labels.
-        sizer: decides what a micro-batch may hold.
-        plan: function that returns the micro-batches of rows of some lengths within a limit.
+        parts: plans parts.
 
     Attributes:
         longest: tokens of the longest row.
@@ -47,15 +47,13 @@ class SampledRows:
         make_batch: Callable[[Sequence[Any]], Any],
         rows_apart: Callable[[Any], AbstractContextManager[object]],
         mean_loss: Callable[[Any], torch.Tensor],
-        sizer: MicroBatchSizer,
-        plan: Callable[[Sequence[int], MicroBatchLimit], list[MicroBatch]],
+        parts: PartRunner,
     ) -> None:
         self._dataset = dataset
         self._make_batch = make_batch
         self._rows_apart = rows_apart
         self._mean_loss = mean_loss
-        self._sizer = sizer
-        self._plan = plan
+        self._parts = parts
         (longest,) = dataset.longest(1)
         self.longest = dataset.length(longest)
 
@@ -92,16 +90,16 @@ class SampledRows:
             drawn = []
             for numbers in batches(most_rows):
                 drawn.append([tokens[number] for number in numbers])
-            limit = self._sizer.limit_where_fits(
+            limit = self._parts.runner.sizer.limit_where_fits(
                 most_rows, length=self.longest, batch_size=len(drawn[0])
             )
-            return PlannedSteps.of(drawn, limit, lambda batch: self._plan(batch, limit))
+            return PlannedSteps.of(drawn, limit, partial(self._parts.plan, limit=limit))
 
         def run(device: FakeDevice, num_rows: int, length: int) -> None:
             row = dataset[row_of_length[length]]
             self._run_rows([row] * num_rows, device)
 
-        return LengthPlan(steps, run if self._sizer.layout.pads else self._run_packed)
+        return LengthPlan(steps, run if self._parts.runner.sizer.layout.pads else self._run_packed)
 
     def _run_packed(self, device: FakeDevice, num_rows: int, num_tokens: int) -> None:
         """Run forward and backward of packed rows that have so many tokens in all."""

@@ -30,7 +30,6 @@ from adaptive_batch.memory import RandomState
 
 from .part_runner import PartRunner
 from .parts import OwnSplit, Part, RowsOfBatch, Splittable, length_in_sample
-from .sizing import MicroBatchSizer
 from .split_check import CHECKED_SPLITS, largest_part
 
 # Rows of a sample among which a shorter one is looked for.
@@ -44,7 +43,6 @@ class SampledStep:
         sample: function that returns the `n` longest rows as a batch.
         parts: runs and plans parts.
         split_batch: function that makes a batch ready to be split.
-        sizer: decides what a micro-batch may hold.
         device: of the model.
         keeps_columns: whether parts keep the batch's columns, as where another shape would be
             compiled; a script's own function that splits batches does as it does.
@@ -58,7 +56,6 @@ class SampledStep:
         sample: Callable[[int], Any],
         parts: PartRunner,
         split_batch: Callable[[Any], Splittable],
-        sizer: MicroBatchSizer,
         *,
         device: torch.device,
         keeps_columns: bool,
@@ -66,7 +63,6 @@ class SampledStep:
         self._sample = sample
         self._parts = parts
         self._split_batch = split_batch
-        self._sizer = sizer
         self._keeps_columns = keeps_columns
         # A model on the meta device draws no random numbers; the sample may.
         if device.type == "meta":
@@ -147,7 +143,7 @@ class SampledStep:
         tokens = checked_lengths(lengths, longest=self.longest, owner=owner)
 
         def steps(fit: Fit) -> PlannedSteps:
-            limit = self._sizer.limit_where_fits(
+            limit = self._parts.runner.sizer.limit_where_fits(
                 fit.max_batch_size, length=self.longest, batch_size=rows
             )
 
@@ -177,7 +173,8 @@ class SampledStep:
         parts = [list(piece.rows) for piece in pieces]
         whole = sorted(chain.from_iterable(parts))
         largest, halves_of_largest = largest_part(parts)
-        is_bound_known = self._sizer.max_batch_size is not None or self._sizer.waits_for_search
+        sizer = self._parts.runner.sizer
+        is_bound_known = sizer.max_batch_size is not None or sizer.waits_for_search
         # As the check itself does.
         if is_bound_known and len(halves_of_largest) > 1:
             whole = largest

@@ -91,8 +91,8 @@ class StepRunner:
         parts = divide()
         answers = [
             int(question.ends),
-            question.batch,
-            -question.batch,
+            question.requested,
+            -question.requested,
             question.num_rows,
             -question.num_rows,
         ]
@@ -103,7 +103,7 @@ class StepRunner:
         if most_batch != -least_batch or most_rows != -least_rows:
             same_answers(
                 {
-                    "batch_size_schedule": question.batch,
+                    "batch_size_schedule": question.requested,
                     "the rows of the next step, which": question.num_rows,
                 }
             )

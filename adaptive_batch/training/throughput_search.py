@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch.data import LAYOUT_KINDS, MicroBatchLayout, MicroBatchLimit, micro_batches
@@ -116,14 +116,10 @@ class ThroughputSearch:
         capacity = dict.fromkeys(self._choices.kinds, max_batch_size)
 
         def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
-            by_rows = layout.is_usual and self._choices.unit == "rows"
-            if by_rows:
-                unit: Literal["rows", "tokens"] = "rows"
-                row_amount = 1
-                step_amount = step_rows
-            else:
-                unit = "tokens"
-                row_amount = longest
+            unit = self._choices.unit if layout.is_usual else "tokens"
+            row_amount = layout.amount(1, longest, unit=unit)
+            step_amount = step_rows
+            if unit == "tokens":
                 step_amount = max(map(layout.padded_tokens, lengths))
             amount = max(row_amount, min(capacity[layout.kind] * row_amount, step_amount))
             amounts = []
@@ -164,19 +160,17 @@ class ThroughputSearch:
             fastest = search()
             if fastest is None:
                 return None
-            of_longest = fastest.limit.amount
-            if fastest.limit.unit == "tokens":
-                of_longest //= longest
             layout = self._layout.of_kind(fastest.kind, time=fastest.time)
+            longest_rows = layout.rows_within(fastest.limit, longest)
             with self._tried.runner.sizer.trying(layout):
-                trial = self._dry_run(of_longest)
+                trial = self._dry_run(longest_rows)
             if trial.fits:
                 return replace(
                     fastest.with_peak(trial.peak_bytes),
                     seconds=time.perf_counter() - start,
                     compile_seconds=sum(compilation.seconds for compilation in compiled),
                 )
-            capacity[fastest.kind] = of_longest // 2
+            capacity[fastest.kind] = longest_rows // 2
         return None
 
     def _settles(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,6 +15,7 @@ from adaptive_batch._util import count
 from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches
 from adaptive_batch.memory import OptimizerInBackward
 
+from .parts import Splittable, counted_sample, length_in_sample
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
 
@@ -41,16 +43,21 @@ class WorstRows:
     in_order: Callable[[int, int], list[Any]] | None = None
 
     @classmethod
-    def of_sample(cls, sample: Callable[[int], Any], length: int) -> WorstRows:
+    def of_sample(
+        cls, sample: Callable[[int], Any], split: Callable[[Any], Splittable], device: torch.device
+    ) -> WorstRows:
         """Return the rows of a function that makes a batch of that many, as each trial makes its
         own.
 
         Args:
             sample: the function.
-            length: tokens of the longest row; 0 where nothing shows them.
+            split: function that makes a batch ready to be split.
+            device: device whose random numbers stay as they were.
         """
+        length = length_in_sample(sample, split, device)
         name = f"one row of {count(length, 'token')}" if length else "one row"
-        return cls(lambda size: partial(sample, size), length, name)
+        counted = counted_sample(sample, split)
+        return cls(lambda size: partial(counted, size), length, name)
 
 
 @dataclass(frozen=True)

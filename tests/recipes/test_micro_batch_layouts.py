@@ -162,7 +162,7 @@ SKEWED = [*LENGTHS[:29], 120, 120, 120]
     ("backend", "layout"),
     [
         ("aot_eager", "auto"),
-        pytest.param("aot_eager", "grouped", marks=pytest.mark.slow),
+        pytest.param("aot_eager", "grouped", marks=pytest.mark.nightly),
         pytest.param("inductor", "grouped", marks=pytest.mark.nightly),
         pytest.param("inductor", "auto", marks=pytest.mark.nightly),
     ],

@@ -235,6 +235,18 @@ def test_what_is_left_of_a_run_is_planned(small, plan):
     assert sorted((path, path.stat().st_mtime_ns) for path in run.output_dir.rglob("*")) == before
 
 
+def test_the_rate_ends_with_the_steps_of_the_batch_that_is_configured_now(small, plan):
+    settings = (*EQUAL, *COSINE, "epochs=2", "lr_clock=steps")
+    run = small.run_in_process(OURS, *settings, "batch_size=4", "save_every_n_steps=4")
+    for path in (*run.output_dir.glob("epoch_*"), *run.output_dir.glob("step_*")):
+        if path.name != "step_4":
+            shutil.rmtree(path)
+    resumed = (*settings, "resume_from_checkpoint=True")
+    for batch_size, steps in (("4", 16), ("8", 10)):
+        lines = plan(*resumed, f"batch_size={batch_size}", output=run.output_dir, base=small.base)
+        assert f"the schedule of the learning rate ends at step {steps}" in lines
+
+
 def test_an_assumed_bound_is_no_more_than_an_epochs_rows(plan):
     lines = plan("use_maximum_batch_size=True", "epochs=2", "probe.assumed_maximum=4096")
     assert "bound: 32 (probe.assumed_maximum says so)" in lines

@@ -384,7 +384,7 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
         options,
         accumulates=run.job.settings.search_plan.has_several
         or run.job.settings.gradient_accumulation_steps > 1,
-        build_search=lambda **facts: search,
+        search=search,
     ).run()
 
 

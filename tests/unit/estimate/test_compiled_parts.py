@@ -425,7 +425,7 @@ def test_with_tensor_parallelism_the_eager_program_is_counted():
     assert compiled.lengths[0].curve == eager.lengths[0].curve
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_a_second_model_is_estimated_as_compiled(ranks):
     keys = {"devices": ["80GiB"], "changes": False, "world_size": ranks}
     peaks = []

@@ -1,5 +1,8 @@
 """An epoch divides into steps that hold each row once."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,3 +22,17 @@ def test_the_steps_of_an_epoch_hold_each_row_once(rows, global_rows, drop_last, 
     assert all(size == global_rows for size in sizes[:-1])
     whole = rows - rows % global_rows if drop_last else rows
     assert sum(sizes) == (whole if max_steps is None else min(whole, max_steps * global_rows))
+
+
+@pytest.mark.parametrize(
+    ("plan", "text"),
+    [
+        (EpochPlan.of(10, global_rows=4, drop_last=False), "3 steps of 4 rows"),
+        (EpochPlan.of_sizes([1]), "1 step of 1 row"),
+        (EpochPlan.of_sizes([2, 6, 2]), "3 steps of 2 to 6 rows"),
+        (replace(EpochPlan.of_sizes([2, 6]), is_estimate=True), "about 2 steps of 2 to 6 rows"),
+        (EpochPlan.of_sizes([]), "0 steps of 0 rows"),
+    ],
+)
+def test_a_plan_is_described_by_its_steps_and_their_rows(plan, text):
+    assert plan.describe() == text

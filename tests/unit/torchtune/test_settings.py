@@ -295,7 +295,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize(
-    ("config", "times", "step_rows", "has_several"),
+    ("config", "chooses_fastest", "step_rows", "has_several"),
     [
         ({}, False, None, False),
         (TWICE, False, None, True),
@@ -313,10 +313,14 @@ GROWING = {
     ],
     ids=str,
 )
-def test_what_a_search_has_to_try(config, times, step_rows, has_several):
+def test_what_a_search_has_to_try(config, chooses_fastest, step_rows, has_several):
     settings = Settings.from_config(PLAIN | config)
     plan = settings.search_plan
-    assert (plan.times, plan.step_rows, plan.has_several) == (times, step_rows, has_several)
+    assert (plan.chooses_fastest, plan.step_rows, plan.has_several) == (
+        chooses_fastest,
+        step_rows,
+        has_several,
+    )
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():

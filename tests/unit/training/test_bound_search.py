@@ -4,6 +4,7 @@ sample.
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 from typing import Any
@@ -141,10 +142,7 @@ def test_less_is_left_free_where_the_cache_stays_whole_in_trials_of_trainings_ow
     text = f"{100 * left_free:.4g}% of the memory left free"
     if segments == "expandable_segments:False" and not fits_a_block:
         text += " (1% with PYTORCH_ALLOC_CONF=expandable_segments:True, set before the start)"
-    fragments = isinstance(memory, CachingMemory) and has_order
-    stays_whole = left_free == 0.01
-    options = ProbeOptions("1GiB", headroom)
-    assert options.left_free(fragments=fragments, stays_whole=stays_whole) == text
+    assert search.left_free == text
 
 
 @pytest.mark.parametrize(
@@ -155,8 +153,7 @@ def test_segments_that_expand_are_not_advised_where_pytorch_has_none(
 ):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     monkeypatch.setattr(module, name, value)
-    text = ProbeOptions().left_free(fragments=True, stays_whole=False)
-    assert text == "5% of the memory left free"
+    assert search_on(CachingMemory(), True, "auto").left_free == "5% of the memory left free"
 
 
 def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
@@ -199,9 +196,11 @@ def test_no_more_than_the_maximum_is_tried():
     assert result.max_batch_size == 9 == max(trial.batch_size for trial in result.trials)
 
 
-def test_headroom_is_left_free():
+def test_headroom_is_left_free(caplog):
+    caplog.set_level(logging.INFO, logger="adaptive_batch")
     peak = peaks_by_hand()[9]
     assert Training().find(device_memory=peak, headroom=0.0).max_batch_size == 10
+    assert "with 0% of the memory left free" in caplog.text
     assert Training().find(device_memory=peak, headroom=0.2).max_batch_size < 10
 
 
