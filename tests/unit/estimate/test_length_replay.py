@@ -219,9 +219,7 @@ def mixed_sample(rows):
 def replay_of_split(sample, **arguments):
     lengths = [min(length, LONGEST) for length in few_lengths()]
     step, optimizer = adaptive_step(micro_batch_tokens=600, **arguments)
-    estimate = step.estimate(
-        optimizer, sample, "2GiB", lengths=lengths, batch_size=8, maximum=16
-    )
+    estimate = step.estimate(optimizer, sample, "2GiB", lengths=lengths, batch_size=8, maximum=16)
     return estimate.devices[0].replay
 
 
