@@ -269,6 +269,8 @@ def micro_batches(
     if not lengths:
         return []
     kind = LAYOUT_KINDS[layout.kind]
+    if kind.is_usual and limit.unit == "rows" and len(lengths) <= limit.amount:
+        return [MicroBatch(list(range(len(lengths))), layout.padded(max(lengths)))]
     cut = kind.cut(lengths, limit, layout)
     if kind.pads:
         pieces = _padded_pieces(cut, lengths, layout)

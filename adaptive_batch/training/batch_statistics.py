@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -76,7 +75,7 @@ class BatchStatistics:
             # The function may pop from its batch, which the loss needs afterwards.
             batch = copy.copy(batch)
         with torch.no_grad():
-            statistics = self._function(replace(part, batch=batch))
+            statistics = self._function(part._replace(batch=batch))
         if not isinstance(statistics, Mapping):
             raise SettingError("statistics", type(statistics).__name__, _REMEDY)
         return dict(statistics)
@@ -113,9 +112,8 @@ class BatchStatistics:
         restore = self._snapshot.take()
         missing = [None] * (len(parts) - len(pieces))
         idle = MicroBatch([0], 1)
-        retry.run_in_turn(
-            [*pieces, *missing], run, drop=sharding.reset, idle=idle, evaluates=STATISTICS
-        )
+        kinds = [{"evaluates": STATISTICS}] * len(parts)
+        retry.run_in_turn([*pieces, *missing], run, drop=sharding.reset, idle=idle, kinds=kinds)
         restore()
         if distributed.any_of_ranks(retry.has_failed):
             raise OutOfMemoryElsewhereError

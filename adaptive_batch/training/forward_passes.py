@@ -115,8 +115,9 @@ class ForwardPasses:
             piece_rows = [rows[position] for position in piece.rows]
             results.append((piece, forward(piece_rows, piece.length)))
 
+        kinds = [{"evaluates": self._evaluates}] * num_pieces
         self._retry.run_in_turn(
-            pieces, run, drop=self._runner.sharding.reset, idle=idle, evaluates=self._evaluates
+            pieces, run, drop=self._runner.sharding.reset, idle=idle, kinds=kinds
         )
         if distributed.any_of_ranks(self._retry.has_failed):
             raise OutOfMemoryElsewhereError

@@ -4,7 +4,7 @@ leaves them as they were; and those that its micro-batches have summed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -21,22 +21,21 @@ class GradientsApart:
     its second part on they are there beside the earlier ones.
 
     Args:
-        parameters: those that have gradients, found as they are set aside, so that a shared one
-            comes once.
+        earlier: gradients that are there, by parameter.
         drop: function that leaves the model without gradients.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], drop: Callable[[], object]) -> None:
+    def __init__(
+        self, earlier: Mapping[nn.Parameter, torch.Tensor], drop: Callable[[], object]
+    ) -> None:
+        self._earlier = earlier
         self._drop = drop
-        self._earlier: list[tuple[nn.Parameter, torch.Tensor]] = []
-        for parameter in parameters:
-            assert parameter.grad is not None, "it is set aside already"
-            self._earlier.append((parameter, parameter.grad))
+        for parameter in earlier:
             parameter.grad = None
 
     def fill_new(self) -> None:
         """Give the batch gradients of zeros."""
-        for parameter, earlier in self._earlier:
+        for parameter, earlier in self._earlier.items():
             parameter.grad = torch.zeros_like(earlier)
 
     def drop_new(self) -> None:
@@ -46,12 +45,12 @@ class GradientsApart:
     def put_back(self) -> None:
         """Leave the earlier gradients alone, as before the batch."""
         self._drop()
-        for parameter, earlier in self._earlier:
+        for parameter, earlier in self._earlier.items():
             parameter.grad = earlier
 
     def add_up(self) -> None:
         """Add the batch's gradients to the earlier ones, in place, as autograd does."""
-        for parameter, earlier in self._earlier:
+        for parameter, earlier in self._earlier.items():
             new = parameter.grad
             if new is None:
                 parameter.grad = earlier

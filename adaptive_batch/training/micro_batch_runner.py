@@ -384,7 +384,7 @@ class MicroBatchRunner(StepRunner):
         def attempt(division: Division) -> StepResult:
             return _StepAttempt(self, rows, values, global_rows=question.num_rows).run(division)
 
-        return replace(self.run_step(attempt, divide, division), ends=division.ends)
+        return self.run_step(attempt, divide, division)._replace(ends=division.ends)
 
     def learn_from_a_row(self) -> None:
         """Let even the first micro-batch be brought to its end; all of several ranks call it, where

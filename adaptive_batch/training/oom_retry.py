@@ -8,7 +8,7 @@ raises :class:`OutOfMemoryElsewhereError`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -163,8 +163,7 @@ class OOMRetry:
         *,
         drop: Callable[[], object],
         idle: MicroBatch,
-        reduced: Sequence[bool] = (),
-        evaluates: bool | str = False,
+        kinds: Sequence[Mapping[str, Any]],
     ) -> None:
         """Run micro-batches one after the other; after one that ran out of memory on a rank, only
         their collectives.
@@ -174,15 +173,10 @@ class OOMRetry:
             run: function that runs the micro-batch of that number.
             drop: function that frees what a micro-batch has made.
             idle: micro-batch that is named in errors where this rank has none.
-            reduced: whether the gradients of each are reduced over ranks; not needed where it
-                `evaluates`.
-            evaluates: whether there is no backward; see :meth:`Sharding.micro_batch`.
+            kinds: kind of each, as :meth:`Sharding.micro_batch` takes it.
         """
         self.expect(list(filter(None, pieces)) or [idle])
         fullest = self.current
-        kinds: list[dict[str, Any]] = [{"is_last": is_last} for is_last in reduced]
-        if evaluates:
-            kinds = [{"evaluates": evaluates}] * len(pieces)
         for number, (piece, kind) in enumerate(zip(pieces, kinds, strict=True)):
             # Ranks run it together, or not at all.
             is_together = self._sharding.reduces_in_backward and kind.get("is_last")
@@ -206,7 +200,7 @@ class OOMRetry:
         if self._error is None:
             self.current = fullest
 
-    def _can_finish(self, error: Exception, *, following: Sequence[dict[str, Any]]) -> bool:
+    def _can_finish(self, error: Exception, *, following: Sequence[Mapping[str, Any]]) -> bool:
         """Return whether a micro-batch ran out of memory beside other ranks, and its collectives
         can be brought to their end, and then those of the following ones.
         """

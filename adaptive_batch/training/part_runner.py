@@ -147,7 +147,7 @@ class PartRunner:
             part = parts.pop(0)
             if part is not None and part.share:
                 if statistics:
-                    part = replace(part, statistics=statistics)
+                    part = part._replace(statistics=statistics)
                 results.append(self._forward_backward(part))
             elif self._sharding.needs_dummy(is_last=is_last):
                 dummy = Part(
@@ -251,7 +251,7 @@ class PartRunner:
     def run_alone(self, part: Part) -> None:
         """Run a part that is the whole batch, with its own statistics."""
         statistics = self._statistics.of_part(part)
-        self._forward_backward(replace(part, statistics=statistics))
+        self._forward_backward(part._replace(statistics=statistics))
 
     def evaluate_alone(self, part: Part) -> None:
         """Run a part as the check of a split does, whose loss nothing is compared with."""

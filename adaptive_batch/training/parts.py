@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeGuard
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 
@@ -19,12 +20,12 @@ from adaptive_batch.memory import RandomState
 _MAPPING = (dict, Mapping)
 # A tuple, since `list | tuple` is made anew each time.
 _LIST = (list, tuple)
+_CONTAINER = (*_MAPPING, list)
 
 _SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Rows of a batch that run at once: what a `forward_backward` function is called with.
 
     Attributes:
@@ -47,7 +48,7 @@ class Part:
     is_last: bool = True
     is_trial: bool = False
     is_first: bool = True
-    statistics: Mapping[str, Any] = field(default_factory=dict)
+    statistics: Mapping[str, Any] = MappingProxyType({})
 
 
 class Splittable(Protocol):
@@ -267,7 +268,7 @@ class RowsOfBatch:
         """Return the batch of some rows; the script's own tensors of all of them."""
         if len(rows) == self.num_rows:
             # A copy, since a function may pop from its batch and be called again.
-            if isinstance(self._batch, Mapping | list):
+            if isinstance(self._batch, _CONTAINER):
                 return copy.copy(self._batch)
             return self._batch
         width = None

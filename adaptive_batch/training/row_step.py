@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 Row = Any
 Batch = Any
 
+_HOST = torch.device("cpu")
+
 
 class RowLayouts:
     """Knows which layouts train the model alike, of which a search may choose the fastest.
@@ -217,7 +219,11 @@ class RowStep:
         )
 
     def _move(self, batch: Batch) -> Batch:
-        return move_to_device(batch, self.step.memory.device)
+        device = self.step.memory.device
+        # Collating has made it on the host.
+        if device == _HOST:
+            return batch
+        return move_to_device(batch, device)
 
     # --- a step
 
@@ -291,6 +297,7 @@ class RowStep:
             tokens=num_tokens,
             micro_batches=num_parts,
             padding_fraction=max(0.0, 1 - num_tokens / max(1, padded_tokens)),
+            metrics={},
             grad_norm=self.clip(),
         )
 

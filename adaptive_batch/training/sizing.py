@@ -705,6 +705,11 @@ class MicroBatchSizer:
         if allocator_retried and distributed.world_size() == 1:
             self.ease(fullest)
 
+    @property
+    def has_to_agree(self) -> bool:
+        """Whether there are other ranks, or the limit is due to grow."""
+        return distributed.world_size() > 1 or self._lowered.growth() is not None
+
     def agree(self, numbers: Sequence[int], *, fullest: MicroBatch) -> tuple[Sequence[int], bool]:
         """Make the limit a little smaller where a rank's allocator only just had room, or larger
         where all ranks have room; all of them call it.
@@ -717,9 +722,6 @@ class MicroBatchSizer:
             The largest of each number on any rank; and whether the limit has changed.
         """
         grown = self._lowered.growth()
-        # Nobody to agree with, and nothing to change.
-        if grown is None and distributed.world_size() == 1:
-            return numbers, False
         any_eases, any_stays, *largest = distributed.all_reduce_max(
             [int(self._lowered.must_ease), int(grown is None), *numbers]
         )

@@ -174,7 +174,7 @@ class EvaluatedPieces:
                     run,
                     drop=self._sharding.reset,
                     idle=largest,
-                    evaluates=evaluates,
+                    kinds=[{"evaluates": evaluates}] * num_pieces,
                 )
         except Exception as error:
             if not is_out_of_memory(error):

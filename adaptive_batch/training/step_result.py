@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from adaptive_batch.schedules import NoiseSample
 
 
-@dataclass(frozen=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What the micro-batches of one optimizer step added up to, on all ranks.
 
     Attributes:
@@ -24,11 +23,11 @@ class StepResult:
         tokens: real tokens of the step, padding not counted.
         micro_batches: forward and backward passes that were run, by each rank.
         padding_fraction: share of the padded tokens that were padding.
+        metrics: further means over the rows of the step, by name.
         grad_norm: norm of all gradients before they were clipped, where that is measured; a scalar
             tensor.
         noise: sample of the gradient's noise, where that is measured; None of a step whose rows
             were all in the small batch, or none of whose labels were on one side.
-        metrics: further means over the rows of the step, by name.
         ends: whether any rank was asked to end before the step.
     """
 
@@ -38,9 +37,9 @@ class StepResult:
     tokens: int
     micro_batches: int
     padding_fraction: float
+    metrics: Mapping[str, float]
     grad_norm: torch.Tensor | None = None
     noise: NoiseSample | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
     ends: bool = False
 
     @property

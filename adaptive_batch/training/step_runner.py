@@ -8,6 +8,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from adaptive_batch import distributed
@@ -89,6 +90,9 @@ class StepRunner:
         """
         self.sizer.begin_step(question.batch_size)
         parts = divide()
+        own_counts = list(map(len, parts))
+        if not self.sizer.has_to_agree:
+            return Division(parts, own_counts, question.ends)
         answers = [
             int(question.ends),
             question.requested,
@@ -97,7 +101,7 @@ class StepRunner:
             -question.num_rows,
         ]
         agreed, limit_changes = self.sizer.agree(
-            [*answers, *map(len, parts)], fullest=self.retry.current
+            [*answers, *own_counts], fullest=self.retry.current
         )
         any_ends, most_batch, least_batch, most_rows, least_rows, *counts = agreed
         if most_batch != -least_batch or most_rows != -least_rows:
@@ -186,23 +190,22 @@ class StepRunner:
             idle: micro-batch that is named in errors where this rank has none.
         """
         pieces: list[MicroBatch | None] = []
-        reduced: list[bool] = []
+        kinds: list[dict[str, bool]] = []
         for part, num_pieces in zip(division.parts, division.counts, strict=True):
             assert len(part) <= num_pieces, (
                 f"{len(part)} micro-batches on this rank of {num_pieces} agreed upon"
             )
             pieces += [*part, *[None] * (num_pieces - len(part))]
             if num_pieces:
-                reduced += [*[False] * (num_pieces - 1), True]
+                kinds += [*[{"is_last": False}] * (num_pieces - 1), {"is_last": True}]
         self.cache.begin_step(piece.size for piece in pieces if piece)
 
         def run_number(number: int) -> None:
-            with self.sharding.micro_batch(is_last=reduced[number]):
-                run(pieces[number], reduced[number])
+            is_last = kinds[number]["is_last"]
+            with self.sharding.micro_batch(is_last=is_last):
+                run(pieces[number], is_last)
 
-        self.retry.run_in_turn(
-            pieces, run_number, drop=self.drop_gradients, idle=idle, reduced=reduced
-        )
+        self.retry.run_in_turn(pieces, run_number, drop=self.drop_gradients, idle=idle, kinds=kinds)
         self.cache.end_step(leaves_gradients=self.has_gradients)
 
     @contextmanager
@@ -250,21 +253,21 @@ class StepRunner:
         """
         return [module._parameters for module in self.model.modules() if module._parameters]
 
-    def _with_gradients(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that have a gradient."""
-        return (
-            parameter
+    def _gradients(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the gradients that are there, by parameter."""
+        return {
+            parameter: parameter.grad
             for parameter in chain.from_iterable(map(dict.values, self._places))
             if parameter is not None and parameter.grad is not None
-        )
+        }
 
     def has_gradients(self) -> bool:
         """Return whether a parameter has a gradient."""
-        return next(self._with_gradients(), None) is not None
+        return bool(self._gradients())
 
     def gradients_apart(self) -> GradientsApart:
         """Set the gradients of earlier batches aside."""
-        return GradientsApart(self._with_gradients(), self.drop_gradients)
+        return GradientsApart(self._gradients(), self.drop_gradients)
 
     def drop_gradients(self) -> None:
         """Leave no gradient, so that a step of the optimizer changes nothing."""

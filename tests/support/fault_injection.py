@@ -267,10 +267,10 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         assert result.grad_norm is not None
-        numbers = replace(
-            result, num_labels=int(result.num_labels), grad_norm=float(result.grad_norm)
+        numbers = result._replace(
+            num_labels=int(result.num_labels), grad_norm=float(result.grad_norm)
         )
-        trained.steps.append(tuple(vars(numbers).values()))
+        trained.steps.append(tuple(numbers))
         trained.capacities.append(runner.sizer.limit())
         trained.run_rows.append(sorted(next(rows for rows in reversed(attempts) if rows)))
     trained.state = {

@@ -219,7 +219,7 @@ def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(
             )
             for net, measures in zip(nets, (False, True), strict=True)
         ]
-        plain, measured = [vars(result) for result in results]
+        plain, measured = [result._asdict() for result in results]
         assert plain.pop("noise") is None
         measured.pop("noise")
         assert plain == measured

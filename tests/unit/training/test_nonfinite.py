@@ -35,7 +35,7 @@ def steps_of(policy, **options):
 def result(loss, norm=None):
     labels = torch.tensor(8)
     return StepResult(
-        loss, labels, 4, 8, 1, 0.0, grad_norm=None if norm is None else torch.tensor(norm)
+        loss, labels, 4, 8, 1, 0.0, {}, grad_norm=None if norm is None else torch.tensor(norm)
     )
 
 
