@@ -37,6 +37,7 @@ from .result import (
 )
 from .simulated_memory import SimulatedMemory
 from .tracker import StepTrace
+from .trial_replay import TrialPiece, TrialSteps
 
 __all__ = [
     "CONTEXT_BYTES",
@@ -68,6 +69,8 @@ __all__ = [
     "StepTrace",
     "Target",
     "TracedShapes",
+    "TrialPiece",
+    "TrialSteps",
     "alike",
     "batches_in_order",
     "checked_lengths",

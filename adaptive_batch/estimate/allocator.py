@@ -275,6 +275,24 @@ class CachingAllocator:
                 assert block is not None, f"allocation {~entry} is freed twice"
                 self.free(block)
 
+    @property
+    def num_replayed(self) -> int:
+        """How many allocations logs have made, which is the number of the next one."""
+        return len(self._replayed)
+
+    def undo(self, first: int) -> None:
+        """Free what logs have allocated from a number on, which the next allocation has again."""
+        for block in self._replayed[first:]:
+            if block is not None:
+                self.free(block)
+        del self._replayed[first:]
+
+    def reset_peaks(self) -> None:
+        """Count peaks from now on."""
+        self.peak_allocated_bytes = self.allocated_bytes
+        self.peak_requested_bytes = self.requested_bytes
+        self.peak_reserved_bytes = self.reserved_bytes
+
     def replay_apart(self, log: Sequence[int]) -> None:
         """Do what a log says that is no training, whose retries do not count. From where memory
         runs out on do only what it frees, give the cache back, allocate what it never frees, and

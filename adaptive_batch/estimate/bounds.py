@@ -5,7 +5,7 @@ frees is replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -13,6 +13,7 @@ from adaptive_batch._util import format_bytes
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .result import Fit, LengthEstimate
+from .trial_replay import TrialLog, TrialReplay
 
 
 class ReplayedBounds:
@@ -24,6 +25,9 @@ class ReplayedBounds:
             (:mod:`.allocator`).
         settings: of the allocator.
         maximum: more rows are of no interest.
+        trial_log: returns what a search allocates and frees up to the end of a trial of that many
+            rows, where trials have the block that training makes. The bound is a search's then.
+            None where they have none.
     """
 
     def __init__(
@@ -33,23 +37,23 @@ class ReplayedBounds:
         settings: AllocatorSettings,
         *,
         maximum: int,
+        trial_log: Callable[[int], TrialLog] | None = None,
     ) -> None:
         self._length = length
         self._settings = settings
         self._maximum = maximum
         self._log = lru_cache(maxsize=4)(log)
+        self._trial_log = trial_log
         self._peaks: dict[int, tuple[int, int]] = {}
+        self._trials: dict[tuple[int, int], TrialReplay] = {}
 
     def fit(self, budget_bytes: int) -> Fit:
         """Return what fits in what the driver gives."""
         counted = self._length.counted_fit(budget_bytes, maximum=self._maximum)
         counted_rows = counted.max_batch_size
-
-        def fits_without_retries(rows: int) -> bool:
-            return self.peaks(rows)[1] <= budget_bytes
-
+        fits_without_retries = partial(self._fits_without_retries, budget_bytes=budget_bytes)
         guess = counted_rows
-        if counted_rows and not fits_without_retries(counted_rows):
+        if self._trial_log is None and counted_rows and not fits_without_retries(counted_rows):
             guess = int(counted_rows * budget_bytes / self.peaks(counted_rows)[1])
         rows = _largest(fits_without_retries, most=counted_rows, guess=guess)
         with_retries = rows
@@ -59,21 +63,34 @@ class ReplayedBounds:
                 most=counted_rows,
                 least=rows,
             )
-        return self._fit(rows, with_retries, counted.first_too_large)
+        return self._fit(rows, with_retries, counted.first_too_large, budget_bytes)
 
     def fit_near(self, expected: Fit, budget_bytes: int) -> Fit:
         """Return what fits in what the driver gives, sought around what is expected to."""
         counted = self._length.counted_fit(budget_bytes, maximum=self._maximum)
         rows = _largest(
-            lambda rows: self.peaks(rows)[1] <= budget_bytes,
+            partial(self._fits_without_retries, budget_bytes=budget_bytes),
             most=counted.max_batch_size,
             guess=expected.max_batch_size,
         )
         with_retries = max(rows, expected.max_batch_size_with_retries)
-        return self._fit(rows, with_retries, counted.first_too_large)
+        return self._fit(rows, with_retries, counted.first_too_large, budget_bytes)
 
-    def _fit(self, rows: int, with_retries: int, too_large: str | None) -> Fit:
-        allocated, reserved = self.peaks(max(1, rows))
+    def _fits_without_retries(self, rows: int, budget_bytes: int) -> bool:
+        if self._trial_log is None:
+            return self.peaks(rows)[1] <= budget_bytes
+        key = rows, budget_bytes
+        if key not in self._trials:
+            self._trials[key] = TrialReplay(self._trial_log(rows), budget_bytes=budget_bytes)
+        return self._trials[key].fits
+
+    def _fit(self, rows: int, with_retries: int, too_large: str | None, budget_bytes: int) -> Fit:
+        trial = self._trials.get((rows, budget_bytes))
+        if trial is None:
+            allocated, reserved = self.peaks(max(1, rows))
+        else:
+            allocated = trial.allocated_bytes
+            reserved = trial.reserved_bytes
         reason = too_large
         if rows == 0 and reason is None:
             reason = (

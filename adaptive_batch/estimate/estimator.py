@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryCurve
@@ -14,6 +15,7 @@ from .fake_step import FEW, MORE, Between, FakeStep, Run
 from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
 from .roofline import Roofline
 from .tracker import StepTrace
+from .trial_replay import TrialLog, TrialSteps
 
 # Rows of two steps, tried in turn until both run the same operations.
 # What compiled graphs run can depend on the sizes, the less the more rows there are.
@@ -34,6 +36,7 @@ def estimate_length(
     maximum: int,
     forward_backward: Run | None = None,
     of_steps: Callable[[int], Sequence[Run | Between]] | None = None,
+    of_trial: TrialSteps | None = None,
     is_exact: bool = True,
     explains: bool = True,
     allocator: AllocatorSettings | None = None,
@@ -48,6 +51,8 @@ def estimate_length(
         of_steps: function that returns forward and backward of some steps that training takes with
             that many rows, whose lengths vary; None for rows of one length. It counts where there
             is an allocator, whose memory they fragment.
+        of_trial: function that returns the micro-batches of a search's trial of that many rows,
+            where trials have the block that training makes; None where they have none.
         is_exact: trace what fits, up to a batch that is large on the host; otherwise it follows
             from two sizes.
         explains: check the curve by one more size, whose tensors are attributed to modules.
@@ -69,22 +74,19 @@ def estimate_length(
         step.optimizer_peak_bytes,
     )
 
-    def steps_of(rows: int) -> Sequence[Run | Between]:
-        return of_steps(rows) if of_steps else [run] * _STEPS
-
-    def log(rows: int) -> Sequence[int]:
-        return step.log(rows, steps_of(rows))
-
-    def exact_log(rows: int) -> Sequence[int]:
-        if rows <= collated_rows:
-            step.learn(rows, steps_of(rows))
-        return log(rows)
+    def bounds(*, traced_rows: int) -> ReplayedBounds:
+        assert allocator is not None
+        logs = _Logs(step, of_steps or (lambda rows: [run] * _STEPS), of_trial, traced_rows)
+        trial_log = logs.of_trial if of_trial else None
+        return ReplayedBounds(
+            length, logs.of_training, allocator, maximum=maximum, trial_log=trial_log
+        )
 
     if allocator is None:
         fits = tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
     else:
-        bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
-        fits = tuple(bounds.fit(target.budget_bytes) for target in targets)
+        expected = bounds(traced_rows=0)
+        fits = tuple(expected.fit(target.budget_bytes) for target in targets)
     collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
     if explains:
         # Checked at the bound, which is traced by that.
@@ -92,7 +94,7 @@ def estimate_length(
         checked_rows = max(_LEAST_CHECKED, min(largest_bound, collated_rows))
         length = _checked(step, run, length, curve, checked_rows)
     if is_exact and allocator:
-        exact = ReplayedBounds(length, exact_log, allocator, maximum=maximum)
+        exact = bounds(traced_rows=collated_rows)
         fits = tuple(
             exact.fit_near(fit, target.budget_bytes)
             for fit, target in zip(fits, targets, strict=True)
@@ -105,6 +107,48 @@ def estimate_length(
         replace(fit, modelled_tokens_per_second=speed)
         for fit, speed in zip(fits, speeds, strict=True)
     )
+
+
+class _Logs:
+    """What a number of rows allocates and frees.
+
+    Args:
+        step: the step.
+        of_steps: function that returns forward and backward of training's first steps.
+        of_trial: function that returns the micro-batches of a search's trial; None for no trials.
+        traced_rows: rows up to which a micro-batch is traced itself; the log of one that has more
+            follows from other traces.
+    """
+
+    def __init__(
+        self,
+        step: FakeStep,
+        of_steps: Callable[[int], Sequence[Run | Between]],
+        of_trial: TrialSteps | None,
+        traced_rows: int,
+    ) -> None:
+        self._step = step
+        self._of_steps = of_steps
+        self._of_trial = of_trial
+        self._traced_rows = traced_rows
+
+    def of_training(self, rows: int) -> Sequence[int]:
+        """Return the log of training with so many rows, from loading on."""
+        steps = self._of_steps(rows)
+        self._learn(rows, steps)
+        return self._step.log(rows, steps)
+
+    def of_trial(self, rows: int) -> TrialLog:
+        """Return the log of a search up to the end of a trial of so many rows."""
+        assert self._of_trial is not None
+        pieces = self._of_trial(rows)
+        for piece in chain.from_iterable(pieces):
+            self._learn(piece.rows, [piece.run])
+        return TrialLog.of(self._step, pieces)
+
+    def _learn(self, rows: int, runs: Sequence[Run | Between]) -> None:
+        if rows <= self._traced_rows:
+            self._step.learn(rows, runs)
 
 
 def _breakdowns(

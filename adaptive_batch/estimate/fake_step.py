@@ -428,19 +428,41 @@ class FakeStep:
         phases = [(self.loading, True)]
         for number, run in enumerate(of_steps):
             is_first_step = number == 0
-            phase = self._at(rows, run)
+            phase = self.micro_batch(rows, run)
             has_first_micro_batch = self.accumulates or (self._in_backward and is_first_step)
             if has_first_micro_batch:
-                few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
-                first = few_rows or self._at(rows, run, is_first=True)
+                first = self.micro_batch(rows, run, finds_no_gradients=True)
                 phases.append((first, is_first_step))
             if self.accumulates:
                 phases += [(phase, False)] * (micro_batches - 1)
             elif not has_first_micro_batch:
                 phases.append((phase, is_first_step))
-            if self._steps:
-                phases.append((self.optimizer_step(number), False))
+            phases.append((self.optimizer_step(number), False))
         return joined(phases)
+
+    def micro_batch(
+        self, rows: int, run: Run | Between, *, finds_no_gradients: bool = False
+    ) -> Phase:
+        """Return what forward and backward of so many rows allocate and free; exact as in
+        :meth:`log`.
+
+        Args:
+            finds_no_gradients: whether it makes the gradients that later ones of its step find, or
+                the states where the optimizer is in backward.
+        """
+        phase = self._at(rows, run)
+        if not finds_no_gradients:
+            return phase
+        of_few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
+        return of_few_rows or self._at(rows, run, is_first=True)
+
+    def given_gradients(self) -> Phase:
+        """Return what gradients of zeros allocate, as a trial's are that stand for those of earlier
+        micro-batches.
+        """
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        return self._counted(self._give_gradients)
 
     @property
     def loading(self) -> Phase:
@@ -448,11 +470,14 @@ class FakeStep:
         return self._device.loaded or self._resident_phase()
 
     def optimizer_step(self, number: int) -> Phase:
-        """Return what the optimizer's step allocates and frees, its gradients dropped.
+        """Return what the optimizer's step allocates and frees, its gradients dropped; nothing
+        where it runs in backward.
 
         Args:
             number: place of the step in training, from 0 on.
         """
+        if not self._steps:
+            return Phase(array("q"), (), {})
         return self._steps[min(number, len(self._steps) - 1)]
 
     def _at(self, rows: int, run: Run | Between, *, is_first: bool = False) -> Phase:
@@ -472,7 +497,7 @@ class FakeStep:
         if rows in phases:
             return phases[rows]
         if is_first:
-            phases[rows] = self._first(rows, run)
+            phases[rows] = self.phase(partial(run, rows), is_first=True)
             return phases[rows]
         # One row often runs other operations, so its log follows from no others.
         if rows < FEW:
@@ -487,10 +512,6 @@ class FakeStep:
                 return phases[near].between(phases[far], Fraction(rows - near, far - near))
         phases[rows] = self.phase(partial(run, rows), is_first=False)
         return phases[rows]
-
-    def _first(self, rows: int, run: Run) -> Phase:
-        """Run training's first micro-batch, and return its phase."""
-        return self.phase(partial(run, rows), is_first=True)
 
     @property
     def runs_few_layers(self) -> bool:

@@ -28,6 +28,7 @@ from .fake_step import FEW, MORE, FakeDevice, FakeStep
 from .result import Fit, LengthReplay, ReplayedMemory, Target
 from .simulated_memory import SimulatedMemory
 from .step_log import LogWriter, Phase
+from .trial_replay import TrialLog, TrialReplay, TrialSteps
 
 # Steps that are replayed: by then the states are there, and most shapes were met.
 REPLAYED_STEPS = 50
@@ -131,11 +132,14 @@ class LengthPlan:
             :class:`Shape`.
         evaluate: the same of a forward pass that checks a split; None where none is checked. Where
             it raises an error, no checks are replayed.
+        trial: function that returns the trial of so many rows that a search ends with, where one
+            comes before and trials have the block that training makes; None elsewhere.
     """
 
     steps: Callable[[Fit], PlannedSteps]
     forward_backward: Callable[[FakeDevice, int, int], object]
     evaluate: Callable[[FakeDevice, int, int], object] | None = None
+    trial: TrialSteps | None = None
 
     def replay(
         self,
@@ -163,8 +167,11 @@ class LengthPlan:
         all_steps = list(chain.from_iterable(planned.steps for planned in fitting))
         if not any(all_steps):
             return [None] * len(targets)
+        trial_steps = self.trial
         if any(len(shapes) > 1 for shapes in all_steps) and not step.accumulates:
             step = accumulating()
+            # Its trials were those of the other step.
+            trial_steps = None
         num_steps = num_replayed(fitting, _most_traced(step))
         fitting = [planned.first(num_steps) for planned in fitting]
         checks, check_error = self._traced_checks(step, device, fitting)
@@ -180,9 +187,16 @@ class LengthPlan:
             replay = None
             if fit.max_batch_size:
                 planned = fitting.pop(0)
-                budget_bytes = target.budget_bytes
+                trial = None
+                if trial_steps is not None:
+                    trial = TrialLog.of(step, trial_steps(fit.max_batch_size))
                 replay = replay_lengths(
-                    planned, step, shapes, budget_bytes=budget_bytes, settings=settings
+                    planned,
+                    step,
+                    shapes,
+                    budget_bytes=target.budget_bytes,
+                    settings=settings,
+                    trial=trial,
                 )
                 replay = replace(replay, check_error=check_error)
             replays.append(replay)
@@ -491,6 +505,8 @@ def step_logs(
     shapes: TracedShapes,
     steps: Iterable[Sequence[Shape]],
     checks: Iterable[Sequence[Shape]] = repeat(()),
+    *,
+    after: TrialLog | None = None,
 ) -> Iterator[StepLog]:
     """Yield what each step allocates and frees (:mod:`.step_log`), the first after loading.
 
@@ -499,15 +515,21 @@ def step_logs(
         shapes: logs of micro-batches.
         steps: shapes of the micro-batches of each step.
         checks: shapes that are evaluated before each step.
+        after: trial that a search has ended with, whose states of the optimizer stay until its
+            first step begins; None where none came before.
     """
-    writer = LogWriter()
-    before = writer.add(step.loading, is_first=True)
+    before = array("q")
+    if after is None:
+        writer = LogWriter()
+        before = writer.add(step.loading, is_first=True)
+    else:
+        writer = after.writer
     for number, (micro_batches, checked) in enumerate(zip(steps, checks, strict=False)):
         check = array("q")
         # What the check of the first step has allocated once is there for its micro-batches.
         num_once = 0
         for phase in shapes.evaluated(checked):
-            is_first = number == 0 and num_once == 0
+            is_first = number == 0 and num_once == 0 and after is None
             check.extend(writer.add(phase, is_first=is_first))
             num_once = len(phase.once)
         log = array("q")
@@ -515,8 +537,13 @@ def step_logs(
             is_first = place == 0
             phase = shapes.phase(shape, is_first=is_first)
             phase = replace(phase, once=phase.once[num_once:])
-            log.extend(writer.add(phase, is_first=is_first and number == 0))
-        yield StepLog(before, check, log, writer.add(step.optimizer_step(number), is_first=False))
+            log.extend(writer.add(phase, is_first=is_first and number == 0 and after is None))
+        optimizer = array("q")
+        optimizer_step = step.optimizer_step(number)
+        if number == 0 and after is not None:
+            optimizer.extend(writer.drop(optimizer_step))
+        optimizer.extend(writer.add(optimizer_step, is_first=False))
+        yield StepLog(before, check, log, optimizer)
         before = array("q")
 
 
@@ -537,6 +564,8 @@ class StepReplay:
         largest: tokens of the largest micro-batch of each step, by which the cache is kept from
             fragmenting as in training (:class:`~adaptive_batch.memory.AllocatorCache`); None for an
             allocator that is left to itself.
+        after: trial that a search has ended with, whose allocator and cache the steps have; None
+            for new ones.
 
     Attributes:
         steps: what each step has shown, up to the one that ran out of memory.
@@ -550,12 +579,19 @@ class StepReplay:
         budget_bytes: int,
         settings: AllocatorSettings,
         largest: Sequence[int] | None = None,
+        after: TrialReplay | None = None,
     ) -> None:
-        self._allocator = CachingAllocator(budget_bytes, settings)
-        is_kept_whole = largest is not None and not settings.expandable_segments
-        self._cache = AllocatorCache(
-            SimulatedMemory(self._allocator, divides_large_blocks=is_kept_whole)
-        )
+        if after is None:
+            self._allocator = CachingAllocator(budget_bytes, settings)
+            is_kept_whole = largest is not None and not settings.expandable_segments
+            self._cache = AllocatorCache(
+                SimulatedMemory(self._allocator, divides_large_blocks=is_kept_whole)
+            )
+        else:
+            self._allocator = after.allocator
+            self._cache = after.cache
+            self._cache.look_again()
+        self._earlier_retries = self._allocator.num_retries
         self.steps: list[StepMemory] = []
         self.failed_step: int | None = None
         sizes = largest or [0] * len(logs)
@@ -572,7 +608,7 @@ class StepReplay:
         return ReplayedMemory(
             allocated_bytes=max((step.allocated_bytes for step in self.steps), default=0),
             reserved_bytes=self._allocator.peak_reserved_bytes,
-            num_retries=self._allocator.num_retries,
+            num_retries=self._allocator.num_retries - self._earlier_retries,
             failed_step=self.failed_step,
         )
 
@@ -600,14 +636,26 @@ def replay_lengths(
     *,
     budget_bytes: int,
     settings: AllocatorSettings,
+    trial: TrialLog | None = None,
 ) -> LengthReplay:
-    """Return what the allocator of a device does in the steps, and with expandable segments."""
-    logs = list(step_logs(step, shapes, planned.steps, planned.checks))
-    replay = StepReplay(logs, budget_bytes=budget_bytes, settings=settings, largest=planned.largest)
+    """Return what the allocator of a device does in the steps, after the trial of a search if one
+    is given, and with expandable segments.
+    """
+    last_trial = None
+    if trial is not None:
+        last_trial = TrialReplay(trial, budget_bytes=budget_bytes)
+    logs_of_steps = partial(step_logs, step, shapes, planned.steps, planned.checks)
+    replay = StepReplay(
+        list(logs_of_steps(after=trial)),
+        budget_bytes=budget_bytes,
+        settings=settings,
+        largest=planned.largest,
+        after=last_trial,
+    )
     expandable = None
     if not settings.expandable_segments:
         expandable = StepReplay(
-            logs,
+            list(logs_of_steps()),
             budget_bytes=budget_bytes,
             settings=AllocatorSettings(expandable_segments=True),
         ).memory

@@ -121,6 +121,11 @@ class LogWriter:
         self._num_allocations = num_allocations
         return log
 
+    def drop(self, phase: Phase) -> array[int]:
+        """Return the log of freeing what a phase has made and left."""
+        made = [name for name in phase.after if name not in phase.before]
+        return array("q", [~self._alive.pop(name) for name in made])
+
 
 def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
     """Return the log of phases that follow each other, each with whether training does it for the

@@ -14,7 +14,6 @@ from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
     GIB,
-    LEAST_BLOCK_BYTES,
     DeviceMemory,
     Room,
     Usage,
@@ -37,7 +36,6 @@ from .tracker import MemoryTracker, plain_tensors, storage_bytes
 __all__ = [
     "ALLOCATOR_VARIABLES",
     "GIB",
-    "LEAST_BLOCK_BYTES",
     "AllocatorCache",
     "DeviceMemory",
     "Line",

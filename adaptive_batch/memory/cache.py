@@ -6,9 +6,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from adaptive_batch._util import format_bytes
+
+from .device import LEAST_BLOCK_BYTES
+
+Result = TypeVar("Result")
 
 log = logging.getLogger("adaptive_batch")
 
@@ -30,6 +35,8 @@ _STEPS_UNTIL_POINTED_OUT = 20
 _MOST_USELESS = 4
 # The n-th block is made so many steps after the one before: n squared over this, and one.
 _WAIT_DIVISOR = 64
+# So much is left of a trial's budget beside one block: small tensors have blocks of their own.
+_LEFT_FOR_OTHERS = 2 * LEAST_BLOCK_BYTES
 
 
 class CachedMemory(Protocol):
@@ -203,3 +210,24 @@ class AllocatorCache:
         """Take it that steps will be of other sizes."""
         self._largest = self._needed_bytes = 0
         self.look_again()
+
+    def try_first_step(
+        self, attempt: Callable[[Callable[[], object]], Result | None], *, budget_bytes: int
+    ) -> Result | None:
+        """Try the first step of a trial, from which it is known what the later ones need; return
+        the result of the attempt, None where the step does not fit.
+
+        Args:
+            attempt: function that runs the step once it has called what it is given, which makes
+                room; None where that does not fit.
+            budget_bytes: bytes that the trial may use.
+        """
+        block_bytes = budget_bytes - _LEFT_FOR_OTHERS
+        # In one block nothing that is freed is too small for what comes next. But it serves one
+        # stream, and the step may use others.
+        for make_room in (partial(self._memory.make_block, block_bytes), lambda: None):
+            self.forget()
+            result = attempt(make_room)
+            if result is not None:
+                return result
+        return None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 import torch
@@ -27,7 +28,6 @@ from adaptive_batch.errors import (
     RankLostError,
 )
 from adaptive_batch.memory import (
-    LEAST_BLOCK_BYTES,
     AllocatorCache,
     DeviceMemory,
     OptimizerInBackward,
@@ -43,9 +43,6 @@ from .search import Trial
 
 # A step: the size of each micro-batch, as `AllocatorCache.begin_step` takes it, and what runs it.
 SizedStep = Sequence[tuple[int, Callable[[], None]]]
-
-# So much is left of the budget beside one block: small tensors have blocks of their own.
-_LEFT_FOR_OTHERS = 2 * LEAST_BLOCK_BYTES
 
 
 @dataclass
@@ -442,23 +439,18 @@ class DryRun:
         self._meter.drop_gradients()
         if self._cache is None:
             return self._measure_steps(steps, phase)
-        # By its first step training knows what a step needs.
-        first_step = [next(steps)]
-        # In one block nothing that is freed is too small for what comes next. But it serves one
-        # stream, and the step may use others.
-        for in_one_block in (True, False):
-            self._cache.forget()
-            usage = self._measure_steps(first_step, phase, in_one_block=in_one_block)
-            if usage is not None:
-                return self._measure_steps(steps, phase)
-        return None
+        usage = self._cache.try_first_step(
+            partial(self._measure_steps, [next(steps)], phase), budget_bytes=self.budget_bytes
+        )
+        if usage is None:
+            return None
+        return self._measure_steps(steps, phase)
 
     def _measure_steps(
-        self, steps: Iterable[SizedStep], phase: str, *, in_one_block: bool = False
+        self, steps: Iterable[SizedStep], phase: str, make_room: Callable[[], object] = lambda: None
     ) -> Usage | None:
         def run() -> None:
-            if in_one_block:
-                self._memory.make_block(self.budget_bytes - _LEFT_FOR_OTHERS)
+            make_room()
             for step in steps:
                 if self._cache:
                     self._cache.begin_step(size for size, _ in step)

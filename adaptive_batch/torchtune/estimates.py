@@ -14,8 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +28,6 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     REPLAYED_STEPS,
     AllocatorSettings,
-    Between,
     Change,
     EstimatedDevice,
     FakeDevice,
@@ -39,8 +37,8 @@ from adaptive_batch.estimate import (
     LengthReplay,
     MemoryEstimate,
     PlannedSteps,
-    Run,
     Target,
+    TrialSteps,
     alike,
     estimate_length,
     left_out,
@@ -61,11 +59,10 @@ from .settings import Settings
 from .sizers import Sizers
 from .tasks import task_of
 from .trial_rows import TrialRows
+from .tried_rows import TriedRows
 
 # Tokens that half of the rows are shorter than the longest by, at least, where lengths vary.
 _LEAST_SHORTER = 8
-# Steps of training's own that follow one of the longest rows.
-_STEPS = 5
 
 
 def estimate_devices(
@@ -381,6 +378,8 @@ class _Step:
         self.run = run
         self._trial_rows = TrialRows(run.job, run.data)
         self._rows = {length: self._rows_of(length) for length in lengths}
+        # Trials of each length, where they have the block that training makes.
+        self._trials: dict[int | str, TrialSteps] = {}
         settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
@@ -446,13 +445,24 @@ class _Step:
         """
         rows, tokens = self._rows[length]
         run = self.run.forward_backward(rows)
+        lengths = []
+        if length == "longest" and allocator:
+            lengths = self._varying_lengths(tokens)
+        tried = TriedRows(
+            self.run, run, tokens, lengths=lengths, rows_of=lambda length: self._rows_of(length)[0]
+        )
+        of_trial = None
+        if allocator and self._trials_have_blocks(allocator):
+            of_trial = partial(tried.trial, accumulates=self._step.accumulates)
+            self._trials[length] = of_trial
         return estimate_length(
             self._step,
             tokens,
             targets,
             maximum=self.run.job.settings.probe.maximum,
             forward_backward=run,
-            of_steps=self._of_steps(run, tokens) if length == "longest" and allocator else None,
+            of_steps=tried.steps if lengths else None,
+            of_trial=of_trial,
             is_exact=is_exact,
             explains=explains,
             allocator=allocator,
@@ -500,7 +510,10 @@ class _Step:
                     some_rows = self.run.job.task.rows_to_pack(num_rows, length)
             self.run.trainer.runner.try_rows(some_rows)
 
-        plan = LengthPlan(self._first_steps, run)
+        trial = None
+        if self.run.job.settings.search_plan.is_needed:
+            trial = self._trials.get("longest")
+        plan = LengthPlan(self._first_steps, run, trial=trial)
         return plan.replay(
             self._step,
             self.run.device,
@@ -539,37 +552,24 @@ class _Step:
 
         return PlannedSteps.of(steps, limit, divide)
 
-    def _of_steps(
-        self, longest: Run, tokens: int
-    ) -> Callable[[int], Sequence[Run | Between]] | None:
-        """Return a step of the longest rows and training's first steps, given the rows at once.
+    def _varying_lengths(self, tokens: int) -> list[int]:
+        """Return the tokens of rows in about the first epoch's order; none where all rows are of
+        about one length.
 
-        None where all rows are of about one length.
+        Args:
+            tokens: tokens of the longest.
         """
         lengths = self.run.data.dataset.lengths
         shorter = sorted(map(int, lengths))[len(lengths) // 2]
         if tokens - shorter < _LEAST_SHORTER:
-            return None
-        drawn = [int(lengths[row]) for row in self._trial_rows.order(tokens)]
-        short = self.run.forward_backward(self._rows_of(shorter)[0])
+            return []
+        return [int(lengths[row]) for row in self._trial_rows.order(tokens)]
 
-        @cache
-        def run_of(length: int) -> Run:
-            if length == tokens:
-                return longest
-            return self.run.forward_backward(self._rows_of(length)[0])
-
-        def of_steps(rows: int) -> list[Run | Between]:
-            steps: list[Run | Between] = [longest]
-            for step in range(_STEPS):
-                numbers = range(step * rows, (step + 1) * rows)
-                longest_drawn = max(drawn[number % len(drawn)] for number in numbers)
-                padded = self.run.data.configured_layout.padded(longest_drawn)
-                share = Fraction(padded - shorter, tokens - shorter)
-                steps.append(Between(short, longest, share, run_of(padded)))
-            return steps
-
-        return of_steps
+    def _trials_have_blocks(self, allocator: AllocatorSettings) -> bool:
+        """Whether trials of a search have the block that training makes of what a step needs."""
+        if allocator.expandable_segments or distributed.world_size() > 1:
+            return False
+        return self.run.trainer.tried().fits_a_block
 
 
 def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:

@@ -26,7 +26,7 @@ from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
 from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
 from .throughput_search import Choices, kinds_to_choose_from
-from .trials import Evaluation, TriedStep, WorstRows
+from .trials import Evaluation, TriedStep, WorstRows, varying_steps
 
 __all__ = [
     "FORMS",
@@ -74,4 +74,5 @@ __all__ = [
     "rows_apart",
     "same_answers",
     "search_for_steps",
+    "varying_steps",
 ]

@@ -23,7 +23,6 @@ from adaptive_batch._util import (
     count,
     format_bytes,
 )
-from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
@@ -58,7 +57,7 @@ from .parts import RowsOfBatch
 from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
 from .throughput_search import Choices, ThroughputSearch
-from .trials import Evaluation, TriedStep, WorstRows
+from .trials import Evaluation, TriedStep, WorstRows, varying_steps
 
 log = logging.getLogger("adaptive_batch")
 
@@ -69,10 +68,6 @@ SEARCHES = ("predict", "binary", "halve")
 # 3 runs of 18.
 _HEADROOM_WHOLE = 0.01
 _HEADROOM = 0.05
-
-# Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
-# cache.
-_DRAWN_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -391,28 +386,15 @@ class BoundSearch:
                 raise
 
     def _varying_steps(self, size: int) -> Iterator[SizedStep]:
-        """Yield the micro-batches of steps: the longest, what comes first in training, and the
-        longest again.
-        """
         tried = self._tried
-        sizer = tried.runner.sizer
-        in_order = self._rows.in_order
-        assert in_order is not None
-        per_step = 2 if self._accumulates else 1
-        longest_size = size * max(1, self._rows.length)
-        longest = (longest_size, partial(tried.try_rows, self._rows.first(size)))
-        yield [longest] * per_step
-        unit = sizer.limit(size).unit
-        amount = sizer.layout.amount(size, self._rows.length, unit=unit)
-        limit = MicroBatchLimit(amount, unit)
-        for step in range(_DRAWN_STEPS):
-            drawn = in_order(step * per_step * size, per_step * size)
-            lengths = [min(self._rows.length, tried.row_length(row)) for row in drawn]
-            yield [
-                (piece.size, partial(tried.try_rows, [drawn[row] for row in piece.rows]))
-                for piece in micro_batches(lengths, limit, sizer.layout)
-            ]
-        yield [longest] * per_step
+        for step in varying_steps(
+            self._rows,
+            size,
+            sizer=tried.runner.sizer,
+            row_length=tried.row_length,
+            accumulates=self._accumulates,
+        ):
+            yield [(piece.size, partial(tried.try_rows, rows)) for piece, rows in step]
 
     def _named_search(self, budget: int, resident_bytes: int) -> Search:
         if self._options.search == "binary":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,10 +12,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch._util import count
+from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches
 from adaptive_batch.memory import OptimizerInBackward
 
 from .parts import Splittable, counted_sample, length_in_sample
+from .sizing import MicroBatchSizer
 from .step_runner import StepRunner
+
+# Steps of training's own lengths in a trial, after the longest, which fragment the allocator's
+# cache.
+_DRAWN_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -109,3 +115,35 @@ class TriedStep:
         self.clip()
         assert isinstance(self.optimizer, Optimizer)
         self.optimizer.step()
+
+
+def varying_steps(
+    rows: WorstRows,
+    size: int,
+    *,
+    sizer: MicroBatchSizer,
+    row_length: Callable[[Any], int],
+    accumulates: bool,
+) -> Iterator[list[tuple[MicroBatch, Any]]]:
+    """Yield the micro-batches of a trial's steps, each with its rows: the longest, what comes first
+    in training, and the longest again.
+
+    Args:
+        rows: rows of the trial, with their order.
+        size: most rows of a micro-batch.
+        sizer: decides how rows are divided.
+        row_length: function that returns the tokens of a row.
+        accumulates: whether a step has two micro-batches.
+    """
+    assert rows.in_order is not None
+    per_step = 2 if accumulates else 1
+    longest = (MicroBatch(list(range(size)), rows.length), rows.first(size))
+    yield [longest] * per_step
+    unit = sizer.limit(size).unit
+    limit = MicroBatchLimit(sizer.layout.amount(size, rows.length, unit=unit), unit)
+    for step in range(_DRAWN_STEPS):
+        drawn = rows.in_order(step * per_step * size, per_step * size)
+        lengths = [min(rows.length, row_length(row)) for row in drawn]
+        pieces = micro_batches(lengths, limit, sizer.layout)
+        yield [(piece, [drawn[row] for row in piece.rows]) for piece in pieces]
+    yield [longest] * per_step

@@ -21,7 +21,7 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,33 @@ class StackRun:
         0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
     )
     headroom: float = 0.0  # of that search
+    search: str = "predict"  # its kind
+    varies: bool = True  # whether rows of a search and of steps after it have lengths of their own
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of the rows that there are."""
+        longest = self.combination.length
+        if not (self.probes and self.varies):
+            return (longest,) * 4096
+        return (longest, *StackRun.varying(self.combination, 4095, steps=2).steps[0])
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The keys of a configuration whose data are these rows."""
+        dataset = {
+            "_component_": "support.stack_runs.rows_of_lengths",
+            "lengths": list(self.lengths),
+            "packed": False,
+        }
+        tokenizer = {"_component_": "types.SimpleNamespace", "pad_id": 0, "max_seq_len": None}
+        return {"dataset": dataset, "tokenizer": tokenizer}
+
+    def after_search(self, rows: int) -> tuple[tuple[int, ...], ...]:
+        """Return the steps that follow a search which has found so many rows."""
+        make = StackRun.varying if self.varies else StackRun.fixed
+        rows_of_step = rows * self.combination.accumulation
+        return make(self.combination, rows_of_step, steps=self.probes).steps
 
     @classmethod
     def fixed(cls, combination: Combination, rows: int, *, steps: int = 3, **more: Any) -> StackRun:
@@ -119,6 +146,7 @@ class Outcome:
     bound: int = 0
     trials: int = 0
     ooms_of_search: int = 0
+    reserved_in_trial: int = 0  # of the bound
     outside: int = 0
 
     @property
@@ -160,6 +188,7 @@ def train(run: StackRun) -> Outcome:
     if run.traced:
         torch.cuda.memory._record_memory_history(context=None, max_entries=10**7)
     cfg = run.combination.config()
+    cfg.probe.search = run.search
     cfg.on_out_of_memory, cfg.shuffle, cfg.probe.cache, cfg.probe.headroom = (
         "raise",
         True,
@@ -171,10 +200,7 @@ def train(run: StackRun) -> Outcome:
     if not run.probes:
         # What is compared is the step, without the block that training makes for later ones.
         job.memory.divides_large_blocks = False
-    length = run.combination.length
-    lengths = (length,) * 4096
-    if run.probes:
-        lengths = (length, *StackRun.varying(run.combination, 4095, steps=2).steps[0])
+    lengths = run.lengths
     data = Data(job, [row_of(length) for length in lengths], packed=False)
     data.dataset._measured = Measured(torch.tensor([[length, length, 1] for length in lengths]))
     sizer = HeldSizer(
@@ -191,10 +217,12 @@ def train(run: StackRun) -> Outcome:
         if run.probes:
             result = search(job, data, trainer)
             sizer.current = MicroBatchLimit(result.max_batch_size)
-            steps = StackRun.varying(run.combination, result.max_batch_size, steps=run.probes).steps
+            steps = run.after_search(result.max_batch_size)
             ooms = sum(not trial.fits for trial in result.trials)
+            peaks = {trial.batch_size: trial.peak_bytes for trial in result.trials if trial.fits}
             found = {
                 "bound": result.max_batch_size,
+                "reserved_in_trial": peaks[result.max_batch_size] or 0,
                 "trials": len(result.trials),
                 "ooms_of_search": ooms,
             }
@@ -236,6 +264,13 @@ def train(run: StackRun) -> Outcome:
         outside=total - free - torch.cuda.memory_reserved(),
         **found,
     )
+
+
+def rows_of_lengths(
+    tokenizer: object, *, lengths: Sequence[int], packed: bool = False
+) -> list[dict[str, list[int]]]:
+    """A dataset of rows of these lengths. Named by a dotted path."""
+    return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
 
 
 def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:

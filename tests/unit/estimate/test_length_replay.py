@@ -39,6 +39,12 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.estimate.length_replay import Shape, num_replayed
 from adaptive_batch.estimate.step_log import Phase
+from adaptive_batch.estimate.trial_replay import (
+    TrialLog,
+    TrialPiece,
+    TrialReplay,
+    TrialStepLog,
+)
 from adaptive_batch.training import rows_apart
 from adaptive_batch.training.sampled_step import SampledStep
 
@@ -682,6 +688,56 @@ def test_steps_that_grow_reserve_all_that_came_before_unless_the_cache_is_given_
     assert [step.reserved_bytes // MIB for step in in_blocks.steps] == [164, 194, 214, 236]
     assert in_blocks.memory.allocated_bytes == 224 * MIB
     assert in_blocks.memory.fragmentation == pytest.approx(1.05, abs=0.01)
+
+
+def one_by_one(number):
+    """Buffers of which each is too large for what is free of the one before."""
+    log = []
+    for place, size in enumerate((80, 100, 120), start=number):
+        log += [size * MIB, ~place]
+    return log
+
+
+def test_steps_after_a_search_begin_with_the_block_of_its_last_trial():
+    trial = TrialLog((), [TrialStepLog(1, one_by_one(3 * step), ()) for step in range(3)])
+    after = TrialReplay(trial, budget_bytes=250 * MIB)
+    assert after.fits
+    replays = [
+        StepReplay(
+            [StepLog((), (), one_by_one(number), ())],
+            budget_bytes=250 * MIB,
+            settings=AllocatorSettings(),
+            largest=[1],
+            after=last_trial,
+        )
+        for number, last_trial in ((0, None), (9, after))
+    ]
+    assert [replay.memory.num_retries for replay in replays] == [1, 0]
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_after_a_search_a_step_holds_what_it_holds_without_one(accumulates):
+    device = FakeDevice()
+    step = fake_step("AdamW foreach", accumulates=accumulates, device=device)
+    pieces = [TrialPiece(2, step.forward_backward, 24)] * (1 + accumulates)
+    trial = TrialLog.of(step, [pieces] * 3)
+    after = TrialReplay(trial, budget_bytes=2**40)
+    assert after.fits
+    steps = [(Shape(2, 24),) * (1 + accumulates)] * 2
+    shapes = shapes_on(step, device, [Shape(2, 24)])
+    kept, new = (
+        StepReplay(
+            list(step_logs(step, shapes, steps, after=of_search and trial)),
+            budget_bytes=2**40,
+            settings=AllocatorSettings(),
+            largest=[48] * 2,
+            after=of_search,
+        )
+        for of_search in (after, None)
+    )
+    # The states of the trial give way to those of the first step.
+    assert kept.steps[1].allocated_bytes == new.steps[1].allocated_bytes
+    assert after.allocated_bytes == new.steps[1].allocated_bytes
 
 
 def test_a_cache_that_is_given_back_is_one_block_of_what_a_step_needs():
