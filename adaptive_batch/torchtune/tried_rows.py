@@ -46,12 +46,14 @@ class TriedRows:
         self._shorter = sorted(self._lengths)[len(self._lengths) // 2]
 
     def steps(self, rows: int) -> list[Run | Between]:
-        """Return a step of so many of the longest rows, and training's first ones."""
+        """Return a step of so many of the longest rows, training's first ones, and one of the
+        longest again, beside the optimizer's states.
+        """
         steps: list[Run | Between] = [self._longest]
         for step in range(_STEPS):
             longest_drawn = max(self._in_order(step * rows, rows))
             steps.append(self._of_piece(MicroBatch(list(range(rows)), longest_drawn)))
-        return steps
+        return [*steps, self._longest]
 
     def trial(self, rows: int, *, accumulates: bool) -> list[list[TrialPiece]]:
         """Return the micro-batches of each step of a search's trial of so many rows."""

@@ -390,6 +390,24 @@ def test_the_lengths_of_the_data_are_replayed_and_their_bound_needs_no_retry(
     assert of_data["allocated_bytes"] <= of_data["reserved_bytes"] <= 64 * 2**20
 
 
+def test_the_longest_rows_are_counted_beside_the_optimizers_states(small):
+    # The longest row comes last.
+    estimate = json.loads(
+        _plan_file(
+            small,
+            *("estimate.devices=28MiB", "estimate.context=0", "device=cuda", "shuffle=False"),
+            "dataset._component_=support.components.OfLengths",
+            f"dataset.lengths={[8] * 200 + [32]}",
+        ).read_text()
+    )
+    (bound,) = estimate["devices"][0]["lengths"]
+    rows = bound["max_batch_size"]
+    lines = estimate["lengths"][0]["breakdowns"]
+    counted = [line["fixed_bytes"] + line["bytes_per_row"] * rows for line in lines]
+    assert 0 < 5 * rows < 200
+    assert bound["allocated_bytes"] >= max(counted)
+
+
 def _plan_file(small, *overrides):
     finished = small.run_in_process("adaptive_estimate", "estimate.changes=False", *overrides)
     return finished.output_dir / "adaptive_batch" / "estimate.json"
