@@ -41,6 +41,11 @@ class Objective:
 
     cost: Callable[[str, MicroBatchLimit, float], float] | None = None
 
+    @property
+    def needs_times(self) -> bool:
+        """Whether micro-batches are timed for it."""
+        return self.cost is not None
+
 
 OBJECTIVES = {
     "throughput": Objective(cost=lambda kind, limit, seconds: seconds),

@@ -742,7 +742,7 @@ class Settings:
         # With the optimizer in backward a step is one micro-batch.
         chooses_fastest = (
             size.is_auto
-            and OBJECTIVES[self.probe.objective].cost is not None
+            and OBJECTIVES[self.probe.objective].needs_times
             and not self.optimizer_in_bwd
         )
         stays = size.is_auto and not self.step_varies

@@ -78,8 +78,8 @@ class AdaptiveLoop:
         batch_size_schedule: ``rule(progress) -> rows of a step on one device``, asked each step.
         micro_batch_size: rows at once; None for the bound, and where none was sought, for all rows
             of a step.
-        micro_batch_tokens: padded tokens at once, ``auto`` for those of the bound; not together
-            with `micro_batch_size`.
+        micro_batch_tokens: padded tokens at once, ``auto`` for what `objective` of
+            :meth:`find_bound` takes; not together with `micro_batch_size`.
         lr_scheduler: a ``LambdaLR``, or a ``SequentialLR`` of such, built for steps of `batch_size`
             rows; a batch that grows does not stretch it, see :class:`AdaptiveRate`. None for the
             rate that the optimizer holds before :meth:`run`, whoever sets it.

@@ -119,7 +119,7 @@ class LoopSearch:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits
         is wanted, or steps are cut as a saved state's were.
         """
-        is_sought = self._step.chooses_fastest and OBJECTIVES[objective].cost is not None
+        is_sought = self._step.chooses_fastest and OBJECTIVES[objective].needs_times
         if not is_sought or self._step.sizer.throughput is not None:
             return None
         batch_tokens = self._batches.planner.batching.batch_tokens
