@@ -303,12 +303,15 @@ class StackRuns:
                     strict=True,
                 )
             )
+            environment = subprocess_environment(
+                **{name: value for name, value in variables.items() if value}
+            )
+            # Tests of training in this process ask cuBLAS for other workspaces.
+            environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
             command = [sys.executable, "-W", "ignore", "-m", "support.stack_runs"]
             self._servers[key] = subprocess.Popen(
                 command,
-                env=subprocess_environment(
-                    **{name: value for name, value in variables.items() if value}
-                ),
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
