@@ -174,7 +174,11 @@ class _Places:
 
     def __init__(self, alike: Sequence[_Traced]) -> None:
         self._whole = alike[0].whole
+        # Of each entry, the more certain first.
+        self._candidates: list[list[tuple[int, ...]]] = []
         self._are_alike = all(traced.whole.is_like(self._whole) for traced in alike)
+        if not self._are_alike:
+            return
         keys_of_whole = list(_keys([traced.whole for traced in alike]))
         few_places: dict[Hashable, list[int]] = {}
         for place, keys in enumerate(_keys([traced.few for traced in alike])):
@@ -182,8 +186,6 @@ class _Places:
                 few_places.setdefault(key, []).append(place)
         totals = Counter(chain.from_iterable(keys_of_whole))
         earlier: Counter[Hashable] = Counter()
-        # Of each entry, the more certain first.
-        self._candidates: list[list[tuple[int, ...]]] = []
         for keys in keys_of_whole:
             candidates = []
             for key in keys:

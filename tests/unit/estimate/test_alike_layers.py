@@ -56,6 +56,16 @@ class Repeated(Layer):
         return x
 
 
+class Windowed(Repeated):
+    """Each has a buffer of its own size, and every other one more of them where rows are long."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_long = self.place % 2 and x.shape[1] > SHAPES[0][1]
+        for _ in range(1 + is_long):
+            x = x + torch.zeros(5000 * (1 + self.place)).sum()
+        return super().forward(x)
+
+
 class Hidden(Layer):
     """Has an option where none is looked for, and a buffer that follows from it: of the size of
     other tensors at the first shape alone.
@@ -182,6 +192,9 @@ MODELS: dict[str, Callable[[], Decoder]] = {
         [Wide() if place == 4 else Layer() for place in range(LAYERS)]
     ),
     "numbered": lambda: with_layers([Repeated(place, times=1) for place in range(LAYERS)]),
+    "every other one runs more where rows are long": lambda: with_layers(
+        [Windowed(place, times=1) for place in range(LAYERS)]
+    ),
     "an option differs": lambda: with_layers(
         [Repeated(place, times=1 + (place in (2, 5))) for place in range(LAYERS)]
     ),
