@@ -44,6 +44,9 @@ class TriedRows:
         self._padded = cache(lambda length: run.forward_backward(rows_of(length)))
         self._packed = cache(self._pack)
         self._shorter = sorted(self._lengths)[len(self._lengths) // 2]
+        if self._layout.padded(self._shorter) == self._layout.padded(tokens):
+            # Nothing lies between rows of one padded length.
+            self._shorter = min(self._lengths)
 
     def steps(self, rows: int) -> list[Run | Between]:
         """Return a step of so many of the longest rows, training's first ones, and one of the

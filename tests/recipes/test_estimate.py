@@ -408,6 +408,22 @@ def test_the_longest_rows_are_counted_beside_the_optimizers_states(small):
     assert bound["allocated_bytes"] >= max(counted)
 
 
+def test_most_rows_may_be_padded_to_the_length_of_the_longest(small):
+    estimate = json.loads(
+        _plan_file(
+            small,
+            *("estimate.devices=28MiB", "estimate.context=0", "device=cuda", "shuffle=False"),
+            *("dataset._component_=support.components.OfLengths", "pad_to_multiple_of=16"),
+            # The median is padded to 32 tokens, and the first rows to 16.
+            f"dataset.lengths={[8] * 100 + [20] * 110 + [32]}",
+        ).read_text()
+    )
+    (bound,) = estimate["devices"][0]["lengths"]
+    (of_longest,) = estimate["lengths"]
+    assert bound["max_batch_size"] > 0
+    assert of_longest["sequence_length"] == 32
+
+
 def _plan_file(small, *overrides):
     finished = small.run_in_process("adaptive_estimate", "estimate.changes=False", *overrides)
     return finished.output_dir / "adaptive_batch" / "estimate.json"
