@@ -644,6 +644,7 @@ def replay_lengths(
     last_trial = None
     if trial is not None:
         last_trial = TrialReplay(trial, budget_bytes=budget_bytes)
+        assert last_trial.fits, "its rows are the bound, which has fit"
     logs_of_steps = partial(step_logs, step, shapes, planned.steps, planned.checks)
     replay = StepReplay(
         list(logs_of_steps(after=trial)),

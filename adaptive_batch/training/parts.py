@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
@@ -48,7 +47,7 @@ class Part(NamedTuple):
     is_last: bool = True
     is_trial: bool = False
     is_first: bool = True
-    statistics: Mapping[str, Any] = MappingProxyType({})
+    statistics: Mapping[str, Any] = {}
 
 
 class Splittable(Protocol):

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 Row = Any
 Batch = Any
 
-_HOST = torch.device("cpu")
-
 
 class RowLayouts:
     """Knows which layouts train the model alike, of which a search may choose the fastest.
@@ -219,11 +217,7 @@ class RowStep:
         )
 
     def _move(self, batch: Batch) -> Batch:
-        device = self.step.memory.device
-        # Collating has made it on the host.
-        if device == _HOST:
-            return batch
-        return move_to_device(batch, device)
+        return move_to_device(batch, self.step.memory.device)
 
     # --- a step
 
