@@ -269,6 +269,7 @@ def micro_batches(
     if not lengths:
         return []
     kind = LAYOUT_KINDS[layout.kind]
+    # As in most steps; each step asks.
     if kind.is_usual and limit.unit == "rows" and len(lengths) <= limit.amount:
         return [MicroBatch(list(range(len(lengths))), layout.padded(max(lengths)))]
     cut = kind.cut(lengths, limit, layout)

@@ -209,8 +209,8 @@ class _Places:
             if entry <= 0:
                 log.append(entry)
                 continue
-            sizes = ({few.log[place] for place in places} for places in candidates)
-            size = next((found.pop() for found in sizes if len(found) == 1), None)
+            sizes_by_key = ({few.log[place] for place in places} for places in candidates)
+            size = next((sizes.pop() for sizes in sizes_by_key if len(sizes) == 1), None)
             if size is None:
                 return None
             log.append(size)

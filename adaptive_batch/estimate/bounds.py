@@ -43,7 +43,7 @@ class ReplayedBounds:
         self._settings = settings
         self._maximum = maximum
         self._log = lru_cache(maxsize=4)(log)
-        self._trial_log = trial_log
+        self._trial_log = None if trial_log is None else lru_cache(maxsize=4)(trial_log)
         self._peaks: dict[int, tuple[int, int]] = {}
         self._trials: dict[tuple[int, int], TrialReplay] = {}
 

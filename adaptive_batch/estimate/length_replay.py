@@ -525,19 +525,19 @@ def step_logs(
     else:
         writer = after.writer
     for number, (micro_batches, checked) in enumerate(zip(steps, checks, strict=False)):
+        is_first_step = number == 0 and after is None
         check = array("q")
         # What the check of the first step has allocated once is there for its micro-batches.
         num_once = 0
         for phase in shapes.evaluated(checked):
-            is_first = number == 0 and num_once == 0 and after is None
-            check.extend(writer.add(phase, is_first=is_first))
+            check.extend(writer.add(phase, is_first=is_first_step and num_once == 0))
             num_once = len(phase.once)
         log = array("q")
         for place, shape in enumerate(micro_batches):
             is_first = place == 0
             phase = shapes.phase(shape, is_first=is_first)
             phase = replace(phase, once=phase.once[num_once:])
-            log.extend(writer.add(phase, is_first=is_first and number == 0 and after is None))
+            log.extend(writer.add(phase, is_first=is_first and is_first_step))
         optimizer = array("q")
         optimizer_step = step.optimizer_step(number)
         if number == 0 and after is not None:

@@ -118,11 +118,12 @@ class ResumedRun:
 
     def _kept(self, name: str, configured: Any, saved: Any) -> Any:
         """Return what a checkpoint has of a key, unless it may change to what is configured."""
-        if configured != saved and self._may_change(name):
+        if configured == saved:
+            return saved
+        if self._may_change(name):
             self._changed[name] = saved, configured
             return configured
-        if configured != saved:
-            self._ignored[name] = configured, saved
+        self._ignored[name] = configured, saved
         return saved
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
