@@ -14,7 +14,7 @@ from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .loop_events import LoopEvents
-from .micro_batch_runner import MicroBatchRunner, RowLoss, count_shifted_labels
+from .micro_batch_runner import MicroBatchRunner
 from .model_checks import has_batch_norm, is_compiled
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
@@ -23,6 +23,7 @@ from .packing import pack_rows, rows_apart
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
+from .row_loss import RowLoss, count_shifted_labels
 from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
 from .step_result import StepResult
 from .throughput_search import Choices, kinds_to_choose_from
