@@ -96,7 +96,7 @@ def estimate_length(
     if is_exact and allocator:
         exact = bounds(traced_rows=collated_rows)
         fits = tuple(
-            exact.fit_near(fit, target.budget_bytes)
+            exact.fit(target.budget_bytes, expected=fit)
             for fit, target in zip(fits, targets, strict=True)
         )
     speeds = [

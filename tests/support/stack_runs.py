@@ -59,7 +59,7 @@ class StackRun:
     probes: int = (
         0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
     )
-    headroom: float = 0.0  # of that search
+    headroom: float | str = 0.0  # of that search
     search: str = "predict"  # its kind
     varies: bool = True  # whether rows of a search and of steps after it have lengths of their own
 
