@@ -19,7 +19,7 @@ from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.estimate import MemoryEstimate
 from adaptive_batch.report import write_estimate_picture
 from adaptive_batch.torchtune import (
-    ModelBuilder,
+    FullModel,
     builder_of,
     check_output_dir,
     estimate_devices,
@@ -29,7 +29,7 @@ from adaptive_batch.torchtune import (
 )
 
 
-def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryEstimate:
+def estimate(cfg: DictConfig, *, builder: FullModel | None = None) -> MemoryEstimate:
     """Estimate the memory, print the tables and write the files.
 
     Args:

@@ -32,10 +32,10 @@ from adaptive_batch.torchtune import (
     BoundFinder,
     Checkpoints,
     Data,
+    FullModel,
     Job,
     LimitFinder,
     LostRun,
-    ModelBuilder,
     NextTokens,
     ResumedRun,
     RunProfiler,
@@ -81,7 +81,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def __init__(
         self,
         cfg: DictConfig,
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
         *,
         task: type[Task] = NextTokens,
         watch: Watchdog | None = None,
@@ -343,7 +343,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
 
 def main(
-    cfg: DictConfig, builder: ModelBuilder | None = None, *, task: type[Task] = NextTokens
+    cfg: DictConfig, builder: FullModel | None = None, *, task: type[Task] = NextTokens
 ) -> None:
     """Run one configuration, on the ranks that were launched.
 

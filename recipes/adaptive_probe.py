@@ -27,8 +27,8 @@ from adaptive_batch.torchtune import (
     BoundFinder,
     Checkpoints,
     Data,
+    FullModel,
     Job,
-    ModelBuilder,
     Settings,
     Sizers,
     Trainer,
@@ -55,7 +55,7 @@ def say(text: str) -> None:
 
 
 def build(
-    cfg: DictConfig, watch: Watchdog | None, builder: ModelBuilder | None
+    cfg: DictConfig, watch: Watchdog | None, builder: FullModel | None
 ) -> tuple[Job, Data, BoundFinder, Trainer]:
     """Build what training would build, and refuse what it would refuse: settings before weights are
     loaded, and then a layout that the model cannot train in.
@@ -76,7 +76,7 @@ def build(
 
 
 def probe(
-    cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None
+    cfg: DictConfig, watch: Watchdog | None = None, *, builder: FullModel | None = None
 ) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
 

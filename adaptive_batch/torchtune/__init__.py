@@ -22,7 +22,7 @@ from .launch import (
 from .limit_finder import LimitFinder
 from .log import TrainingLog
 from .lost_run import LostRun
-from .model import FullModel, ModelBuilder
+from .model import FullModel
 from .preference_pairs import PreferencePairs
 from .preview import TrainingPreview
 from .rate import build_rate, check_scheduler, couple_batch
@@ -46,7 +46,6 @@ __all__ = [
     "Job",
     "LimitFinder",
     "LostRun",
-    "ModelBuilder",
     "NextTokens",
     "PreferencePairs",
     "ResumedRun",

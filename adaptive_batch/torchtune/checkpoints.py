@@ -46,7 +46,7 @@ class Checkpoints:
         cfg: configuration of the run.
         settings: settings of the configuration, checked.
         keeps_base: True where checkpoints are of adapters, on a base that is read again; see
-            :class:`.ModelBuilder`.
+            :class:`.FullModel`.
         on_failure: function that is called with the error of a resume point that failed in the
             background; None logs a warning.
 

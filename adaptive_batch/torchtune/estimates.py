@@ -54,7 +54,7 @@ from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .job import own_compiler
 from .keys import load_function
-from .model import ModelBuilder
+from .model import FullModel
 from .settings import Settings
 from .sizers import Sizers
 from .tasks import task_of
@@ -70,7 +70,7 @@ def estimate_devices(
     *,
     show: Callable[[str], object] = print,
     save: Callable[[MemoryEstimate], object] = lambda estimate: None,
-    builder: ModelBuilder | None = None,
+    builder: FullModel | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory on the devices that ``estimate.devices`` names, without weights, network
     or accelerator.
@@ -147,7 +147,7 @@ class Estimator:
         cfg: DictConfig,
         settings: Settings,
         devices: Sequence[EstimatedDevice],
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
     ) -> None:
         self._cfg = cfg
         self._settings = settings
