@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune.modules.peft import LORA_ATTN_MODULES, get_adapter_params
 
-from adaptive_batch._util import check_bool, check_whole, count
+from adaptive_batch._util import check_bool, check_share, check_whole, count
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
@@ -68,7 +68,7 @@ _NUMBERS = (
     "model.lora_alpha",
 )
 _POSITIVE = ("model.norm_eps", "model.rope_base")
-_FRACTIONS = (
+_SHARES = (
     "model.lora_dropout",
     "model.attn_dropout",
     "loss.label_smoothing",
@@ -434,7 +434,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
         (_NUMBERS, _check_number),
         (_POSITIVE, _check_positive),
         (("optimizer.betas",), _check_betas),
-        (_FRACTIONS, _check_fraction),
+        (_SHARES, check_share),
         (_PATHS, _check_path),
         (("checkpointer.checkpoint_files",), _check_files),
         (("tokenizer.merges_file",), _check_merges),
@@ -677,12 +677,7 @@ def _check_betas(key: str, value: object) -> None:
     if not isinstance(value, list) or len(value) < 2:
         raise SettingError(key, value, "give a list of numbers, such as [0.9, 0.95]")
     for beta in value:
-        _check_fraction(key, beta)
-
-
-def _check_fraction(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise SettingError(key, value, "give a number from 0 to below 1, such as 0.1")
+        check_share(key, beta)
 
 
 def _check_path(key: str, value: object) -> None:

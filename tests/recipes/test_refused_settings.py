@@ -265,7 +265,7 @@ REFUSED = {
         )
     },
     **{
-        setting: ([setting], setting.partition("=")[0], "give a number from 0 to below 1")
+        setting: ([setting], setting.partition("=")[0], "give a share of at least 0 and below 1")
         for setting in (
             "model.lora_dropout=.nan",
             "model.attn_dropout=1",
@@ -841,7 +841,7 @@ REFUSED = {
             ("optimizer.amsgrad=1", "optimizer.amsgrad=1", "give True or False"),
             ("optimizer.fused=abc", "optimizer.fused='abc'", "give True or False"),
             ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]", "give a list of numbers"),
-            ("optimizer.betas=[0.9,1.5]", "optimizer.betas=1.5", "give a number from 0 to below 1"),
+            ("optimizer.betas=[0.9,1.5]", "optimizer.betas=1.5", "give a share of at least 0"),
             ("optimizer.dampening=abc", "optimizer.dampening='abc'", "give a number"),
             ("model.tie_word_embeddings=abc", "model.tie_word_embeddings='abc'", "True or False"),
             ("model.rope_base=0", "model.rope_base=0", "give a number above 0"),
