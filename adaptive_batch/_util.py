@@ -43,10 +43,11 @@ def check_whole(
     value: object,
     *,
     remedy: str = "give a whole number, 1 or more",
+    least: int = 1,
     most: int = LARGEST_NUMBER,
 ) -> int:
-    """Refuse what is not a whole number, 1 to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """Refuse what is not a whole number, `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SettingError(key, value, remedy)
     if value > most:
         raise SettingError(key, value, f"give {most} or less")

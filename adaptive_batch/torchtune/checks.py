@@ -25,7 +25,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
 from .argument_types import check_arguments
-from .config_errors import as_dict, check_block, missing, one_line, plainly
+from .config_errors import as_dict, check_block, component_of, missing, one_line, plainly
 from .keys import fields_of, load_function, values_of
 from .names import unread
 
@@ -133,7 +133,7 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
             " adaptive_dpo`, and rewards are not); give"
             " torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
         )
-        raise SettingError("loss", _component(cfg.loss), remedy)
+        raise SettingError("loss", component_of(cfg.loss), remedy)
     _check_loss_computes(loss_fn, cfg)
 
 
@@ -170,10 +170,10 @@ def check_chunks(model: torch.nn.Module, loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse a loss of chunks for a model that does not return them."""
     if takes_chunks(loss_fn) and not hasattr(model, "set_num_output_chunks"):
         remedy = (
-            f"{_component(cfg.model)} has no set_num_output_chunks, by which it would return"
+            f"{component_of(cfg.model)} has no set_num_output_chunks, by which it would return"
             " chunks; give torch.nn.CrossEntropyLoss"
         )
-        raise SettingError("loss", _component(cfg.loss), remedy)
+        raise SettingError("loss", component_of(cfg.loss), remedy)
 
 
 def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
@@ -182,7 +182,7 @@ def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
     Adapters are those of LoRA and DoRA, on quantized weights or not.
     """
     if get_adapter_params(model):
-        component = _component(cfg.model)
+        component = component_of(cfg.model)
         remedy = (
             "every weight is trained here, and adapters by `tune run adaptive_lora_finetune`; run"
             " that, or give the full model"
@@ -237,7 +237,7 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Refuse a model without adapters or with others than its block names, and a block that lacks a
     key that torchtune saves.
     """
-    component = _component(cfg.model)
+    component = component_of(cfg.model)
     if not get_adapter_params(model):
         remedy = (
             "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a"
@@ -292,7 +292,7 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
             unmade.append("lora_attn_modules")
     for key in unmade:
         remedy = (
-            f"{_component(block)} makes none of these adapters, but some of"
+            f"{component_of(block)} makes none of these adapters, but some of"
             f" {', '.join(sorted(kinds))}; remove it"
         )
         raise SettingError(f"model.{key}", block[key], remedy)
@@ -313,12 +313,6 @@ def _full(component: str, block: DictConfig) -> str:
     kept = (*parameters, "_component_")
     removed = [f"~model.{key}" for key in map(str, block) if key not in kept]
     return " ".join([f": model={full}", *removed])
-
-
-def _component(block: Any) -> Any:
-    if isinstance(block, Mapping):
-        return block.get("_component_")
-    return block
 
 
 def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
@@ -429,7 +423,10 @@ def _check_values(config: Mapping[str, Any]) -> None:
         (_SWITCHES, check_bool),
         (_WHOLE, check_whole),
         (("model.num_layers",), partial(check_whole, most=_MOST_LAYERS)),
-        (("lr_scheduler.num_warmup_steps",), _check_whole_or_zero),
+        (
+            ("lr_scheduler.num_warmup_steps",),
+            partial(check_whole, least=0, remedy="give a whole number, 0 or more"),
+        ),
         (("resume_from_checkpoint",), _check_resume),
         (_NUMBERS, _check_number),
         (_POSITIVE, _check_positive),
@@ -458,7 +455,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
 def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse a device, a dtype, recomputation, collation or validation that cannot be used."""
     all_layers = config.get("enable_activation_checkpointing")
-    on_cpu = str(config.get("device")).startswith("cpu")
+    on_cuda = str(config.get("device")).startswith("cuda")
     option = str(config.get("ac_option"))
     _refuse(
         config,
@@ -484,9 +481,9 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
             "an NPU does not compile; set it to False",
         ),
         (
-            config.get("enable_activation_offloading") and (on_cpu or not all_layers),
+            config.get("enable_activation_offloading") and not (on_cuda and all_layers),
             "enable_activation_offloading",
-            "it needs CUDA and enable_activation_checkpointing=True; set it to False",
+            "it needs device=cuda and enable_activation_checkpointing=True; set it to False",
         ),
         (
             settings.ac_mode in ("full", "selective") and all_layers,
@@ -652,11 +649,6 @@ def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
         blocks = value if isinstance(value, list) else [value]
         values = [block.get(inner) for block in blocks if isinstance(block, Mapping)]
     return [value for value in values if value is not None]
-
-
-def _check_whole_or_zero(key: str, value: object) -> None:
-    if value != 0:
-        check_whole(key, value, remedy="give a whole number, 0 or more")
 
 
 def _check_number(key: str, value: object) -> None:

@@ -83,12 +83,6 @@ class Job:
         self.dtype = _usable(
             "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
         )
-        offloads = cfg.get("enable_activation_offloading", False)
-        # An estimate is for a device that is not here.
-        if offloads and self.device.type != "cuda" and needs is TO_TRAIN:
-            raise SettingError(
-                "enable_activation_offloading", True, "it needs CUDA; set it to False"
-            )
         if cfg.compile:
             self._set_up_compiler()
         self.loss_fn = instantiate("loss", cfg.loss)

@@ -359,7 +359,7 @@ REFUSED = {
     "offloading without CUDA": (
         ["enable_activation_offloading=True"],
         "enable_activation_offloading=True",
-        "CUDA",
+        "device=cuda",
     ),
     "a scheduler that torchtune's recipes cannot build": (
         ["lr_scheduler._component_=torch.optim.lr_scheduler.StepLR", "lr_scheduler.step_size=2"],
