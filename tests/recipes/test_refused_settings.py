@@ -842,7 +842,7 @@ REFUSED = {
             ("optimizer.fused=abc", "optimizer.fused='abc'", "give True or False"),
             ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]", "give a list of numbers"),
             ("optimizer.betas=[0.9,1.5]", "optimizer.betas=1.5", "give a share of at least 0"),
-            ("optimizer.dampening=abc", "optimizer.dampening='abc'", "give a number"),
+            ("optimizer.dampening=abc", "optimizer.dampening='abc'", "give a share"),
             ("model.tie_word_embeddings=abc", "model.tie_word_embeddings='abc'", "True or False"),
             ("model.rope_base=0", "model.rope_base=0", "give a number above 0"),
             ("model.norm_eps=-1", "model.norm_eps=-1", "give a number above 0"),
