@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
 
@@ -32,10 +32,10 @@ from adaptive_batch.torchtune import (
     BoundFinder,
     Checkpoints,
     Data,
+    FullModel,
     Job,
     LimitFinder,
     LostRun,
-    ModelBuilder,
     NextTokens,
     ResumedRun,
     RunProfiler,
@@ -54,9 +54,8 @@ from adaptive_batch.torchtune import (
     check_scheduler,
     couple_batch,
     interruptible,
-    set_up_process,
+    run_recipe,
     show_details,
-    use_shipped_config,
     without_effect,
 )
 from adaptive_batch.training import Question, StepResult
@@ -81,7 +80,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def __init__(
         self,
         cfg: DictConfig,
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
         *,
         task: type[Task] = NextTokens,
         watch: Watchdog | None = None,
@@ -343,7 +342,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
 
 def main(
-    cfg: DictConfig, builder: ModelBuilder | None = None, *, task: type[Task] = NextTokens
+    cfg: DictConfig, builder: FullModel | None = None, *, task: type[Task] = NextTokens
 ) -> None:
     """Run one configuration, on the ranks that were launched.
 
@@ -366,13 +365,10 @@ def main(
             recipe.cleanup()
 
 
-@config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe: YAML first, then key=value from the command line over it."""
     main(cfg)
 
 
 if __name__ == "__main__":
-    set_up_process()
-    use_shipped_config(sys.argv)
-    sys.exit(recipe_main())
+    run_recipe(recipe_main)

@@ -13,10 +13,8 @@ Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo`
 
 from __future__ import annotations
 
-import sys
-
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import format_bytes
@@ -27,8 +25,8 @@ from adaptive_batch.torchtune import (
     BoundFinder,
     Checkpoints,
     Data,
+    FullModel,
     Job,
-    ModelBuilder,
     Settings,
     Sizers,
     Trainer,
@@ -39,10 +37,9 @@ from adaptive_batch.torchtune import (
     estimate_spending,
     left_by_rounding,
     measure_critical_batch,
-    set_up_process,
+    run_recipe,
     show_details,
     tokens_per_second,
-    use_shipped_config,
     with_overrides,
     without_effect_on,
 )
@@ -55,7 +52,7 @@ def say(text: str) -> None:
 
 
 def build(
-    cfg: DictConfig, watch: Watchdog | None, builder: ModelBuilder | None
+    cfg: DictConfig, watch: Watchdog | None, builder: FullModel | None
 ) -> tuple[Job, Data, BoundFinder, Trainer]:
     """Build what training would build, and refuse what it would refuse: settings before weights are
     loaded, and then a layout that the model cannot train in.
@@ -76,7 +73,7 @@ def build(
 
 
 def probe(
-    cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None
+    cfg: DictConfig, watch: Watchdog | None = None, *, builder: FullModel | None = None
 ) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
 
@@ -196,7 +193,6 @@ def summary(results: list[ProbeResult]) -> str:
     return "\n".join(lines)
 
 
-@config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the search: YAML first, then key=value from the command line over it."""
     with all_ranks(cfg) as watch:
@@ -205,6 +201,4 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    set_up_process()
-    use_shipped_config(sys.argv)
-    sys.exit(recipe_main())
+    run_recipe(recipe_main)

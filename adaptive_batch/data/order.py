@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from adaptive_batch._util import check_choice
 from adaptive_batch.errors import SettingError
 
 ORDERS = ("dataloader", "random", "seqlen")
@@ -81,8 +82,7 @@ def row_order(
     Raises:
         SettingError: `order` is unknown, `window` below 1, or ``seqlen`` lacks a row's length.
     """
-    if order not in ORDERS:
-        raise SettingError("order", order, f"must be one of {', '.join(ORDERS)}")
+    check_choice("order", order, ORDERS)
     if window is not None and window < 1:
         remedy = "must be 1 row or more, or None to sort the whole epoch"
         raise SettingError("window", window, remedy)

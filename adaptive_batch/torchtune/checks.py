@@ -19,13 +19,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune.modules.peft import LORA_ATTN_MODULES, get_adapter_params
 
-from adaptive_batch._util import check_bool, check_whole, count
+from adaptive_batch._util import check_bool, check_share, check_whole, count
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
 from .argument_types import check_arguments
-from .config_errors import as_dict, check_block, missing, one_line, plainly
+from .config_errors import as_dict, check_block, component_of, missing, one_line, plainly
 from .keys import fields_of, load_function, values_of
 from .names import unread
 
@@ -68,7 +68,7 @@ _NUMBERS = (
     "model.lora_alpha",
 )
 _POSITIVE = ("model.norm_eps", "model.rope_base")
-_FRACTIONS = (
+_SHARES = (
     "model.lora_dropout",
     "model.attn_dropout",
     "loss.label_smoothing",
@@ -133,7 +133,7 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
             " adaptive_dpo`, and rewards are not); give"
             " torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
         )
-        raise SettingError("loss", _component(cfg.loss), remedy)
+        raise SettingError("loss", component_of(cfg.loss), remedy)
     _check_loss_computes(loss_fn, cfg)
 
 
@@ -170,10 +170,10 @@ def check_chunks(model: torch.nn.Module, loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse a loss of chunks for a model that does not return them."""
     if takes_chunks(loss_fn) and not hasattr(model, "set_num_output_chunks"):
         remedy = (
-            f"{_component(cfg.model)} has no set_num_output_chunks, by which it would return"
+            f"{component_of(cfg.model)} has no set_num_output_chunks, by which it would return"
             " chunks; give torch.nn.CrossEntropyLoss"
         )
-        raise SettingError("loss", _component(cfg.loss), remedy)
+        raise SettingError("loss", component_of(cfg.loss), remedy)
 
 
 def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
@@ -182,7 +182,7 @@ def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
     Adapters are those of LoRA and DoRA, on quantized weights or not.
     """
     if get_adapter_params(model):
-        component = _component(cfg.model)
+        component = component_of(cfg.model)
         remedy = (
             "every weight is trained here, and adapters by `tune run adaptive_lora_finetune`; run"
             " that, or give the full model"
@@ -237,7 +237,7 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Refuse a model without adapters or with others than its block names, and a block that lacks a
     key that torchtune saves.
     """
-    component = _component(cfg.model)
+    component = component_of(cfg.model)
     if not get_adapter_params(model):
         remedy = (
             "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a"
@@ -292,7 +292,7 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
             unmade.append("lora_attn_modules")
     for key in unmade:
         remedy = (
-            f"{_component(block)} makes none of these adapters, but some of"
+            f"{component_of(block)} makes none of these adapters, but some of"
             f" {', '.join(sorted(kinds))}; remove it"
         )
         raise SettingError(f"model.{key}", block[key], remedy)
@@ -313,12 +313,6 @@ def _full(component: str, block: DictConfig) -> str:
     kept = (*parameters, "_component_")
     removed = [f"~model.{key}" for key in map(str, block) if key not in kept]
     return " ".join([f": model={full}", *removed])
-
-
-def _component(block: Any) -> Any:
-    if isinstance(block, Mapping):
-        return block.get("_component_")
-    return block
 
 
 def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
@@ -429,12 +423,15 @@ def _check_values(config: Mapping[str, Any]) -> None:
         (_SWITCHES, check_bool),
         (_WHOLE, check_whole),
         (("model.num_layers",), partial(check_whole, most=_MOST_LAYERS)),
-        (("lr_scheduler.num_warmup_steps",), _check_whole_or_zero),
+        (
+            ("lr_scheduler.num_warmup_steps",),
+            partial(check_whole, least=0, remedy="give a whole number, 0 or more"),
+        ),
         (("resume_from_checkpoint",), _check_resume),
         (_NUMBERS, _check_number),
         (_POSITIVE, _check_positive),
         (("optimizer.betas",), _check_betas),
-        (_FRACTIONS, _check_fraction),
+        (_SHARES, check_share),
         (_PATHS, _check_path),
         (("checkpointer.checkpoint_files",), _check_files),
         (("tokenizer.merges_file",), _check_merges),
@@ -458,7 +455,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
 def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse a device, a dtype, recomputation, collation or validation that cannot be used."""
     all_layers = config.get("enable_activation_checkpointing")
-    on_cpu = str(config.get("device")).startswith("cpu")
+    on_cuda = str(config.get("device")).startswith("cuda")
     option = str(config.get("ac_option"))
     _refuse(
         config,
@@ -484,9 +481,9 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
             "an NPU does not compile; set it to False",
         ),
         (
-            config.get("enable_activation_offloading") and (on_cpu or not all_layers),
+            config.get("enable_activation_offloading") and not (on_cuda and all_layers),
             "enable_activation_offloading",
-            "it needs CUDA and enable_activation_checkpointing=True; set it to False",
+            "it needs device=cuda and enable_activation_checkpointing=True; set it to False",
         ),
         (
             settings.ac_mode in ("full", "selective") and all_layers,
@@ -654,11 +651,6 @@ def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
     return [value for value in values if value is not None]
 
 
-def _check_whole_or_zero(key: str, value: object) -> None:
-    if value != 0:
-        check_whole(key, value, remedy="give a whole number, 0 or more")
-
-
 def _check_number(key: str, value: object) -> None:
     is_switch = isinstance(value, bool)
     # A whole number may be larger than any float.
@@ -677,12 +669,7 @@ def _check_betas(key: str, value: object) -> None:
     if not isinstance(value, list) or len(value) < 2:
         raise SettingError(key, value, "give a list of numbers, such as [0.9, 0.95]")
     for beta in value:
-        _check_fraction(key, beta)
-
-
-def _check_fraction(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise SettingError(key, value, "give a number from 0 to below 1, such as 0.1")
+        check_share(key, beta)
 
 
 def _check_path(key: str, value: object) -> None:

@@ -45,6 +45,13 @@ def as_dict(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def component_of(value: Any) -> Any:
+    """Return the component of a block; anything else as it is."""
+    if isinstance(value, Mapping):
+        return value.get("_component_")
+    return value
+
+
 def missing(key: str) -> SettingError:
     """Return the error for a key that is not there."""
     return SettingError(key, None, f"it is missing; {_NEEDED.get(key, _BLOCK)}")

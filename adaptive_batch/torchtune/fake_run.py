@@ -35,7 +35,7 @@ from .checks import TO_PLAN
 from .data import Data
 from .fake_offloading import offloading_fake_tensors
 from .job import Job, own_compiler
-from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
+from .model import FullModel, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings
 from .sizers import Sizers
 from .trainer import Trainer
@@ -70,7 +70,7 @@ class FakeRun:
         device: FakeDevice,
         *,
         reads_data: bool,
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
     ) -> None:
         self.device = device
         self._compiled_parts = CompiledParts(device)
@@ -253,7 +253,7 @@ class FakeRun:
     def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
         """Return the model that trains and, where the task needs one, the second."""
         job = self.job
-        kinds: list[tuple[ModelBuilder, DictConfig]] = [(job.builder, job.cfg)]
+        kinds: list[tuple[FullModel, DictConfig]] = [(job.builder, job.cfg)]
         if job.second is not None:
             kinds.append((job.second.builder, job.second.cfg))
         models = []
@@ -309,7 +309,7 @@ def expected_curve(
     rows: Rows,
     *,
     accumulates: bool,
-    builder: ModelBuilder | None = None,
+    builder: FullModel | None = None,
 ) -> MemoryCurve:
     """Return what trials of these rows should peak at on the configured device."""
     device = FakeDevice(

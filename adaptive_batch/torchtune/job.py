@@ -25,7 +25,7 @@ from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, de
 
 from .checks import TO_TRAIN, complete
 from .config_errors import as_dict, instantiate, one_line
-from .model import FullModel, ModelBuilder, num_token_embeddings
+from .model import FullModel, num_token_embeddings
 from .reference import SecondModel
 from .settings import Settings
 from .task import Task
@@ -52,7 +52,7 @@ class Job:
         self,
         cfg: DictConfig,
         settings: Settings,
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
         *,
         task: type[Task] | None = None,
         needs: Sequence[str] = TO_TRAIN,
@@ -83,12 +83,6 @@ class Job:
         self.dtype = _usable(
             "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
         )
-        offloads = cfg.get("enable_activation_offloading", False)
-        # An estimate is for a device that is not here.
-        if offloads and self.device.type != "cuda" and needs is TO_TRAIN:
-            raise SettingError(
-                "enable_activation_offloading", True, "it needs CUDA; set it to False"
-            )
         if cfg.compile:
             self._set_up_compiler()
         self.loss_fn = instantiate("loss", cfg.loss)

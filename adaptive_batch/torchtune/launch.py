@@ -37,6 +37,13 @@ _ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"
 _INTERRUPTED = "interrupted"
 
 
+def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
+    """Run a recipe as a program, on the configuration of its command line."""
+    set_up_process()
+    use_shipped_config(sys.argv)
+    sys.exit(config.parse(recipe_main)())
+
+
 def use_shipped_config(arguments: list[str]) -> None:
     """Replace the name of a shipped config after ``--config`` by its path, in place.
 

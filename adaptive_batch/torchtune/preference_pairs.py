@@ -18,7 +18,7 @@ from torchtune.rlhf import get_batch_log_probs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import REFERENCE_VALUES, BatchForm
 
-from .config_errors import as_dict, check_block, one_line
+from .config_errors import as_dict, check_block, component_of, one_line
 from .reference import SecondModel
 from .task import Batch, Collate, Models, Row, Task
 
@@ -107,8 +107,7 @@ class PreferencePairs(Task):
             raise SettingError(key, None, f"{problem}; {remedy}")
         if keeps_base and given is not None:
             remedy = "the reference of adapters is their base, with adapters disabled; remove it"
-            value = given.get("_component_") if isinstance(given, DictConfig) else given
-            raise SettingError(key, value, remedy)
+            raise SettingError(key, component_of(given), remedy)
         if keeps_base:
             return None
         check_block(key, as_dict(self.cfg)[key])

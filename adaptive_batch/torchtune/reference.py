@@ -17,7 +17,7 @@ from adaptive_batch.errors import SettingError
 
 from .checks import has_tensor_parallelism
 from .config_errors import building
-from .model import FullModel, ModelBuilder
+from .model import FullModel
 
 _REMEDY = "give a block like checkpointer, with the files of this model"
 
@@ -81,7 +81,7 @@ class SecondModel:
         SettingError: the models would be divided by tensor parallelism.
     """
 
-    builder: ClassVar[ModelBuilder] = FullModel()
+    builder: ClassVar[FullModel] = FullModel()
 
     def __init__(self, cfg: DictConfig, *, key: str = "model", checkpointer_key: str) -> None:
         if has_tensor_parallelism(cfg):

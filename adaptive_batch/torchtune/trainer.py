@@ -19,6 +19,7 @@ from adaptive_batch.training import (
     FORMS,
     BatchForm,
     MicroBatchRunner,
+    MicroBatchSizer,
     RowLoss,
     RowReference,
     TriedStep,
@@ -83,37 +84,16 @@ class Trainer:
         max_grad_norm = None
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
-        reference = None
-        if sizers.reference is not None:
-            assert job.task.num_reference_values, "the loss needs more of a reference than numbers"
-            reference = RowReference(
-                partial(job.task.reference_values, self),
-                job.task.num_reference_values,
-                sizers.reference,
-            )
         self.runner = MicroBatchRunner(
             model,
-            RowLoss(
-                collate=data.collator.to_length,
-                to_device=to_device or self._to_device,
-                mean_loss=self.mean_loss,
-                count_labels=job.task.count_labels,
-                row_length=job.task.length,
-                num_real_tokens=data.dataset.num_real_tokens,
-                dummy_row=lambda: data.dummy_row,
-                join=job.with_values(self._join),
-                counts_rows=job.task.counts_rows,
-                metrics=job.task.metrics,
-                loss_of=job.task.loss_of,
-                after_forward=data.dataset.read_ahead,
-            ),
+            self._row_loss(to_device or partial(utils.batch_to_device, device=job.device)),
             sizers.training,
             memory=job.memory,
             retries=settings.on_out_of_memory == "shrink",
             max_grad_norm=max_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
-            reference=reference,
+            reference=self._row_reference(sizers.reference),
             sharding=Sharding(
                 self.models,
                 finishes=distributed.data_parallel_size() == distributed.world_size(),
@@ -127,17 +107,41 @@ class Trainer:
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             optimizers = {parameter: new_optimizer([parameter]) for parameter in trained}
             self.in_backward = OptimizerInBackward(optimizers)
+            names = self.names_of_parameters
             self.optimizer = training.OptimizerInBackwardWrapper(
-                {
-                    name: optimizers[parameter]
-                    for name, parameter in model.named_parameters()
-                    if parameter in optimizers
-                }
+                {names[parameter]: optimizer for parameter, optimizer in optimizers.items()}
             )
             self.optimizers = list(optimizers.values())
         else:
             self.optimizer = new_optimizer(parameters)
             self.optimizers = [self.optimizer]
+
+    def _row_reference(self, sizer: MicroBatchSizer | None) -> RowReference | None:
+        """Return the reference that runs in micro-batches of its own, where a sizer is for one."""
+        if sizer is None:
+            return None
+        task = self._job.task
+        assert task.num_reference_values, "the loss needs more of a reference than numbers"
+        return RowReference(partial(task.reference_values, self), task.num_reference_values, sizer)
+
+    def _row_loss(self, to_device: Callable[[dict[str, Any]], object]) -> RowLoss:
+        """Return what the runner needs to know of rows and their loss."""
+        task = self._job.task
+        data = self._data
+        return RowLoss(
+            collate=data.collator.to_length,
+            to_device=to_device,
+            mean_loss=partial(task.mean_loss, self),
+            count_labels=task.count_labels,
+            row_length=task.length,
+            num_real_tokens=data.dataset.num_real_tokens,
+            dummy_row=lambda: data.dummy_row,
+            join=self._job.with_values(self._join),
+            counts_rows=task.counts_rows,
+            metrics=task.metrics,
+            loss_of=task.loss_of,
+            after_forward=data.dataset.read_ahead,
+        )
 
     @classmethod
     def load(cls, job: Job, data: Data, weights: Weights, sizers: Sizers) -> Trainer:
@@ -166,9 +170,6 @@ class Trainer:
                 " several devices (tune run --nproc_per_node N)"
             ) from error
         return cls(job, data, model, sizers, second=second)
-
-    def _to_device(self, batch: dict[str, Any]) -> None:
-        utils.batch_to_device(batch, self._job.device)
 
     def _join(
         self, rows: Sequence[dict[str, Any]], form: BatchForm
@@ -250,10 +251,6 @@ class Trainer:
             for parameter in self.model.parameters()
             if parameter.requires_grad
         )
-
-    def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the mean loss of a batch, see :meth:`Task.mean_loss`."""
-        return self._job.task.mean_loss(self, batch)
 
     def reference_logits(self, **batch: Any) -> torch.Tensor | list[torch.Tensor]:
         """Return the reference's logits, without gradients."""

@@ -108,7 +108,7 @@ def test_another_process_draws_the_same_order():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"order": "shuffled"}, "order='shuffled': must be one of dataloader, random, seqlen"),
+        ({"order": "shuffled"}, "order='shuffled': give one of dataloader, random, seqlen"),
         (
             {"order": "seqlen", "window": 0},
             "window=0: must be 1 row or more, or None to sort the whole epoch",
