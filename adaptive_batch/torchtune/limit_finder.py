@@ -161,7 +161,7 @@ class LimitFinder:
                 "reference_bound",
                 f"reference: {count(result.max_batch_size, 'row')} of"
                 f" {count(result.sequence_length, 'token')} fit at once{of_peak}; a micro-batch of"
-                f" it holds {sizer.limit(1)}",
+                f" it holds {sizer.limit_of_step}",
                 max_batch_size=result.max_batch_size,
                 sequence_length=result.sequence_length,
                 peak_bytes=peak,

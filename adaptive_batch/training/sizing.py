@@ -668,7 +668,7 @@ class MicroBatchSizer:
         self.tried_length = length
 
     def _learn_cost(self, result: ProbeResult) -> None:
-        unit = self.limit(result.max_batch_size).unit
+        unit = self.limit_of_step.unit
         row_amount = self.layout.amount(1, result.sequence_length, unit=unit)
         self._lowered.room.learn(result, row_amount=row_amount)
 

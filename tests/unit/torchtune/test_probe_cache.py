@@ -27,7 +27,7 @@ from adaptive_batch.torchtune import (
     Trainer,
 )
 from adaptive_batch.torchtune.probe_cache import ProbeCache, memory_keys
-from adaptive_batch.training import Choices
+from adaptive_batch.training import Choices, ProbeOptions, SearchScope
 
 BLOCK = 64 * 1024
 
@@ -153,13 +153,12 @@ def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
         return ProbeCache(
             job,
             data,
-            BoundFinder(job, data).rows.of_length("longest"),
+            SearchScope(
+                BoundFinder(job, data).rows.of_length("longest"),
+                choices=Choices(kinds, "tokens", 4) if kinds else None,
+            ),
+            ProbeOptions(maximum=8),
             shapes=[],
-            maximum=8,
-            accumulates=False,
-            rounds=False,
-            evaluates=False,
-            choices=Choices(kinds, "tokens", 4) if kinds else None,
             path=tmp_path / "probe.json",
         )
 
