@@ -100,9 +100,9 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        step_rows = settings.search_plan.step_rows
-        if step_rows is not None:
-            usable_rows = min(epoch_rows, step_rows)
+        whole_step_rows = settings.search_plan.whole_step_rows
+        if whole_step_rows is not None:
+            usable_rows = min(epoch_rows, whole_step_rows)
         elif settings.batch_tokens:
             usable_rows = epoch_rows
         else:
@@ -124,7 +124,7 @@ class BoundFinder:
         return max(1, most_rows)
 
     def of_training(
-        self, trainer: Trainer, *, length: int | str, step_rows: int | None
+        self, trainer: Trainer, *, length: int | str, kept_step_rows: int | None = None
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit in training, and within it
         the fastest micro-batches, unless the sizer knows these, as of a checkpoint.
@@ -134,8 +134,8 @@ class BoundFinder:
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            step_rows: rows of a step on one device, configured or a checkpoint's; None where a
-                step never has more than fit.
+            kept_step_rows: rows of a step on one device that a checkpoint keeps; None where it
+                keeps none.
 
         Returns:
             The searches, of which the last counts. A step that fits itself is tried as one
@@ -146,11 +146,12 @@ class BoundFinder:
             SettingError: with the optimizer in backward a step does not fit at once.
         """
         plan = self._settings.search_plan
+        whole_step_rows = kept_step_rows or plan.whole_step_rows
         scope = SearchScope(
             self.rows.of_length(length),
             # Fewer ranks than began the run have more rows of a step each.
             accumulates=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
-            step_rows=step_rows,
+            whole_step_rows=whole_step_rows,
             choices=self._choices(trainer),
         )
         search = partial(
@@ -160,13 +161,14 @@ class BoundFinder:
         if not scope.splits_step(result):
             return [result]
         if self._settings.optimizer_in_bwd:
-            whose = "the checkpoint's batch_size" if plan.step_rows is None else "batch_size"
+            is_configured = plan.whole_step_rows is not None
+            whose = "batch_size" if is_configured else "the checkpoint's batch_size"
             raise SettingError(
                 "optimizer_in_bwd",
                 True,
-                f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here, and"
-                " cannot be split into micro-batches; take a smaller one or more memory, or start"
-                " again with optimizer_in_bwd=False",
+                f"{whose} {whole_step_rows} is above the {result.max_batch_size} rows that fit"
+                " here, and cannot be split into micro-batches; take a smaller one or more memory,"
+                " or start again with optimizer_in_bwd=False",
             )
         return [result, search(replace(scope, accumulates=True))]
 
@@ -183,13 +185,13 @@ class BoundFinder:
 
     @property
     def _timed_rows(self) -> int:
-        """Rows of a step on one device that micro-batches are timed of; 0 stands for as many as
-        fit, which a step that changes its size may have.
+        """Rows of a step on one device that micro-batches are timed of; 0 for as many as fit, which
+        a step that changes its size may have.
         """
         settings = self._settings
         if settings.batch_tokens and not settings.grows:
             return mean_rows(settings.batch_tokens, self._data.dataset.lengths)
-        return settings.search_plan.step_rows or 0
+        return settings.search_plan.whole_step_rows or 0
 
     def earlier(self, path: Path) -> ProbeResult | None:
         """Return what a file keeps of an earlier search of these settings; None for nothing."""

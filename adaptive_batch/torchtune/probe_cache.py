@@ -99,7 +99,10 @@ class ProbeCache:
         if scope.choices is not None:
             # What is fastest depends on the lengths of all rows.
             lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
-            described_choices = [asdict(scope.choices), lengths]
+            choices = asdict(scope.choices)
+            # Files of before have this name.
+            choices["step_rows"] = choices.pop("timed_rows")
+            described_choices = [choices, lengths]
         self._settings = settings_name(job, data, scope.rows.length)
         self._conditions = [
             options.maximum,

@@ -119,8 +119,8 @@ class SearchScope:
         rows: rows of the trials.
         accumulates: whether some step has two micro-batches or more, so that gradients are there
             when a forward begins.
-        step_rows: rows of a step on one device, which is one micro-batch where it fits; None where
-            it never has more than fit.
+        whole_step_rows: rows of a step on one device that is one micro-batch if they fit; None
+            where a step never has more than fit.
         evaluation: evaluation that is tried in place of training; None for training.
         choices: choices of which the fastest is sought too, within what fits; None for as much at
             once as fits.
@@ -128,7 +128,7 @@ class SearchScope:
 
     rows: WorstRows
     accumulates: bool = False
-    step_rows: int | None = None
+    whole_step_rows: int | None = None
     evaluation: Evaluation | None = None
     choices: Choices | None = None
 
@@ -136,8 +136,8 @@ class SearchScope:
         """Return whether a step that was tried as one micro-batch turns out to be several: a search
         follows beside the gradients that its later ones meet, and counts.
         """
-        fits = self.step_rows is None or self.step_rows <= result.max_batch_size
-        return not (self.accumulates or fits)
+        rows = self.whole_step_rows or 0
+        return rows > result.max_batch_size and not self.accumulates
 
 
 class SearchCache(Protocol):
@@ -329,10 +329,13 @@ class BoundSearch:
                     # About twice the time of the search by memory.
                     seconds = distributed.maximum(int(1e6 * (time.perf_counter() - start))) * 2e-6
                     search = ThroughputSearch(
-                        self._tried, self._dry_run, self._scope.choices, self._scope.rows
+                        self._tried,
+                        self._dry_run,
+                        self._scope.choices,
+                        self._scope.rows,
+                        result.max_batch_size,
                     )
-                    fastest = search(result.max_batch_size, seconds=seconds)
-                    result = replace(result, throughput=fastest)
+                    result = replace(result, throughput=search(seconds=seconds))
         finally:
             if is_compiled(self._tried.runner.model):
                 # The sizes of trials must not use up the compiler's limit of variants.

@@ -86,7 +86,7 @@ class LoopSearch:
             scope = SearchScope(
                 self._worst_rows(),
                 accumulates=has_several,
-                step_rows=step_rows,
+                whole_step_rows=step_rows,
                 choices=self._choices(step_rows, options.objective),
             )
         try:
@@ -120,7 +120,7 @@ class LoopSearch:
         )
         return BoundSearch(tried, scope, options).run()
 
-    def _choices(self, step_rows: int, objective: str) -> Choices | None:
+    def _choices(self, timed_rows: int, objective: str) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits
         is wanted, or steps are cut as a saved state's were.
         """
@@ -129,8 +129,8 @@ class LoopSearch:
             return None
         batch_tokens = self._batches.planner.batching.batch_tokens
         if batch_tokens:
-            step_rows = mean_rows(batch_tokens, self._step.dataset.lengths)
-        return Choices(self._step.layouts.kinds(), "tokens", step_rows, objective)
+            timed_rows = mean_rows(batch_tokens, self._step.dataset.lengths)
+        return Choices(self._step.layouts.kinds(), "tokens", timed_rows, objective)
 
     def _worst_rows(self) -> WorstRows:
         dataset = self._step.dataset

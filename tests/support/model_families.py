@@ -395,8 +395,7 @@ def found(run: RealRun) -> ProbeResult:
     finder = BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
-        step_rows = run.job.settings.search_plan.step_rows
-        *_, result = finder.of_training(run.trainer, length="longest", step_rows=step_rows)
+        *_, result = finder.of_training(run.trainer, length="longest")
     return result
 
 

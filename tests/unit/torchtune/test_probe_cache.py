@@ -72,8 +72,7 @@ def searched(
     bounds = BoundFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, Checkpoints(cfg, settings), Sizers.of(job, data))
-    step_rows = job.settings.search_plan.step_rows
-    return bounds.of_training(trainer, length="longest", step_rows=step_rows)[-1]
+    return bounds.of_training(trainer, length="longest")[-1]
 
 
 @pytest.fixture(autouse=True)
