@@ -69,7 +69,7 @@ class Validation:
         if validation.fits_itself:
             result = self._find(trainer, bound_finder)
             self._runner.sizer.count_out_of_memory(result.num_out_of_memory)
-            tokens = data.layout_val.padded_tokens([result.sequence_length] * result.max_batch_size)
+            tokens = data.layout_val.run_tokens([result.sequence_length] * result.max_batch_size)
             size = ConfiguredSize(micro_batch_tokens=tokens)
             log.event(
                 "validation_bound",

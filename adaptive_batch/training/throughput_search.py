@@ -165,7 +165,7 @@ class ThroughputSearch:
         row_amount = layout.amount(1, self._longest, unit=unit)
         step_amount = self._step_rows
         if unit == "tokens":
-            step_amount = max(map(layout.padded_tokens, self._lengths))
+            step_amount = max(map(layout.run_tokens, self._lengths))
         amount = max(row_amount, min(self._capacity[layout.kind] * row_amount, step_amount))
         amounts = []
         while amount >= row_amount:
