@@ -64,12 +64,10 @@ class LoopSearch:
 
     def find(self, options: ProbeOptions) -> ProbeResult:
         """Find the most rows, and run no more at once; see :meth:`.AdaptiveLoop.find_bound`."""
-        dataset = self._step.dataset
-        parts = self._step.step.parts
         planner = self._batches.planner
         # Of a step that was left out: a trial is none of training's steps.
         self._rate.restore()
-        reshard(parts.runner.model)
+        reshard(self._step.step.parts.runner.model)
         ranks = distributed.data_parallel_size()
         rows_of_epoch = max(1, planner.epochs.num_rows // ranks)
         options = replace(options, maximum=min(options.maximum, rows_of_epoch))
@@ -95,7 +93,7 @@ class LoopSearch:
                 scope = replace(scope, accumulates=True)
                 result = self._search(scope, options)
         finally:
-            dataset.forget()
+            self._step.dataset.forget()
         self._step.sizer.found(result)
         self._accumulates = scope.accumulates
         if self._seeks_batch_size and not self._batches.progress.steps:
