@@ -97,9 +97,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bound_finder.of_training(
-                trainer, length=length, step_rows=settings.search_plan.step_rows
-            )
+            *_, result = bound_finder.of_training(trainer, length=length)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -150,12 +148,10 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         # This gives back the memory of the last.
         trainer = None
         try:
-            tuned, _, bound_finder, trainer = build(
+            *_, bound_finder, trainer = build(
                 with_overrides(job.cfg, overrides), watch, job.builder
             )
-            *_, tuned_result = bound_finder.of_training(
-                trainer, length=length, step_rows=tuned.settings.search_plan.step_rows
-            )
+            *_, tuned_result = bound_finder.of_training(trainer, length=length)
             rows = bound_finder.rows.of_length(length).first(tuned_result.batch_size)
             speed = tokens_per_second(trainer, tuned_result, rows)
         except (DoesNotFitError, SettingError) as error:

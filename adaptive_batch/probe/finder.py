@@ -76,7 +76,10 @@ class ProbeResult:
 
     @property
     def num_out_of_memory(self) -> int:
-        """Trials that ran out of memory."""
+        """Trials of this run that ran out of memory."""
+        if self.from_cache:
+            # The run whose search it was has counted them; the trial of this one fit.
+            return 0
         return sum(not (trial.fits or trial.retried) for trial in self.trials)
 
     def record(self) -> dict[str, Any]:

@@ -535,7 +535,7 @@ class _Step:
             # A row's length counts the padding of its sequences to each other, if it has several.
             real_lengths = data.dataset.real_lengths[numbers].tolist()
             return [
-                replace(piece, packed=tuple(real_lengths[row] for row in piece.rows))
+                replace(piece, own_lengths=tuple(real_lengths[row] for row in piece.rows))
                 for piece in pieces
             ]
 

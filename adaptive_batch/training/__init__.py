@@ -7,8 +7,8 @@ from .bound_search import (
     SEARCHES,
     BoundSearch,
     ProbeOptions,
+    SearchScope,
     find_max_batch_size,
-    search_for_steps,
 )
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
@@ -58,6 +58,7 @@ __all__ = [
     "RowLoss",
     "RowReference",
     "RowsOfBatch",
+    "SearchScope",
     "SplitBatch",
     "StepOptions",
     "StepResult",
@@ -74,6 +75,5 @@ __all__ = [
     "pack_rows",
     "rows_apart",
     "same_answers",
-    "search_for_steps",
     "varying_steps",
 ]

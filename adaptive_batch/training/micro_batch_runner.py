@@ -292,7 +292,7 @@ class _StepAttempt:
         if piece is not None:
             own_rows = [self._rows[i] for i in piece.rows]
             with loss.collated(own_rows, layout, piece.length) as batch:
-                padded = batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
+                padded = batch["tokens"].numel() if "tokens" in batch else piece.run_tokens
                 self._sums.padded += padded
                 labels = loss.count_labels(batch)
                 if labels:

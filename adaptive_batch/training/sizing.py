@@ -213,13 +213,13 @@ class OOMPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfiguredSize:
-    """Configured size of a micro-batch: in rows or in padded tokens, or neither.
+    """Configured size of a micro-batch: in rows or in tokens, padding included, or neither.
+
+    ``auto`` is what a search finds: what is fastest, where that is sought, or else as much as fits.
 
     Attributes:
-        micro_batch_size: rows at once: a number, ``auto`` for the maximum batch size, or None for
-            the rows of a step that fit.
-        micro_batch_tokens: padded tokens at once: a number, ``auto`` for those of the maximum
-            batch size, or None.
+        micro_batch_size: rows at once: a number, ``auto``, or None for the rows of a step that fit.
+        micro_batch_tokens: tokens at once: a number, ``auto``, or None.
     """
 
     micro_batch_size: int | str | None = None
@@ -668,7 +668,7 @@ class MicroBatchSizer:
         self.tried_length = length
 
     def _learn_cost(self, result: ProbeResult) -> None:
-        unit = self.limit(result.max_batch_size).unit
+        unit = self.limit_of_step.unit
         row_amount = self.layout.amount(1, result.sequence_length, unit=unit)
         self._lowered.room.learn(result, row_amount=row_amount)
 

@@ -279,8 +279,7 @@ def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADAPTIVE_BATCH_CACHE"] = folder
         finder.path = Path(folder) / "probe.json"
-        step_rows = job.settings.search_plan.step_rows
-        *_, result = finder.of_training(trainer, length="longest", step_rows=step_rows)
+        *_, result = finder.of_training(trainer, length="longest")
     return result
 
 

@@ -27,7 +27,7 @@ from adaptive_batch.torchtune import (
     Trainer,
 )
 from adaptive_batch.torchtune.probe_cache import ProbeCache, memory_keys
-from adaptive_batch.training import Choices
+from adaptive_batch.training import Choices, ProbeOptions, SearchScope
 
 BLOCK = 64 * 1024
 
@@ -72,8 +72,7 @@ def searched(
     bounds = BoundFinder(job, data)
     bounds.check()
     trainer = Trainer.load(job, data, Checkpoints(cfg, settings), Sizers.of(job, data))
-    step_rows = job.settings.search_plan.step_rows
-    return bounds.of_training(trainer, length="longest", step_rows=step_rows)[-1]
+    return bounds.of_training(trainer, length="longest")[-1]
 
 
 @pytest.fixture(autouse=True)
@@ -153,13 +152,12 @@ def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
         return ProbeCache(
             job,
             data,
-            BoundFinder(job, data).rows.of_length("longest"),
+            SearchScope(
+                BoundFinder(job, data).rows.of_length("longest"),
+                choices=Choices(kinds, "tokens", 4) if kinds else None,
+            ),
+            ProbeOptions(maximum=8),
             shapes=[],
-            maximum=8,
-            accumulates=False,
-            rounds=False,
-            evaluates=False,
-            choices=Choices(kinds, "tokens", 4) if kinds else None,
             path=tmp_path / "probe.json",
         )
 

@@ -295,7 +295,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize(
-    ("config", "chooses_fastest", "step_rows", "has_several"),
+    ("config", "chooses_fastest", "whole_step_rows", "has_several"),
     [
         ({}, False, None, False),
         (TWICE, False, None, True),
@@ -313,12 +313,12 @@ GROWING = {
     ],
     ids=str,
 )
-def test_what_a_search_has_to_try(config, chooses_fastest, step_rows, has_several):
+def test_what_a_search_has_to_try(config, chooses_fastest, whole_step_rows, has_several):
     settings = Settings.from_config(PLAIN | config)
     plan = settings.search_plan
-    assert (plan.chooses_fastest, plan.step_rows, plan.has_several) == (
+    assert (plan.chooses_fastest, plan.whole_step_rows, plan.has_several) == (
         chooses_fastest,
-        step_rows,
+        whole_step_rows,
         has_several,
     )
 
