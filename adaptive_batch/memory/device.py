@@ -387,19 +387,13 @@ class CountedMemory(DeviceMemory):
         limit = _cgroup_bytes("memory.max")
         if limit:
             total = min(total, limit)
-        total //= self._shared_by
         # The limit of `ulimit -v` is each process's own.
-        address_bytes = _address_space_bytes()
-        if address_bytes:
-            total = min(total, address_bytes)
-        return total
+        return min(total // self._shared_by, _address_space_bytes())
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
         available = host_available_bytes() // self._shared_by
-        address_bytes = _address_space_bytes()
-        if address_bytes:
-            used = _kernel_fields("/proc/self/status").get("VmSize:", 0) * 1024
-            available = min(available, max(0, address_bytes - used))
+        mapped = _kernel_fields("/proc/self/status").get("VmSize:", 0) * 1024
+        available = min(available, max(0, _address_space_bytes() - mapped))
         return min(self.total_bytes(), available + storage_bytes(resident))
 
     @contextmanager
@@ -539,12 +533,9 @@ class AcceleratorMemory(DeviceMemory):
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
         """Let the allocator itself refuse what passes the budget, where it has a limit."""
-        limit: Callable[[float, torch.device], None] | None
-        limit = getattr(self._backend, "set_per_process_memory_fraction", None)
+        limit: Callable[[float, torch.device], None]
+        limit = getattr(self._backend, "set_per_process_memory_fraction", None) or (lambda *_: None)
         fraction = self._fraction()
-        if limit is None:
-            yield
-            return
         limit(min(fraction, budget_bytes / self.total_bytes()), self.device)
         try:
             yield
@@ -552,9 +543,7 @@ class AcceleratorMemory(DeviceMemory):
             limit(fraction, self.device)
 
     def _fraction(self) -> float:
-        ask = getattr(self._backend, "get_per_process_memory_fraction", None)
-        if ask is None:
-            return 1.0
+        ask = getattr(self._backend, "get_per_process_memory_fraction", lambda _: 1.0)
         return float(ask(self.device))
 
     def _free_and_total(self) -> tuple[int, int]:
@@ -596,16 +585,18 @@ def host_available_bytes() -> int:
     )
 
 
-def _address_space_bytes() -> int | None:
-    """Return what this process may map, as ``ulimit -v`` sets it; None where it sets nothing."""
+def _address_space_bytes() -> int:
+    """Return what this process may map, as ``ulimit -v`` sets it; more than there is where it sets
+    nothing.
+    """
     # It has no limits of this kind.
     if sys.platform == "win32":
-        return None
+        return sys.maxsize
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
-        return None
+        return sys.maxsize
     return limit
 
 
