@@ -179,16 +179,14 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     others = [argument for argument in arguments if argument not in removals]
     try:
         _merge(cfg, [*removals, *others])
-        return
     except _READING_ERRORS:
         # Which of them it is, each shows by itself.
-        pass
-    for argument in removals:
-        with _reading("argument", argument):
-            _merge(cfg, [argument])
-    for argument in others:
-        with _reading("argument", argument):
-            _merge(cfg, [*removals, argument])
+        for argument in removals:
+            with _reading("argument", argument):
+                _merge(cfg, [argument])
+        for argument in others:
+            with _reading("argument", argument):
+                _merge(cfg, [*removals, argument])
 
 
 def _merge(cfg: DictConfig, arguments: Sequence[str]) -> None:
