@@ -25,7 +25,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
 from .argument_types import check_arguments
-from .config_errors import as_dict, check_block, component_of, missing, one_line, plainly
+from .config_errors import as_dict, check_block, component_of, computing, missing, plainly
 from .keys import fields_of, load_function, values_of
 from .names import unread
 
@@ -150,14 +150,11 @@ def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
         return
     num_labels = loss_fn.num_output_chunks if is_chunked else 2
     labels = torch.full((num_labels,), 1 if loss_fn.ignore_index != 1 else 2)
-    try:
+    with computing("loss", cfg.loss):
         if is_chunked:
             loss = loss_fn([torch.zeros(1, 1, 8)] * num_labels, labels[None])
         else:
             loss = loss_fn(torch.zeros(num_labels, 8), labels)
-    except Exception as error:
-        remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
-        raise SettingError("loss", as_dict(cfg.loss), remedy) from error
     if loss.dim() or not loss > 0:
         remedy = (
             f"of logits that are all alike it is {loss.tolist()}, and not the one number above 0 of"

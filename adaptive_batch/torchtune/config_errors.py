@@ -98,6 +98,20 @@ def building(
         raise SettingError(key, value, f"it cannot be built: {message}; {remedy}") from error
 
 
+@contextmanager
+def computing(
+    key: str, block: DictConfig, problem: str = "it cannot be computed"
+) -> Iterator[None]:
+    """Inside, a component computes with its arguments; whatever it raises is an error of its block,
+    on one line.
+    """
+    try:
+        yield
+    except Exception as error:
+        remedy = f"{problem} ({one_line(error)}); check its arguments"
+        raise SettingError(key, as_dict(block), remedy) from error
+
+
 def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> Any:
     """Build the component of a block of the configuration.
 

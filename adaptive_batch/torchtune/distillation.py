@@ -15,7 +15,7 @@ from adaptive_batch._torch import FakeTensor
 from adaptive_batch.errors import SettingError
 
 from .checks import takes_chunks
-from .config_errors import as_dict, check_block, component_of, instantiate, missing, one_line
+from .config_errors import as_dict, check_block, component_of, computing, instantiate, missing
 from .model import num_token_embeddings
 from .reference import SecondModel
 from .task import Batch, Models, NextTokens, flat
@@ -144,15 +144,12 @@ class Distillation(NextTokens):
             return torch.as_tensor(self.kd_loss_fn(*chunks, labels))
 
         last = num_tokens - 1
-        try:
+        with computing("kd_loss", self.cfg.kd_loss):
             whole = loss_of(0, last)
             mean = (loss_of(0) + loss_of(last)) / 2
             # The row between, which has no label.
             logits[:, :, 1] += torch.randn(2, 1, 8, generator=generator)
             again = loss_of(0, last)
-        except Exception as error:
-            remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
-            raise SettingError("kd_loss", given, remedy) from error
         if whole.dim() or not torch.allclose(whole, mean, rtol=1e-4):
             remedy = (
                 f"of two tokens it is {whole.tolist()}, and the mean of each is {mean.tolist()}: it"

@@ -19,7 +19,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.training import REFERENCE_VALUES, BatchForm
 
 from .checks import values_at
-from .config_errors import as_dict, check_block, component_of, one_line
+from .config_errors import as_dict, check_block, component_of, computing
 from .reference import SecondModel
 from .task import Batch, Collate, Models, Row, Task
 
@@ -256,12 +256,9 @@ def takes_pairs(loss_fn: Any) -> bool:
 def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse a loss that fails, or does not return a loss and two rewards of each pair."""
     zeros = torch.zeros(2)
-    try:
+    with computing("loss", cfg.loss):
         losses, chosen_rewards, rejected_rewards = loss_fn(zeros, zeros, zeros, zeros)
         shapes = [tuple(part.shape) for part in (losses, chosen_rewards, rejected_rewards)]
-    except Exception as error:
-        remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
-        raise SettingError("loss", as_dict(cfg.loss), remedy) from error
     if shapes != [(2,)] * 3:
         remedy = (
             f"of two pairs it returns shapes {shapes}; it must return losses, rewards of chosen and"
