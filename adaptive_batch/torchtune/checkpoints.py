@@ -29,6 +29,7 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError, SettingError
 
 from .epoch_checkpoints import ADAPTERS, STATE_KEY, EpochCheckpoints, manifests_in, resumable_order
+from .model import Weights
 from .saved_runs import SavedRuns
 from .settings import Settings
 from .trainer import Trainer
@@ -36,7 +37,7 @@ from .trainer import Trainer
 log = logging.getLogger("adaptive_batch")
 
 
-class Checkpoints:
+class Checkpoints(Weights):
     """Epoch checkpoints and resume points (checkpoints of steps) of a run.
 
     Rank zero looks for them and sends what it found to the others; all read from a file system that
@@ -129,7 +130,8 @@ class Checkpoints:
                 "nothing of this run is saved yet, so there is nothing to resume from; start it"
                 " again"
             )
-        value = newest if self._saved_runs.folder.holds_several() else True
+        # Where several runs have saved, the checkpoint has to be named.
+        value = newest if len(self._saved_runs.folder.saves_by_run()) > 1 else True
         return f"resume_from_checkpoint={value} resumes from {newest}"
 
     # --- loading

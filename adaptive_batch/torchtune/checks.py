@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune.modules.peft import LORA_ATTN_MODULES, get_adapter_params
 
@@ -25,7 +25,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
 from .argument_types import check_arguments
-from .config_errors import as_dict, check_block, component_of, missing, one_line, plainly
+from .config_errors import as_dict, check_block, component_of, computing, missing, plainly
 from .keys import fields_of, load_function, values_of
 from .names import unread
 
@@ -150,14 +150,11 @@ def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
         return
     num_labels = loss_fn.num_output_chunks if is_chunked else 2
     labels = torch.full((num_labels,), 1 if loss_fn.ignore_index != 1 else 2)
-    try:
+    with computing("loss", cfg.loss):
         if is_chunked:
             loss = loss_fn([torch.zeros(1, 1, 8)] * num_labels, labels[None])
         else:
             loss = loss_fn(torch.zeros(num_labels, 8), labels)
-    except Exception as error:
-        remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
-        raise SettingError("loss", as_dict(cfg.loss), remedy) from error
     if loss.dim() or not loss > 0:
         remedy = (
             f"of logits that are all alike it is {loss.tolist()}, and not the one number above 0 of"
@@ -393,7 +390,6 @@ def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, 
 
 def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse keys that contradict each other, naming one of them, with what to change."""
-    rule = settings.batch_size_schedule
     _check_values(config)
     _check_components(settings, config)
     _check_rows(settings, config)
@@ -403,7 +399,7 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         check_block("dataset_val", settings.validation.dataset_val, several=True)
     if settings.optimizer_in_bwd:
         _check_optimizer_in_backward(settings, config)
-    if rule is not None and needs_noise_scale(rule):
+    if needs_noise_scale(settings.batch_size_schedule):
         # A schedule that follows a noise scale which is never measured would stay at its start.
         reason = _hides_noise(settings)
         if reason:
@@ -437,10 +433,10 @@ def _check_values(config: Mapping[str, Any]) -> None:
         (("tokenizer.merges_file",), _check_merges),
     ):
         for key in keys:
-            for value in _values(config, key):
+            for value in values_at(config, key):
                 check(key, value)
     for key in ("checkpointer.checkpoint_dir", "checkpointer.output_dir"):
-        if config.get("checkpointer") is not None and not _values(config, key):
+        if config.get("checkpointer") is not None and not values_at(config, key):
             _check_path(key, None)
     for name in (*_BLOCKS, *_OTHER_BLOCKS):
         value = config.get(name)
@@ -510,7 +506,6 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
 
 def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse two keys that both set the rows of a step or of a micro-batch."""
-    s = settings
     size = settings.micro_batch.micro_batch_size
     most_rows = settings.sampling.max_rows_per_batch
     finding_key = "batch_increase_function"
@@ -519,12 +514,12 @@ def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     _refuse(
         config,
         (
-            size is not None and s.micro_batch.micro_batch_tokens is not None,
+            size is not None and settings.micro_batch.micro_batch_tokens is not None,
             "micro_batch_tokens",
             f"micro_batch_size={size} is set too; both set what is run at once, so remove one",
         ),
         (
-            s.batch_tokens and s.batch_changes,
+            settings.batch_tokens and settings.batch_changes,
             "batch_tokens",
             (
                 f"a step holds tokens, and {finding_key} sets its rows; remove one (batch_tokens"
@@ -605,7 +600,7 @@ def _check_schedules(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
         (
-            rule is not None and settings.batch_tokens and needs_noise_scale(rule),
+            settings.batch_tokens and needs_noise_scale(rule),
             "batch_tokens",
             (
                 "the gradient noise scale is counted in rows; remove batch_tokens, or take another"
@@ -633,20 +628,20 @@ def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
             "tensor_parallel_dim divides attention among ranks",
         ),
         (
-            any(_values(config, "dataset.packed")),
+            any(values_at(config, "dataset.packed")),
             "dataset.packed is True: its rows are packed already",
         ),
     )
     return next((reason for applies, reason in checks if applies), "")
 
 
-def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
+def values_at(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
     """Return the values of a key that are set; of a dotted one, in a block or a list of blocks."""
     name, _, inner = key.partition(".")
     value = config.get(name)
     values = [value]
     if inner:
-        blocks = value if isinstance(value, list) else [value]
+        blocks = value if isinstance(value, list | ListConfig) else [value]
         values = [block.get(inner) for block in blocks if isinstance(block, Mapping)]
     return [value for value in values if value is not None]
 
@@ -851,13 +846,12 @@ def without_effect_on(
     They are those that nothing reads, and some of `probe` and `estimate`.
     """
     probe = settings.probe
-    estimate = settings.estimate
     unused = _unused_of_probe(recipe, settings, ranks=ranks)
     default = type(probe)()
     changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
     keys = [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
     estimates_on_cpu = recipe == "adaptive_estimate" and cfg.get("device") == "cpu"
-    if estimates_on_cpu and estimate.context != type(estimate)().context:
+    if estimates_on_cpu and settings.estimate.context != type(settings.estimate)().context:
         keys.append(NoEffect("estimate.context", "device is cpu, which has none"))
     return keys
 

@@ -98,6 +98,20 @@ def building(
         raise SettingError(key, value, f"it cannot be built: {message}; {remedy}") from error
 
 
+@contextmanager
+def computing(
+    key: str, block: DictConfig, problem: str = "it cannot be computed"
+) -> Iterator[None]:
+    """Inside, a component computes with its arguments; whatever it raises is an error of its block,
+    on one line.
+    """
+    try:
+        yield
+    except Exception as error:
+        remedy = f"{problem} ({one_line(error)}); check its arguments"
+        raise SettingError(key, as_dict(block), remedy) from error
+
+
 def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> Any:
     """Build the component of a block of the configuration.
 
@@ -179,16 +193,14 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     others = [argument for argument in arguments if argument not in removals]
     try:
         _merge(cfg, [*removals, *others])
-        return
     except _READING_ERRORS:
         # Which of them it is, each shows by itself.
-        pass
-    for argument in removals:
-        with _reading("argument", argument):
-            _merge(cfg, [argument])
-    for argument in others:
-        with _reading("argument", argument):
-            _merge(cfg, [*removals, argument])
+        for argument in removals:
+            with _reading("argument", argument):
+                _merge(cfg, [argument])
+        for argument in others:
+            with _reading("argument", argument):
+                _merge(cfg, [*removals, argument])
 
 
 def _merge(cfg: DictConfig, arguments: Sequence[str]) -> None:

@@ -124,9 +124,7 @@ class Data:
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", pad_id)
         self.collator = Collator(job, pad_id=pad_id, packed=packed)
-        self._collator_val = self.collator
-        if packed_val != packed:
-            self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
+        self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
         self.dataset = Rows(
             job,
             "dataset",
@@ -307,11 +305,12 @@ class Data:
             return any(self._has_label(rows[number]) for number in range(num_rows))
 
     def _has_label(self, row: dict[str, Any]) -> bool:
-        ignored = self._task.ignore_index
         targets = [labels for _, labels in self._task.sequences(row)]
         if any(labels is None for labels in targets):
             return bool(self._task.count_labels(self.collator.collate([dict(row)])))
-        return any(int(label) != ignored for labels in targets for label in labels[1:])
+        return any(
+            int(label) != self._task.ignore_index for labels in targets for label in labels[1:]
+        )
 
     @property
     def _measured_by_more(self) -> list[str]:

@@ -173,10 +173,9 @@ class Estimator:
         ]
         self._first_length = sequence_lengths[0]
         estimated = self._estimate(self._cfg, sequence_lengths, estimate_settings.world_size)
-        run = estimated.run
         why_not_replayed = estimated.why_not_replayed
-        self._skeleton = run.job.skeleton
-        not_counted = list(run.left_out)
+        self._skeleton = estimated.run.job.skeleton
+        not_counted = list(estimated.run.left_out)
         if self._settings.micro_batch.is_auto:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"

@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, ClassVar, cast
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 from torchtune.data import padded_collate_packed
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
@@ -31,7 +31,7 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.memory import MemoryCurve
 
-from .checks import TO_PLAN
+from .checks import TO_PLAN, values_at
 from .data import Data
 from .fake_offloading import offloading_fake_tensors
 from .job import Job, own_compiler
@@ -152,11 +152,7 @@ class FakeRun:
 
     def _make_up_data(self) -> Data:
         self.job.check_model()
-        blocks = self.job.cfg.dataset
-        packed = any(
-            block.get("packed", False)
-            for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
-        )
+        packed = any(values_at(self.job.cfg, "dataset.packed"))
         row = self.job.task.made_up_row(8, packed=packed)
         return Data(self.job, [row], packed=packed)
 

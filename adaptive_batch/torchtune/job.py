@@ -24,7 +24,7 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
-from .config_errors import as_dict, instantiate, one_line
+from .config_errors import computing, instantiate, one_line
 from .model import FullModel, num_token_embeddings
 from .reference import SecondModel
 from .settings import Settings
@@ -237,11 +237,8 @@ class Job:
         if not type(optimizer).__module__.startswith("torch.optim."):
             return
         parameter.grad = torch.zeros_like(parameter)
-        try:
+        with computing("optimizer", self.cfg.optimizer, "its step fails"):
             optimizer.step()
-        except Exception as error:
-            remedy = f"its step fails ({one_line(error)}); check its arguments"
-            raise SettingError("optimizer", as_dict(self.cfg.optimizer), remedy) from error
 
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Build the configured optimizer of some parameters."""

@@ -245,9 +245,9 @@ def _check_same(cfg: DictConfig) -> None:
     They are compared in the store: the process group itself depends on the configuration, and one
     that ranks begin differently is waited for.
     """
-    own = {}
-    for key, value in as_dict(cfg).items():
-        own[key] = json.dumps(value, sort_keys=True, default=str)
+    own = {
+        key: json.dumps(value, sort_keys=True, default=str) for key, value in as_dict(cfg).items()
+    }
     own["torch"] = torch.__version__
     store, rank, _ = distributed.meet_ranks()
     if rank == 0:

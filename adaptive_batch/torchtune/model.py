@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig
@@ -26,15 +27,16 @@ from .checks import check_all_is_trained
 from .config_errors import instantiate, one_line
 
 
-class Weights(Protocol):
+class Weights(ABC):
     """What loads a model's weights.
 
     Attributes:
         is_divided: what trains was saved as each rank holds it, and :meth:`load_divided` loads it.
     """
 
-    is_divided: bool
+    is_divided = False
 
+    @abstractmethod
     def load_weights(self) -> Mapping[str, Any]:
         """Return the state dict of the model, or of the base of adapters; a collective.
 
@@ -43,9 +45,11 @@ class Weights(Protocol):
 
     def load_adapters(self) -> Mapping[str, torch.Tensor]:
         """Return an epoch's adapters by name, whole, on each rank; none for a new run."""
+        return {}
 
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load into what :meth:`FullModel.state` returns; a collective."""
+        raise AssertionError("no rank has saved its part")
 
 
 class FullModel:

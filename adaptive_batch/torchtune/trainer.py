@@ -67,9 +67,8 @@ class Trainer:
         ) = None,
         second: torch.nn.Module | None = None,
     ) -> None:
-        cfg = job.cfg
         settings = job.settings
-        if cfg.compile:
+        if job.cfg.compile:
             for loss_fn in job.task.losses:
                 training.compile_loss(loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
@@ -79,7 +78,7 @@ class Trainer:
         self.models = self._reference.models
         self._job = job
         self._data = data
-        self._offloading = bool(cfg.get("enable_activation_offloading", False))
+        self._offloading = bool(job.cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         max_grad_norm = None
         if not settings.optimizer_in_bwd:
@@ -318,8 +317,9 @@ class Trainer:
     def tried(self) -> TriedStep:
         """Return the step that a search tries."""
         runner = self.runner
-        syncs_all = self._job.settings.sync_gradients_every_micro_batch
-        keeps_gradients = not syncs_all and distributed.world_size() > 1
+        keeps_gradients = (
+            distributed.world_size() > 1 and not self._job.settings.sync_gradients_every_micro_batch
+        )
         return TriedStep(
             runner,
             self.in_backward or self.optimizer,

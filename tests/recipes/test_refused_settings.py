@@ -363,7 +363,7 @@ REFUSED = {
     ),
     "a scheduler that torchtune's recipes cannot build": (
         ["lr_scheduler._component_=torch.optim.lr_scheduler.StepLR", "lr_scheduler.step_size=2"],
-        "lr_scheduler._component_='torch.optim.lr_scheduler.StepLR'",
+        "lr_scheduler='torch.optim.lr_scheduler.StepLR'",
         "num_training_steps",
     ),
     "an output folder that cannot be made": (

@@ -34,6 +34,7 @@ from adaptive_batch.torchtune import (
     builder_of,
     estimate_devices,
 )
+from adaptive_batch.torchtune.model import Weights
 from adaptive_batch.training import BoundSearch, ProbeOptions, SearchScope
 
 _NARROW = {
@@ -294,10 +295,8 @@ class RealRun:
         self.trainer = Trainer.load(job, self.data, RandomWeights(job), Sizers.of(job, self.data))
 
 
-class RandomWeights:
+class RandomWeights(Weights):
     """Weights that no file holds."""
-
-    is_divided = False
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -309,14 +308,6 @@ class RandomWeights:
             model: torch.nn.Module = config.instantiate(self._job.cfg.model)
         adapters = get_adapter_params(model)
         return {name: part for name, part in model.state_dict().items() if name not in adapters}
-
-    def load_adapters(self) -> Mapping[str, torch.Tensor]:
-        """None but those that the model begins with."""
-        return {}
-
-    def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """They never are."""
-        raise AssertionError
 
 
 class ZeroWeights:
