@@ -291,12 +291,9 @@ class BoundFinder:
         )
         shapes = self.rows.shapes(scope.rows)
         cache = ProbeCache(self._job, self._data, scope, options, shapes=shapes, path=path)
-        search = BoundSearch(
+        return BoundSearch(
             trainer.tried(), scope, options, cache=cache, time_limit=self._time_limit
-        )
-        result = search.run()
-        cache.learn(result)
-        return result
+        ).run()
 
     def _time_limit(self, doing: str) -> AbstractContextManager[object]:
         """Return a context that ends all ranks where one does not end its trial in time."""
