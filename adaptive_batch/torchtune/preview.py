@@ -161,7 +161,7 @@ class TrainingPreview:
         planner = self._planner
         if not settings.grows or settings.batch_tokens:
             return planner.clock.reference.global_rows
-        largest = planner.batching.step_rows(largest_size)
+        largest = planner.batch.rows_of_step(largest_size)
         if settings.batch_size_schedule is not None:
             # A schedule that measures has a maximum.
             maximum = getattr(settings.batch_size_schedule, "maximum", None)
