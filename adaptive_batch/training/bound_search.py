@@ -237,7 +237,8 @@ class BoundSearch:
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
-        stepped = self._stepped_rows
+        evaluation = self._scope.evaluation
+        stepped = evaluation.trained if evaluation else self._scope.rows
         fewest = self._fewest
         keeps = None
         if tried.keep_gradients:
@@ -259,10 +260,6 @@ class BoundSearch:
             held=tried.held,
             cache=tried.runner.cache if self._makes_blocks else None,
         )
-
-    @property
-    def _stepped_rows(self) -> WorstRows:
-        return self._scope.evaluation.trained if self._scope.evaluation else self._scope.rows
 
     @property
     def _of_tokens(self) -> str:
