@@ -289,8 +289,7 @@ class BoundFinder:
             trial_seconds=probe.trial_seconds,
             memory_key="probe.device_memory",
         )
-        shapes = self.rows.shapes(scope.rows)
-        cache = ProbeCache(self._job, self._data, scope, options, shapes=shapes, path=path)
+        cache = ProbeCache(self._job, self._data, scope, options, path=path)
         return BoundSearch(
             trainer.tried(), scope, options, cache=cache, time_limit=self._time_limit
         ).run()
