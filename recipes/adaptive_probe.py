@@ -114,7 +114,7 @@ def probe(
         say(summary(results))
     result = results[-1]
     if trainer.runner.reference is not None:
-        step_rows = job.batching().step_rows(result.batch_size)
+        step_rows = result.batch_size * settings.gradient_accumulation_steps
         of_reference = bound_finder.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
     batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size

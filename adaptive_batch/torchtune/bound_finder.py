@@ -176,22 +176,17 @@ class BoundFinder:
         """Return what the fastest micro-batches are chosen from; None where as much as fits is
         wanted, or the sizer knows what is fastest.
         """
-        sizer = trainer.runner.sizer
-        if not self._settings.search_plan.chooses_fastest or sizer.throughput is not None:
-            return None
-        unit = sizer.limit_of_step.unit
-        objective = self._settings.probe.objective
-        return Choices(trainer.layout_kinds, unit, self._timed_rows, objective)
-
-    @property
-    def _timed_rows(self) -> int:
-        """Rows of a step on one device that micro-batches are timed of; 0 for as many as fit, which
-        a step that changes its size may have.
-        """
         settings = self._settings
+        plan = settings.search_plan
+        sizer = trainer.runner.sizer
+        if not plan.chooses_fastest or sizer.throughput is not None:
+            return None
+        # A step that changes its size may have as many rows as fit.
+        timed_rows = plan.whole_step_rows or 0
         if settings.batch_tokens and not settings.grows:
-            return mean_rows(settings.batch_tokens, self._data.dataset.lengths)
-        return settings.search_plan.whole_step_rows or 0
+            timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
+        unit = sizer.limit_of_step.unit
+        return Choices(trainer.layout_kinds, unit, timed_rows, settings.probe.objective)
 
     def earlier(self, path: Path) -> ProbeResult | None:
         """Return what a file keeps of an earlier search of these settings; None for nothing."""
@@ -289,14 +284,10 @@ class BoundFinder:
             trial_seconds=probe.trial_seconds,
             memory_key="probe.device_memory",
         )
-        shapes = self.rows.shapes(scope.rows)
-        cache = ProbeCache(self._job, self._data, scope, options, shapes=shapes, path=path)
-        search = BoundSearch(
+        cache = ProbeCache(self._job, self._data, scope, options, path=path)
+        return BoundSearch(
             trainer.tried(), scope, options, cache=cache, time_limit=self._time_limit
-        )
-        result = search.run()
-        cache.learn(result)
-        return result
+        ).run()
 
     def _time_limit(self, doing: str) -> AbstractContextManager[object]:
         """Return a context that ends all ranks where one does not end its trial in time."""

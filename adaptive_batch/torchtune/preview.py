@@ -161,7 +161,7 @@ class TrainingPreview:
         planner = self._planner
         if not settings.grows or settings.batch_tokens:
             return planner.clock.reference.global_rows
-        largest = planner.batching.step_rows(largest_size)
+        largest = planner.batch.rows_of_step(largest_size)
         if settings.batch_size_schedule is not None:
             # A schedule that measures has a maximum.
             maximum = getattr(settings.batch_size_schedule, "maximum", None)
@@ -343,6 +343,7 @@ def known_of_reference(settings: Settings, finder: BoundFinder) -> str:
             "reference: as much at once as fits, which a search finds"
             f" ({path} has none of these settings)"
         )
-    length = count(result.sequence_length, "token")
-    fitting = f"{count(result.max_batch_size, 'row')} of {length}"
-    return f"reference: {fitting} at once (a search found that before: {path})"
+    return (
+        f"reference: {count(result.max_batch_size, 'row')} of"
+        f" {count(result.sequence_length, 'token')} at once (a search found that before: {path})"
+    )

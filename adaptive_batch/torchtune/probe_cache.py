@@ -16,7 +16,7 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch._util import fingerprint, installed_version
-from adaptive_batch.memory import ALLOCATOR_VARIABLES, MemoryCurve
+from adaptive_batch.memory import ALLOCATOR_VARIABLES, MemoryCurve, RandomState
 from adaptive_batch.probe import CachedCurve, ProbeResult, load_result, save_result
 from adaptive_batch.training import ProbeOptions, SearchScope
 
@@ -76,7 +76,6 @@ class ProbeCache:
         data: rows of the run.
         scope: what a search looks for.
         options: how it goes about it.
-        shapes: shapes of the tensors that the longest of its rows becomes.
         path: file of the results; None keeps none.
     """
 
@@ -87,7 +86,6 @@ class ProbeCache:
         scope: SearchScope,
         options: ProbeOptions,
         *,
-        shapes: Any,
         path: Path | None,
     ) -> None:
         self._job = job
@@ -103,6 +101,9 @@ class ProbeCache:
             # Files of before have this name.
             choices["step_rows"] = choices.pop("timed_rows")
             described_choices = [choices, lengths]
+        # Reading a row of some datasets draws random numbers, which training must not miss.
+        with RandomState(job.device):
+            shapes = _shapes(data.collator.collate(scope.rows.first(1)))
         self._settings = settings_name(job, data, scope.rows.length)
         self._conditions = [
             options.maximum,
@@ -246,3 +247,14 @@ def _are_zero(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return value == 0
+
+
+def _shapes(batch: Any) -> Any:
+    """Return shape and dtype of each tensor in a batch, nested as they are."""
+    if isinstance(batch, torch.Tensor):
+        return [list(batch.shape), str(batch.dtype)]
+    if isinstance(batch, Mapping):
+        return {str(key): _shapes(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_shapes(value) for value in batch]
+    return type(batch).__name__

@@ -230,8 +230,7 @@ class Trainer:
         )
 
     def check_layout(self) -> None:
-        """Refuse a layout without padding that would not train the model as padded rows do; all
-        ranks call it.
+        """Refuse rows without padding that would not train as padded ones do; all ranks call it.
 
         Raises:
             SettingError: one is configured, and the model does not keep rows apart.

@@ -45,6 +45,7 @@ from adaptive_batch.probe import (
     ProbeResult,
     Search,
     SizedStep,
+    Throughput,
     TimeLimit,
     Trial,
     run_search,
@@ -149,15 +150,8 @@ class SearchCache(Protocol):
     def expected(self) -> MemoryCurve | None:
         """Return the peak that is expected as a function of the rows."""
 
-
-class NoCache:
-    """A cache of nothing."""
-
-    def known(self, budget: int) -> ProbeResult | None:
-        return None
-
-    def expected(self) -> MemoryCurve | None:
-        return None
+    def learn(self, result: ProbeResult) -> None:
+        """Keep what a search has found."""
 
 
 class BoundSearch:
@@ -168,7 +162,7 @@ class BoundSearch:
         tried: step that trials run.
         scope: what it looks for.
         options: how it goes about it.
-        cache: what earlier searches have shown.
+        cache: what earlier searches have shown, and what later ones will know; None for nothing.
         time_limit: function that gives a context which ends all ranks where one does not end a
             trial in time.
         strategy: what decides which size is tried next; None for the one that `options` names.
@@ -187,7 +181,7 @@ class BoundSearch:
         self._tried = tried
         self._scope = scope
         self._options = options
-        self._cache = cache or NoCache()
+        self._cache = cache
         self._time_limit = time_limit
         self._strategy = strategy
         self._memory = tried.runner.memory
@@ -243,7 +237,8 @@ class BoundSearch:
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
-        stepped = self._stepped_rows
+        evaluation = self._scope.evaluation
+        stepped = evaluation.trained if evaluation else self._scope.rows
         fewest = self._fewest
         keeps = None
         if tried.keep_gradients:
@@ -265,10 +260,6 @@ class BoundSearch:
             held=tried.held,
             cache=tried.runner.cache if self._makes_blocks else None,
         )
-
-    @property
-    def _stepped_rows(self) -> WorstRows:
-        return self._scope.evaluation.trained if self._scope.evaluation else self._scope.rows
 
     @property
     def _of_tokens(self) -> str:
@@ -323,19 +314,12 @@ class BoundSearch:
                 is_counted = self._memory.granularity_bytes == 1
                 if is_counted and is_compiled(self._tried.runner.model):
                     result = replace(result, counts_eager=True)
-                if self._scope.choices and result.max_batch_size and result.throughput is None:
-                    if is_compiled(self._tried.runner.model):
-                        stack.enter_context(any_number_of_variants())
+                choices = self._scope.choices
+                if choices and result.max_batch_size and result.throughput is None:
                     # About twice the time of the search by memory.
                     seconds = distributed.maximum(int(1e6 * (time.perf_counter() - start))) * 2e-6
-                    search = ThroughputSearch(
-                        self._tried,
-                        self._dry_run,
-                        self._scope.choices,
-                        self._scope.rows,
-                        result.max_batch_size,
-                    )
-                    result = replace(result, throughput=search(seconds=seconds))
+                    fastest = self._fastest(choices, result.max_batch_size, seconds=seconds)
+                    result = replace(result, throughput=fastest)
         finally:
             if is_compiled(self._tried.runner.model):
                 # The sizes of trials must not use up the compiler's limit of variants.
@@ -350,16 +334,32 @@ class BoundSearch:
             )
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
-        return replace(
+        result = replace(
             result,
             resident_bytes=resident_bytes,
             budget_bytes=min(budgets),
             budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
         )
+        if self._cache is not None:
+            self._cache.learn(result)
+        return result
+
+    def _fastest(
+        self, choices: Choices, max_batch_size: int, *, seconds: float
+    ) -> Throughput | None:
+        """Find the fastest micro-batches within what fits, in about so many seconds."""
+        compiles = is_compiled(self._tried.runner.model)
+        with any_number_of_variants() if compiles else nullcontext():
+            search = ThroughputSearch(
+                self._tried, self._dry_run, choices, self._scope.rows, max_batch_size
+            )
+            return search(seconds=seconds)
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
         """Try what an earlier search found; search where that is nothing, or too large now."""
-        earlier = distributed.from_rank_zero(lambda: self._cache.known(budget))
+        earlier = None
+        if self._cache is not None:
+            earlier = distributed.from_rank_zero(partial(self._cache.known, budget))
         if self._scope.evaluation and not self._tried.runner.sharding.knows(
             evaluates=self._scope.evaluation.kind
         ):
@@ -424,7 +424,7 @@ class BoundSearch:
             return BinarySearch(maximum=self._maximum)
         if self._options.search == "halve":
             return Halving(start=self._maximum)
-        expected = self._cache.expected()
+        expected = self._cache.expected() if self._cache is not None else None
         if expected is not None:
             expected_rows = expected.max_rows(budget)
             rows = self._maximum

@@ -69,8 +69,11 @@ class SampleSearch:
         tried = TriedStep(
             self._runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
         )
-        has_several = accumulates or self._runner.sizer.may_split
-        scope = SearchScope(worst, accumulates=has_several, whole_step_rows=batch_size)
+        scope = SearchScope(
+            worst,
+            accumulates=accumulates or self._runner.sizer.may_split,
+            whole_step_rows=batch_size,
+        )
         result = BoundSearch(tried, scope, options).run()
         if scope.splits_step(result):
             scope = replace(scope, accumulates=True)

@@ -231,14 +231,14 @@ class ConfiguredSize:
         return self.micro_batch_size is not None or self.micro_batch_tokens is not None
 
     @property
-    def is_auto(self) -> bool:
+    def needs_search(self) -> bool:
         """Whether a search finds it."""
         return "auto" in (self.micro_batch_size, self.micro_batch_tokens)
 
     @property
     def is_number(self) -> bool:
         """Whether it is known without a search."""
-        return self.is_given and not self.is_auto
+        return self.is_given and not self.needs_search
 
     def check(self, result: ProbeResult, layout: MicroBatchLayout) -> None:
         """Refuse a size above what fits in a layout; it is never cut in silence."""
@@ -600,7 +600,7 @@ class MicroBatchSizer:
     @property
     def waits_for_search(self) -> bool:
         """Whether what fits has to be found before anything can run."""
-        return self._micro_batch.is_auto and not self.tried_length
+        return self._micro_batch.needs_search and not self.tried_length
 
     def use_layout(self, kind: str) -> None:
         """Take the layout of a name, from the next step on."""

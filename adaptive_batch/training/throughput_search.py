@@ -134,8 +134,7 @@ class ThroughputSearch:
         )
         if warm is None or of_step is None:
             return None
-        speed = sum(self._lengths[0][:8]) / sum(warm)
-        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED * speed))
+        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED * sum(self._lengths[0][:8]) / sum(warm)))
         rows = max(8, sum(so_far <= tokens for so_far in accumulate(self._lengths[0])))
         while any(self._capacity[layout.kind] for layout in layouts):
             search = FastestSearch(

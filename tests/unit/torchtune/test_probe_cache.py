@@ -157,7 +157,6 @@ def test_what_is_fastest_is_not_taken_from_a_dataset_of_other_lengths(
                 choices=Choices(kinds, "tokens", 4) if kinds else None,
             ),
             ProbeOptions(maximum=8),
-            shapes=[],
             path=tmp_path / "probe.json",
         )
 
