@@ -14,6 +14,7 @@ from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .loop_events import LoopEvents
+from .lowered_limit import LimitChange, OOMPolicy
 from .micro_batch_runner import MicroBatchRunner
 from .model_checks import has_batch_norm, is_compiled
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
@@ -24,7 +25,7 @@ from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
 from .row_loss import RowLoss, count_shifted_labels
-from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
+from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_result import StepResult
 from .throughput_search import Choices, kinds_to_choose_from
 from .trials import Evaluation, TriedStep, WorstRows, varying_steps
