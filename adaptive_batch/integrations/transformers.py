@@ -8,8 +8,10 @@ What a step holds, accumulation, clipping, scaling, logs, saves and resuming sta
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -375,9 +377,13 @@ def _mode_kept(model: nn.Module) -> Iterator[None]:
         yield
 
 
+# To torch's trees a Counter is a leaf.
+_COUNTS = (int, float, str, torch.Tensor, Counter)
+
+
 class _Metrics:
     """What a trainer counts in its attributes, as it was when this was made: numbers, texts and
-    tensors, and lists and mappings of them.
+    tensors, and Python's containers of them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -395,11 +401,11 @@ def _counts_of(trainer: Trainer) -> dict[str, Any]:
     """Return copies of the attributes that hold numbers, texts and tensors alone."""
     counts = {}
     for name, value in vars(trainer).items():
-        if all(isinstance(leaf, int | float | str | torch.Tensor) for leaf in tree_leaves(value)):
+        if all(isinstance(leaf, _COUNTS) for leaf in tree_leaves(value)):
             counts[name] = _copied(value)
     return counts
 
 
 def _copied(tree: Any) -> Any:
     """Return a tree whose containers are copied, of the same types."""
-    return tree_map(lambda leaf: leaf, tree)
+    return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, Counter) else leaf, tree)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import pytest
@@ -246,6 +246,7 @@ class CountsInItsLoss(Trainer):
         self._num_tokens = 0
         self.num_rows = 0
         self.row_counts = []
+        self.calls = Counter()
 
     def _prepare_inputs(self, inputs):
         self.num_prepared += 1
@@ -256,6 +257,7 @@ class CountsInItsLoss(Trainer):
         num_rows = len(inputs["input_ids"])
         self._metrics["train"]["rows"].append(num_rows)
         self.num_rows += num_rows
+        self.calls["rows"] += num_rows
         self.row_counts.append(torch.tensor(num_rows))
         self.num_seen_later = getattr(self, "num_seen_later", 0) + num_rows
         return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
@@ -273,6 +275,7 @@ def test_what_a_loss_counts_leaves_out_trials_and_failed_attempts(tmp_path):
     assert sum(ours._metrics["train"]["rows"]) == sum(plain._metrics["train"]["rows"])
     assert max(ours._metrics["train"]["rows"]) == 1
     assert ours.num_rows == ours.num_seen_later == plain.num_rows
+    assert ours.calls == plain.calls
     assert sum(ours.row_counts) == sum(plain.row_counts)
     assert ours.num_prepared == plain.num_prepared
 
