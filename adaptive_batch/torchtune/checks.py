@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 # The value of `resume_from_checkpoint` for jobs that are started again by the same command.
 AUTO = "auto"
-TOKEN_KEYS = ("micro_batch_tokens", "batch_tokens")
+# The second is `auto` where the first alone is given.
+TOKEN_KEYS = ("batch_tokens", "micro_batch_tokens")
 _SPLIT = ("uniform_micro_batches", "grow_beyond_maximum")
 _BLOCKS = ("model", "tokenizer", "dataset", "loss", "optimizer")
 _OTHER_BLOCKS = (
@@ -451,7 +452,9 @@ def _check_values(config: Mapping[str, Any]) -> None:
 def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse a device, a dtype, recomputation, collation or validation that cannot be used."""
     all_layers = config.get("enable_activation_checkpointing")
-    on_cuda = str(config.get("device")).startswith("cuda")
+    device = config.get("device")
+    # torchtune takes CUDA where there is one and none is named.
+    on_cuda = torch.cuda.is_available() if device is None else str(device).startswith("cuda")
     option = str(config.get("ac_option"))
     _refuse(
         config,

@@ -432,7 +432,7 @@ REFUSED = {
     **{
         f"{setting} on rows that are more than text": (
             [PICTURES, "batch_size=2", setting],
-            setting.partition("=")[0],
+            f"^{setting.partition('=')[0]}=",
             "rows have encoder_input, encoder_mask, ",
         )
         for setting in (

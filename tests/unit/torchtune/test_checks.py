@@ -308,6 +308,13 @@ def built(cfg):
     job.check_optimizer()
 
 
+@pytest.mark.cuda_stack
+def test_activations_are_offloaded_where_torchtune_chooses_cuda():
+    cfg = OmegaConf.to_container(SMALL.config())
+    offloaded = {"enable_activation_checkpointing": True, "enable_activation_offloading": True}
+    Settings.from_config(cfg | offloaded | {"device": None})
+
+
 @pytest.mark.parametrize("given", [None, "", 3, ["a"]])
 def test_an_output_dir_that_is_no_folder_is_refused(given):
     with pytest.raises(SettingError, match=r"^output_dir=.*: give a folder of yours"):
