@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import shutil
-import stat
 import sys
 import time
 import uuid
@@ -44,10 +43,11 @@ def check_whole(
     value: object,
     *,
     remedy: str = "give a whole number, 1 or more",
+    least: int = 1,
     most: int = LARGEST_NUMBER,
 ) -> int:
-    """Refuse what is not a whole number, 1 to `most`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    """Refuse what is not a whole number, `least` to `most`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise SettingError(key, value, remedy)
     if value > most:
         raise SettingError(key, value, f"give {most} or less")
@@ -102,25 +102,19 @@ def check_choice(key: str, value: str, options: Sequence[str]) -> None:
         raise SettingError(key, value, f"give one of {', '.join(options)}")
 
 
-def check_share(key: str, value: object) -> None:
+def check_share(
+    key: str, value: object, *, remedy: str = "give a share of at least 0 and below 1, such as 0.05"
+) -> None:
     """Refuse what is not a share in [0, 1)."""
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or not 0 <= value < 1
-    ):
-        raise SettingError(key, value, "give a share of at least 0 and below 1, such as 0.05")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        raise SettingError(key, value, remedy)
 
 
 def check_headroom(key: str, value: object) -> None:
     """Refuse what is neither ``auto`` nor a share in [0, 1)."""
-    if value == "auto":
-        return
-    try:
-        check_share(key, value)
-    except SettingError as error:
-        raise SettingError(key, value, f"{error.remedy}, or auto") from None
+    if value != "auto":
+        remedy = "give a share of at least 0 and below 1, such as 0.05, or auto"
+        check_share(key, value, remedy=remedy)
 
 
 def without_nan(values: Mapping[str, object]) -> dict[str, object]:
@@ -338,34 +332,24 @@ def fingerprint(*parts: object) -> str:
     Raises:
         TypeError: a part is something else, a tensor for instance.
     """
-    text = json.dumps(_with_typed_keys(parts), sort_keys=True, default=_plain)
+    text = json.dumps(_as_json(parts), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def file_signature(path: str | Path) -> list[str | int]:
-    """Describe what is at a path, as a part for `fingerprint`: another signature means another
-    content.
+    """Describe a file, as a part for `fingerprint`: another signature means another content.
 
     Returns:
         ``["file", bytes, sha256]`` of a file up to 64 MiB, ``["file", bytes, mtime_ns]`` of a
-        larger one, ``["folder", files, bytes, sha256 of the files' relative names, sizes and
-        mtime_ns]``, ``["missing"]`` or ``["other"]``.
+        larger one, or ``["missing"]``.
     """
     path = Path(path)
-    try:
-        status = path.stat()
-    except (OSError, ValueError):
-        # A ValueError for a NUL in the name.
+    if not path.is_file():
         return ["missing"]
-    if stat.S_ISREG(status.st_mode):
-        if status.st_size > HASHED_BYTES:
-            return ["file", status.st_size, status.st_mtime_ns]
-        return ["file", status.st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
-    if not stat.S_ISDIR(status.st_mode):
-        return ["other"]
-    listing = sorted(_listing(path))
-    digest = hashlib.sha256(json.dumps(listing).encode()).hexdigest()
-    return ["folder", len(listing), sum(size for _, size, _ in listing), digest]
+    status = path.stat()
+    if status.st_size > HASHED_BYTES:
+        return ["file", status.st_size, status.st_mtime_ns]
+    return ["file", status.st_size, hashlib.sha256(path.read_bytes()).hexdigest()]
 
 
 def described_with_files(value: object) -> object:
@@ -383,36 +367,17 @@ def described_with_files(value: object) -> object:
     return value
 
 
-def _listing(folder: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield name, bytes and mtime_ns of each file below a folder."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            file = Path(parent, name)
-            try:
-                status = file.stat()
-            except OSError:
-                # A link that leads nowhere.
-                status = file.lstat()
-            yield file.relative_to(folder).as_posix(), status.st_size, status.st_mtime_ns
-
-
-def _with_typed_keys(part: object) -> object:
-    """Replace the keys of mappings by JSON texts, which tell 1 from "1"."""
+def _as_json(part: object) -> object:
+    """Return a part with JSON texts for the keys of mappings, which tell 1 from "1", and for paths
+    their text.
+    """
     if isinstance(part, Mapping):
-        return {json.dumps(key): _with_typed_keys(value) for key, value in part.items()}
+        return {json.dumps(key): _as_json(value) for key, value in part.items()}
     if isinstance(part, list | tuple):
-        return [_with_typed_keys(item) for item in part]
-    return part
-
-
-def _plain(part: object) -> object:
-    """Return what JSON can hold of what it does not know."""
+        return [_as_json(item) for item in part]
     if isinstance(part, PurePath):
         return str(part)
-    if isinstance(part, Mapping):
-        return dict(part)
-    remedy = "use None, bool, int, float, str, a path, or lists and mappings of these"
-    raise TypeError(f"cannot fingerprint a {type(part).__name__}: {remedy}")
+    return part
 
 
 def from_json(kind: Any, value: Any, *, optional: Collection[str] = ()) -> Any:

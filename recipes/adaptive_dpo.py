@@ -12,27 +12,20 @@ unchanged. A row is a pair of answers, and is never divided. All else is as in
 
 from __future__ import annotations
 
-import sys
-
 from adaptive_full_finetune import main
 from omegaconf import DictConfig
-from torchtune import config
 
 from adaptive_batch.torchtune import (
     PreferencePairs,
     builder_of,
-    set_up_process,
-    use_shipped_config,
+    run_recipe,
 )
 
 
-@config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe: YAML first, then key=value from the command line over it."""
     main(cfg, builder_of(cfg), task=PreferencePairs)
 
 
 if __name__ == "__main__":
-    set_up_process()
-    use_shipped_config(sys.argv)
-    sys.exit(recipe_main())
+    run_recipe(recipe_main)

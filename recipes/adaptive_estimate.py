@@ -10,26 +10,22 @@ Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo`
 
 from __future__ import annotations
 
-import sys
-
 from omegaconf import DictConfig
-from torchtune import config
 
 from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.estimate import MemoryEstimate
 from adaptive_batch.report import write_estimate_picture
 from adaptive_batch.torchtune import (
-    ModelBuilder,
+    FullModel,
     builder_of,
     check_output_dir,
     estimate_devices,
     no_component_exits,
-    set_up_process,
-    use_shipped_config,
+    run_recipe,
 )
 
 
-def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryEstimate:
+def estimate(cfg: DictConfig, *, builder: FullModel | None = None) -> MemoryEstimate:
     """Estimate the memory, print the tables and write the files.
 
     Args:
@@ -52,7 +48,6 @@ def estimate(cfg: DictConfig, *, builder: ModelBuilder | None = None) -> MemoryE
     return estimated
 
 
-@config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the estimate: YAML first, then key=value from the command line over it."""
     with no_component_exits():
@@ -60,6 +55,4 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    set_up_process()
-    use_shipped_config(sys.argv)
-    sys.exit(recipe_main())
+    run_recipe(recipe_main)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 from torchtune.training import PROFILER_KEY
 
@@ -32,10 +32,10 @@ from adaptive_batch.torchtune import (
     BoundFinder,
     Checkpoints,
     Data,
+    FullModel,
     Job,
     LimitFinder,
     LostRun,
-    ModelBuilder,
     NextTokens,
     ResumedRun,
     RunProfiler,
@@ -54,9 +54,8 @@ from adaptive_batch.torchtune import (
     check_scheduler,
     couple_batch,
     interruptible,
-    set_up_process,
+    run_recipe,
     show_details,
-    use_shipped_config,
     without_effect,
 )
 from adaptive_batch.training import Question, StepResult
@@ -81,7 +80,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def __init__(
         self,
         cfg: DictConfig,
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
         *,
         task: type[Task] = NextTokens,
         watch: Watchdog | None = None,
@@ -210,7 +209,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        self.log.too_small(self.profiler, num_steps=self.settings.epochs * epoch_steps)
+        self.log.too_short(self.profiler, num_steps=self.settings.epochs * epoch_steps)
         self.ahead = self.preview.look_ahead(self.queue.progress)
         self.tally = StepTally(
             self.job,
@@ -262,7 +261,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self._train_epoch()
                 self.tally.end_epoch(self.queue.progress, self.planner)
                 self.queue.end_epoch()
-                self.save_checkpoint(epoch=epoch)
+                self.saver.save_epoch(self.trainer, epoch=epoch)
         self.checkpoints.close()
         if first_epoch < epochs:
             self.log.ends(self.queue.progress)
@@ -325,13 +324,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)
         self.limit_finder.log_if_one_by_one()
 
-    # --- checkpoints
-
-    def save_checkpoint(self, epoch: int) -> None:
-        """Save the weights and, unless training is done, all that resuming needs; end here if that
-        was asked for.
-        """
-        self.saver.save_epoch(self.trainer, epoch=epoch)
+    # --- the end
 
     def after_end(self) -> str:
         """Return what is resumed from if this is ended now, as the end of a sentence."""
@@ -343,7 +336,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
 
 def main(
-    cfg: DictConfig, builder: ModelBuilder | None = None, *, task: type[Task] = NextTokens
+    cfg: DictConfig, builder: FullModel | None = None, *, task: type[Task] = NextTokens
 ) -> None:
     """Run one configuration, on the ranks that were launched.
 
@@ -366,13 +359,10 @@ def main(
             recipe.cleanup()
 
 
-@config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe: YAML first, then key=value from the command line over it."""
     main(cfg)
 
 
 if __name__ == "__main__":
-    set_up_process()
-    use_shipped_config(sys.argv)
-    sys.exit(recipe_main())
+    run_recipe(recipe_main)

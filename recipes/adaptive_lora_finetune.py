@@ -11,22 +11,16 @@ does there, with the same keys; any config of those recipes runs unchanged. All 
 
 from __future__ import annotations
 
-import sys
-
 from adaptive_full_finetune import main
 from omegaconf import DictConfig
-from torchtune import config
 
-from adaptive_batch.torchtune import AdapterModel, set_up_process, use_shipped_config
+from adaptive_batch.torchtune import AdapterModel, run_recipe
 
 
-@config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe: YAML first, then key=value from the command line over it."""
     main(cfg, AdapterModel())
 
 
 if __name__ == "__main__":
-    set_up_process()
-    use_shipped_config(sys.argv)
-    sys.exit(recipe_main())
+    run_recipe(recipe_main)

@@ -13,10 +13,8 @@ Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo`
 
 from __future__ import annotations
 
-import sys
-
 from omegaconf import DictConfig
-from torchtune import config, training
+from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import format_bytes
@@ -27,8 +25,8 @@ from adaptive_batch.torchtune import (
     BoundFinder,
     Checkpoints,
     Data,
+    FullModel,
     Job,
-    ModelBuilder,
     Settings,
     Sizers,
     Trainer,
@@ -39,10 +37,9 @@ from adaptive_batch.torchtune import (
     estimate_spending,
     left_by_rounding,
     measure_critical_batch,
-    set_up_process,
+    run_recipe,
     show_details,
     tokens_per_second,
-    use_shipped_config,
     with_overrides,
     without_effect_on,
 )
@@ -55,7 +52,7 @@ def say(text: str) -> None:
 
 
 def build(
-    cfg: DictConfig, watch: Watchdog | None, builder: ModelBuilder | None
+    cfg: DictConfig, watch: Watchdog | None, builder: FullModel | None
 ) -> tuple[Job, Data, BoundFinder, Trainer]:
     """Build what training would build, and refuse what it would refuse: settings before weights are
     loaded, and then a layout that the model cannot train in.
@@ -76,7 +73,7 @@ def build(
 
 
 def probe(
-    cfg: DictConfig, watch: Watchdog | None = None, *, builder: ModelBuilder | None = None
+    cfg: DictConfig, watch: Watchdog | None = None, *, builder: FullModel | None = None
 ) -> list[ProbeResult]:
     """Build what training would build, and search once for each length.
 
@@ -100,9 +97,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bound_finder.of_training(
-                trainer, length=length, step_rows=settings.search_plan.step_rows
-            )
+            *_, result = bound_finder.of_training(trainer, length=length)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -119,7 +114,7 @@ def probe(
         say(summary(results))
     result = results[-1]
     if trainer.runner.reference is not None:
-        step_rows = job.batching().step_rows(result.batch_size)
+        step_rows = result.batch_size * settings.gradient_accumulation_steps
         of_reference = bound_finder.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
     batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
@@ -153,12 +148,10 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         # This gives back the memory of the last.
         trainer = None
         try:
-            tuned, _, bound_finder, trainer = build(
+            *_, bound_finder, trainer = build(
                 with_overrides(job.cfg, overrides), watch, job.builder
             )
-            *_, tuned_result = bound_finder.of_training(
-                trainer, length=length, step_rows=tuned.settings.search_plan.step_rows
-            )
+            *_, tuned_result = bound_finder.of_training(trainer, length=length)
             rows = bound_finder.rows.of_length(length).first(tuned_result.batch_size)
             speed = tokens_per_second(trainer, tuned_result, rows)
         except (DoesNotFitError, SettingError) as error:
@@ -196,7 +189,6 @@ def summary(results: list[ProbeResult]) -> str:
     return "\n".join(lines)
 
 
-@config.parse
 def recipe_main(cfg: DictConfig) -> None:
     """Run the search: YAML first, then key=value from the command line over it."""
     with all_ranks(cfg) as watch:
@@ -205,6 +197,4 @@ def recipe_main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    set_up_process()
-    use_shipped_config(sys.argv)
-    sys.exit(recipe_main())
+    run_recipe(recipe_main)

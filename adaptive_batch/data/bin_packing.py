@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from adaptive_batch._util import check_whole
+from adaptive_batch._util import check_choice, check_whole
 from adaptive_batch.errors import SettingError
 
 COUNTS = ("padded", "real")
@@ -41,8 +41,7 @@ class Limits:
             # sys.maxsize is no limit.
             check_whole(key, getattr(self, key), most=sys.maxsize)
         for key, words in (("count", COUNTS), ("long_rows", LONG_ROWS)):
-            if getattr(self, key) not in words:
-                raise SettingError(key, getattr(self, key), f"must be one of {', '.join(words)}")
+            check_choice(key, getattr(self, key), words)
         if self.min_rows > self.max_rows:
             raise SettingError(
                 "min_rows", self.min_rows, f"must not be above the most rows, {self.max_rows}"

@@ -265,9 +265,6 @@ def _measured_by_workers(
     rows: _Rows, numbers: range, *, num_workers: int, chunk_rows: int
 ) -> Iterator[Numbers | str]:
     """Yield the numbers of each row in order; a reason where a row or the workers failed."""
-    if not _fork_is_safe():
-        yield f"there is no safe fork on {sys.platform}"
-        return
     try:
         # Forked, so that the dataset is not pickled. With its own generator, as it would draw from
         # torch's global one.

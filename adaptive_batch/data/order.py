@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from adaptive_batch._util import check_choice, check_whole
 from adaptive_batch.errors import SettingError
 
 ORDERS = ("dataloader", "random", "seqlen")
@@ -79,13 +80,11 @@ def row_order(
         Row numbers, each once: an int64 tensor ``[rows]``, or an order that is computed.
 
     Raises:
-        SettingError: `order` is unknown, `window` below 1, or ``seqlen`` lacks a row's length.
+        SettingError: `order` is unknown, or `window` is below 1.
     """
-    if order not in ORDERS:
-        raise SettingError("order", order, f"must be one of {', '.join(ORDERS)}")
-    if window is not None and window < 1:
-        remedy = "must be 1 row or more, or None to sort the whole epoch"
-        raise SettingError("window", window, remedy)
+    check_choice("order", order, ORDERS)
+    if window is not None:
+        check_whole("window", window, remedy="give 1 row or more, or None to sort the whole epoch")
     generator = _generator(order, shuffle=shuffle, seed=seed, epoch=epoch)
     if num_rows > stored_rows and order != "seqlen":
         return _ComputedOrder(num_rows, generator)
@@ -94,10 +93,7 @@ def row_order(
     shuffled = torch.randperm(num_rows, generator=generator)
     if order != "seqlen":
         return shuffled
-    if lengths is None or len(lengths) != num_rows:
-        num_lengths = None if lengths is None else f"{len(lengths)} of them"
-        remedy = f"order='seqlen' needs the length of each of the {num_rows} rows"
-        raise SettingError("lengths", num_lengths, remedy)
+    assert lengths is not None, "rows are ordered by the length of each"
     keys = lengths.to(torch.int64)[shuffled]
     if window is not None and window < num_rows:
         keys += torch.arange(num_rows).div_(window, rounding_mode="floor").mul_(int(keys.max()) + 1)

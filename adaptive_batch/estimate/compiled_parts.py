@@ -24,6 +24,7 @@ from __future__ import annotations
 import operator
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -46,9 +47,9 @@ from adaptive_batch.errors import SettingError
 
 from .fused_kernels import (
     Access,
-    FusedKernels,
     Kernel,
     Operation,
+    fused_kernels,
     num_bytes_of,
     num_operations_of,
     size_of,
@@ -470,6 +471,7 @@ class GraphMemory:
         nodes = [node for node in self._nodes if self._is_kernel(node)]
         nodes.sort(key=lambda node: self._written_at.get(node, self._places[node]))
         operations: list[Operation] = []
+        num_users = Counter(self._returned)
         numbers: dict[fx.Node, int] = {}
         next_number = 0
         for node in nodes:
@@ -483,7 +485,8 @@ class GraphMemory:
                 numbers[node] = next_number
                 next_number += num_operations_of(node, is_over_rows=_is_over_rows(node))
             operations.append(self._operation(node, numbers[node]))
-        kernels = FusedKernels(operations).kernels
+            num_users.update(self._reads[node].keys())
+        kernels = fused_kernels(operations, num_users)
         return KernelOrders(kernels, self._saved, self._returned).best()
 
     def _operation(self, node: fx.Node, number: int) -> Operation:

@@ -1,8 +1,6 @@
 """Which operators of a graph Inductor runs in one kernel, and in which order kernels run.
 
-The rule is that of torch/_inductor/scheduler.py in torch 2.13, without what no graph was seen to
-need: that kernels apart could write over more memory than they share, and that two which share
-nothing read the same. Each operator that writes to memory
+The rule is that of torch/_inductor/scheduler.py in torch 2.13. Each operator that writes to memory
 is a kernel at first. In each of a few rounds, pairs of generated kernels that share memory are
 fused, those that share most first, and kernels are sorted again: by the first of their operators,
 after the makers of what they read. Two kernels can be fused where
@@ -10,6 +8,7 @@ after the makers of what they read. Two kernels can be fused where
 * their loops are of one size, or one reduces what the other computes;
 * neither needs what runs between them;
 * they are of at most 64 operators together;
+* kernels apart would not write over more memory than they share;
 * one needs the result of the other, or they are near each other in the graph.
 """
 
@@ -17,9 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, total_ordering
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -29,6 +27,9 @@ _LARGEST_DISTANCE = 64  # are_long_distant_nodes
 _LARGEST_KERNEL = 64  # config.max_fusion_size
 _NEIGHBOURS = 64  # config.max_fusion_buffer_group_pairwise_attempts
 _LEAST_SHARED_BYTES = 10  # config.score_fusion_memory_threshold
+_LEAST_OVERLAP = 0.5  # config.min_overlap_ratio
+# Elements that are written over for each shared byte: fewer do not keep kernels apart.
+_WORTH_OF_A_BYTE = 32  # can_fusion_increase_peak_memory
 _MUCH_MORE = 16  # choices.FusionScore
 
 
@@ -126,22 +127,32 @@ class Kernel:
         memories = (access.memory for access in self.accesses)
         return dict.fromkeys(memory for memory in memories if memory not in self.results)
 
+    @cached_property
+    def num_bytes_read(self) -> int:
+        return sum(
+            access.num_bytes for access in self.accesses if access.memory not in self.results
+        )
+
     def distance(self, other: Kernel) -> int:
         """Return how far apart two are in the graph, from end to end."""
         return max(abs(self.first - other.last), abs(other.first - self.last))
 
 
-class FusedKernels:
-    """Operations in kernels, which are fused where that pays.
+def fused_kernels(
+    operations: Sequence[Operation], num_users: Mapping[fx.Node, int]
+) -> list[Kernel]:
+    """Return the kernels in the order in which they run.
 
     Args:
         operations: in the order in which Inductor meets them.
-
-    Attributes:
-        kernels: in the order in which they run.
+        num_users: of results: how many operations read each, and one more where it is returned.
     """
+    return _Fusion(operations, num_users).kernels
 
-    def __init__(self, operations: Sequence[Operation]) -> None:
+
+class _Fusion:
+    def __init__(self, operations: Sequence[Operation], num_users: Mapping[fx.Node, int]) -> None:
+        self._num_users = num_users
         self._makers: dict[fx.Node, Kernel] = {}
         self._numbers: dict[fx.Node, int] = {}
         kernels = []
@@ -200,11 +211,11 @@ class FusedKernels:
                     yield kernel, other
 
     def _can_fuse(self, first: Kernel, second: Kernel) -> bool:
-        shared = _shared_bytes(first, second)
+        shared = sum(_shared_bytes(first, second))
         num_operations = len(first.operations) + len(second.operations)
         if not shared or num_operations > _LARGEST_KERNEL or second.bits & first.ancestors:
             return False
-        if not _have_like_loops(first, second):
+        if not _have_like_loops(first, second) or self._keeps_memory(first, second, shared):
             return False
         if first.bits & second.ancestors:
             return self._can_follow(first, second)
@@ -219,6 +230,17 @@ class FusedKernels:
                 return False
         makers = self._makers_of(second)
         return not any(maker.ancestors & first.bits for maker in makers if maker is not first)
+
+    def _keeps_memory(self, first: Kernel, second: Kernel, shared: int) -> bool:
+        """Return whether kernels apart could write over what they alone read, which is worth more
+        than what they share.
+        """
+        sizes = []
+        for kernel in (first, second):
+            own = (memory for memory in kernel.reads if self._num_users.get(memory) == 1)
+            sizes.append({size_of(memory) for memory in own if memory in self._makers})
+        num_elements = sum(size[1] for size in sizes[0] & sizes[1] if size is not None)
+        return num_elements > _WORTH_OF_A_BYTE * shared
 
     def _makers_of(self, kernel: Kernel) -> Iterator[Kernel]:
         """Yield the kernels that make what one reads, by the names that Inductor gives memory."""
@@ -246,28 +268,48 @@ def after_makers(
     return list(result)
 
 
-class _Score(NamedTuple):
+@total_ordering
+@dataclass(frozen=True)
+class _Score:
     """What speaks for fusing two kernels, the most important first."""
 
     are_alike: bool
     shared_bytes: int
+    overlap_bytes: int
     nearness: int
 
     @classmethod
     def of(cls, first: Kernel, second: Kernel) -> _Score:
-        are_alike = first.is_reduction == second.is_reduction
-        return cls(are_alike, _shared_bytes(first, second), -first.distance(second))
+        shared, overlap = _shared_bytes(first, second)
+        are_alike = first.is_reduction == second.is_reduction and shared > 0
+        return cls(are_alike, shared, overlap, -first.distance(second))
 
-    def __lt__(self, other: _Score) -> bool:  # type: ignore[override]
+    def __lt__(self, other: _Score) -> bool:
         lower, upper = sorted((self.shared_bytes, other.shared_bytes))
         if upper > _MUCH_MORE * lower:
             return self.shared_bytes < other.shared_bytes
-        return tuple.__lt__(self, other)
+        return self._key < other._key
+
+    @property
+    def _key(self) -> tuple[int, ...]:
+        return (self.are_alike, self.shared_bytes, self.overlap_bytes, self.nearness)
 
 
-def _shared_bytes(first: Kernel, second: Kernel) -> int:
-    """Return the bytes that two kernels access alike."""
-    return sum(access.num_bytes for access in first.accesses.keys() & second.accesses.keys())
+def _shared_bytes(first: Kernel, second: Kernel) -> tuple[int, int]:
+    """Return the bytes that two kernels access alike; and, where there are none, those of memory
+    that both read, if it is most of what they read.
+    """
+    shared = sum(access.num_bytes for access in first.accesses.keys() & second.accesses.keys())
+    if shared or first.is_reduction or second.is_reduction:
+        return shared, 0
+    common = first.reads.keys() & second.reads.keys()
+    overlap = max(
+        sum(access.num_bytes for access in kernel.accesses if access.memory in common)
+        for kernel in (first, second)
+    )
+    if overlap < _LEAST_OVERLAP * max(first.num_bytes_read, second.num_bytes_read):
+        return 0, 0
+    return 0, overlap
 
 
 def _have_like_loops(first: Kernel, second: Kernel) -> bool:

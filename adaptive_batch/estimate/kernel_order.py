@@ -5,8 +5,7 @@ peak, as torch/_inductor/memory.py has it in torch 2.13.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate
 
 from torch import fx
@@ -88,7 +87,7 @@ class KernelOrders:
         order: list[Kernel] = []
         while ready:
             gap = peak_bytes - live_bytes
-            kernel = min(ready, key=partial(self._rank, freed_bytes=freed_bytes, gap=gap))
+            kernel = min(ready, key=self._least(freed_bytes, gap))
             ready.remove(kernel)
             order.append(kernel)
             live_bytes += kernel.made_bytes
@@ -105,12 +104,15 @@ class KernelOrders:
                         freed_bytes[reader] += num_bytes_of(memory)
         return order
 
-    def _rank(
-        self, kernel: Kernel, freed_bytes: dict[Kernel, int], gap: int
-    ) -> tuple[int, int, int]:
-        made = kernel.made_bytes
-        above = made if made > gap else 0
-        return above, made - freed_bytes[kernel], self._places[kernel]
+    def _least(
+        self, freed_bytes: dict[Kernel, int], gap: int
+    ) -> Callable[[Kernel], tuple[int, int, int]]:
+        def key(kernel: Kernel) -> tuple[int, int, int]:
+            made = kernel.made_bytes
+            above = made if made > gap else 0
+            return above, made - freed_bytes[kernel], self._places[kernel]
+
+        return key
 
     def _breadth_first(self) -> list[Kernel]:
         """Run next that whose makers ran first."""

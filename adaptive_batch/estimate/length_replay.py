@@ -104,10 +104,10 @@ class PlannedSteps:
             sizes = [0]
             pieces = divide(lengths)
             for piece in pieces:
-                is_packed |= bool(piece.packed)
-                length = sum(piece.packed) or piece.length
+                is_packed |= bool(piece.own_lengths)
+                length = sum(piece.own_lengths) or piece.length
                 shapes.append(Shape(len(piece.rows), length))
-                sizes.append(piece.padded_tokens)
+                sizes.append(piece.run_tokens)
             steps.append(tuple(shapes))
             largest.append(max(sizes))
             checks.append(tuple(check(lengths, pieces)))

@@ -15,6 +15,7 @@ from .launch import (
     all_ranks,
     interruptible,
     no_component_exits,
+    run_recipe,
     set_up_process,
     show_details,
     use_shipped_config,
@@ -22,7 +23,7 @@ from .launch import (
 from .limit_finder import LimitFinder
 from .log import TrainingLog
 from .lost_run import LostRun
-from .model import FullModel, ModelBuilder
+from .model import FullModel
 from .preference_pairs import PreferencePairs
 from .preview import TrainingPreview
 from .rate import build_rate, check_scheduler, couple_batch
@@ -46,7 +47,6 @@ __all__ = [
     "Job",
     "LimitFinder",
     "LostRun",
-    "ModelBuilder",
     "NextTokens",
     "PreferencePairs",
     "ResumedRun",
@@ -74,6 +74,7 @@ __all__ = [
     "measure_critical_batch",
     "no_component_exits",
     "reference_tables",
+    "run_recipe",
     "set_up_process",
     "show_details",
     "tokens_per_second",

@@ -29,7 +29,6 @@ from adaptive_batch.errors import SettingError
 from .checks import check_adapter_keys, check_adapters_train
 from .model import (
     FullModel,
-    ModelBuilder,
     Weights,
     compute_rotary_buffers,
     load_from_rank_zero,
@@ -295,7 +294,7 @@ def _refused(cfg: DictConfig, remedy: str) -> SettingError:
     )
 
 
-def builder_of(cfg: DictConfig) -> ModelBuilder | None:
+def builder_of(cfg: DictConfig) -> FullModel | None:
     """Return the builder of the configured model; None for full fine-tuning.
 
     It is chosen by the keys that torchtune's builders of adapters take.

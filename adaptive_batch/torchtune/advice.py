@@ -29,7 +29,7 @@ from .data import Data
 from .estimate_changes import Candidate, spending, with_overrides
 from .estimates import Estimator
 from .job import Job
-from .model import ModelBuilder
+from .model import FullModel
 from .settings import Settings
 from .sizers import Sizers
 from .trainer import Trainer
@@ -91,7 +91,7 @@ def estimate_spending(job: Job, result: ProbeResult, rows: int) -> list[Spending
 
 
 def _estimate(
-    cfg: DictConfig, builder: ModelBuilder, settings: Sequence[Candidate], devices: Any, tokens: int
+    cfg: DictConfig, builder: FullModel, settings: Sequence[Candidate], devices: Any, tokens: int
 ) -> list[Spending]:
     tried = Estimator(cfg, Settings.from_config(cfg), devices, builder).tried(
         [Candidate((), ""), *settings], tokens

@@ -29,6 +29,7 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.errors import CheckpointError, SettingError
 
 from .epoch_checkpoints import ADAPTERS, STATE_KEY, EpochCheckpoints, manifests_in, resumable_order
+from .model import Weights
 from .saved_runs import SavedRuns
 from .settings import Settings
 from .trainer import Trainer
@@ -36,7 +37,7 @@ from .trainer import Trainer
 log = logging.getLogger("adaptive_batch")
 
 
-class Checkpoints:
+class Checkpoints(Weights):
     """Epoch checkpoints and resume points (checkpoints of steps) of a run.
 
     Rank zero looks for them and sends what it found to the others; all read from a file system that
@@ -46,9 +47,9 @@ class Checkpoints:
         cfg: configuration of the run.
         settings: settings of the configuration, checked.
         keeps_base: True where checkpoints are of adapters, on a base that is read again; see
-            :class:`.ModelBuilder`.
+            :class:`.FullModel`.
         on_failure: function that is called with the error of a resume point that failed in the
-            background; None logs a warning.
+            background.
 
     Attributes:
         found: checkpoint that the run begins with or resumes from.
@@ -65,7 +66,7 @@ class Checkpoints:
         settings: Settings,
         *,
         keeps_base: bool = False,
-        on_failure: Callable[[CheckpointError], object] | None = None,
+        on_failure: Callable[[CheckpointError], object] = log.warning,
     ) -> None:
         self._cfg = cfg
         self._keeps_base = keeps_base
@@ -84,7 +85,7 @@ class Checkpoints:
             ),
             resumable_beside=lambda: resumable_order(cfg.checkpointer),
         )
-        self._on_failure = on_failure or _warn_of_failure
+        self._on_failure = on_failure
         self._may_change_model = "model" in settings.saving.resume_allow_changes
         self.found = distributed.from_rank_zero(self._saved_runs.find)
         self._run = self.found.run
@@ -129,7 +130,8 @@ class Checkpoints:
                 "nothing of this run is saved yet, so there is nothing to resume from; start it"
                 " again"
             )
-        value = newest if self._saved_runs.folder.holds_several() else True
+        # Where several runs have saved, the checkpoint has to be named.
+        value = newest if len(self._saved_runs.folder.saves_by_run()) > 1 else True
         return f"resume_from_checkpoint={value} resumes from {newest}"
 
     # --- loading
@@ -324,10 +326,6 @@ class Checkpoints:
         except CheckpointError as error:
             self._on_failure(error)
         self._remove_earlier_runs()
-
-
-def _warn_of_failure(error: CheckpointError) -> None:
-    log.warning("training continues without a resume point: %s", error)
 
 
 def _whole_on_rank_zero(tree: Any) -> Any:

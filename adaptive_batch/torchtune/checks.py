@@ -15,17 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune.modules.peft import LORA_ATTN_MODULES, get_adapter_params
 
-from adaptive_batch._util import check_bool, check_whole, count
+from adaptive_batch._util import check_bool, check_share, check_whole, count
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
 
 from .argument_types import check_arguments
-from .config_errors import as_dict, check_block, missing, one_line, plainly
+from .config_errors import as_dict, check_block, component_of, computing, missing, plainly
 from .keys import fields_of, load_function, values_of
 from .names import unread
 
@@ -68,7 +68,7 @@ _NUMBERS = (
     "model.lora_alpha",
 )
 _POSITIVE = ("model.norm_eps", "model.rope_base")
-_FRACTIONS = (
+_SHARES = (
     "model.lora_dropout",
     "model.attn_dropout",
     "loss.label_smoothing",
@@ -133,7 +133,7 @@ def check_loss(loss_fn: Any, cfg: DictConfig) -> None:
             " adaptive_dpo`, and rewards are not); give"
             " torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
         )
-        raise SettingError("loss", _component(cfg.loss), remedy)
+        raise SettingError("loss", component_of(cfg.loss), remedy)
     _check_loss_computes(loss_fn, cfg)
 
 
@@ -150,14 +150,11 @@ def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
         return
     num_labels = loss_fn.num_output_chunks if is_chunked else 2
     labels = torch.full((num_labels,), 1 if loss_fn.ignore_index != 1 else 2)
-    try:
+    with computing("loss", cfg.loss):
         if is_chunked:
             loss = loss_fn([torch.zeros(1, 1, 8)] * num_labels, labels[None])
         else:
             loss = loss_fn(torch.zeros(num_labels, 8), labels)
-    except Exception as error:
-        remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
-        raise SettingError("loss", as_dict(cfg.loss), remedy) from error
     if loss.dim() or not loss > 0:
         remedy = (
             f"of logits that are all alike it is {loss.tolist()}, and not the one number above 0 of"
@@ -170,10 +167,10 @@ def check_chunks(model: torch.nn.Module, loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse a loss of chunks for a model that does not return them."""
     if takes_chunks(loss_fn) and not hasattr(model, "set_num_output_chunks"):
         remedy = (
-            f"{_component(cfg.model)} has no set_num_output_chunks, by which it would return"
+            f"{component_of(cfg.model)} has no set_num_output_chunks, by which it would return"
             " chunks; give torch.nn.CrossEntropyLoss"
         )
-        raise SettingError("loss", _component(cfg.loss), remedy)
+        raise SettingError("loss", component_of(cfg.loss), remedy)
 
 
 def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
@@ -182,7 +179,7 @@ def check_all_is_trained(model: torch.nn.Module, cfg: DictConfig) -> None:
     Adapters are those of LoRA and DoRA, on quantized weights or not.
     """
     if get_adapter_params(model):
-        component = _component(cfg.model)
+        component = component_of(cfg.model)
         remedy = (
             "every weight is trained here, and adapters by `tune run adaptive_lora_finetune`; run"
             " that, or give the full model"
@@ -237,7 +234,7 @@ def check_adapters_train(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Refuse a model without adapters or with others than its block names, and a block that lacks a
     key that torchtune saves.
     """
-    component = _component(cfg.model)
+    component = component_of(cfg.model)
     if not get_adapter_params(model):
         remedy = (
             "it has no adapters; `tune run adaptive_full_finetune` trains every weight, or give a"
@@ -292,7 +289,7 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
             unmade.append("lora_attn_modules")
     for key in unmade:
         remedy = (
-            f"{_component(block)} makes none of these adapters, but some of"
+            f"{component_of(block)} makes none of these adapters, but some of"
             f" {', '.join(sorted(kinds))}; remove it"
         )
         raise SettingError(f"model.{key}", block[key], remedy)
@@ -313,12 +310,6 @@ def _full(component: str, block: DictConfig) -> str:
     kept = (*parameters, "_component_")
     removed = [f"~model.{key}" for key in map(str, block) if key not in kept]
     return " ".join([f": model={full}", *removed])
-
-
-def _component(block: Any) -> Any:
-    if isinstance(block, Mapping):
-        return block.get("_component_")
-    return block
 
 
 def check_output_dir(given: Any, *, key: str = "output_dir") -> Path:
@@ -399,7 +390,6 @@ def _refuse(config: Mapping[str, Any] | DictConfig, *checks: tuple[object, str, 
 
 def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse keys that contradict each other, naming one of them, with what to change."""
-    rule = settings.batch_size_schedule
     _check_values(config)
     _check_components(settings, config)
     _check_rows(settings, config)
@@ -409,7 +399,7 @@ def check_together(settings: Settings, config: Mapping[str, Any]) -> None:
         check_block("dataset_val", settings.validation.dataset_val, several=True)
     if settings.optimizer_in_bwd:
         _check_optimizer_in_backward(settings, config)
-    if rule is not None and needs_noise_scale(rule):
+    if needs_noise_scale(settings.batch_size_schedule):
         # A schedule that follows a noise scale which is never measured would stay at its start.
         reason = _hides_noise(settings)
         if reason:
@@ -429,21 +419,24 @@ def _check_values(config: Mapping[str, Any]) -> None:
         (_SWITCHES, check_bool),
         (_WHOLE, check_whole),
         (("model.num_layers",), partial(check_whole, most=_MOST_LAYERS)),
-        (("lr_scheduler.num_warmup_steps",), _check_whole_or_zero),
+        (
+            ("lr_scheduler.num_warmup_steps",),
+            partial(check_whole, least=0, remedy="give a whole number, 0 or more"),
+        ),
         (("resume_from_checkpoint",), _check_resume),
         (_NUMBERS, _check_number),
         (_POSITIVE, _check_positive),
         (("optimizer.betas",), _check_betas),
-        (_FRACTIONS, _check_fraction),
+        (_SHARES, check_share),
         (_PATHS, _check_path),
         (("checkpointer.checkpoint_files",), _check_files),
         (("tokenizer.merges_file",), _check_merges),
     ):
         for key in keys:
-            for value in _values(config, key):
+            for value in values_at(config, key):
                 check(key, value)
     for key in ("checkpointer.checkpoint_dir", "checkpointer.output_dir"):
-        if config.get("checkpointer") is not None and not _values(config, key):
+        if config.get("checkpointer") is not None and not values_at(config, key):
             _check_path(key, None)
     for name in (*_BLOCKS, *_OTHER_BLOCKS):
         value = config.get(name)
@@ -458,7 +451,7 @@ def _check_values(config: Mapping[str, Any]) -> None:
 def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse a device, a dtype, recomputation, collation or validation that cannot be used."""
     all_layers = config.get("enable_activation_checkpointing")
-    on_cpu = str(config.get("device")).startswith("cpu")
+    on_cuda = str(config.get("device")).startswith("cuda")
     option = str(config.get("ac_option"))
     _refuse(
         config,
@@ -484,9 +477,9 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
             "an NPU does not compile; set it to False",
         ),
         (
-            config.get("enable_activation_offloading") and (on_cpu or not all_layers),
+            config.get("enable_activation_offloading") and not (on_cuda and all_layers),
             "enable_activation_offloading",
-            "it needs CUDA and enable_activation_checkpointing=True; set it to False",
+            "it needs device=cuda and enable_activation_checkpointing=True; set it to False",
         ),
         (
             settings.ac_mode in ("full", "selective") and all_layers,
@@ -513,7 +506,6 @@ def _check_components(settings: Settings, config: Mapping[str, Any]) -> None:
 
 def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     """Refuse two keys that both set the rows of a step or of a micro-batch."""
-    s = settings
     size = settings.micro_batch.micro_batch_size
     most_rows = settings.sampling.max_rows_per_batch
     finding_key = "batch_increase_function"
@@ -522,12 +514,12 @@ def _check_rows(settings: Settings, config: Mapping[str, Any]) -> None:
     _refuse(
         config,
         (
-            size is not None and s.micro_batch.micro_batch_tokens is not None,
+            size is not None and settings.micro_batch.micro_batch_tokens is not None,
             "micro_batch_tokens",
             f"micro_batch_size={size} is set too; both set what is run at once, so remove one",
         ),
         (
-            s.batch_tokens and s.batch_changes,
+            settings.batch_tokens and settings.batch_changes,
             "batch_tokens",
             (
                 f"a step holds tokens, and {finding_key} sets its rows; remove one (batch_tokens"
@@ -608,7 +600,7 @@ def _check_schedules(settings: Settings, config: Mapping[str, Any]) -> None:
             ),
         ),
         (
-            rule is not None and settings.batch_tokens and needs_noise_scale(rule),
+            settings.batch_tokens and needs_noise_scale(rule),
             "batch_tokens",
             (
                 "the gradient noise scale is counted in rows; remove batch_tokens, or take another"
@@ -636,27 +628,22 @@ def why_unpacked(config: Mapping[str, Any] | DictConfig) -> str:
             "tensor_parallel_dim divides attention among ranks",
         ),
         (
-            any(_values(config, "dataset.packed")),
+            any(values_at(config, "dataset.packed")),
             "dataset.packed is True: its rows are packed already",
         ),
     )
     return next((reason for applies, reason in checks if applies), "")
 
 
-def _values(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
+def values_at(config: Mapping[str, Any] | DictConfig, key: str) -> list[Any]:
     """Return the values of a key that are set; of a dotted one, in a block or a list of blocks."""
     name, _, inner = key.partition(".")
     value = config.get(name)
     values = [value]
     if inner:
-        blocks = value if isinstance(value, list) else [value]
+        blocks = value if isinstance(value, list | ListConfig) else [value]
         values = [block.get(inner) for block in blocks if isinstance(block, Mapping)]
     return [value for value in values if value is not None]
-
-
-def _check_whole_or_zero(key: str, value: object) -> None:
-    if value != 0:
-        check_whole(key, value, remedy="give a whole number, 0 or more")
 
 
 def _check_number(key: str, value: object) -> None:
@@ -677,12 +664,7 @@ def _check_betas(key: str, value: object) -> None:
     if not isinstance(value, list) or len(value) < 2:
         raise SettingError(key, value, "give a list of numbers, such as [0.9, 0.95]")
     for beta in value:
-        _check_fraction(key, beta)
-
-
-def _check_fraction(key: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
-        raise SettingError(key, value, "give a number from 0 to below 1, such as 0.1")
+        check_share(key, beta)
 
 
 def _check_path(key: str, value: object) -> None:
@@ -864,13 +846,12 @@ def without_effect_on(
     They are those that nothing reads, and some of `probe` and `estimate`.
     """
     probe = settings.probe
-    estimate = settings.estimate
     unused = _unused_of_probe(recipe, settings, ranks=ranks)
     default = type(probe)()
     changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
     keys = [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
     estimates_on_cpu = recipe == "adaptive_estimate" and cfg.get("device") == "cpu"
-    if estimates_on_cpu and estimate.context != type(estimate)().context:
+    if estimates_on_cpu and settings.estimate.context != type(settings.estimate)().context:
         keys.append(NoEffect("estimate.context", "device is cpu, which has none"))
     return keys
 

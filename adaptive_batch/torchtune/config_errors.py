@@ -45,6 +45,13 @@ def as_dict(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def component_of(value: Any) -> Any:
+    """Return the component of a block; anything else as it is."""
+    if isinstance(value, Mapping):
+        return value.get("_component_")
+    return value
+
+
 def missing(key: str) -> SettingError:
     """Return the error for a key that is not there."""
     return SettingError(key, None, f"it is missing; {_NEEDED.get(key, _BLOCK)}")
@@ -89,6 +96,20 @@ def building(
         if not isinstance(error, InstantiationError):
             message = f"{type(error).__name__}: {message}"
         raise SettingError(key, value, f"it cannot be built: {message}; {remedy}") from error
+
+
+@contextmanager
+def computing(
+    key: str, block: DictConfig, problem: str = "it cannot be computed"
+) -> Iterator[None]:
+    """Inside, a component computes with its arguments; whatever it raises is an error of its block,
+    on one line.
+    """
+    try:
+        yield
+    except Exception as error:
+        remedy = f"{problem} ({one_line(error)}); check its arguments"
+        raise SettingError(key, as_dict(block), remedy) from error
 
 
 def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> Any:
@@ -172,16 +193,14 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     others = [argument for argument in arguments if argument not in removals]
     try:
         _merge(cfg, [*removals, *others])
-        return
     except _READING_ERRORS:
         # Which of them it is, each shows by itself.
-        pass
-    for argument in removals:
-        with _reading("argument", argument):
-            _merge(cfg, [argument])
-    for argument in others:
-        with _reading("argument", argument):
-            _merge(cfg, [*removals, argument])
+        for argument in removals:
+            with _reading("argument", argument):
+                _merge(cfg, [argument])
+        for argument in others:
+            with _reading("argument", argument):
+                _merge(cfg, [*removals, argument])
 
 
 def _merge(cfg: DictConfig, arguments: Sequence[str]) -> None:

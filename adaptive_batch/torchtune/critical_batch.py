@@ -139,10 +139,8 @@ def _check_settings(settings: Settings) -> None:
 
 def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
     """Load weights and optimizer; refuse rows that cannot be packed, and a rate of 0."""
-    settings = job.settings
-    trainer = Trainer.load(
-        job, data, checkpoints, Sizers.of(job, data, settings=settings.without_search())
-    )
+    sizers = Sizers.of(job, data, settings=job.settings.without_search())
+    trainer = Trainer.load(job, data, checkpoints, sizers)
     trainer.check_layout()
     checkpoints.load_optimizer(trainer)
     # Any rule scales a rate of 0 to 0, and no branch would learn.
@@ -151,15 +149,15 @@ def _load_trainer(job: Job, data: Data, checkpoints: Checkpoints) -> Trainer:
             f"the rate of {checkpoints.found.source} is 0, as in the first step of a warm-up; give"
             " a later one, or optimizer.lr"
         )
-        raise SettingError("probe.critical_batch_from", settings.probe.critical_batch_from, remedy)
+        branched_from = job.settings.probe.critical_batch_from
+        raise SettingError("probe.critical_batch_from", branched_from, remedy)
     return trainer
 
 
 def _reference(job: Job, data: Data, trained: Sequence[Any]) -> Reference:
     """Return the batch that the rate belongs to, in rows, as branches count them."""
-    settings = job.settings
-    configured = Reference(settings.step_rows * job.ranks, "rows")
-    reference = settings.rate.reference_batch_size or configured
+    configured = Reference(job.settings.step_rows * job.ranks, "rows")
+    reference = job.settings.rate.reference_batch_size or configured
     if reference.unit != "tokens":
         return reference
     tokens = sum(map(data.dataset.num_real_tokens, trained))

@@ -124,9 +124,7 @@ class Data:
         # torchtune's builders leave it at 0.
         self._pack_padding: int = getattr(first, "padding_idx", pad_id)
         self.collator = Collator(job, pad_id=pad_id, packed=packed)
-        self._collator_val = self.collator
-        if packed_val != packed:
-            self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
+        self._collator_val = Collator(job, pad_id=pad_id, packed=packed_val)
         self.dataset = Rows(
             job,
             "dataset",
@@ -223,8 +221,7 @@ class Data:
         validation without a label.
         """
         settings = self._settings
-        ranks = self._job.ranks
-        global_rows = settings.step_rows * ranks
+        global_rows = settings.step_rows * self._job.ranks
         rows = len(self.dataset)
         if settings.drop_last and not settings.batch_tokens and rows < global_rows:
             remedy = (
@@ -251,43 +248,41 @@ class Data:
                 )
                 raise SettingError("micro_batch_tokens", tokens, remedy)
         if settings.batch_tokens:
-            divisible = settings.uniform_micro_batches in ("rows", "both")
-            steps = plan_token_batches(
-                self.dataset.lengths,
-                self._job.batching(),
-                ranks=ranks,
-                order=None,
-                divisible=divisible,
-            )
-            if len(steps) == 0:
-                remedy = (
-                    f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or"
-                    " give alone"
-                )
-                raise SettingError("long_rows", settings.sampling.long_rows, remedy)
-            if settings.drop_last and len(steps) == 1:
-                remedy = (
-                    "a step holds all rows of an epoch, and drop_last would drop it; lower"
-                    " batch_tokens"
-                )
-                raise SettingError(
-                    "batch_tokens", settings.batch_tokens, f"{remedy}, or set drop_last=False"
-                )
+            self._check_batch_tokens()
         if settings.validation.is_on:
-            num_validated = settings.validation.rows_of(
-                len(self.dataset_val), batch_size=settings.batch_size, ranks=ranks
+            self._check_rows_val()
+
+    def _check_batch_tokens(self) -> None:
+        """Refuse steps by tokens that hold no row, or that would all be dropped."""
+        settings = self._settings
+        steps = plan_token_batches(
+            self.dataset.lengths,
+            self._job.batching(),
+            ranks=self._job.ranks,
+            order=None,
+            divisible=settings.uniform_micro_batches in ("rows", "both"),
+        )
+        if len(steps) == 0:
+            remedy = (
+                f"every row has more than batch_tokens={settings.batch_tokens}; raise that, or"
+                " give alone"
             )
-            validated = (self.dataset_val[row] for row in range(num_validated))
-            with RandomState(self._job.device):
-                has_labels = any(
-                    int(label) != self._task.ignore_index
-                    for row in validated
-                    for tokens, labels in self._task.sequences(row)
-                    for label in (tokens if labels is None else labels)[1:]
-                )
-            if not has_labels:
-                remedy = "no row that is validated on has a label; see its train_on_input and masks"
-                raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
+            raise SettingError("long_rows", settings.sampling.long_rows, remedy)
+        if settings.drop_last and len(steps) == 1:
+            remedy = (
+                "a step holds all rows of an epoch, and drop_last would drop it; lower"
+                " batch_tokens, or set drop_last=False"
+            )
+            raise SettingError("batch_tokens", settings.batch_tokens, remedy)
+
+    def _check_rows_val(self) -> None:
+        """Refuse validation without a label."""
+        num_validated = self._settings.validation.rows_of(
+            len(self.dataset_val), batch_size=self._settings.batch_size, ranks=self._job.ranks
+        )
+        if not self._have_labels(self.dataset_val, num_validated):
+            remedy = "no row that is validated on has a label; see its train_on_input and masks"
+            raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
 
     def _check_first_rows(self) -> None:
         """Refuse rows that cannot be collated, and a dataset without any label, before it is
@@ -296,10 +291,7 @@ class Data:
         num_first = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
         with RandomState(self._job.device):
             self.collator.check([self.dataset[number] for number in range(num_first)])
-            has_labels = any(
-                self._num_labels(self.dataset[number]) for number in range(len(self.dataset))
-            )
-        if has_labels:
+        if self._have_labels(self.dataset, len(self.dataset)):
             return
         reason = "no row has a label after its first token; see its train_on_input and masks"
         max_seq_len = self._job.cfg.tokenizer.get("max_seq_len")
@@ -307,14 +299,18 @@ class Data:
             reason += f", and tokenizer.max_seq_len={max_seq_len}, to which rows are cut"
         raise SettingError("dataset", _names(self._job.cfg.dataset), reason)
 
-    def _num_labels(self, row: dict[str, Any]) -> int:
-        ignored = self._task.ignore_index
-        num_labels = 0
-        for _, labels in self._task.sequences(row):
-            if labels is None:
-                return int(self._task.count_labels(self.collator.collate([dict(row)])))
-            num_labels += sum(int(label) != ignored for label in labels[1:])
-        return num_labels
+    def _have_labels(self, rows: Rows, num_rows: int) -> bool:
+        """Return whether any of the first rows has a label after its first token."""
+        with RandomState(self._job.device):
+            return any(self._has_label(rows[number]) for number in range(num_rows))
+
+    def _has_label(self, row: dict[str, Any]) -> bool:
+        targets = [labels for _, labels in self._task.sequences(row)]
+        if any(labels is None for labels in targets):
+            return bool(self._task.count_labels(self.collator.collate([dict(row)])))
+        return any(
+            int(label) != self._task.ignore_index for labels in targets for label in labels[1:]
+        )
 
     @property
     def _measured_by_more(self) -> list[str]:
@@ -346,17 +342,13 @@ class Data:
             keys.append("micro_batch_layout")
         if settings.pad_to_multiple_of > 1:
             keys.append("pad_to_multiple_of")
-        if not keys:
-            return
         columns = self._measured_by_more
-        if not columns:
-            return
-        key = next((key for key in keys if self._job.cfg.get(key) is not None), keys[0])
-        remedy = (
-            f"rows have {', '.join(columns)}, which no tokens measure; remove it, and use"
-            " micro_batch_size"
-        )
-        raise SettingError(key, self._job.cfg.get(key), remedy)
+        if keys and columns:
+            remedy = (
+                f"rows have {', '.join(columns)}, which no tokens measure; remove it, and use"
+                " micro_batch_size"
+            )
+            raise SettingError(keys[0], values[keys[0]], remedy)
 
 
 def _layout_of(job: Job, uniform: str | None, *, packed: bool) -> MicroBatchLayout:

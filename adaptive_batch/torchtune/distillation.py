@@ -15,7 +15,7 @@ from adaptive_batch._torch import FakeTensor
 from adaptive_batch.errors import SettingError
 
 from .checks import takes_chunks
-from .config_errors import as_dict, check_block, instantiate, missing, one_line
+from .config_errors import as_dict, check_block, component_of, computing, instantiate, missing
 from .model import num_token_embeddings
 from .reference import SecondModel
 from .task import Batch, Models, NextTokens, flat
@@ -109,7 +109,6 @@ class Distillation(NextTokens):
         expected = self.loss_fn.num_output_chunks if takes_chunks(self.loss_fn) else None
         if chunks == expected:
             return
-        block = self.cfg.kd_loss
         if chunks is not None and expected is not None:
             remedy = f"loss takes logits in {expected} chunks, and both take the same; give that"
             raise SettingError("kd_loss.num_output_chunks", chunks, remedy)
@@ -119,7 +118,7 @@ class Distillation(NextTokens):
                 "loss takes logits in chunks; give"
                 " torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"
             )
-        raise SettingError("kd_loss", block.get("_component_"), remedy)
+        raise SettingError("kd_loss", component_of(self.cfg.kd_loss), remedy)
 
     def _check_kd_loss(self) -> None:
         """Refuse a loss that fails, ignores other labels, or is no mean over label tokens: its
@@ -145,15 +144,12 @@ class Distillation(NextTokens):
             return torch.as_tensor(self.kd_loss_fn(*chunks, labels))
 
         last = num_tokens - 1
-        try:
+        with computing("kd_loss", self.cfg.kd_loss):
             whole = loss_of(0, last)
             mean = (loss_of(0) + loss_of(last)) / 2
             # The row between, which has no label.
             logits[:, :, 1] += torch.randn(2, 1, 8, generator=generator)
             again = loss_of(0, last)
-        except Exception as error:
-            remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
-            raise SettingError("kd_loss", given, remedy) from error
         if whole.dim() or not torch.allclose(whole, mean, rtol=1e-4):
             remedy = (
                 f"of two tokens it is {whole.tolist()}, and the mean of each is {mean.tolist()}: it"
@@ -172,7 +168,7 @@ class Distillation(NextTokens):
 
     def _check_teacher(self, student: torch.nn.Module, teacher: torch.nn.Module) -> None:
         """Refuse a teacher with adapters, of other tokens, or without the chunks of the loss."""
-        component = self.cfg.teacher_model.get("_component_")
+        component = component_of(self.cfg.teacher_model)
         if get_adapter_params(teacher):
             remedy = (
                 "it has adapters, and a teacher is a whole model; give the full model, with a"

@@ -128,6 +128,10 @@ class SavedEpoch:
     state_file: Path
     files: Mapping[str, SavedFile] = field(default_factory=dict)
 
+    def load_small_state(self) -> dict[str, Any]:
+        """Return the state, as a resume point does its own."""
+        return self.state
+
     @property
     def step(self) -> int:
         """Optimizer steps so far; 0 for a recipe of torchtune's own."""

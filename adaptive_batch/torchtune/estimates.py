@@ -54,7 +54,7 @@ from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows
 from .job import own_compiler
 from .keys import load_function
-from .model import ModelBuilder
+from .model import FullModel
 from .settings import Settings
 from .sizers import Sizers
 from .tasks import task_of
@@ -70,7 +70,7 @@ def estimate_devices(
     *,
     show: Callable[[str], object] = print,
     save: Callable[[MemoryEstimate], object] = lambda estimate: None,
-    builder: ModelBuilder | None = None,
+    builder: FullModel | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory on the devices that ``estimate.devices`` names, without weights, network
     or accelerator.
@@ -126,15 +126,12 @@ def estimate_devices(
 
 
 class _Estimated(NamedTuple):
-    """What each length holds (on the first kind of device), what fits on each device, training's
-    first steps there, the rows of each length that fit in a reference that runs apart (none where
-    none does), the run of the first kind, and why steps are not replayed if they are not.
+    """What each length holds (on the first kind of device), the devices with what fits there, the
+    run of the first kind, and why steps are not replayed if they are not.
     """
 
     lengths: tuple[LengthEstimate, ...]
-    fits: list[list[Fit]]
-    replays: list[LengthReplay | None]
-    reference_rows: list[tuple[int, ...]]
+    devices: tuple[Target, ...]
     run: FakeRun
     why_not_replayed: str
 
@@ -147,7 +144,7 @@ class Estimator:
         cfg: DictConfig,
         settings: Settings,
         devices: Sequence[EstimatedDevice],
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
     ) -> None:
         self._cfg = cfg
         self._settings = settings
@@ -176,16 +173,15 @@ class Estimator:
         ]
         self._first_length = sequence_lengths[0]
         estimated = self._estimate(self._cfg, sequence_lengths, estimate_settings.world_size)
-        run = estimated.run
         why_not_replayed = estimated.why_not_replayed
-        self._skeleton = run.job.skeleton
-        not_counted = list(run.left_out)
-        if self._settings.micro_batch.is_auto:
+        self._skeleton = estimated.run.job.skeleton
+        not_counted = list(estimated.run.left_out)
+        if self._settings.micro_batch.needs_search:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
             )
-        if self._on_accelerator and any(estimated.reference_rows):
+        if self._on_accelerator and any(device.reference_rows for device in estimated.devices):
             not_counted.append(
                 "what the reference's own micro-batches leave in the allocator's cache, and what it"
                 " holds of them beside what they allocate"
@@ -210,17 +206,7 @@ class Estimator:
             not_counted.append(
                 f"device={self._cfg.device}: nothing that an accelerator takes besides is counted"
             )
-        devices = (
-            replace(target, lengths=tuple(some), replay=replay, reference_rows=rows)
-            for target, some, replay, rows in zip(
-                self._targets,
-                estimated.fits,
-                estimated.replays,
-                estimated.reference_rows,
-                strict=True,
-            )
-        )
-        return estimated.lengths, tuple(devices), not_counted
+        return estimated.lengths, estimated.devices, not_counted
 
     def _estimate(
         self,
@@ -232,39 +218,41 @@ class Estimator:
         allocator: AllocatorSettings | None = None,
     ) -> _Estimated:
         """Estimate each length on each device."""
-        fits: list[list[Fit]] = [[] for _ in self._targets]
-        replays: list[LengthReplay | None] = [None] * len(self._targets)
-        reference_rows: list[tuple[int, ...]] = [()] * len(self._targets)
+        devices = list(self._targets)
         if self._on_accelerator:
             allocator = allocator or AllocatorSettings.from_environment()
         # Reversed, so that the lengths of the first kind stay.
         for members in reversed(self._alike):
             targets = [self._targets[number] for number in members]
-            lengths = []
+            replays: list[LengthReplay | None] = [None] * len(members)
+            reference_rows: list[tuple[int, ...]] = [()] * len(members)
+            estimates = []
             with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
                 for sequence_length in wanted:
                     explains = not is_change and 0 in members and sequence_length == wanted[-1]
-                    length, length_fits = step.estimate(
+                    estimate = step.estimate(
                         sequence_length,
                         targets,
                         is_exact=not is_change,
                         explains=explains,
                         allocator=allocator,
                     )
-                    lengths.append(length)
-                    for number, fit in zip(members, length_fits, strict=True):
-                        fits[number].append(fit)
+                    estimates.append(estimate)
+                lengths, fits = zip(*estimates, strict=True)
                 why_not_replayed = step.why_not_replayed
                 if allocator is not None and not is_change and not why_not_replayed:
-                    longest = [fits[number][wanted.index("longest")] for number in members]
-                    own_replays = step.replay(targets, longest, allocator)
-                    for number, replay in zip(members, own_replays, strict=True):
-                        replays[number] = replay
+                    replays = step.replay(targets, fits[wanted.index("longest")], allocator)
                 if step.has_reference_apart and not is_change:
                     of_lengths = [step.reference_rows(length, targets) for length in wanted]
-                    for number, *rows in zip(members, *of_lengths, strict=True):
-                        reference_rows[number] = tuple(rows)
-        return _Estimated(tuple(lengths), fits, replays, reference_rows, step.run, why_not_replayed)
+                    reference_rows = list(zip(*of_lengths, strict=True))
+            of_devices = zip(
+                members, targets, zip(*fits, strict=True), replays, reference_rows, strict=True
+            )
+            for number, target, own_fits, replay, rows in of_devices:
+                devices[number] = replace(
+                    target, lengths=own_fits, replay=replay, reference_rows=rows
+                )
+        return _Estimated(lengths, tuple(devices), step.run, why_not_replayed)
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -329,7 +317,7 @@ class Estimator:
                 estimated = self._estimate(
                     cfg, sequence_lengths, ranks, is_change=True, allocator=candidate.allocator
                 )
-                yield candidate, tuple(device_fits[0] for device_fits in estimated.fits)
+                yield candidate, tuple(device.lengths[0] for device in estimated.devices)
             except Exception as error:
                 # Components refuse each other in many ways.
                 message = str(error).partition("\n")[0]
@@ -385,7 +373,7 @@ class _Step:
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
         self._step = run.step(
             rows,
-            accumulates=settings.search_plan.has_several or settings.micro_batch.is_auto,
+            accumulates=settings.search_plan.has_several or settings.micro_batch.needs_search,
             keeps_gradients=keeps,
         )
 
@@ -546,7 +534,7 @@ class _Step:
             # A row's length counts the padding of its sequences to each other, if it has several.
             real_lengths = data.dataset.real_lengths[numbers].tolist()
             return [
-                replace(piece, packed=tuple(real_lengths[row] for row in piece.rows))
+                replace(piece, own_lengths=tuple(real_lengths[row] for row in piece.rows))
                 for piece in pieces
             ]
 

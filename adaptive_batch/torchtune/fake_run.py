@@ -11,7 +11,7 @@ from itertools import chain
 from typing import Any, ClassVar, cast
 
 import torch
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 from torchtune.data import padded_collate_packed
 from torchtune.modules.attention_utils import _SUPPORTS_FLEX_ATTENTION
@@ -31,11 +31,11 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.memory import MemoryCurve
 
-from .checks import TO_PLAN
+from .checks import TO_PLAN, values_at
 from .data import Data
 from .fake_offloading import offloading_fake_tensors
 from .job import Job, own_compiler
-from .model import ModelBuilder, apply_checkpointing, build_sharded, compute_rotary_buffers
+from .model import FullModel, apply_checkpointing, build_sharded, compute_rotary_buffers
 from .settings import Settings
 from .sizers import Sizers
 from .trainer import Trainer
@@ -70,7 +70,7 @@ class FakeRun:
         device: FakeDevice,
         *,
         reads_data: bool,
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
     ) -> None:
         self.device = device
         self._compiled_parts = CompiledParts(device)
@@ -152,11 +152,7 @@ class FakeRun:
 
     def _make_up_data(self) -> Data:
         self.job.check_model()
-        blocks = self.job.cfg.dataset
-        packed = any(
-            block.get("packed", False)
-            for block in (blocks if isinstance(blocks, ListConfig) else [blocks])
-        )
+        packed = any(values_at(self.job.cfg, "dataset.packed"))
         row = self.job.task.made_up_row(8, packed=packed)
         return Data(self.job, [row], packed=packed)
 
@@ -253,7 +249,7 @@ class FakeRun:
     def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
         """Return the model that trains and, where the task needs one, the second."""
         job = self.job
-        kinds: list[tuple[ModelBuilder, DictConfig]] = [(job.builder, job.cfg)]
+        kinds: list[tuple[FullModel, DictConfig]] = [(job.builder, job.cfg)]
         if job.second is not None:
             kinds.append((job.second.builder, job.second.cfg))
         models = []
@@ -309,7 +305,7 @@ def expected_curve(
     rows: Rows,
     *,
     accumulates: bool,
-    builder: ModelBuilder | None = None,
+    builder: FullModel | None = None,
 ) -> MemoryCurve:
     """Return what trials of these rows should peak at on the configured device."""
     device = FakeDevice(

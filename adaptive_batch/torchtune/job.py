@@ -24,8 +24,8 @@ from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import DeviceMemory, budget_bytes, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
-from .config_errors import as_dict, instantiate, one_line
-from .model import FullModel, ModelBuilder, num_token_embeddings
+from .config_errors import computing, instantiate, one_line
+from .model import FullModel, num_token_embeddings
 from .reference import SecondModel
 from .settings import Settings
 from .task import Task
@@ -52,7 +52,7 @@ class Job:
         self,
         cfg: DictConfig,
         settings: Settings,
-        builder: ModelBuilder | None = None,
+        builder: FullModel | None = None,
         *,
         task: type[Task] | None = None,
         needs: Sequence[str] = TO_TRAIN,
@@ -83,12 +83,6 @@ class Job:
         self.dtype = _usable(
             "dtype", cfg.dtype, "bf16 or fp32", lambda: training.get_dtype(cfg.dtype, self.device)
         )
-        offloads = cfg.get("enable_activation_offloading", False)
-        # An estimate is for a device that is not here.
-        if offloads and self.device.type != "cuda" and needs is TO_TRAIN:
-            raise SettingError(
-                "enable_activation_offloading", True, "it needs CUDA; set it to False"
-            )
         if cfg.compile:
             self._set_up_compiler()
         self.loss_fn = instantiate("loss", cfg.loss)
@@ -243,11 +237,8 @@ class Job:
         if not type(optimizer).__module__.startswith("torch.optim."):
             return
         parameter.grad = torch.zeros_like(parameter)
-        try:
+        with computing("optimizer", self.cfg.optimizer, "its step fails"):
             optimizer.step()
-        except Exception as error:
-            remedy = f"its step fails ({one_line(error)}); check its arguments"
-            raise SettingError("optimizer", as_dict(self.cfg.optimizer), remedy) from error
 
     def new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """Build the configured optimizer of some parameters."""

@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from importlib import import_module
 from typing import Any, Literal, TypeVar
 
-from adaptive_batch._util import check_whole, nearest
+from adaptive_batch._util import check_choice, check_whole, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import EXAMPLES
 
@@ -170,8 +170,7 @@ def one_of(*options: str) -> Callable[[str, Any], str]:
     """Return the reader of a key whose value is one of some words."""
 
     def read(name: str, value: Any) -> str:
-        if value not in options:
-            raise SettingError(name, value, f"give one of {', '.join(options)}")
+        check_choice(name, value, options)
         return str(value)
 
     return read

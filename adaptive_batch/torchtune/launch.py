@@ -37,6 +37,13 @@ _ARGUMENT = "-h|--help|~.+|[^-=][^=]*=[^=]*"
 _INTERRUPTED = "interrupted"
 
 
+def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
+    """Run a recipe as a program, on the configuration of its command line."""
+    set_up_process()
+    use_shipped_config(sys.argv)
+    sys.exit(config.parse(recipe_main)())
+
+
 def use_shipped_config(arguments: list[str]) -> None:
     """Replace the name of a shipped config after ``--config`` by its path, in place.
 
@@ -238,9 +245,9 @@ def _check_same(cfg: DictConfig) -> None:
     They are compared in the store: the process group itself depends on the configuration, and one
     that ranks begin differently is waited for.
     """
-    own = {}
-    for key, value in as_dict(cfg).items():
-        own[key] = json.dumps(value, sort_keys=True, default=str)
+    own = {
+        key: json.dumps(value, sort_keys=True, default=str) for key, value in as_dict(cfg).items()
+    }
     own["torch"] = torch.__version__
     store, rank, _ = distributed.meet_ranks()
     if rank == 0:

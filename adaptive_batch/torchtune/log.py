@@ -88,12 +88,11 @@ class _MetricLogger:
     """
 
     def __init__(self, job: Job) -> None:
-        cfg = job.cfg
-        self._cfg = cfg
+        self._cfg = job.cfg
         self._device = job.device
         self._logger: Any = None
         self.every_n_steps = job.settings.log_every_n_steps or 1
-        self._logs_memory = bool(cfg.get("log_peak_memory_stats", False))
+        self._logs_memory = bool(self._cfg.get("log_peak_memory_stats", False))
         if self._logs_memory and job.device.type == "cpu":
             self._logs_memory = False
             log.info("log_peak_memory_stats has no effect on a CPU")
@@ -136,12 +135,11 @@ class TrainingLog:
     """
 
     def __init__(self, job: Job, data: Data) -> None:
-        cfg = job.cfg
         self._job = job
         self._data = data
         self._settings = job.settings
-        self._cfg = cfg
-        self._folder = Path(cfg.output_dir)
+        self._cfg = job.cfg
+        self._folder = Path(job.cfg.output_dir)
         self._config_path = self._folder / "adaptive_batch" / "config.yaml"
         self._record = RunLog(self._folder, enabled=False)
         self._metrics = _MetricLogger(job)
@@ -240,24 +238,25 @@ class TrainingLog:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the
         reason.
         """
-        event = self.event
         for kind, message, facts in (*run.changes_of_steps(), *run.changes()):
-            event(kind, message, **facts)
+            self.event(kind, message, **facts)
         self.without_effect(without_effect)
         if self._settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = (
                 "with the optimizer in backward a step that runs out of memory has changed some"
                 " weights already"
             )
-            event("on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again")
+            self.event(
+                "on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again"
+            )
 
     def without_effect(self, keys_set: Iterable[NoEffect]) -> None:
         """Log keys that are set and do nothing, with the reason."""
         for keys in keys_set:
             self.event("no_effect", str(keys), key=keys.key)
 
-    def too_small(self, profiler: RunProfiler, *, num_steps: int) -> None:
-        """Log what is set and does not come about, as the run has too few rows or steps."""
+    def too_short(self, profiler: RunProfiler, *, num_steps: int) -> None:
+        """Log what is set and has no effect, as the run is too short: in rows or in steps."""
         settings = self._settings
         num_rows = len(self._data.dataset)
         global_rows = settings.step_rows * self._job.ranks
@@ -410,8 +409,8 @@ class TrainingLog:
         figures = ""
         facts: dict[str, Any] = {}
         if speed is not None:
-            loss = self._trained.last_loss
-            figures = f": loss {loss:.4f} in the last step, {speed:,.0f} tokens/s in steps"
+            loss = f"loss {self._trained.last_loss:.4f} in the last step"
+            figures = f": {loss}, {speed:,.0f} tokens/s in steps"
             facts = {"tokens_per_second": round(speed, 1)}
         epoch = Path(self._cfg.checkpointer.output_dir) / f"epoch_{self._settings.epochs - 1}"
         report = f"adaptive-batch report {self._cfg.output_dir}"
@@ -434,13 +433,12 @@ def _what_is_run(job: Job) -> dict[str, str]:
     """Return what tells this run from others, for the head of its report."""
     cfg = job.cfg
     dataset = OmegaConf.to_container(cfg.dataset, resolve=True)
-    optimizer = cfg.optimizer
     return {
         "command": shlex.join(["tune", "run", Path(sys.argv[0]).stem, *sys.argv[1:]]),
         "model": str(cfg.model._component_),
         "base": str(cfg.checkpointer.checkpoint_dir),
         "dataset": json.dumps(dataset),
-        "optimizer": f"{optimizer._component_}, lr {optimizer.get('lr')}",
+        "optimizer": f"{cfg.optimizer._component_}, lr {cfg.optimizer.get('lr')}",
         "seed": str(cfg.seed),
         "device": f"{job.device}, {cfg.dtype}, {count(distributed.world_size(), 'rank')}",
         "versions": f"adaptive_batch {__version__}, torch {torch.__version__}",

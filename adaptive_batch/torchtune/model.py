@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig
@@ -26,15 +27,16 @@ from .checks import check_all_is_trained
 from .config_errors import instantiate, one_line
 
 
-class Weights(Protocol):
+class Weights(ABC):
     """What loads a model's weights.
 
     Attributes:
         is_divided: what trains was saved as each rank holds it, and :meth:`load_divided` loads it.
     """
 
-    is_divided: bool
+    is_divided = False
 
+    @abstractmethod
     def load_weights(self) -> Mapping[str, Any]:
         """Return the state dict of the model, or of the base of adapters; a collective.
 
@@ -43,22 +45,25 @@ class Weights(Protocol):
 
     def load_adapters(self) -> Mapping[str, torch.Tensor]:
         """Return an epoch's adapters by name, whole, on each rank; none for a new run."""
+        return {}
 
     def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load into what :meth:`ModelBuilder.state` returns; a collective."""
+        """Load into what :meth:`FullModel.state` returns; a collective."""
+        raise AssertionError("no rank has saved its part")
 
 
-class ModelBuilder(Protocol):
-    """Builds the model of one kind of fine-tuning.
+class FullModel:
+    """Full fine-tuning: every parameter trains, and a checkpoint holds the whole model.
 
-    Data, probe, loop and checkpoints are the same for all kinds.
+    Data, probe, loop and checkpoints are the same for all kinds of fine-tuning; another kind is a
+    subclass, which says how a model is built, what trains and what is saved.
 
     Attributes:
         keeps_base: what is saved is trained on top of a base that stays as it is, and that resuming
             reads again.
     """
 
-    keeps_base: bool
+    keeps_base = False
 
     def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
         """Refuse a model that belongs to another kind of fine-tuning; it may be without memory.
@@ -66,46 +71,6 @@ class ModelBuilder(Protocol):
         Raises:
             SettingError: names the key, and the recipe that fits.
         """
-
-    def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
-        """Return the model without memory, on the meta device."""
-
-    def build(
-        self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
-    ) -> torch.nn.Module:
-        """Return the model with its weights on its device, divided over several ranks."""
-
-    def freeze(self, model: torch.nn.Module) -> None:
-        """Freeze the parameters that do not train.
-
-        :meth:`build` calls it, and so does an estimate of a step's memory.
-        """
-
-    def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the optimizer's parameters, of which it leaves frozen ones as they are."""
-
-    def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return what a resume point holds of the model by name, as this rank holds it."""
-
-    def to_save(
-        self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
-    ) -> Mapping[str, Any]:
-        """Return what torchtune's checkpointer saves of an epoch, by its keys; a collective.
-
-        It is on rank zero, on its host.
-        """
-
-    def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
-        """Return the bytes of the tensors that :meth:`to_save` returns."""
-
-
-class FullModel:
-    """Full fine-tuning: every parameter trains, and a checkpoint holds the whole model."""
-
-    keeps_base = False
-
-    def check(self, model: torch.nn.Module, cfg: DictConfig) -> None:
-        """Refuse a model with adapters."""
         check_all_is_trained(model, cfg)
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
@@ -118,7 +83,9 @@ class FullModel:
     def build(
         self, cfg: DictConfig, weights: Weights, *, dtype: torch.dtype, device: torch.device
     ) -> torch.nn.Module:
-        """Return the model with its weights on its device, compiled as configured."""
+        """Return the model with its weights on its device, compiled as configured and divided over
+        several ranks.
+        """
         if distributed.world_size() > 1:
             sharded = build_sharded(cfg, self, dtype=dtype, device=device)
             self._load_sharded(sharded, weights, cfg, dtype=dtype, device=device)
@@ -175,25 +142,31 @@ class FullModel:
             training.validate_no_params_on_meta_device(model)
 
     def freeze(self, model: torch.nn.Module) -> None:
-        """Freeze nothing."""
+        """Freeze the parameters that do not train; here none.
+
+        :meth:`build` calls it, and so does an estimate of a step's memory.
+        """
 
     def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return all parameters."""
+        """Return the optimizer's parameters, of which it leaves frozen ones as they are."""
         return model.parameters()
 
     def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
-        """Return the bytes of all weights."""
+        """Return the bytes of the tensors that :meth:`to_save` returns."""
         return whole_bytes(model.state_dict())
 
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the state dict."""
+        """Return what a resume point holds of the model by name, as this rank holds it."""
         state: Mapping[str, torch.Tensor] = model.state_dict()
         return state
 
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
-        """Return the whole model's state dict."""
+        """Return what torchtune's checkpointer saves of an epoch, by its keys; a collective.
+
+        It is on rank zero, on its host.
+        """
         if distributed.world_size() == 1:
             return {training.MODEL_KEY: model.state_dict()}
         state = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
@@ -292,7 +265,7 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 def build_sharded(
-    cfg: DictConfig, builder: ModelBuilder, *, dtype: torch.dtype, device: torch.device
+    cfg: DictConfig, builder: FullModel, *, dtype: torch.dtype, device: torch.device
 ) -> torch.nn.Module:
     """Return the model on the meta device, divided by tensor parallelism, then by FSDP2.
 

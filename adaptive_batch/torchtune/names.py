@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from adaptive_batch.errors import SettingError
 
+from .config_errors import component_of
 from .keys import TORCHTUNE_KEYS, keys_of
 
 _OF_OTHER_RECIPES = {
@@ -39,8 +40,9 @@ def check_names(settings: type, config: Mapping[str, Any] | DictConfig) -> None:
     for key, reason in _OF_OTHER_RECIPES.items():
         value = config.get(key)
         if value is not None:
-            component = value.get("_component_") if isinstance(value, Mapping) else value
-            raise SettingError(key, component, f"{reason}; remove it, and every weight is trained")
+            raise SettingError(
+                key, component_of(value), f"{reason}; remove it, and every weight is trained"
+            )
     for name in unread(settings, config):
         matches = difflib.get_close_matches(name, _known(settings), n=1, cutoff=_CLOSE)
         if matches:

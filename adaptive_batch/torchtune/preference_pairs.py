@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig
 from torch.nn.functional import pad
 from torchtune import training
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, padded_collate_dpo
@@ -18,7 +18,8 @@ from torchtune.rlhf import get_batch_log_probs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import REFERENCE_VALUES, BatchForm
 
-from .config_errors import as_dict, check_block, one_line
+from .checks import values_at
+from .config_errors import as_dict, check_block, component_of, computing
 from .reference import SecondModel
 from .task import Batch, Collate, Models, Row, Task
 
@@ -107,8 +108,7 @@ class PreferencePairs(Task):
             raise SettingError(key, None, f"{problem}; {remedy}")
         if keeps_base and given is not None:
             remedy = "the reference of adapters is their base, with adapters disabled; remove it"
-            value = given.get("_component_") if isinstance(given, DictConfig) else given
-            raise SettingError(key, value, remedy)
+            raise SettingError(key, component_of(given), remedy)
         if keeps_base:
             return None
         check_block(key, as_dict(self.cfg)[key])
@@ -127,10 +127,7 @@ class PreferencePairs(Task):
         if cfg.get("collate_fn") is not None:
             remedy = "pairs are collated by torchtune.data.padded_collate_dpo; remove it"
             raise SettingError("collate_fn", cfg.collate_fn, remedy)
-        blocks = cfg.get("dataset") or []
-        if not isinstance(blocks, ListConfig):
-            blocks = [blocks]
-        if any(block.get("packed", False) for block in blocks):
+        if any(values_at(cfg, "dataset.packed")):
             remedy = (
                 "torchtune packs no preference pairs; set it to False, and give"
                 " micro_batch_layout=packed"
@@ -259,12 +256,9 @@ def takes_pairs(loss_fn: Any) -> bool:
 def _check_loss_computes(loss_fn: Any, cfg: DictConfig) -> None:
     """Refuse a loss that fails, or does not return a loss and two rewards of each pair."""
     zeros = torch.zeros(2)
-    try:
+    with computing("loss", cfg.loss):
         losses, chosen_rewards, rejected_rewards = loss_fn(zeros, zeros, zeros, zeros)
         shapes = [tuple(part.shape) for part in (losses, chosen_rewards, rejected_rewards)]
-    except Exception as error:
-        remedy = f"it cannot be computed ({one_line(error)}); check its arguments"
-        raise SettingError("loss", as_dict(cfg.loss), remedy) from error
     if shapes != [(2,)] * 3:
         remedy = (
             f"of two pairs it returns shapes {shapes}; it must return losses, rewards of chosen and"

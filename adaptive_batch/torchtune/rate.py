@@ -6,13 +6,13 @@ import logging
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from inspect import signature
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torchtune import config
 
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.errors import SettingError
@@ -28,7 +28,7 @@ from adaptive_batch.schedules import (
 )
 from adaptive_batch.training import AdaptiveRate
 
-from .config_errors import as_dict, instantiate, one_line
+from .config_errors import as_dict, building, computing, instantiate
 from .job import Job
 from .keys import load_function
 
@@ -147,11 +147,8 @@ def couple_batch(job: Job, planner: StepPlanner) -> None:
 def _check_rates(scheduler: Any, steps: int, block: DictConfig) -> None:
     """Refuse a schedule that gives no rate somewhere: a warm-up may hide that at first."""
     schedule = schedule_of(scheduler)
-    try:
+    with computing("lr_scheduler", block, "it gives no rate"):
         factors = [float(schedule(clock)) for clock in (0, steps // 2, steps - 1)]
-    except Exception as error:
-        remedy = f"it gives no rate ({one_line(error)}); check its arguments"
-        raise SettingError("lr_scheduler", as_dict(block), remedy) from error
     if not all(map(math.isfinite, factors)):
         remedy = f"its factors are {factors} at the beginning, half way and at the end; check them"
         raise SettingError("lr_scheduler", as_dict(block), remedy)
@@ -167,22 +164,17 @@ def check_scheduler(cfg: DictConfig) -> None:
     block = cfg.get("lr_scheduler", None)
     if not block:
         return
-    key = "lr_scheduler._component_"
-    component = load_function(block._component_, key=key)
-    arguments = {str(name): value for name, value in block.items() if name != "_component_"}
-    try:
-        signature(component).bind(None, num_training_steps=1, last_epoch=-1, **arguments)
-    except TypeError as error:
-        raise SettingError(
-            key,
-            block._component_,
-            "it is called with an optimizer, num_training_steps, last_epoch and its other keys:"
-            f" {error}; give torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-        ) from None
+    # It names what is near where there is no such component.
+    load_function(block._component_, key="lr_scheduler._component_")
     optimizer = optimizer_of_nothing(1.0)
     # More than any warm-up.
     steps = 10**6
-    built = instantiate("lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1)
+    remedy = (
+        "it is called with an optimizer, num_training_steps, last_epoch and its other keys; give"
+        " torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+    )
+    with building("lr_scheduler", block._component_, remedy):
+        built = config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1)
     if isinstance(built, ReduceLROnPlateau):
         remedy = (
             "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule,"

@@ -17,7 +17,7 @@ from adaptive_batch.errors import SettingError
 
 from .checks import has_tensor_parallelism
 from .config_errors import building
-from .model import FullModel, ModelBuilder
+from .model import FullModel, Weights
 
 _REMEDY = "give a block like checkpointer, with the files of this model"
 
@@ -81,7 +81,7 @@ class SecondModel:
         SettingError: the models would be divided by tensor parallelism.
     """
 
-    builder: ClassVar[ModelBuilder] = FullModel()
+    builder: ClassVar[FullModel] = FullModel()
 
     def __init__(self, cfg: DictConfig, *, key: str = "model", checkpointer_key: str) -> None:
         if has_tensor_parallelism(cfg):
@@ -134,15 +134,13 @@ class SecondModel:
             raise SettingError(named, error.value, error.remedy) from error.__cause__
 
 
-class _WholeWeights:
+class _WholeWeights(Weights):
     """Loads the weights of a second model, as torchtune's checkpointer reads them.
 
     Args:
         block: block of the checkpointer.
         key: its key.
     """
-
-    is_divided = False
 
     def __init__(self, block: DictConfig, *, key: str) -> None:
         self._block = block
@@ -163,11 +161,3 @@ class _WholeWeights:
             return weights[training.MODEL_KEY]  # type: ignore[no-any-return]
 
         return distributed.on_rank_zero(load) or {}
-
-    def load_adapters(self) -> Mapping[str, torch.Tensor]:
-        """Return none: a second model has no adapters."""
-        return {}
-
-    def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Never called: no rank has saved its part of a second model."""
-        raise AssertionError("a second model is loaded as a whole")

@@ -127,10 +127,6 @@ class RunFolder:
             return None
         return newest.path
 
-    def holds_several(self) -> bool:
-        """Whether there are saves of more than one run."""
-        return len(self.saves_by_run()) > 1
-
     def remove_others(self, run: str) -> bool:
         """Remove what other runs have saved, once something of this run is there; return whether
         it is.
@@ -272,7 +268,7 @@ class SavedRuns:
         passed_over = [checkpoint.describe() for checkpoint in skipped]
         if newest is None:
             raise CheckpointError(self._nothing_complete(passed_over))
-        state = _recipe_state(newest)
+        state = newest.load_small_state()
         # What is damaged may be all of the latest run: resuming an earlier one would go unnoticed.
         if any(checkpoint.is_ours for checkpoint in skipped):
             last_run = self.folder.last_run()
@@ -427,17 +423,10 @@ class SavedRuns:
         )
 
 
-def _recipe_state(saved: Checkpoint | SavedEpoch) -> dict[str, Any]:
-    if isinstance(saved, SavedEpoch):
-        return saved.state
-    state: dict[str, Any] = saved.load_small_state()
-    return state
-
-
 def _run_of(saved: Checkpoint | SavedEpoch) -> str | None:
     """Return which run made a save; None where torchtune's recipe did, or it cannot be read."""
     try:
-        return _run_of_state(_recipe_state(saved))
+        return _run_of_state(saved.load_small_state())
     except CheckpointError:
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from adaptive_batch._util import count
@@ -40,6 +41,18 @@ def keys_against_padding(settings: Settings) -> str:
     if settings.pad_to_multiple_of > 1:
         return "a lower pad_to_multiple_of leaves less"
     return ""
+
+
+@dataclass
+class _EpochCounts:
+    """Steps of an epoch without a label, and tokens that its steps ran, with padding and without.
+
+    A checkpoint of an earlier version has no tokens.
+    """
+
+    unlabelled: int = 0
+    tokens: int = 0
+    padded_tokens: float = 0.0
 
 
 class StepTally:
@@ -82,9 +95,7 @@ class StepTally:
         self._nonfinite = saver.add("nonfinite", nonfinite)
         self.full_batch_loss = saver.add("full_batch_loss", FullBatchLoss(full_batch_rows))
         self._noise_scale = saver.add("noise_scale", NoiseScale())
-        self._num_unlabelled = 0
-        self._tokens = 0
-        self._padded_tokens = 0.0
+        self._epoch = _EpochCounts()
         saver.add("epoch", self)
 
     def small_rows(self, step: PlannedRows) -> tuple[int, ...] | None:
@@ -103,10 +114,10 @@ class StepTally:
         """Tally a step; return what progress keeps of it, by name."""
         num_rows = len(step.numbers)
         assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
-        self._num_unlabelled += not result.micro_batches
-        self._tokens += result.tokens
+        self._epoch.unlabelled += not result.micro_batches
+        self._epoch.tokens += result.tokens
         if result.padding_fraction < 1:
-            self._padded_tokens += result.tokens / (1 - result.padding_fraction)
+            self._epoch.padded_tokens += result.tokens / (1 - result.padding_fraction)
         if result.noise is not None:
             self._noise_scale.update(result.noise)
         if not self._settings.measures_noise:
@@ -121,14 +132,12 @@ class StepTally:
             SettingError: no step of the epoch had a label.
         """
         num_steps = progress.epoch_steps
-        if num_steps and self._num_unlabelled == num_steps:
+        if num_steps and self._epoch.unlabelled == num_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self._job.cfg.dataset), remedy)
         num_nonfinite = self._nonfinite.count()
         self._log_epoch(progress, planner, num_nonfinite)
-        self._num_unlabelled = 0
-        self._tokens = 0
-        self._padded_tokens = 0.0
+        self._epoch = _EpochCounts()
         skips = self._settings.on_nonfinite_loss == "skip"
         if skips and num_nonfinite == num_steps > 0:
             raise NonfiniteLossError(
@@ -143,9 +152,11 @@ class StepTally:
         """
         event = self._log.event
         of_steps = f"of {count(progress.epoch_steps, 'step')}"
-        if self._num_unlabelled:
-            message = f"{self._num_unlabelled} {of_steps} had no label at all, and changed nothing"
-            event("no_labels", message, steps=self._num_unlabelled)
+        if self._epoch.unlabelled:
+            message = (
+                f"{self._epoch.unlabelled} {of_steps} had no label at all, and changed nothing"
+            )
+            event("no_labels", message, steps=self._epoch.unlabelled)
         if num_nonfinite:
             end = ", and were skipped" if self._settings.on_nonfinite_loss == "skip" else ""
             message = f"{num_nonfinite} {of_steps} had a loss or gradients that are not finite{end}"
@@ -167,8 +178,8 @@ class StepTally:
         where that is much.
         """
         share = 0.0
-        if self._padded_tokens:
-            share = 1 - self._tokens / self._padded_tokens
+        if self._epoch.padded_tokens:
+            share = 1 - self._epoch.tokens / self._epoch.padded_tokens
         key = keys_against_padding(self._settings)
         if share <= _MUCH_PADDING or not key:
             return ""
@@ -179,15 +190,8 @@ class StepTally:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counts as plain numbers."""
-        return {
-            "unlabelled": self._num_unlabelled,
-            "tokens": self._tokens,
-            "padded_tokens": self._padded_tokens,
-        }
+        return asdict(self._epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume counting from a saved state."""
-        self._num_unlabelled = state["unlabelled"]
-        # A checkpoint of an earlier version has them not.
-        self._tokens = state.get("tokens", 0)
-        self._padded_tokens = state.get("padded_tokens", 0.0)
+        self._epoch = _EpochCounts(**state)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig
 
 from adaptive_batch.errors import SettingError
 
+from .config_errors import component_of
 from .distillation import Distillation
 from .preference_pairs import PreferencePairs, takes_pairs
 from .task import NextTokens, Task
@@ -34,8 +34,5 @@ def check_keys_of_others(cfg: DictConfig, task: type[Task]) -> None:
     for owner in _TASKS:
         for key in owner.keys:
             value = cfg.get(key)
-            if value is None or key in task.keys:
-                continue
-            if isinstance(value, Mapping | DictConfig):
-                value = value.get("_component_")
-            raise SettingError(key, value, f"{owner.without_it}; remove it")
+            if value is not None and key not in task.keys:
+                raise SettingError(key, component_of(value), f"{owner.without_it}; remove it")

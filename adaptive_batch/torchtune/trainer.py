@@ -19,6 +19,7 @@ from adaptive_batch.training import (
     FORMS,
     BatchForm,
     MicroBatchRunner,
+    MicroBatchSizer,
     RowLoss,
     RowReference,
     TriedStep,
@@ -66,9 +67,8 @@ class Trainer:
         ) = None,
         second: torch.nn.Module | None = None,
     ) -> None:
-        cfg = job.cfg
         settings = job.settings
-        if cfg.compile:
+        if job.cfg.compile:
             for loss_fn in job.task.losses:
                 training.compile_loss(loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
@@ -78,42 +78,21 @@ class Trainer:
         self.models = self._reference.models
         self._job = job
         self._data = data
-        self._offloading = bool(cfg.get("enable_activation_offloading", False))
+        self._offloading = bool(job.cfg.get("enable_activation_offloading", False))
         self._activations = training.get_act_offloading_ctx_manager(model, self._offloading)
         max_grad_norm = None
         if not settings.optimizer_in_bwd:
             max_grad_norm = norm_to_clip(settings.clip_grad_norm, settings.on_nonfinite_loss)
-        reference = None
-        if sizers.reference is not None:
-            assert job.task.num_reference_values, "the loss needs more of a reference than numbers"
-            reference = RowReference(
-                partial(job.task.reference_values, self),
-                job.task.num_reference_values,
-                sizers.reference,
-            )
         self.runner = MicroBatchRunner(
             model,
-            RowLoss(
-                collate=data.collator.to_length,
-                to_device=to_device or self._to_device,
-                mean_loss=self.mean_loss,
-                count_labels=job.task.count_labels,
-                row_length=job.task.length,
-                num_real_tokens=data.dataset.num_real_tokens,
-                dummy_row=lambda: data.dummy_row,
-                join=job.with_values(self._join),
-                counts_rows=job.task.counts_rows,
-                metrics=job.task.metrics,
-                loss_of=job.task.loss_of,
-                after_forward=data.dataset.read_ahead,
-            ),
+            self._row_loss(to_device or partial(utils.batch_to_device, device=job.device)),
             sizers.training,
             memory=job.memory,
             retries=settings.on_out_of_memory == "shrink",
             max_grad_norm=max_grad_norm,
             scale_gradients=not settings.optimizer_in_bwd,
             measures_noise=settings.measures_noise,
-            reference=reference,
+            reference=self._row_reference(sizers.reference),
             sharding=Sharding(
                 self.models,
                 finishes=distributed.data_parallel_size() == distributed.world_size(),
@@ -127,17 +106,41 @@ class Trainer:
             trained = [parameter for parameter in parameters if parameter.requires_grad]
             optimizers = {parameter: new_optimizer([parameter]) for parameter in trained}
             self.in_backward = OptimizerInBackward(optimizers)
+            names = self.names_of_parameters
             self.optimizer = training.OptimizerInBackwardWrapper(
-                {
-                    name: optimizers[parameter]
-                    for name, parameter in model.named_parameters()
-                    if parameter in optimizers
-                }
+                {names[parameter]: optimizer for parameter, optimizer in optimizers.items()}
             )
             self.optimizers = list(optimizers.values())
         else:
             self.optimizer = new_optimizer(parameters)
             self.optimizers = [self.optimizer]
+
+    def _row_reference(self, sizer: MicroBatchSizer | None) -> RowReference | None:
+        """Return the reference that runs in micro-batches of its own, where a sizer is for one."""
+        if sizer is None:
+            return None
+        task = self._job.task
+        assert task.num_reference_values, "the loss needs more of a reference than numbers"
+        return RowReference(partial(task.reference_values, self), task.num_reference_values, sizer)
+
+    def _row_loss(self, to_device: Callable[[dict[str, Any]], object]) -> RowLoss:
+        """Return what the runner needs to know of rows and their loss."""
+        task = self._job.task
+        data = self._data
+        return RowLoss(
+            collate=data.collator.to_length,
+            to_device=to_device,
+            mean_loss=self.mean_loss,
+            count_labels=task.count_labels,
+            row_length=task.length,
+            num_real_tokens=data.dataset.num_real_tokens,
+            dummy_row=lambda: data.dummy_row,
+            join=self._job.with_values(self._join),
+            counts_rows=task.counts_rows,
+            metrics=task.metrics,
+            loss_of=task.loss_of,
+            after_forward=data.dataset.read_ahead,
+        )
 
     @classmethod
     def load(cls, job: Job, data: Data, weights: Weights, sizers: Sizers) -> Trainer:
@@ -166,9 +169,6 @@ class Trainer:
                 " several devices (tune run --nproc_per_node N)"
             ) from error
         return cls(job, data, model, sizers, second=second)
-
-    def _to_device(self, batch: dict[str, Any]) -> None:
-        utils.batch_to_device(batch, self._job.device)
 
     def _join(
         self, rows: Sequence[dict[str, Any]], form: BatchForm
@@ -230,10 +230,10 @@ class Trainer:
         )
 
     def check_layout(self) -> None:
-        """Refuse packed rows that would not train the model as padded ones do; all ranks call it.
+        """Refuse rows without padding that would not train as padded ones do; all ranks call it.
 
         Raises:
-            SettingError: ``packed`` is configured, and the model does not keep rows apart.
+            SettingError: one is configured, and the model does not keep rows apart.
         """
         settings = self._job.settings
         if settings.layout_kind.pads:
@@ -320,8 +320,9 @@ class Trainer:
     def tried(self) -> TriedStep:
         """Return the step that a search tries."""
         runner = self.runner
-        syncs_all = self._job.settings.sync_gradients_every_micro_batch
-        keeps_gradients = not syncs_all and distributed.world_size() > 1
+        keeps_gradients = (
+            distributed.world_size() > 1 and not self._job.settings.sync_gradients_every_micro_batch
+        )
         return TriedStep(
             runner,
             self.in_backward or self.optimizer,

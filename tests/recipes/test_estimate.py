@@ -630,7 +630,7 @@ def test_offloaded_activations_take_no_memory_of_the_device():
 )
 def test_offloading_without_checkpointing_or_cuda_is_refused_as_in_training(keys):
     with pytest.raises(
-        SettingError, match="it needs CUDA and enable_activation_checkpointing=True"
+        SettingError, match="it needs device=cuda and enable_activation_checkpointing=True"
     ):
         small(**keys, enable_activation_offloading=True)
 

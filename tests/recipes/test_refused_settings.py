@@ -265,7 +265,7 @@ REFUSED = {
         )
     },
     **{
-        setting: ([setting], setting.partition("=")[0], "give a number from 0 to below 1")
+        setting: ([setting], setting.partition("=")[0], "give a share of at least 0 and below 1")
         for setting in (
             "model.lora_dropout=.nan",
             "model.attn_dropout=1",
@@ -359,11 +359,11 @@ REFUSED = {
     "offloading without CUDA": (
         ["enable_activation_offloading=True"],
         "enable_activation_offloading=True",
-        "CUDA",
+        "device=cuda",
     ),
     "a scheduler that torchtune's recipes cannot build": (
         ["lr_scheduler._component_=torch.optim.lr_scheduler.StepLR", "lr_scheduler.step_size=2"],
-        "lr_scheduler._component_='torch.optim.lr_scheduler.StepLR'",
+        "lr_scheduler='torch.optim.lr_scheduler.StepLR'",
         "num_training_steps",
     ),
     "an output folder that cannot be made": (
@@ -841,8 +841,8 @@ REFUSED = {
             ("optimizer.amsgrad=1", "optimizer.amsgrad=1", "give True or False"),
             ("optimizer.fused=abc", "optimizer.fused='abc'", "give True or False"),
             ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]", "give a list of numbers"),
-            ("optimizer.betas=[0.9,1.5]", "optimizer.betas=1.5", "give a number from 0 to below 1"),
-            ("optimizer.dampening=abc", "optimizer.dampening='abc'", "give a number"),
+            ("optimizer.betas=[0.9,1.5]", "optimizer.betas=1.5", "give a share of at least 0"),
+            ("optimizer.dampening=abc", "optimizer.dampening='abc'", "give a share"),
             ("model.tie_word_embeddings=abc", "model.tie_word_embeddings='abc'", "True or False"),
             ("model.rope_base=0", "model.rope_base=0", "give a number above 0"),
             ("model.norm_eps=-1", "model.norm_eps=-1", "give a number above 0"),

@@ -34,7 +34,8 @@ from adaptive_batch.torchtune import (
     builder_of,
     estimate_devices,
 )
-from adaptive_batch.training import BoundSearch, ProbeOptions
+from adaptive_batch.torchtune.model import Weights
+from adaptive_batch.training import BoundSearch, ProbeOptions, SearchScope
 
 _NARROW = {
     "num_layers": 2,
@@ -294,10 +295,8 @@ class RealRun:
         self.trainer = Trainer.load(job, self.data, RandomWeights(job), Sizers.of(job, self.data))
 
 
-class RandomWeights:
+class RandomWeights(Weights):
     """Weights that no file holds."""
-
-    is_divided = False
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -309,14 +308,6 @@ class RandomWeights:
             model: torch.nn.Module = config.instantiate(self._job.cfg.model)
         adapters = get_adapter_params(model)
         return {name: part for name, part in model.state_dict().items() if name not in adapters}
-
-    def load_adapters(self) -> Mapping[str, torch.Tensor]:
-        """None but those that the model begins with."""
-        return {}
-
-    def load_divided(self, state: Mapping[str, torch.Tensor]) -> None:
-        """They never are."""
-        raise AssertionError
 
 
 class ZeroWeights:
@@ -380,11 +371,13 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
     options = ProbeOptions(probe.device_memory, probe.headroom, finder.most_rows)
     return BoundSearch(
         trainer.tried(),
-        finder.rows.of_length("longest"),
+        SearchScope(
+            finder.rows.of_length("longest"),
+            accumulates=run.job.settings.search_plan.has_several
+            or run.job.settings.gradient_accumulation_steps > 1,
+        ),
         options,
-        accumulates=run.job.settings.search_plan.has_several
-        or run.job.settings.gradient_accumulation_steps > 1,
-        search=search,
+        strategy=search,
     ).run()
 
 
@@ -393,8 +386,7 @@ def found(run: RealRun) -> ProbeResult:
     finder = BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
-        step_rows = run.job.settings.search_plan.step_rows
-        *_, result = finder.of_training(run.trainer, length="longest", step_rows=step_rows)
+        *_, result = finder.of_training(run.trainer, length="longest")
     return result
 
 

@@ -34,6 +34,7 @@ from adaptive_batch.data import Measured, MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import BoundFinder, Data, Job, Settings, Sizers, Trainer, builder_of
+from adaptive_batch.torchtune.model import Weights
 
 from .allocator_on_stack import described
 from .model_families import MODELS, Combination, ZeroWeights
@@ -159,7 +160,7 @@ class Outcome:
         return self.fits and not self.retries
 
 
-class NoWeights:
+class NoWeights(Weights):
     """Weights that are left as memory had them, but for the base of adapters, if a combination with
     some is given: zeros.
     """
@@ -175,9 +176,6 @@ class NoWeights:
         base = ZeroWeights(MODELS[self._combination.model], self._combination.dtype)
         weights: Mapping[str, Any] = base.load_checkpoint()[training.MODEL_KEY]
         return weights
-
-    def load_adapters(self) -> Mapping[str, Any]:
-        return {}
 
     def load_divided(self, state: Mapping[str, Any]) -> None:
         pass
@@ -279,8 +277,7 @@ def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADAPTIVE_BATCH_CACHE"] = folder
         finder.path = Path(folder) / "probe.json"
-        step_rows = job.settings.search_plan.step_rows
-        *_, result = finder.of_training(trainer, length="longest", step_rows=step_rows)
+        *_, result = finder.of_training(trainer, length="longest")
     return result
 
 

@@ -18,7 +18,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import DryRun, Predictive, run_search
-from adaptive_batch.torchtune import Data, Job, ModelBuilder, Settings, Sizers, Trainer
+from adaptive_batch.torchtune import Data, FullModel, Job, Settings, Sizers, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN
 from adaptive_batch.training import StepResult
 
@@ -40,7 +40,7 @@ class Wired:
         cfg: DictConfig,
         rows: Sequence[Any],
         *,
-        builder: ModelBuilder | None,
+        builder: FullModel | None,
         limit: MicroBatchLimit,
         memory: DeviceMemory | None = None,
         reference_limit: MicroBatchLimit | None = None,

@@ -1,4 +1,3 @@
-import json
 import os
 import random
 from pathlib import Path
@@ -64,9 +63,7 @@ def test_a_fingerprint_is_the_same_on_every_machine():
 )
 def test_what_has_no_lasting_text_is_refused(part):
     for nested in (part, [part], {"a": [part]}):
-        with pytest.raises(
-            TypeError, match=f"cannot fingerprint a {type(part).__name__}: use None, bool, int"
-        ):
+        with pytest.raises(TypeError, match=f"{type(part).__name__} is not JSON serializable"):
             fingerprint(nested)
 
 
@@ -92,32 +89,13 @@ def test_a_large_file_is_known_by_size_and_time(tmp_path):
     assert file_signature(file) == ["file", 64 * 2**20 + 1, 5]
 
 
-def test_a_folder_is_known_by_the_names_sizes_and_times_of_its_files(tmp_path):
-    folder = tmp_path / "folder"
-    (folder / "inner").mkdir(parents=True)
-    signatures = [file_signature(folder)]
-    (folder / "inner" / "a").write_text("a")
-    signatures.append(file_signature(folder))
-    os.utime(folder / "inner" / "a", (1, 1))
-    signatures.append(file_signature(folder))
-    (folder / "inner" / "a").rename(folder / "inner" / "b")
-    signatures.append(file_signature(folder))
-    (folder / "dangling").symlink_to("nowhere")
-    signatures.append(file_signature(folder))
-    assert len({json.dumps(signature) for signature in signatures}) == len(signatures)
-    assert file_signature(folder) == signatures[-1]
-    assert signatures[3][:3] == ["folder", 1, 1]
-
-
-def test_what_is_missing_or_no_file_has_a_signature_too(tmp_path):
+def test_what_is_missing_has_a_signature_too(tmp_path):
     assert file_signature(tmp_path / "absent") == file_signature("no\0name") == ["missing"]
-    os.mkfifo(tmp_path / "pipe")
-    assert file_signature(tmp_path / "pipe") == ["other"]
 
 
 def test_every_signature_is_a_part_of_a_fingerprint(tmp_path):
     (tmp_path / "file").write_text("a")
-    for path in (tmp_path, tmp_path / "file", tmp_path / "absent"):
+    for path in (tmp_path / "file", tmp_path / "absent"):
         fingerprint(file_signature(path))
 
 

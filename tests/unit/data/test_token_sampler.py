@@ -237,8 +237,8 @@ def test_epochs_differ_and_come_again_with_their_seed(order):
         ({"min_rows": 0}, "min_rows=0: give a whole number, 1 or more"),
         ({"max_rows": 0}, "max_rows=0: give a whole number, 1 or more"),
         ({"min_rows": 3, "max_rows": 2}, "min_rows=3: must not be above the most rows, 2"),
-        ({"count": "words"}, "count='words': must be one of padded, real"),
-        ({"long_rows": "cut"}, "long_rows='cut': must be one of error, drop, alone"),
+        ({"count": "words"}, "count='words': give one of padded, real"),
+        ({"long_rows": "cut"}, "long_rows='cut': give one of error, drop, alone"),
         ({"lengths": [3, 0]}, "lengths=0: row 1 must have 1 token or more"),
         (
             {"lengths": [0.5]},

@@ -35,6 +35,7 @@ from adaptive_batch.torchtune.checks import (
     check_loss,
     check_output_dir,
     complete,
+    why_unpacked,
 )
 from adaptive_batch.torchtune.config_errors import check_file, plainly
 from adaptive_batch.torchtune.tasks import check_keys_of_others
@@ -393,6 +394,13 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
     path.write_bytes(b"\xff\xfe\x00\x01")
     with pytest.raises(SettingError, match="--config="):
         check_file(str(path))
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["a block", "a list of blocks"])
+def test_rows_of_a_packed_dataset_are_not_packed_again(several):
+    block = {"_component_": "torchtune.datasets.alpaca_dataset", "packed": True}
+    cfg = OmegaConf.create({"dataset": [block, block] if several else block})
+    assert why_unpacked(cfg) == "dataset.packed is True: its rows are packed already"
 
 
 # --- on the terminal
