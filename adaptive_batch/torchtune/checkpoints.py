@@ -291,8 +291,7 @@ class Checkpoints(Weights):
 
         def check() -> None:
             folder = Path(self._cfg.checkpointer.output_dir).absolute()
-            nearest = next(path for path in (folder, *folder.parents) if path.exists())
-            free = shutil.disk_usage(nearest).free
+            free = shutil.disk_usage(folder).free
             if free < num_bytes:
                 remedy = (
                     f"an epoch takes {format_bytes(num_bytes)}, and {format_bytes(free)} are free"
