@@ -122,9 +122,7 @@ class Checkpoints(Weights):
         with contextlib.suppress(CheckpointError):
             if distributed.world_size() == 1:
                 self._manager.wait()
-        newest = None
-        if self._run is not None:
-            newest = self._saved_runs.folder.newest_of(self._run)
+        newest = self._saved_runs.folder.newest_of(self._run)
         if newest is None:
             return (
                 "nothing of this run is saved yet, so there is nothing to resume from; start it"
