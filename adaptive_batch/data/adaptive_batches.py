@@ -146,10 +146,11 @@ class AdaptiveBatches(Sampler[list[int]]):
         """Tell a function of each decision about batches too: its kind, a message, and facts."""
         self._listeners.append(event)
 
-    def _tell_all(self, kind: str, message: str, **facts: Any) -> None:
-        _log_event(kind, message, **facts)
+    def _tell_all(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+        if prints and distributed.is_rank_zero():
+            log.info("%s", message)
         for listener in self._listeners:
-            listener(kind, message, **{**facts, "prints": False})
+            listener(kind, message, prints=False, **facts)
 
     @property
     def progress(self) -> Progress:
@@ -271,8 +272,3 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
         raise SettingError(
             "sampler", name, "it has no length, so an epoch has no end; give one with __len__"
         )
-
-
-def _log_event(kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
-    if prints and distributed.is_rank_zero():
-        log.info("%s", message)
