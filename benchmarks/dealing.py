@@ -115,7 +115,7 @@ def measure(case: Case, way: str, lengths: list[int]) -> dict[str, Any]:
             micro_batches([of_step[row] for row in rows], case.capacity, case.shapes)
             for rows in dealt
         ]
-        tokens = [[piece.padded_tokens for piece in of_rank] for of_rank in pieces]
+        tokens = [[piece.run_tokens for piece in of_rank] for of_rank in pieces]
         totals = list(map(sum, tokens))
         imbalances.append(max(totals) * RANKS / sum(totals) - 1)
         counts.append(max(map(len, tokens)))

@@ -214,17 +214,14 @@ def searched(case: Case, estimated: dict[str, Any], room: Room) -> dict[str, Any
         "reserved",
     )
     for name, conf in CONFS.items():
-        # As `auto` has it.
-        stays_whole = name == "expandable" or case.combination.loss == "chunked"
-        headroom = 0.01 if stays_whole else 0.05
-        run = StackRun(case.combination, (), probes=STEPS_AFTER_SEARCH, headroom=headroom)
+        run = StackRun(case.combination, (), probes=STEPS_AFTER_SEARCH, headroom="auto")
         with room.of(None):
             start = time.perf_counter()
             real = counted(run, conf)
             seconds = time.perf_counter() - start
         entry[name] = {key: getattr(real, key) for key in kept}
         entry[name] |= {
-            "headroom": headroom,
+            "headroom": run.headroom,
             "estimated": estimated[name]["rows"],
             "seconds": round(seconds, 1),
         }

@@ -165,7 +165,7 @@ def measure_steps(ranks: int, by: str, *, steps: int, folder: Path) -> dict[str,
         pieces = [
             micro_batches([of_step[row] for row in positions], capacity) for positions in dealt
         ]
-        tokens = [[piece.padded_tokens for piece in of_rank] for of_rank in pieces]
+        tokens = [[piece.run_tokens for piece in of_rank] for of_rank in pieces]
         totals = list(map(sum, tokens))
         imbalance.append(max(totals) * ranks / sum(totals) - 1)
         counts.append(max(map(len, tokens)))

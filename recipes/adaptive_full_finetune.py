@@ -209,7 +209,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        self.log.too_small(self.profiler, num_steps=self.settings.epochs * epoch_steps)
+        self.log.too_short(self.profiler, num_steps=self.settings.epochs * epoch_steps)
         self.ahead = self.preview.look_ahead(self.queue.progress)
         self.tally = StepTally(
             self.job,

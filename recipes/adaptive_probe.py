@@ -97,9 +97,7 @@ def probe(
     refused = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         try:
-            *_, result = bound_finder.of_training(
-                trainer, length=length, step_rows=settings.search_plan.step_rows
-            )
+            *_, result = bound_finder.of_training(trainer, length=length)
         except DoesNotFitError as error:
             # It may be on one rank alone, and the others wait for it.
             if distributed.world_size() > 1:
@@ -116,7 +114,7 @@ def probe(
         say(summary(results))
     result = results[-1]
     if trainer.runner.reference is not None:
-        step_rows = job.batching().step_rows(result.batch_size)
+        step_rows = result.batch_size * settings.gradient_accumulation_steps
         of_reference = bound_finder.of_reference(trainer, step_rows=step_rows)
         say(f"\nthe reference alone, without gradients:\n{of_reference.table()}")
     batch_size = result.batch_size if settings.use_maximum_batch_size else settings.batch_size
@@ -150,12 +148,10 @@ def tune(job: Job, result: ProbeResult, length: int | str, watch: Watchdog | Non
         # This gives back the memory of the last.
         trainer = None
         try:
-            tuned, _, bound_finder, trainer = build(
+            *_, bound_finder, trainer = build(
                 with_overrides(job.cfg, overrides), watch, job.builder
             )
-            *_, tuned_result = bound_finder.of_training(
-                trainer, length=length, step_rows=tuned.settings.search_plan.step_rows
-            )
+            *_, tuned_result = bound_finder.of_training(trainer, length=length)
             rows = bound_finder.rows.of_length(length).first(tuned_result.batch_size)
             speed = tokens_per_second(trainer, tuned_result, rows)
         except (DoesNotFitError, SettingError) as error:

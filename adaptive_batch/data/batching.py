@@ -101,12 +101,9 @@ class Batching(Sampling):
         """Where an epoch ends, as the functions of an epoch plan take it."""
         return {"drop_last": self.drop_last, "max_steps": self.max_steps_per_epoch}
 
-    def step_rows(self, batch_size: int) -> int:
-        """Return the rows of a step on one device: those of a batch, accumulated."""
-        return batch_size * self.gradient_accumulation_steps
-
     def global_batch(self, ranks: int) -> Reference:
         """Return the batch of so many ranks that is configured: what a rate was chosen for."""
         if isinstance(self.batch_size_schedule, Seesaw) and self.batch_tokens:
             return Reference(self.batch_tokens * ranks, "tokens")
-        return Reference(self.step_rows(self.batch_size) * ranks, "rows")
+        rows = self.batch_size * self.gradient_accumulation_steps
+        return Reference(rows * ranks, "rows")

@@ -238,7 +238,7 @@ class EpochPlanner:
             batches = self._token_steps.constant(order, self._rows.lengths)
             plan = EpochPlan.of_sizes(batches.sizes.tolist(), **batching.ends)
             return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: batches.rows))
-        global_rows = batching.step_rows(batch_size) * self.ranks
+        global_rows = self._batch.rows_of_step(batch_size) * self.ranks
         plan = EpochPlan.of(self.num_rows, global_rows=global_rows, **batching.ends)
         return replace(plan, tokens=self._tokens.of_epoch(plan, lambda: self.order(Progress())))
 

@@ -65,7 +65,7 @@ class MicroBatchLimit:
             # By tokens, one of several rows, which can be made smaller.
             if self.unit == "tokens":
                 rows = min(2, rows)
-            return rows, piece.padded_tokens
+            return rows, piece.run_tokens
 
         return max(pieces, key=key)
 
@@ -160,9 +160,9 @@ class MicroBatchLayout:
         padded = {length: self.padded(length) for length in set(lengths)}
         return [padded[length] for length in lengths]
 
-    def padded_tokens(self, lengths: Sequence[int]) -> int:
-        """Return the tokens that a micro-batch of rows of these lengths runs: packed their sum,
-        else rows x the longest.
+    def run_tokens(self, lengths: Sequence[int]) -> int:
+        """Return the tokens that a micro-batch of rows of these lengths runs: their sum, or rows x
+        the longest where it pads.
         """
         if self.pads:
             return len(lengths) * self.padded(max(lengths, default=0))
@@ -172,7 +172,7 @@ class MicroBatchLayout:
         """Return what so many rows of `length` tokens take of a limit, in its unit."""
         if unit == "rows":
             return rows
-        return self.padded_tokens([length] * rows)
+        return self.run_tokens([length] * rows)
 
     def rows_within(self, limit: MicroBatchLimit, length: int) -> int:
         """Return how many rows of `length` tokens a micro-batch may hold; one row is always
@@ -180,7 +180,7 @@ class MicroBatchLayout:
         """
         rows = limit.amount
         if limit.unit == "tokens":
-            rows //= self.padded_tokens([length])
+            rows //= self.run_tokens([length])
         return max(1, rows)
 
 
@@ -190,28 +190,28 @@ class MicroBatch:
 
     Attributes:
         rows: their positions in the step, in order.
-        length: tokens that each is padded to; of packed rows the mean, rounded up.
-        packed: tokens of each row where they are packed; else empty.
+        length: tokens that each is padded to; the mean, rounded up, where none is padded.
+        own_lengths: tokens of each row in a layout that does not pad; else empty.
     """
 
     rows: list[int]
     length: int
-    packed: tuple[int, ...] = ()
+    own_lengths: tuple[int, ...] = ()
 
     @property
     def lengths(self) -> Sequence[int]:
         """Tokens that are run of each row, padding included."""
-        return self.packed or [self.length] * len(self.rows)
+        return self.own_lengths or [self.length] * len(self.rows)
 
     @property
-    def padded_tokens(self) -> int:
+    def run_tokens(self) -> int:
         """Tokens that are run, padding included."""
-        return sum(self.packed) or len(self.rows) * self.length
+        return sum(self.own_lengths) or len(self.rows) * self.length
 
     @property
     def size(self) -> int:
         """Tokens that are run; rows where their lengths are not known."""
-        return self.padded_tokens or len(self.rows)
+        return self.run_tokens or len(self.rows)
 
 
 def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]:
@@ -276,10 +276,10 @@ def micro_batches(
     if kind.pads:
         pieces = _padded_pieces(cut, lengths, layout)
     else:
-        pieces = _packed_pieces(cut, lengths)
+        pieces = _unpadded_pieces(cut, lengths)
     if not layout.keeps_order(limit):
         # What the largest leaves in an allocator's cache serves the others, and not the reverse.
-        pieces.sort(key=lambda piece: (piece.padded_tokens, piece.length), reverse=True)
+        pieces.sort(key=lambda piece: (piece.run_tokens, piece.length), reverse=True)
     return pieces
 
 
@@ -292,7 +292,7 @@ def _padded_pieces(
     return [MicroBatch(rows, layout.padded(max(map(lengths.__getitem__, rows)))) for rows in cut]
 
 
-def _packed_pieces(cut: Sequence[list[int]], lengths: Sequence[int]) -> list[MicroBatch]:
+def _unpadded_pieces(cut: Sequence[list[int]], lengths: Sequence[int]) -> list[MicroBatch]:
     pieces = []
     for rows in cut:
         own_lengths = tuple(lengths[row] for row in rows)

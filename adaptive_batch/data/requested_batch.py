@@ -104,7 +104,11 @@ class RequestedBatch:
     @property
     def step_rows(self) -> int:
         """Rows of a step on one device, unless it is filled with tokens."""
-        return self.batching.step_rows(self.batch_size)
+        return self.rows_of_step(self.batch_size)
+
+    def rows_of_step(self, batch_size: int) -> int:
+        """Return the rows of a step on one device: those of a batch, accumulated."""
+        return batch_size * self.batching.gradient_accumulation_steps
 
     def take(self, batch_size: int) -> None:
         """Take what a search has found, or the user has set."""
@@ -146,7 +150,7 @@ class RequestedBatch:
         """
         schedule = self.batching.batch_size_schedule
         if schedule is None or self.batching.batch_tokens:
-            rows = self.batching.step_rows(batch_size)
+            rows = self.rows_of_step(batch_size)
             return lambda progress: rows
         return lambda progress: request_batch(schedule, progress, maximum=self.maximum()).after
 
@@ -164,7 +168,7 @@ class RequestedBatch:
             self._grow(batching.batch_increase_function, progress.epoch)
         if batching.batch_size_schedule is not None and not batching.batch_tokens:
             self._ask(batching.batch_size_schedule, progress)
-        return batching.step_rows(self.batch_size)
+        return self.step_rows
 
     def _grow(self, function: Callable[[int, int], int], epoch: int) -> None:
         size = self.batch_size

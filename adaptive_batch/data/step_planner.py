@@ -151,18 +151,15 @@ class PlannedRows(NamedTuple):
         progress: progress before the step, with the batch that is requested for it.
         numbers: row numbers of all ranks.
         positions: positions of this rank's rows among them.
+        own: row numbers of this rank.
         next_numbers: row numbers of the next step, as far as it is as large.
     """
 
     progress: Progress
     numbers: list[int]
     positions: Sequence[int]
+    own: list[int]
     next_numbers: list[int]
-
-    @property
-    def own(self) -> list[int]:
-        """Row numbers of this rank."""
-        return list(map(self.numbers.__getitem__, self.positions))
 
     @property
     def following(self) -> Iterator[int]:
@@ -363,10 +360,11 @@ class StepPlanner:
         two_steps = self._numbers(begin, begin + 2 * size)
         numbers = two_steps[:size]
         positions = self.rows_of_rank(numbers)
+        own = [numbers[position] for position in positions]
         pace = self.clock.pace
         if progress.batch != batch or progress.pace is not pace:
             progress = replace(progress, batch=batch, pace=pace)
-        return PlannedRows(progress, numbers, positions, two_steps[size:])
+        return PlannedRows(progress, numbers, positions, own, two_steps[size:])
 
     def _numbers(self, begin: int, end: int) -> list[int]:
         """Return the row numbers at some places of the epoch's order, of which several steps are

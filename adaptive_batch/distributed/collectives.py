@@ -217,6 +217,8 @@ def minimum(value: int) -> int:
 
 def maximum(value: int) -> int:
     """Return the greatest `value` of all ranks, on every rank."""
+    if world_size() == 1:
+        return value
     return all_reduce_max([value])[0]
 
 
@@ -260,6 +262,8 @@ def all_gather(value: Result) -> list[Result]:
 
 def any_of_ranks(flag: bool) -> bool:
     """Returns, on every rank, whether `flag` is true on one rank at least."""
+    if world_size() == 1:
+        return flag
     return bool(maximum(flag))
 
 

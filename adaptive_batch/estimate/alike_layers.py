@@ -11,7 +11,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -214,7 +214,7 @@ class _Places:
             if size is None:
                 return None
             log.append(size)
-        return self._whole.with_log(log)
+        return replace(self._whole, log=log)
 
 
 def _keys(phases: Sequence[Phase | None]) -> Iterator[Sequence[Hashable]]:

@@ -45,58 +45,52 @@ class ReplayedBounds:
         self._log = lru_cache(maxsize=4)(log)
         self._trial_log = None if trial_log is None else lru_cache(maxsize=4)(trial_log)
         self._peaks: dict[int, tuple[int, int]] = {}
-        self._trials: dict[tuple[int, int], TrialReplay] = {}
+        self._trials: dict[tuple[int, int], tuple[int, int] | None] = {}
 
-    def fit(self, budget_bytes: int) -> Fit:
-        """Return what fits in what the driver gives."""
+    def fit(self, budget_bytes: int, expected: Fit | None = None) -> Fit:
+        """Return what fits in what the driver gives, sought around what is expected to fit, with as
+        many rows with retries; None where nothing is expected.
+        """
         counted = self._length.counted_fit(budget_bytes, maximum=self._maximum)
         counted_rows = counted.max_batch_size
         fits_without_retries = partial(self._fits_without_retries, budget_bytes=budget_bytes)
         guess = counted_rows
-        if self._trial_log is None and counted_rows and not fits_without_retries(counted_rows):
+        if expected is not None:
+            guess = expected.max_batch_size
+        elif self._trial_log is None and counted_rows and not fits_without_retries(counted_rows):
             guess = int(counted_rows * budget_bytes / self.peaks(counted_rows)[1])
         rows = _largest(fits_without_retries, most=counted_rows, guess=guess)
         with_retries = rows
-        if rows < counted_rows:
+        if expected is not None:
+            with_retries = max(rows, expected.max_batch_size_with_retries)
+        elif rows < counted_rows:
             with_retries = _largest(
                 lambda rows: self.fits_with_retries(rows, budget_bytes),
                 most=counted_rows,
                 least=rows,
             )
-        return self._fit(rows, with_retries, counted.first_too_large, budget_bytes)
-
-    def fit_near(self, expected: Fit, budget_bytes: int) -> Fit:
-        """Return what fits in what the driver gives, sought around what is expected to."""
-        counted = self._length.counted_fit(budget_bytes, maximum=self._maximum)
-        rows = _largest(
-            partial(self._fits_without_retries, budget_bytes=budget_bytes),
-            most=counted.max_batch_size,
-            guess=expected.max_batch_size,
-        )
-        with_retries = max(rows, expected.max_batch_size_with_retries)
-        return self._fit(rows, with_retries, counted.first_too_large, budget_bytes)
-
-    def _fits_without_retries(self, rows: int, budget_bytes: int) -> bool:
-        if self._trial_log is None:
-            return self.peaks(rows)[1] <= budget_bytes
-        key = rows, budget_bytes
-        if key not in self._trials:
-            self._trials[key] = TrialReplay(self._trial_log(rows), budget_bytes=budget_bytes)
-        return self._trials[key].fits
-
-    def _fit(self, rows: int, with_retries: int, too_large: str | None, budget_bytes: int) -> Fit:
-        trial = self._trials.get((rows, budget_bytes))
-        if trial is None:
-            allocated, reserved = self.peaks(max(1, rows))
-        else:
-            allocated = trial.allocated_bytes
-            reserved = trial.reserved_bytes
-        reason = too_large
+        peaks = self._peaks_without_retries(rows, budget_bytes) if rows else None
+        allocated, reserved = peaks or self.peaks(max(1, rows))
+        reason = counted.first_too_large
         if rows == 0 and reason is None:
             reason = (
                 f"what the allocator reserves for one row ({format_bytes(reserved)} at the peak)"
             )
         return Fit(self._length.sequence_length, rows, with_retries, allocated, reserved, reason)
+
+    def _fits_without_retries(self, rows: int, budget_bytes: int) -> bool:
+        return self._peaks_without_retries(rows, budget_bytes) is not None
+
+    def _peaks_without_retries(self, rows: int, budget_bytes: int) -> tuple[int, int] | None:
+        """Return the most bytes allocated and reserved; None where the rows do not fit so."""
+        if self._trial_log is None:
+            peaks = self.peaks(rows)
+            return peaks if peaks[1] <= budget_bytes else None
+        key = rows, budget_bytes
+        if key not in self._trials:
+            trial = TrialReplay(self._trial_log(rows), budget_bytes=budget_bytes)
+            self._trials[key] = trial.peaks if trial.fits else None
+        return self._trials[key]
 
     def peaks(self, rows: int) -> tuple[int, int]:
         """Return the most bytes allocated and reserved where the device has no end, which are those

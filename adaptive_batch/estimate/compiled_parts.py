@@ -42,6 +42,7 @@ from adaptive_batch._torch import (
     private,
     push_torch_function_mode,
 )
+from adaptive_batch._util import replaced
 from adaptive_batch.errors import SettingError
 
 from .fused_kernels import (
@@ -169,17 +170,18 @@ class CompiledParts:
         """Replace what ``Module.compile`` has compiled in a model."""
         for module in model.modules():
             if module._compiled_call_impl is not None:
-                self._take_over(module)
+                vars(module).update(self._taken_over(module))
 
-    def _take_over(self, module: nn.Module) -> None:
-        """Replace what a compiled module runs, or the wrapper that ``torch.compile`` returned."""
+    def _taken_over(self, module: nn.Module) -> dict[str, Any]:
+        """Return the attributes by which a compiled module runs here, or the wrapper that
+        ``torch.compile`` returned.
+        """
         if _is_wrapper(module):
             original: Any = module._orig_mod
-            module.forward = self.compiled(original, type(original).__name__)
-            return
+            return {"forward": self.compiled(original, type(original).__name__)}
         # Hooks of the module itself stay outside.
-        module.forward = self.compiled(module.forward, type(module).__name__)
-        module._compiled_call_impl = module._call_impl
+        forward = self.compiled(module.forward, type(module).__name__)
+        return {"forward": forward, "_compiled_call_impl": module._call_impl}
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
@@ -207,8 +209,7 @@ class CompiledParts:
                         f" rule: {reason}"
                     )
                     continue
-                restored.callback(_restorer(module))
-                self._take_over(module)
+                restored.enter_context(replaced(module, **self._taken_over(module)))
             for module in model.modules():
                 forward = vars(module).get("forward")
                 if hasattr(forward, "_torchdynamo_orig_callable") and not _is_wrapper(module):
@@ -392,21 +393,6 @@ def _is_wrapper(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules
 
 
-def _restorer(module: nn.Module) -> Callable[[], None]:
-    """Return a function that leaves what a call of a module runs as it is now."""
-    forward = vars(module).get("forward")
-    compiled_call = module._compiled_call_impl
-
-    def restore() -> None:
-        if forward is None:
-            del module.forward
-        else:
-            module.forward = forward
-        module._compiled_call_impl = compiled_call
-
-    return restore
-
-
 class GraphMemory:
     """What a graph of operators allocates and frees when Inductor has compiled it.
 
@@ -433,11 +419,10 @@ class GraphMemory:
             operands = [self._roots[operand] for operand in node.all_input_nodes]
             if _is_view(node):
                 self._roots[node] = operands[0]
-            else:
-                self._roots[node] = node
-            if not _is_view(node):
-                for operand in operands:
-                    self._readers.setdefault(operand, set()).add(node)
+                continue
+            self._roots[node] = node
+            for operand in operands:
+                self._readers.setdefault(operand, set()).add(node)
         self._places = {node: place for place, node in enumerate(graph.nodes)}
         # From which place in the graph on results are in memory, and how each node reads them.
         self._written_at = dict.fromkeys(self._arguments, -1)
@@ -791,14 +776,10 @@ def _name(node: fx.Node) -> str:
 
 @contextmanager
 def _no_function_modes() -> Iterator[None]:
-    modes = []
-    while num_torch_function_modes():
-        modes.append(pop_torch_function_mode())
-    try:
+    with ExitStack() as restored:
+        while num_torch_function_modes():
+            restored.callback(push_torch_function_mode, pop_torch_function_mode())
         yield
-    finally:
-        for mode in reversed(modes):
-            push_torch_function_mode(mode)
 
 
 @contextmanager
@@ -808,11 +789,8 @@ def _no_hooks_of_all_modules() -> Iterator[None]:
         module_hooks._global_forward_hooks,
         module_hooks._global_forward_hooks_always_called,
     )
-    hooks = [dict(table) for table in tables]
-    for table in tables:
-        table.clear()
-    try:
+    with ExitStack() as restored:
+        for table in tables:
+            restored.callback(table.update, dict(table))
+            table.clear()
         yield
-    finally:
-        for table, own in zip(tables, hooks, strict=True):
-            table.update(own)

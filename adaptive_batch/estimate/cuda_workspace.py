@@ -5,7 +5,7 @@ Fake tensors are of a CPU, which has other kernels for attention, norms and drop
 backward, and what they need while they run. It is written after the source of PyTorch (each formula
 names the file, below aten/src/ATen), and held against PyTorch's CUDA build on a CUDA runtime
 without a device, where the order and the sizes of all allocations are equal
-(tests/unit/estimate/test_cuda_kernels.py). docs/cuda.md has what was measured on a GPU.
+(tests/unit/estimate/test_cuda_operators.py). docs/cuda.md has what was measured on a GPU.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ class CudaKernels(TorchFunctionMode):
                 if not tensor.transpose(1, 2).is_contiguous()
             ]
             buffers = [buffer.contiguous() for buffer in buffers]
-            return _flash_gradients(query, key, value, buffers)
+            return _flash_gradients(query, key, value, buffers, padded=_padded_queries(query))
 
         def efficient_backward(
             _: Tensor,
@@ -396,25 +396,34 @@ class _FlashAttention(torch.autograd.Function):
         output = output.transpose(1, 2).contiguous()
         buffers = [gradient, output]
         del gradient, output
-        return (*_flash_gradients(query, key, value, buffers), None, None, None)
+        gradients = _flash_gradients(query, key, value, buffers, padded=_padded_queries(query))
+        return (*gradients, None, None, None)
 
 
 def _flash_gradients(
-    query: Tensor, key: Tensor, value: Tensor, buffers: list[Tensor]
+    query: Tensor, key: Tensor, value: Tensor, buffers: list[Tensor], *, padded: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
-    """Return the gradients of query, key and value, having allocated what ``mha_bwd`` needs; what
-    is there beside is freed with it.
+    """Return the gradients of query, key and value, having allocated what ``mha_bwd`` and
+    ``mha_varlen_bwd`` need; what is there beside is freed with it.
+
+    Args:
+        query, key, value: Tensors whose heads are their second dimension.
+        buffers: What is there beside; emptied.
+        padded: Shape of the query without its last dimension, padded for the kernel.
     """
-    batch, heads, queries, head_dim = query.shape
     gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    padded_queries = round_up(queries, 128)
-    buffers.append(_floats(batch, heads, padded_queries, 1))
-    buffers.append(_floats(batch, heads, padded_queries, _rounded(head_dim)))
+    buffers.append(_floats(*padded, 1))
+    buffers.append(_floats(*padded, _rounded(query.shape[-1])))
     # Key heads that several heads share have a gradient for each of these first.
+    heads = query.shape[1]
     if key.shape[1] != heads:
-        buffers += [key.new_empty(batch, heads, key.shape[2], head_dim) for _ in range(2)]
+        buffers += [key.new_empty(len(key), heads, *key.shape[2:]) for _ in range(2)]
     free_last_first(buffers)
     return gradients
+
+
+def _padded_queries(query: Tensor) -> tuple[int, ...]:
+    return (*query.shape[:2], round_up(query.shape[2], 128))
 
 
 class _VarlenAttention(torch.autograd.Function):
@@ -460,17 +469,9 @@ def varlen_gradients(
         rows: Number of rows.
         buffers: What is there beside and is freed with its own; emptied.
     """
-    tokens, heads, head_dim = query.shape
     buffers += [gradient.contiguous(), output.contiguous()]
-    gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    padded_tokens = tokens + 128 * rows
-    buffers.append(_floats(padded_tokens, heads, 1))
-    buffers.append(_floats(padded_tokens, heads, _rounded(head_dim)))
-    # Key heads that several heads share have a gradient for each of these first.
-    if key.shape[1] != heads:
-        buffers += [key.new_empty(tokens, heads, head_dim) for _ in range(2)]
-    free_last_first(buffers)
-    return gradients
+    padded = (len(query) + 128 * rows, query.shape[1])
+    return _flash_gradients(query, key, value, buffers, padded=padded)
 
 
 class _EfficientAttention(torch.autograd.Function):

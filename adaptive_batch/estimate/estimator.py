@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from adaptive_batch.errors import SettingError
@@ -73,19 +74,18 @@ def estimate_length(
         _one_row_bytes(step, run, curve, targets),
         step.optimizer_peak_bytes,
     )
-
-    def bounds(*, traced_rows: int) -> ReplayedBounds:
-        assert allocator is not None
-        logs = _Logs(step, of_steps or (lambda rows: [run] * _STEPS), of_trial, traced_rows)
-        trial_log = logs.of_trial if of_trial else None
-        return ReplayedBounds(
-            length, logs.of_training, allocator, maximum=maximum, trial_log=trial_log
-        )
-
+    bounds = partial(
+        _replayed_bounds,
+        step,
+        length,
+        of_steps or (lambda rows: [run] * _STEPS),
+        of_trial,
+        maximum=maximum,
+    )
     if allocator is None:
         fits = tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
     else:
-        expected = bounds(traced_rows=0)
+        expected = bounds(settings=allocator, traced_rows=0)
         fits = tuple(expected.fit(target.budget_bytes) for target in targets)
     collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
     if explains:
@@ -94,9 +94,9 @@ def estimate_length(
         checked_rows = max(_LEAST_CHECKED, min(largest_bound, collated_rows))
         length = _checked(step, run, length, curve, checked_rows)
     if is_exact and allocator:
-        exact = bounds(traced_rows=collated_rows)
+        exact = bounds(settings=allocator, traced_rows=collated_rows)
         fits = tuple(
-            exact.fit_near(fit, target.budget_bytes)
+            exact.fit(target.budget_bytes, expected=fit)
             for fit, target in zip(fits, targets, strict=True)
         )
     speeds = [
@@ -109,46 +109,42 @@ def estimate_length(
     )
 
 
-class _Logs:
-    """What a number of rows allocates and frees.
+def _replayed_bounds(
+    step: FakeStep,
+    length: LengthEstimate,
+    of_steps: Callable[[int], Sequence[Run | Between]],
+    of_trial: TrialSteps | None,
+    *,
+    settings: AllocatorSettings,
+    maximum: int,
+    traced_rows: int,
+) -> ReplayedBounds:
+    """Return the bounds by what a number of rows allocates and frees.
 
     Args:
-        step: the step.
-        of_steps: function that returns forward and backward of training's first steps.
-        of_trial: function that returns the micro-batches of a search's trial; None for no trials.
         traced_rows: rows up to which a micro-batch is traced itself; the log of one that has more
             follows from other traces.
     """
 
-    def __init__(
-        self,
-        step: FakeStep,
-        of_steps: Callable[[int], Sequence[Run | Between]],
-        of_trial: TrialSteps | None,
-        traced_rows: int,
-    ) -> None:
-        self._step = step
-        self._of_steps = of_steps
-        self._of_trial = of_trial
-        self._traced_rows = traced_rows
+    def learn(rows: int, runs: Sequence[Run | Between]) -> None:
+        if rows <= traced_rows:
+            step.learn(rows, runs)
 
-    def of_training(self, rows: int) -> Sequence[int]:
-        """Return the log of training with so many rows, from loading on."""
-        steps = self._of_steps(rows)
-        self._learn(rows, steps)
-        return self._step.log(rows, steps)
+    def log(rows: int) -> Sequence[int]:
+        steps = of_steps(rows)
+        learn(rows, steps)
+        return step.log(rows, steps)
 
-    def of_trial(self, rows: int) -> TrialLog:
-        """Return the log of a search up to the end of a trial of so many rows."""
-        assert self._of_trial is not None
-        pieces = self._of_trial(rows)
+    def trial_log(rows: int) -> TrialLog:
+        assert of_trial is not None
+        pieces = of_trial(rows)
         for piece in chain.from_iterable(pieces):
-            self._learn(piece.rows, [piece.run])
-        return TrialLog.of(self._step, pieces)
+            learn(piece.rows, [piece.run])
+        return TrialLog.of(step, pieces)
 
-    def _learn(self, rows: int, runs: Sequence[Run | Between]) -> None:
-        if rows <= self._traced_rows:
-            self._step.learn(rows, runs)
+    return ReplayedBounds(
+        length, log, settings, maximum=maximum, trial_log=trial_log if of_trial else None
+    )
 
 
 def _breakdowns(

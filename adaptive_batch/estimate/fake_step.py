@@ -460,8 +460,7 @@ class FakeStep:
         """Return what gradients of zeros allocate, as a trial's are that stand for those of earlier
         micro-batches.
         """
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.model.zero_grad()
         return self._counted(self._give_gradients)
 
     @property
@@ -534,8 +533,7 @@ class FakeStep:
         """Return the log of a forward pass in evaluation mode, before a step has gradients."""
 
         def trace() -> Phase:
-            for parameter in self.model.parameters():
-                parameter.grad = None
+            self.model.zero_grad()
             return self._counted(run)
 
         return self._layers.phase(trace, kind="evaluated")
@@ -543,8 +541,7 @@ class FakeStep:
     def _trace_phase(self, run: Callable[[], object], is_first: bool) -> Phase:
         """Run one micro-batch, and return its log."""
         if is_first:
-            for parameter in self.model.parameters():
-                parameter.grad = None
+            self.model.zero_grad()
             if self._in_backward:
                 for optimizer in self._optimizers:
                     optimizer.state.clear()
@@ -599,8 +596,7 @@ class FakeStep:
 
     def _prepare(self) -> None:
         self._sharding.reset()
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.model.zero_grad()
         if self._keep_gradients:
             with self._device.mode:
                 self._keep_gradients()

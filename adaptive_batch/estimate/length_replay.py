@@ -9,9 +9,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import partial
+from functools import cache, partial
 from itertools import chain, combinations, repeat
 from numbers import Integral, Real
 from typing import Any, NamedTuple
@@ -103,10 +104,10 @@ class PlannedSteps:
             sizes = [0]
             pieces = divide(lengths)
             for piece in pieces:
-                is_packed |= bool(piece.packed)
-                length = sum(piece.packed) or piece.length
+                is_packed |= bool(piece.own_lengths)
+                length = sum(piece.own_lengths) or piece.length
                 shapes.append(Shape(len(piece.rows), length))
-                sizes.append(piece.padded_tokens)
+                sizes.append(piece.run_tokens)
             steps.append(tuple(shapes))
             largest.append(max(sizes))
             checks.append(tuple(check(lengths, pieces)))
@@ -182,23 +183,24 @@ class LengthPlan:
             checks=checks,
             is_packed=any(planned.is_packed for planned in fitting),
         )
+
+        @cache
+        def trial_of(rows: int) -> TrialLog | None:
+            return TrialLog.of(step, trial_steps(rows)) if trial_steps else None
+
         replays: list[LengthReplay | None] = []
         for fit, target in zip(fits, targets, strict=True):
             replay = None
             if fit.max_batch_size:
-                planned = fitting.pop(0)
-                trial = None
-                if trial_steps is not None:
-                    trial = TrialLog.of(step, trial_steps(fit.max_batch_size))
                 replay = replay_lengths(
-                    planned,
+                    fitting.pop(0),
                     step,
                     shapes,
                     budget_bytes=target.budget_bytes,
                     settings=settings,
-                    trial=trial,
+                    trial=trial_of(fit.max_batch_size),
+                    check_error=check_error,
                 )
-                replay = replace(replay, check_error=check_error)
             replays.append(replay)
         return replays
 
@@ -523,7 +525,7 @@ def step_logs(
         writer = LogWriter()
         before = writer.add(step.loading, is_first=True)
     else:
-        writer = after.writer
+        writer = deepcopy(after.writer)
     for number, (micro_batches, checked) in enumerate(zip(steps, checks, strict=False)):
         is_first_step = number == 0 and after is None
         check = array("q")
@@ -589,6 +591,8 @@ class StepReplay:
             )
         else:
             self._allocator = after.allocator
+            # The trial's peak is none of training.
+            self._allocator.reset_peaks()
             self._cache = after.cache
             self._cache.look_again()
         self._earlier_retries = self._allocator.num_retries
@@ -637,6 +641,7 @@ def replay_lengths(
     budget_bytes: int,
     settings: AllocatorSettings,
     trial: TrialLog | None = None,
+    check_error: str = "",
 ) -> LengthReplay:
     """Return what the allocator of a device does in the steps, after the trial of a search if one
     is given, and with expandable segments.
@@ -668,4 +673,5 @@ def replay_lengths(
         is_exact=shapes.is_exact,
         memory=replay.memory,
         expandable=expandable,
+        check_error=check_error,
     )

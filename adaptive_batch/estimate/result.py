@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -384,34 +384,34 @@ class MemoryEstimate:
 
     def _replay_lines(self) -> list[str]:
         """Return the lines about steps of rows of real lengths; none where none were replayed."""
-        replayed = []
-        for device in self.devices:
-            if device.replay is not None:
-                replayed.append((device, device.replay))
+        replayed = [
+            (device.name, device.replay) for device in self.devices if device.replay is not None
+        ]
         if not replayed:
             return []
         replays = [replay for _, replay in replayed]
-        memories = [replay.memory for replay in replays]
-        retries = []
-        for memory in memories:
-            text = str(memory.num_retries)
+        rows = []
+        for name, replay in replayed:
+            memory = replay.memory
+            retries = str(memory.num_retries)
             if memory.failed_step is not None:
-                text = f"out of memory in step {memory.failed_step}"
-            retries.append(text)
-        columns = [
-            ["device", *(device.name for device, _ in replayed)],
-            ["batch_size", *(str(replay.batch_size) for replay in replays)],
-            ["micro-batch", *(replay.limit for replay in replays)],
-            ["allocated", *(format_bytes(memory.allocated_bytes) for memory in memories)],
-            ["reserved", *(format_bytes(memory.reserved_bytes) for memory in memories)],
-            ["fragmentation", *(f"{memory.fragmentation:.3f}" for memory in memories)],
-            ["retries", *retries],
-        ]
+                retries = f"out of memory in step {memory.failed_step}"
+            rows.append(
+                {
+                    "device": name,
+                    "batch_size": str(replay.batch_size),
+                    "micro-batch": replay.limit,
+                    "allocated": format_bytes(memory.allocated_bytes),
+                    "reserved": format_bytes(memory.reserved_bytes),
+                    "fragmentation": f"{memory.fragmentation:.3f}",
+                    "retries": retries,
+                }
+            )
         lines = ["", f"the first {count(replays[0].num_steps, 'step')} of rows of real lengths:"]
-        lines += _aligned(columns)
-        for device, replay in replayed:
+        lines += _table(rows)
+        for name, replay in replayed:
             if replay.expandable is not None:
-                lines.append(f"{device.name}, {_EXPANDABLE}: {replay.expandable.describe()}")
+                lines.append(f"{name}, {_EXPANDABLE}: {replay.expandable.describe()}")
         if not all(replay.is_exact for replay in replays):
             num_shapes = max(replay.num_shapes for replay in replays)
             lines.append(
@@ -422,48 +422,32 @@ class MemoryEstimate:
         return lines
 
     def _rows_of_table(self) -> list[str]:
-        """Return the aligned lines of devices and lengths, a column of the table a list."""
-        targets: list[Target] = []
-        fits: list[Fit] = []
-        lengths: list[LengthEstimate] = []
-        for device in self.devices:
-            targets += [device] * len(device.lengths)
-            fits += device.lengths
-            lengths += self.lengths
+        """Return the aligned lines of devices and lengths."""
+        fits = [fit for device in self.devices for fit in device.lengths]
         has_reserved = any(fit.reserved_bytes != fit.allocated_bytes for fit in fits)
         has_speed = any(fit.modelled_tokens_per_second for fit in fits)
-
-        columns = [
-            ["device", *(device.name for device in targets)],
-            ["length", *(str(fit.sequence_length) for fit in fits)],
-            ["max_batch_size", *(self.format_rows(fit.max_batch_size) for fit in fits)],
-        ]
-        if has_reserved:
-            retries = [self.format_rows(fit.max_batch_size_with_retries) for fit in fits]
-            columns.append(["with retries", *retries])
-        tokens = [str(fit.max_batch_size * fit.sequence_length) for fit in fits]
-        columns.append(["tokens", *tokens])
-        allocated = [format_bytes(fit.allocated_bytes) for fit in fits]
-        if has_reserved:
-            columns.append(["allocated", *allocated])
-            columns.append(["reserved", *(format_bytes(fit.reserved_bytes) for fit in fits)])
-        else:
-            columns.append(["peak", *allocated])
-        if has_speed:
-            speeds = [_rounded(fit.modelled_tokens_per_second) for fit in fits]
-            columns.append([_MODELLED, *speeds])
-        row_sizes = []
-        free_sizes = []
-        for device, length, fit in zip(targets, lengths, fits, strict=True):
-            row_sizes.append(format_bytes(self._bytes_per_row(length, fit.max_batch_size)))
-            free = "-"
-            if fit.max_batch_size:
-                free = format_bytes(device.budget_bytes - fit.reserved_bytes)
-            free_sizes.append(free)
-        columns.append(["a row", *row_sizes])
-        columns.append(["free", *free_sizes])
-
-        lines = _aligned(columns)
+        rows = []
+        for device in self.devices:
+            for length, fit in zip(self.lengths, device.lengths, strict=True):
+                row = {
+                    "device": device.name,
+                    "length": str(fit.sequence_length),
+                    "max_batch_size": self.format_rows(fit.max_batch_size),
+                }
+                if has_reserved:
+                    row["with retries"] = self.format_rows(fit.max_batch_size_with_retries)
+                row["tokens"] = str(fit.max_batch_size * fit.sequence_length)
+                row["allocated" if has_reserved else "peak"] = format_bytes(fit.allocated_bytes)
+                if has_reserved:
+                    row["reserved"] = format_bytes(fit.reserved_bytes)
+                if has_speed:
+                    row[_MODELLED] = _rounded(fit.modelled_tokens_per_second)
+                row["a row"] = format_bytes(self._bytes_per_row(length, fit.max_batch_size))
+                row["free"] = "-"
+                if fit.max_batch_size:
+                    row["free"] = format_bytes(device.budget_bytes - fit.reserved_bytes)
+                rows.append(row)
+        lines = _table(rows)
         if has_speed:
             lines.append(f"{_MODELLED}: roofline upper bound for forward + backward; not measured")
         return lines
@@ -570,13 +554,16 @@ def ranked(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:
     return tuple(sorted(gains, key=lambda change: (-gains[change], len(change.overrides))))
 
 
+def _table(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return the lines of a table whose rows have a cell for each heading."""
+    return _aligned([[heading, *(row[heading] for row in rows)] for heading in rows[0]])
+
+
 def _aligned(columns: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table: the first column to the left, the others to the right."""
-    padded = []
-    for number, column in enumerate(columns):
-        width = max(map(len, column))
-        if number:
-            padded.append([cell.rjust(width) for cell in column])
-        else:
-            padded.append([cell.ljust(width) for cell in column])
-    return [" ".join(row) for row in zip(*padded, strict=True)]
+    widths = [max(map(len, column)) for column in columns]
+    lines = []
+    for first, *others in zip(*columns, strict=True):
+        cells = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append(" ".join(cells))
+    return lines

@@ -60,10 +60,6 @@ class Phase:
         log.frombytes(torch.where(differences == 0, entries, sizes).numpy().tobytes())
         return replace(self, log=log)
 
-    def with_log(self, log: array[int]) -> Phase:
-        """Return this one with another log."""
-        return replace(self, log=log)
-
     def sized(self, like: Phase, wanted: Phase) -> Phase | None:
         """Return this log with the sizes of `wanted`.
 

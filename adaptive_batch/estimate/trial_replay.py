@@ -55,7 +55,7 @@ class TrialLog:
         before: logs of what comes before the trial, the cache being given back after each: loading,
             and one step of one row, which makes the optimizer's states.
         steps: steps of the trial.
-        writer: writer of the log, for what follows the trial.
+        writer: writer of the log; a copy of it writes what follows the trial.
         leaves_gradients: whether gradients are there when backward has ended.
     """
 
@@ -102,7 +102,7 @@ class TrialReplay:
 
     Attributes:
         fits: whether memory sufficed, without a retry of the allocator.
-        allocated_bytes, reserved_bytes: peaks of the steps that follow the first one.
+        peaks: most bytes allocated and reserved in the steps that follow the first one.
         allocator, cache: as the trial has left them.
     """
 
@@ -112,8 +112,7 @@ class TrialReplay:
         self.cache = AllocatorCache(self._memory)
         self._leaves_gradients = trial.leaves_gradients
         self.fits = self._begin(trial.before) and self._try(trial.steps)
-        self.allocated_bytes = self.allocator.peak_allocated_bytes
-        self.reserved_bytes = self.allocator.peak_reserved_bytes
+        self.peaks = self.allocator.peak_allocated_bytes, self.allocator.peak_reserved_bytes
 
     def _begin(self, logs: Iterable[Sequence[int]]) -> bool:
         try:

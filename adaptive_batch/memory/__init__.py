@@ -14,10 +14,10 @@ from .cache import AllocatorCache
 from .curve import Line, MemoryCurve, Trace
 from .device import (
     GIB,
+    CachedMemory,
     DeviceMemory,
     Room,
     Usage,
-    block_within,
     budget_bytes,
     check_device_memory,
     device_memory,
@@ -37,6 +37,7 @@ __all__ = [
     "ALLOCATOR_VARIABLES",
     "GIB",
     "AllocatorCache",
+    "CachedMemory",
     "DeviceMemory",
     "Line",
     "MemoryCurve",
@@ -49,7 +50,6 @@ __all__ = [
     "TrainingSnapshot",
     "Usage",
     "allocator_settings",
-    "block_within",
     "budget_bytes",
     "check_device_memory",
     "check_segments",

@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from adaptive_batch._util import format_bytes
 
-from .device import LEAST_BLOCK_BYTES
+from .device import LEAST_BLOCK_BYTES, CachedMemory
 
 Result = TypeVar("Result")
 
@@ -39,26 +39,6 @@ _WAIT_DIVISOR = 64
 _LEFT_FOR_OTHERS = 2 * LEAST_BLOCK_BYTES
 
 
-class CachedMemory(Protocol):
-    """What is asked of a device whose allocator has a cache; see :class:`.DeviceMemory`."""
-
-    divides_large_blocks: bool
-
-    def reserved_bytes(self) -> int: ...
-
-    def allocated_bytes(self) -> int: ...
-
-    def peak_bytes(self) -> int: ...
-
-    def empty_cache(self) -> None: ...
-
-    def cached_for_others(self) -> int: ...
-
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool: ...
-
-    def restore_peak(self, peak_bytes: int) -> None: ...
-
-
 class AllocatorCache:
     """Makes one block of all that a step needs beside what is alive between steps, where the cache
     has fragmented.
@@ -72,17 +52,17 @@ class AllocatorCache:
 
     def __init__(self, memory: CachedMemory) -> None:
         self._memory = memory
+        self._has_warned = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Take it that steps will be of other sizes, as if there had been none."""
         self._steps = 0
         self._num_blocks = 0
-        self._next_step = 0
         # What is held beyond the need from which on the last block has been of no use.
         self._useless_excess = 0.0
         # Blocks in a row after which no less was held.
         self._num_useless = 0
-        self._has_warned = False
-        # What was held when it was last asked how much of it other streams have free, and that.
-        self._seen_bytes = 0
-        self._seen_for_others = 0
         # Size of the largest micro-batch so far.
         self._largest = 0
         # Most bytes that were allocated by the end of a step; 0 before one has run.
@@ -90,6 +70,14 @@ class AllocatorCache:
         # What was allocated before the first step, and what it needed beside that.
         self._first_bytes = 0
         self._first_own_bytes = 0
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Take it that something else has used the cache, so that the next step looks at it."""
+        self._next_step = 0
+        # What was held when it was last asked how much of it other streams have free, and that.
+        self._seen_bytes = 0
+        self._seen_for_others = 0
 
     def begin_step(self, sizes: Iterable[int]) -> None:
         """Make room for a step.
@@ -200,16 +188,6 @@ class AllocatorCache:
         finally:
             self._memory.restore_peak(peak_bytes)
             self.look_again()
-
-    def look_again(self) -> None:
-        """Take it that something else has used the cache, so that the next step looks at it."""
-        self._next_step = 0
-        self._seen_bytes = 0
-
-    def forget(self) -> None:
-        """Take it that steps will be of other sizes."""
-        self._largest = self._needed_bytes = 0
-        self.look_again()
 
     def try_first_step(
         self, attempt: Callable[[Callable[[], object]], Result | None], *, budget_bytes: int

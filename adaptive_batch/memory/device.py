@@ -12,11 +12,12 @@ import logging
 import os
 import re
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -223,74 +224,122 @@ def block_within(
     return block_bytes
 
 
-class DeviceMemory(Protocol):
-    """One device, asked about its memory. Sizes are in bytes; peaks are known to
-    `granularity_bytes`; `divides_large_blocks` says whether an allocator's cached blocks serve
-    whatever is smaller.
+class CachedMemory:
+    """What is asked of an allocator that has a cache; the answers here are those of one that has
+    none, or does not report it. Sizes are in bytes.
+
+    Attributes:
+        divides_large_blocks: whether cached blocks serve whatever is smaller.
     """
 
-    device: torch.device
-    granularity_bytes: int
-    divides_large_blocks: bool
+    divides_large_blocks: bool = False
 
-    def describe(self) -> str:
-        """Name of the device, which the cache of a bound depends on."""
-
-    def total_bytes(self) -> int:
-        """What the device has."""
-
-    def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
-        """What is free now plus what this process already holds; `resident` are the tensors that it
-        holds.
-        """
-
-    def measure(
-        self, resident: Iterable[torch.Tensor], *, budget_bytes: int
-    ) -> AbstractContextManager[Usage]:
-        """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there."""
-
-    def release(self) -> None:
-        """Give back what nothing refers to any more; statistics of peaks start afresh."""
-
-    def empty_cache(self) -> None:
-        """Give an allocator's cache back, and leave the statistics of peaks, which are the
-        script's.
-        """
+    def reserved_bytes(self) -> int:
+        """What the allocator holds now, its cache included; 0 where nobody can say."""
+        return 0
 
     def allocated_bytes(self) -> int:
         """What is allocated now; 0 where nobody can say."""
+        return 0
 
     def peak_bytes(self) -> int:
         """What was allocated at most since peaks are counted; 0 where nobody can say."""
+        return 0
 
     def cached_for_others(self) -> int:
-        """What is free in an allocator's cache and serves other streams alone, or pools of their
-        own, as CUDA graphs have them.
+        """What is free in the cache and serves other streams alone, or pools of their own, as CUDA
+        graphs have them.
         """
+        return 0
+
+    def empty_cache(self) -> None:
+        """Give the cache back, and leave the statistics of peaks, which are the script's."""
 
     def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
-        """Give an allocator's cache back, and let it hold so many bytes with all that is alive, in
+        """Give the cache back, and let the allocator hold so many bytes with all that is alive, in
         one block that is free, beside what other streams ask for again. The block is larger by what
         is spare, and by at most half of what the device has beyond it. It is smaller by up to what
         others ask for where the device has less, and none where it has less still. No peak changes.
         Return whether there is a block.
         """
+        peak_bytes = self.peak_bytes()
+        cached_for_others = self.cached_for_others()
+        self.empty_cache()
+        missing_bytes = num_bytes - self.reserved_bytes()
+        # Other streams will ask for this again, and some of what is needed may have been theirs.
+        of_others = cached_for_others - self.cached_for_others()
+        block_bytes = block_within(
+            self._reservable_bytes(), missing_bytes, of_others=of_others, spare_bytes=spare_bytes
+        )
+        self._allocate_once(block_bytes)
+        # The block is no peak of the script's.
+        if self.peak_bytes() > peak_bytes:
+            self._lower_peak(peak_bytes, block_bytes)
+        return block_bytes > 0
 
     def restore_peak(self, peak_bytes: int) -> None:
-        """Give an allocator's cache back, and let its statistics say that so many bytes were
-        allocated at most, where they say more.
+        """Give the cache back, and let statistics say that so many bytes were allocated at most,
+        where they say more.
         """
+        if self.peak_bytes() > peak_bytes:
+            self.empty_cache()
+            missing_bytes = peak_bytes - self.allocated_bytes()
+            self._lower_peak(peak_bytes, block_within(self._reservable_bytes(), missing_bytes))
+
+    def _reservable_bytes(self) -> int:
+        """What the allocator can take from the device beside what it holds."""
+        return 0
+
+    def _allocate_once(self, num_bytes: int) -> None:
+        """Allocate and free a block of so many bytes."""
+
+    def _lower_peak(self, peak_bytes: int, block_bytes: int) -> None:
+        """Let statistics say that so many bytes were allocated at most, by allocating no more than
+        a block of the given size.
+        """
+
+
+class DeviceMemory(CachedMemory, ABC):
+    """One device, asked about its memory. Sizes are in bytes; peaks are known to
+    `granularity_bytes`.
+    """
+
+    device: torch.device
+    granularity_bytes: int
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Name of the device, which the cache of a bound depends on."""
+
+    @abstractmethod
+    def total_bytes(self) -> int:
+        """What the device has."""
+
+    @abstractmethod
+    def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
+        """What is free now plus what this process already holds; `resident` are the tensors that it
+        holds.
+        """
+
+    @abstractmethod
+    def measure(
+        self, resident: Iterable[torch.Tensor], *, budget_bytes: int
+    ) -> AbstractContextManager[Usage]:
+        """Measure what runs inside; passing the budget raises ``torch.OutOfMemoryError`` there."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give back what nothing refers to any more; statistics of peaks start afresh."""
 
     def room(self) -> Room | None:
         """What can be allocated now, without giving anything back; None where nobody can say."""
-
-    def reserved_bytes(self) -> int:
-        """What an allocator holds now, its cache included; 0 where nobody can say."""
+        return None
 
     def num_retries(self) -> int:
         """How often an allocator has given back its cache and asked again, so far; 0 where none
         reports it.
         """
+        return 0
 
 
 def recover(memory: DeviceMemory) -> None:
@@ -315,7 +364,7 @@ def device_memory(device: torch.device, *, shared_by: int = 1) -> DeviceMemory:
     return AcceleratorMemory(device)
 
 
-class CountedMemory:
+class CountedMemory(DeviceMemory):
     """A CPU's memory: the bytes of live tensors, counted operation by operation; `shared_by`
     processes have a part each.
 
@@ -324,7 +373,6 @@ class CountedMemory:
     """
 
     granularity_bytes = 1
-    divides_large_blocks = False
 
     def __init__(self, device: torch.device, *, shared_by: int = 1) -> None:
         self.device = device
@@ -339,19 +387,13 @@ class CountedMemory:
         limit = _cgroup_bytes("memory.max")
         if limit:
             total = min(total, limit)
-        total //= self._shared_by
         # The limit of `ulimit -v` is each process's own.
-        address_bytes = _address_space_bytes()
-        if address_bytes:
-            total = min(total, address_bytes)
-        return total
+        return min(total // self._shared_by, _address_space_bytes())
 
     def available_bytes(self, resident: Iterable[torch.Tensor]) -> int:
         available = host_available_bytes() // self._shared_by
-        address_bytes = _address_space_bytes()
-        if address_bytes:
-            used = _kernel_fields("/proc/self/status").get("VmSize:", 0) * 1024
-            available = min(available, max(0, address_bytes - used))
+        mapped = _kernel_fields("/proc/self/status").get("VmSize:", 0) * 1024
+        available = min(available, max(0, _address_space_bytes() - mapped))
         return min(self.total_bytes(), available + storage_bytes(resident))
 
     @contextmanager
@@ -371,34 +413,6 @@ class CountedMemory:
     def release(self) -> None:
         gc.collect()
 
-    def empty_cache(self) -> None:
-        """Do nothing: there is none."""
-
-    def allocated_bytes(self) -> int:
-        return 0
-
-    def peak_bytes(self) -> int:
-        return 0
-
-    def cached_for_others(self) -> int:
-        return 0
-
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
-        """Do nothing: there is no cache."""
-        return False
-
-    def restore_peak(self, peak_bytes: int) -> None:
-        """Do nothing: there are no such statistics."""
-
-    def room(self) -> Room | None:
-        return None
-
-    def reserved_bytes(self) -> int:
-        return 0
-
-    def num_retries(self) -> int:
-        return 0
-
 
 # Where the backend has them, among what it nests.
 _STATISTICS = {
@@ -409,7 +423,7 @@ _STATISTICS = {
 }
 
 
-class AcceleratorMemory:
+class AcceleratorMemory(DeviceMemory):
     """An accelerator's memory, as its caching allocator reports it; `backend` is ``torch.cuda`` or
     its like by default.
 
@@ -478,7 +492,6 @@ class AcceleratorMemory:
         return Room(allocated, self._reservable_bytes() + reserved - allocated)
 
     def _reservable_bytes(self) -> int:
-        """Return what the allocator can take from the device beside what it holds."""
         free, total = self._free_and_total()
         allowed = int(self._fraction() * total) - self.reserved_bytes()
         return max(0, min(free, allowed))
@@ -489,30 +502,9 @@ class AcceleratorMemory:
     def peak_bytes(self) -> int:
         return self._statistic("max_memory_allocated")
 
-    def make_block(self, num_bytes: int, *, spare_bytes: int = 0) -> bool:
-        cached_for_others = self.cached_for_others()
-        peak_bytes = self.peak_bytes()
-        self.empty_cache()
-        block_bytes = num_bytes - self.reserved_bytes()
-        # Other streams will ask for this again, and some of what is needed may have been theirs.
-        of_others = cached_for_others - self.cached_for_others()
-        block_bytes = block_within(
-            self._reservable_bytes(), block_bytes, of_others=of_others, spare_bytes=spare_bytes
-        )
-        self._allocate_once(block_bytes)
-        # The block is no peak of the script's.
-        if self.peak_bytes() > peak_bytes:
-            self._reset_peaks()
-            self._allocate_once(min(block_bytes, peak_bytes - self.allocated_bytes()))
-        return block_bytes > 0
-
-    def restore_peak(self, peak_bytes: int) -> None:
-        if self.peak_bytes() <= peak_bytes:
-            return
-        self.empty_cache()
+    def _lower_peak(self, peak_bytes: int, block_bytes: int) -> None:
         self._reset_peaks()
-        missing_bytes = peak_bytes - self.allocated_bytes()
-        self._allocate_once(block_within(self._reservable_bytes(), missing_bytes))
+        self._allocate_once(min(block_bytes, peak_bytes - self.allocated_bytes()))
 
     def _allocate_once(self, num_bytes: int) -> None:
         """Allocate and free a block; nothing where it would be one among others of its kind, or
@@ -541,12 +533,9 @@ class AcceleratorMemory:
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
         """Let the allocator itself refuse what passes the budget, where it has a limit."""
-        limit: Callable[[float, torch.device], None] | None
-        limit = getattr(self._backend, "set_per_process_memory_fraction", None)
+        limit: Callable[[float, torch.device], None]
+        limit = getattr(self._backend, "set_per_process_memory_fraction", None) or (lambda *_: None)
         fraction = self._fraction()
-        if limit is None:
-            yield
-            return
         limit(min(fraction, budget_bytes / self.total_bytes()), self.device)
         try:
             yield
@@ -554,9 +543,7 @@ class AcceleratorMemory:
             limit(fraction, self.device)
 
     def _fraction(self) -> float:
-        ask = getattr(self._backend, "get_per_process_memory_fraction", None)
-        if ask is None:
-            return 1.0
+        ask = getattr(self._backend, "get_per_process_memory_fraction", lambda _: 1.0)
         return float(ask(self.device))
 
     def _free_and_total(self) -> tuple[int, int]:
@@ -598,16 +585,18 @@ def host_available_bytes() -> int:
     )
 
 
-def _address_space_bytes() -> int | None:
-    """Return what this process may map, as ``ulimit -v`` sets it; None where it sets nothing."""
+def _address_space_bytes() -> int:
+    """Return what this process may map, as ``ulimit -v`` sets it; more than there is where it sets
+    nothing.
+    """
     # It has no limits of this kind.
     if sys.platform == "win32":
-        return None
+        return sys.maxsize
     import resource
 
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
-        return None
+        return sys.maxsize
     return limit
 
 

@@ -38,8 +38,8 @@ class ProbeResult:
 
     Attributes:
         max_batch_size: the largest size that was tried and fits; 0 when none did.
-        batch_size: the size to train with: `max_batch_size`, or the power of two below it, which
-            was tried too.
+        batch_size: rows on one device that training begins with, where it takes what was found:
+            `max_batch_size`, or the power of two below it, which was tried too.
         seconds: how long each trial took.
         sequence_length: tokens in the longest row of each trial; 0 where it is not known.
         resident_bytes: alive before any trial.
@@ -76,7 +76,10 @@ class ProbeResult:
 
     @property
     def num_out_of_memory(self) -> int:
-        """Trials that ran out of memory."""
+        """Trials of this run that ran out of memory."""
+        if self.from_cache:
+            # The run whose search it was has counted them; the trial of this one fit.
+            return 0
         return sum(not (trial.fits or trial.retried) for trial in self.trials)
 
     def record(self) -> dict[str, Any]:

@@ -297,7 +297,7 @@ class FastestSearch:
             elif self._limits(layout)[0].unit == "rows":
                 self._too_large[layout.kind] = max(len(micro.rows) for micro in micros)
             else:
-                self._too_large[layout.kind] = max(micro.padded_tokens for micro in micros)
+                self._too_large[layout.kind] = max(micro.run_tokens for micro in micros)
         timed = {kind: own for kind, own in self._timings.items() if own}
         if not timed:
             return
@@ -381,7 +381,7 @@ class FastestSearch:
 
     def _padding(self, choice: Choice) -> float:
         """Return the share of padding in the tokens of a measured choice."""
-        run_tokens = sum(piece.padded_tokens for piece in self._measured[choice][0])
+        run_tokens = sum(piece.run_tokens for piece in self._measured[choice][0])
         return 1 - sum(self._sample) / run_tokens
 
 
@@ -442,7 +442,7 @@ def fitted(
     # The terms of the model: a micro-batch, its rows, its tokens, and attention's pairs of tokens.
     features = torch.tensor(
         [
-            (1, len(piece.rows), piece.padded_tokens, sum(n * n for n in piece.lengths))
+            (1, len(piece.rows), piece.run_tokens, sum(n * n for n in piece.lengths))
             for piece in pieces
         ],
         dtype=torch.float64,

@@ -21,7 +21,7 @@ from adaptive_batch.errors import SettingError
 from .run_history import LossesNotFinite, Record, RunHistory, as_number, steps_at, whole
 from .run_log import RECORD, iterate_records
 
-# Problems that are kept, and notes: all are counted, and a broken log has too many to print.
+# Problems that are shown, and notes: a broken log has too many to print.
 _MOST = 20
 # What the byte of a row means: an epoch of many rows must fit into memory.
 _MARKS = {1: "used", 2: "listed as dropped"}
@@ -83,7 +83,7 @@ def audit_records(records: Iterable[Record | None], again: Iterable[Record | Non
     if history.num_other_runs:
         scope = f"the last run is audited; other runs in the file: {history.num_other_runs}"
         pairs.insert(1, ("", scope))
-    return Audit(_aligned(pairs), tuple(auditor.problems.kept))
+    return Audit(_aligned(pairs), tuple(auditor.problems[:_MOST]))
 
 
 def _aligned(pairs: Sequence[tuple[str, str]]) -> tuple[str, ...]:
@@ -103,7 +103,8 @@ class _Auditor:
     """Checks each step of a run that counts against all that counted before it."""
 
     def __init__(self, *, has_beginning: bool) -> None:
-        self.problems = _Problems()
+        # All reasons why the proof does not hold.
+        self.problems: list[str] = []
         self.num_torn = 0
         self._steps = 0
         self._samples = 0
@@ -118,7 +119,7 @@ class _Auditor:
         # Steps that changed no weight.
         self._skipped: list[int] = []
         if not has_beginning:
-            self.problems.add("the beginning of the run is not in the log")
+            self.problems.append("the beginning of the run is not in the log")
 
     def add(self, record: Record | None, steps: int, counts: bool) -> None:
         """Check the next record."""
@@ -177,7 +178,7 @@ class _Auditor:
         # Rows of an epoch that has no step yet are listed again when it begins.
         self._epochs.forget_listed()
         if not isinstance(progress, Mapping):
-            self.problems.add("a start does not record where training resumes")
+            self.problems.append("a start does not record where training resumes")
             return
         self._expect_steps(f"resumed at step {steps}", steps)
         if self._trusts:
@@ -185,7 +186,7 @@ class _Auditor:
         for name, counted in (("samples", self._samples), ("tokens", self._tokens)):
             recorded = whole(progress, name)
             if recorded is not None and recorded != counted:
-                self.problems.add(
+                self.problems.append(
                     f"resumed at step {steps} with {recorded:,} {name}, the steps up to it have"
                     f" {counted:,}"
                 )
@@ -195,11 +196,13 @@ class _Auditor:
         """Check an optimizer step, of the epoch with this number."""
         step = whole(record, "step")
         if step is None or number is None:
-            self.problems.add(f"after step {self._steps}: a step without its number or its epoch")
+            self.problems.append(
+                f"after step {self._steps}: a step without its number or its epoch"
+            )
             return
         self._expect_steps(f"step {step}", step - 1)
         if step <= self._steps:
-            self.problems.add(
+            self.problems.append(
                 f"step {step} follows step {self._steps}, without a start between them"
             )
             self._trusts = True
@@ -220,12 +223,12 @@ class _Auditor:
     def _mark_used(self, epoch: _Epoch, step: int, rows: object, size: int) -> None:
         """Mark the rows of a step as used, and check that they are as many as its batch size."""
         if not isinstance(rows, list):
-            self.problems.add(f"step {step}: which rows it used is not recorded")
+            self.problems.append(f"step {step}: which rows it used is not recorded")
             return
-        self.problems.add(*epoch.mark(1, rows), of=f"epoch {epoch.number}, step {step}: ")
+        self.problems += epoch.mark(1, rows, subject=f", step {step}")
         if size != len(rows):
             verb = "is" if len(rows) == 1 else "are"
-            self.problems.add(
+            self.problems.append(
                 f"step {step}: batch_size {size}, and {count(len(rows), 'row')} {verb} listed"
             )
 
@@ -241,11 +244,11 @@ class _Auditor:
             ):
                 expected = previous + size
                 if total != expected:
-                    self.problems.add(
+                    self.problems.append(
                         f"step {step}: {name} {total}, not {expected} = {previous} + {size}"
                     )
             if tokens < self._tokens:
-                self.problems.add(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
+                self.problems.append(f"step {step}: tokens_seen {tokens}, after {self._tokens}")
         epoch.position = position or 0
         self._samples = samples or 0
         self._tokens = tokens
@@ -254,14 +257,16 @@ class _Auditor:
     def _end_epoch(self, record: Record, number: int | None) -> None:
         """Keep the recorded end of an epoch."""
         if number is None:
-            self.problems.add(f"after step {self._steps}: the end of an epoch without its number")
+            self.problems.append(
+                f"after step {self._steps}: the end of an epoch without its number"
+            )
         elif not self._epochs.end(number, record, subject=f"an end after step {self._steps}"):
             self._trusts = True
 
     def finish(self) -> None:
         """Judge what only the end of the log shows."""
         self._epochs.close(is_done=self._is_over)
-        self.problems.add(*self._repeats.different)
+        self.problems += self._repeats.different
 
     def _expect_steps(self, seen: str, up_to: int) -> None:
         """Name the steps that something recorded needs and that are not in the log."""
@@ -270,7 +275,7 @@ class _Auditor:
         missing = _span("step", self._steps + 1, up_to)
         # A torn line is a likely reason for a gap.
         torn = f" (torn lines before it: {self.num_torn})" if self.num_torn else ""
-        self.problems.add(f"{seen}: not in the log: {missing}{torn}")
+        self.problems.append(f"{seen}: not in the log: {missing}{torn}")
         self._steps = up_to
         self._trusts = True
 
@@ -292,20 +297,16 @@ class _Auditor:
             )
             yield "loss", f"skipped steps, which changed no weight: {skipped_steps}"
         yield from (("repeats", line) for line in self._repeats.lines())
-        notes = self._repeats.explained
-        for heading, lines, num in (
-            ("note", notes, len(notes)),
-            ("problem", self.problems.kept, self.problems.num),
-        ):
+        for heading, lines in (("note", self._repeats.explained), ("problem", self.problems)):
             yield from ((heading, line) for line in lines[:_MOST])
-            if num > _MOST:
-                yield heading, f"and {num - _MOST:,} more"
+            if len(lines) > _MOST:
+                yield heading, f"and {len(lines) - _MOST:,} more"
         yield "verdict", self._verdict()
 
     def _verdict(self) -> str:
         """Return what is proved, or that the proof does not hold."""
-        if self.problems.num:
-            return f"DOES NOT HOLD: problems: {self.problems.num:,}"
+        if self.problems:
+            return f"DOES NOT HOLD: problems: {len(self.problems):,}"
         # Epochs of which the same is proved are named together: a run may have hundreds.
         parts = []
         for (rows, left_out), alike in groupby(self._epochs.all, key=_Epoch.proved):
@@ -316,19 +317,6 @@ class _Auditor:
         if not parts:
             return "holds: no step counts yet"
         return "holds: " + "; ".join(parts)
-
-
-class _Problems:
-    """Why the proof does not hold: all reasons are counted, and the first twenty kept."""
-
-    def __init__(self) -> None:
-        self.kept: list[str] = []
-        self.num = 0
-
-    def add(self, *problems: str, of: str = "") -> None:
-        """Add problems, each behind the prefix `of`."""
-        self.num += len(problems)
-        self.kept += [of + problem for problem in problems[: _MOST - len(self.kept)]]
 
 
 class _Epoch:
@@ -353,8 +341,9 @@ class _Epoch:
         """Rows that were not used."""
         return self.num_rows - self.used
 
-    def mark(self, mark: int, rows: Sequence[Any]) -> list[str]:
-        """Mark rows as used or as dropped; return what is wrong with them.
+    def mark(self, mark: int, rows: Sequence[Any], *, subject: str = "") -> list[str]:
+        """Mark rows as used or as dropped; return what is wrong with them, of a subject in the
+        epoch.
 
         Dropped rows may be listed again.
         """
@@ -374,7 +363,10 @@ class _Epoch:
                 wrong_rows["rows used twice"].append(row)
             elif earlier_mark != mark:
                 wrong_rows[f"rows {_MARKS[mark]}, and {_MARKS[earlier_mark]}"].append(row)
-        return [f"{problem}: {_first_ten(numbers)}" for problem, numbers in wrong_rows.items()]
+        return [
+            f"epoch {self.number}{subject}: {problem}: {_first_ten(numbers)}"
+            for problem, numbers in wrong_rows.items()
+        ]
 
     def forget_dropped(self) -> None:
         """Remove every mark of a dropped row."""
@@ -387,13 +379,21 @@ class _Epoch:
         missing = [row for row, mark in enumerate(self._marks) if not mark]
         # Only one epoch is open at a time, so only one keeps its marks in memory.
         self._marks = bytearray()
+        problems = []
         if self.ending is None:
             if missing and self.is_done:
-                return [f"rows never used, and not recorded as left out: {_first_ten(missing)}"]
-            return []
+                problems.append(
+                    f"rows never used, and not recorded as left out: {_first_ten(missing)}"
+                )
+        else:
+            problems += self._against(self.ending)
+        return [f"epoch {self.number}: {problem}" for problem in problems]
+
+    def _against(self, ending: Record) -> list[str]:
+        """Return what the recorded end says otherwise than the steps."""
         problems = []
         for name, counted in (("used", self.used), ("left_out", self.left_out)):
-            recorded = self.ending.get(name)
+            recorded = ending.get(name)
             if recorded != counted:
                 problems.append(
                     f"its end records {recorded} rows as {name}, its steps give {counted}"
@@ -453,7 +453,7 @@ class _Epochs:
         all: epochs so far.
     """
 
-    def __init__(self, problems: _Problems, *, has_beginning: bool) -> None:
+    def __init__(self, problems: list[str], *, has_beginning: bool) -> None:
         self.all: list[_Epoch] = []
         self._problems = problems
         self._has_beginning = has_beginning
@@ -494,12 +494,12 @@ class _Epochs:
                 # The epoch continues, or ends again.
                 epoch.ending = None
         if place not in allowed_places:
-            self._problems.add(
+            self._problems.append(
                 f"resumed at step {steps}, {count(place[1], 'row')} into epoch {place[0]}; "
                 f"the steps up to it end {count(end[1], 'row')} into epoch {end[0]}"
             )
         elif epoch and place == end and epoch.position and self._num_rows != epoch.num_rows:
-            self._problems.add(
+            self._problems.append(
                 f"resumed at step {steps} within epoch {epoch.number} with"
                 f" {count(self._num_rows, 'row', ',')} in the dataset, {epoch.num_rows:,} before"
             )
@@ -514,31 +514,31 @@ class _Epochs:
             return current
         newest = current.number if current else -1
         if number <= newest:
-            self._problems.add(
+            self._problems.append(
                 f"{subject} belongs to epoch {number}, after epoch {newest} was begun or done"
             )
             return None
         self.close(is_done=True)
         # A log without its beginning may begin in any epoch.
         if number > newest + 1 and (current or self._has_beginning):
-            self._problems.add(
+            self._problems.append(
                 f"{subject} belongs to epoch {number}; epoch {newest + 1} is not in the log"
             )
         epoch = _Epoch(number, self._num_rows)
         self.all.append(epoch)
         for rows in self._dropped.pop(number, []):
-            self._problems.add(*epoch.mark(2, rows), of=f"epoch {number}: ")
+            self._problems += epoch.mark(2, rows)
         return epoch
 
     def drop(self, rows: object, number: int | None, *, at: int) -> None:
         """Mark rows as dropped, or keep them until their epoch begins."""
         epoch = self.newest
         if number is None or not isinstance(rows, list):
-            self._problems.add(
+            self._problems.append(
                 f"after step {at}: dropped rows without their numbers or their epoch"
             )
         elif epoch and epoch.number == number:
-            self._problems.add(*epoch.mark(2, rows), of=f"epoch {number}: ")
+            self._problems += epoch.mark(2, rows)
         else:
             self._dropped.setdefault(number, []).append(rows)
 
@@ -572,13 +572,15 @@ class _Epochs:
         num_begun = self.newest.number + 1 if self.newest else 0
         if num_asked is not None and num_begun < num_asked:
             missing = _span("epoch", num_begun, num_asked - 1)
-            self._problems.add(f"training has ended, and {missing} of {num_asked} not in the log")
+            self._problems.append(
+                f"training has ended, and {missing} of {num_asked} not in the log"
+            )
 
     def close(self, *, is_done: bool) -> None:
         """Judge the newest epoch."""
         epoch = self.newest
         if epoch:
-            self._problems.add(*epoch.close(is_done=is_done), of=f"epoch {epoch.number}: ")
+            self._problems += epoch.close(is_done=is_done)
 
 
 @dataclass

@@ -60,10 +60,7 @@ def request_batch(
     """
     call = f"{KEY} {_name_of(rule)}({progress})"
     requested = _call(rule, progress, call=call, least=1, remedy="what a step on one device holds")
-    rows = requested
-    if maximum is not None:
-        rows = min(requested, maximum)
-    return ClampedBatch(requested, rows, maximum)
+    return ClampedBatch(requested, at_most(requested, maximum), maximum)
 
 
 def next_batch_size(
@@ -89,11 +86,14 @@ def next_batch_size(
         remedy="how many rows to add to batch_size",
     )
     requested = batch_size + rows
-    clamped = requested
     # A batch that is above the bound already does not shrink.
-    if maximum is not None:
-        clamped = min(requested, max(maximum, batch_size))
+    clamped = max(at_most(requested, maximum), batch_size)
     return ClampedBatch(requested, clamped, maximum)
+
+
+def at_most(rows: int, maximum: int | None) -> int:
+    """Return rows, cut to a maximum; None cuts nothing."""
+    return rows if maximum is None else min(rows, maximum)
 
 
 def _call(

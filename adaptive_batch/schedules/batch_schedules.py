@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, TypeGuard
 
 from adaptive_batch._util import check_bool
 from adaptive_batch.errors import SettingError
 
-from .batch_rules import INCREMENT_KEY, KEY, MOST_ROWS, Increment, Schedule, whole_number
+from .batch_rules import INCREMENT_KEY, KEY, MOST_ROWS, Increment, Schedule, at_most, whole_number
 from .progress import Duration, Progress, parse_duration
 
 log = logging.getLogger("adaptive_batch")
@@ -214,9 +214,7 @@ class _ByNoiseScale(_Rule):
             return now
         if noise > now * (1 + self.margin):
             grown = max(now + 1, math.floor(now * self.factor + 0.5))
-            if self.maximum is None:
-                return grown
-            return min(grown, max(now, self.maximum))
+            return max(at_most(grown, self.maximum), now)
         if self.monotone:
             return now
         shrunk = max(1, min(now - 1, math.floor(now / self.factor + 0.5)))
@@ -267,12 +265,10 @@ def by_noise_scale(
     max_rows = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
     if max_rows is not None and first > max_rows:
         raise SettingError(f"{KEY}.maximum", maximum, f"must be start={first} or more")
-    if not _is_finite(factor) or factor <= 1:
-        raise SettingError(f"{KEY}.factor", factor, "must be a number above 1, such as 2.0")
+    factor = _factor(f"{KEY}.factor", factor)
     if not _is_finite(margin) or margin < 0:
         raise SettingError(f"{KEY}.margin", margin, "must be a number 0 or more, such as 0.5")
     check_bool(f"{KEY}.monotone", monotone)
-    factor = float(factor)
     margin = float(margin)
     made_by = f"by_noise_scale({first}, {max_rows}, {factor=}, {margin=}, every={gap}, {monotone=})"
     return _ByNoiseScale(made_by, first, max_rows, factor, margin, gap, monotone)
@@ -338,12 +334,9 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
     Raises:
         SettingError: a number is out of range.
     """
-    if factor is not None and (not _is_finite(factor) or factor <= 1):
-        raise SettingError(
-            f"{KEY}.factor", factor, "must be a number above 1, such as 2.0, or null"
-        )
+    if factor is not None:
+        factor = _factor(f"{KEY}.factor", factor, or_null=", or null")
     max_rows = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
-    factor = factor and float(factor)
     return Seesaw(f"seesaw({factor=}, maximum={max_rows})", factor, max_rows)
 
 
@@ -499,12 +492,8 @@ def geometric(factor: float, *, every: int = 1) -> Increment:
         SettingError: `factor` is not a finite number above 1, or `every` not a whole number of 1 or
             more.
     """
-    if not _is_finite(factor) or factor <= 1:
-        raise SettingError(
-            f"{INCREMENT_KEY}.factor", factor, "must be a number above 1, such as 2.0"
-        )
+    factor = _factor(f"{INCREMENT_KEY}.factor", factor)
     every = _whole(f"{INCREMENT_KEY}.every", every)
-    factor = float(factor)
     return _Geometric(f"geometric({factor=}, {every=})", factor, every)
 
 
@@ -515,7 +504,14 @@ def _whole(key: str, value: object) -> int:
     return number
 
 
-def _is_finite(value: object) -> bool:
+def _factor(key: str, value: object, *, or_null: str = "") -> float:
+    """Return a number by which a batch is multiplied to grow."""
+    if not _is_finite(value) or value <= 1:
+        raise SettingError(key, value, f"must be a number above 1, such as 2.0{or_null}")
+    return float(value)
+
+
+def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from adaptive_batch._util import count
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 
-from .batch_rules import KEY, Increment, next_batch_size
+from .batch_rules import KEY, Increment, at_most, next_batch_size
 from .batch_schedules import Stages
 from .progress import Progress
 
@@ -208,9 +208,7 @@ def check_stages(
     if not isinstance(rule, Stages):
         return []
     for batch in rule.batches:
-        rows = batch
-        if maximum is not None:
-            rows = min(batch, maximum)
+        rows = at_most(batch, maximum)
         if unit == "rows" and drop_last and rows * ranks > rows_per_epoch:
             remedy = (
                 f"{rows} rows on each of {ranks} devices are more than an epoch's {rows_per_epoch},"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from adaptive_batch.training import (
     Choices,
     Evaluation,
     ProbeOptions,
+    SearchScope,
     WorstRows,
-    search_for_steps,
 )
 
 from .data import Data
@@ -31,9 +32,10 @@ from .trainer import Trainer
 from .trial_rows import TrialRows
 
 
-class TrialSearch:
-    """Searches for what fits by trials of a run's step, each with the run's options, cache and
-    time.
+class BoundFinder:
+    """Runs trials of what training will run, on the data and the model of a run.
+
+    Use :meth:`check` before the weights are loaded and the others after.
 
     Args:
         job: job of the run.
@@ -44,114 +46,9 @@ class TrialSearch:
 
     Attributes:
         rows: rows of trials.
-    """
-
-    def __init__(
-        self, job: Job, data: Data, *, lost: LostRun | None, watch: Watchdog | None
-    ) -> None:
-        self.rows = TrialRows(job, data)
-        self._job = job
-        self._data = data
-        self._settings = job.settings
-        self._watch = watch
-        self._lost = lost
-
-    def rows_to_try(self, usable_rows: int, key: str = "trial_rows") -> int:
-        """Return the most rows that are tried, of those that are of use at once.
-
-        Args:
-            usable_rows: these.
-            key: kind of the trials, of :data:`.TRIALS`.
-        """
-        most_rows = min(self._settings.probe.maximum, usable_rows)
-        lost_rows = self._lost.trial_rows(key) if self._lost else None
-        if lost_rows:
-            # A trial that ended all ranks would end them again, so fewer rows are tried.
-            most_rows = min(most_rows, lost_rows // 2)
-        return max(1, most_rows)
-
-    def find(
-        self,
-        trainer: Trainer,
-        rows: WorstRows,
-        *,
-        maximum: int,
-        accumulates: bool,
-        rounds: bool = False,
-        evaluation: Evaluation | None = None,
-        path: Path | None = None,
-        choices: Choices | None = None,
-    ) -> ProbeResult:
-        """Find how many rows fit at once.
-
-        Args:
-            trainer: trainer of the run.
-            rows: longest rows of their kind.
-            maximum: most rows that are tried, see :meth:`rows_to_try`.
-            accumulates: whether gradients are there when a forward begins.
-            rounds: whether the power of two at or below the bound is tried, too.
-            evaluation: what runs in place of training's forward and backward; None for these.
-            path: file that keeps the result; None for none.
-            choices: choices of the fastest micro-batches; None for as much at once as fits.
-
-        Raises:
-            DoesNotFitError: one row does not fit.
-        """
-        probe = self._settings.probe
-        options = ProbeOptions(
-            probe.device_memory,
-            probe.headroom,
-            distributed.minimum(maximum),
-            probe.search,
-            round_to_power_of_two=rounds,
-            trial_seconds=probe.trial_seconds,
-            memory_key="probe.device_memory",
-        )
-        cache = ProbeCache(
-            self._job,
-            self._data,
-            rows,
-            shapes=self.rows.shapes(rows),
-            maximum=options.maximum,
-            accumulates=accumulates,
-            rounds=rounds,
-            evaluates=evaluation.kind if evaluation else False,
-            choices=choices,
-            path=path,
-        )
-        result = BoundSearch(
-            trainer.tried(),
-            rows,
-            options,
-            accumulates=accumulates,
-            evaluation=evaluation,
-            cache=cache,
-            choices=choices,
-            time_limit=self._time_limit,
-        ).run()
-        cache.learn(result)
-        return result
-
-    def _time_limit(self, doing: str) -> AbstractContextManager[object]:
-        """Return a context that ends all ranks where one does not end its trial in time."""
-        if self._watch is None:
-            return nullcontext()
-        return self._watch.time_limit(self._settings.probe.trial_timeout, doing)
-
-
-class BoundFinder:
-    """Runs trials of what training will run, on the data and the model of a run.
-
-    Use :meth:`check` before the weights are loaded and the others after.
-
-    Args:
-        job, data, lost, watch: see :class:`TrialSearch`.
-
-    Attributes:
-        trials: searches.
-        rows: rows of trials.
         path: file ``probe.json``, whose results are taken after one trial where they depend on the
-            same things; beside it ``probe_reference.json`` has those of the reference.
+            same things.
+        reference_path: file of those of the reference.
     """
 
     def __init__(
@@ -160,10 +57,11 @@ class BoundFinder:
         self._job = job
         self._data = data
         self._settings = job.settings
-        self.trials = TrialSearch(job, data, lost=lost, watch=watch)
-        self.rows = self.trials.rows
+        self._lost = lost
+        self._watch = watch
+        self.rows = TrialRows(job, data)
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
-        self._reference_path = self.path.with_name("probe_reference.json")
+        self.reference_path = self.path.with_name("probe_reference.json")
 
     def check(self) -> None:
         """Read the rows of trials; refuse settings that the model or the data do not allow.
@@ -202,17 +100,31 @@ class BoundFinder:
         """
         settings = self._settings
         epoch_rows = max(1, len(self._data.dataset) // self._job.ranks)
-        step_rows = settings.search_plan.step_rows
-        if step_rows is not None:
-            usable_rows = min(epoch_rows, step_rows)
+        whole_step_rows = settings.search_plan.whole_step_rows
+        if whole_step_rows is not None:
+            usable_rows = min(epoch_rows, whole_step_rows)
         elif settings.batch_tokens:
             usable_rows = epoch_rows
         else:
             usable_rows = max(1, epoch_rows // settings.gradient_accumulation_steps)
-        return self.trials.rows_to_try(usable_rows)
+        return self.rows_to_try(usable_rows)
+
+    def rows_to_try(self, usable_rows: int, key: str = "trial_rows") -> int:
+        """Return the most rows that are tried, of those that are of use at once.
+
+        Args:
+            usable_rows: these.
+            key: kind of the trials, of :data:`.TRIALS`.
+        """
+        most_rows = min(self._settings.probe.maximum, usable_rows)
+        lost_rows = self._lost.trial_rows(key) if self._lost else None
+        if lost_rows:
+            # A trial that ended all ranks would end them again, so fewer rows are tried.
+            most_rows = min(most_rows, lost_rows // 2)
+        return max(1, most_rows)
 
     def of_training(
-        self, trainer: Trainer, *, length: int | str, step_rows: int | None
+        self, trainer: Trainer, *, length: int | str, kept_step_rows: int | None = None
     ) -> list[ProbeResult]:
         """Find the largest number of rows whose forward and backward fit in training, and within it
         the fastest micro-batches, unless the sizer knows these, as of a checkpoint.
@@ -222,8 +134,8 @@ class BoundFinder:
         Args:
             trainer: trainer of the run.
             length: ``longest``, ``max_seq_len`` or a number of tokens.
-            step_rows: rows of a step on one device, configured or a checkpoint's; None where a
-                step never has more than fit.
+            kept_step_rows: rows of a step on one device that a checkpoint keeps; None where it
+                keeps none.
 
         Returns:
             The searches, of which the last counts. A step that fits itself is tried as one
@@ -234,93 +146,52 @@ class BoundFinder:
             SettingError: with the optimizer in backward a step does not fit at once.
         """
         plan = self._settings.search_plan
-        sizer = trainer.runner.sizer
-        choices = None
-        if plan.chooses_fastest and sizer.throughput is None:
-            unit = sizer.limit(1).unit
-            objective = self._settings.probe.objective
-            choices = Choices(trainer.layout_kinds, unit, self._timed_rows, objective)
-
-        def search(beside_gradients: bool) -> ProbeResult:
-            return self.trials.find(
-                trainer,
-                self.rows.of_length(length),
-                maximum=self.most_rows,
-                accumulates=beside_gradients,
-                rounds=plan.rounds,
-                path=self.path,
-                choices=choices,
-            )
-
-        def check_split(result: ProbeResult) -> None:
-            if self._settings.optimizer_in_bwd:
-                whose = "the checkpoint's batch_size" if plan.step_rows is None else "batch_size"
-                raise SettingError(
-                    "optimizer_in_bwd",
-                    True,
-                    f"{whose} {step_rows} is above the {result.max_batch_size} rows that fit here,"
-                    " and cannot be split into micro-batches; take a smaller one or more memory, or"
-                    " start again with optimizer_in_bwd=False",
-                )
-
-        return search_for_steps(
-            search,
+        whole_step_rows = kept_step_rows or plan.whole_step_rows
+        scope = SearchScope(
+            self.rows.of_length(length),
             # Fewer ranks than began the run have more rows of a step each.
-            has_several=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
-            step_rows=step_rows,
-            check_split=check_split,
+            accumulates=plan.has_several or self._job.ranks > distributed.data_parallel_size(),
+            whole_step_rows=whole_step_rows,
+            choices=self._choices(trainer),
         )
+        search = partial(
+            self.find, trainer, maximum=self.most_rows, rounds=plan.rounds, path=self.path
+        )
+        result = search(scope)
+        if not scope.splits_step(result):
+            return [result]
+        if self._settings.optimizer_in_bwd:
+            is_configured = plan.whole_step_rows is not None
+            whose = "batch_size" if is_configured else "the checkpoint's batch_size"
+            raise SettingError(
+                "optimizer_in_bwd",
+                True,
+                f"{whose} {whole_step_rows} is above the {result.max_batch_size} rows that fit"
+                " here, and cannot be split into micro-batches; take a smaller one or more memory,"
+                " or start again with optimizer_in_bwd=False",
+            )
+        return [result, search(replace(scope, accumulates=True))]
 
-    @property
-    def _timed_rows(self) -> int:
-        """Rows of a step on one device that micro-batches are timed of; 0 stands for as many as
-        fit, which a step that changes its size may have.
+    def _choices(self, trainer: Trainer) -> Choices | None:
+        """Return what the fastest micro-batches are chosen from; None where as much as fits is
+        wanted, or the sizer knows what is fastest.
         """
         settings = self._settings
+        plan = settings.search_plan
+        sizer = trainer.runner.sizer
+        if not plan.chooses_fastest or sizer.throughput is not None:
+            return None
+        # A step that changes its size may have as many rows as fit.
+        timed_rows = plan.whole_step_rows or 0
         if settings.batch_tokens and not settings.grows:
-            return mean_rows(settings.batch_tokens, self._data.dataset.lengths)
-        return settings.search_plan.step_rows or 0
+            timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
+        unit = sizer.limit_of_step.unit
+        return Choices(trainer.layout_kinds, unit, timed_rows, settings.probe.objective)
 
-    def known(self) -> tuple[ProbeResult | None, str]:
-        """Return what fits without a trial, None where that is unknown; and the source."""
-        tokens = self.rows.probed().length
-        rows = self._settings.probe.assumed_maximum
-        source = "probe.assumed_maximum says so"
-        if rows is None:
-            result = self._earlier(self.path, tokens)
-            if result is None:
-                remedy = "plan with one by probe.assumed_maximum=N"
-                return None, f"{self.path} has no search of these settings; {remedy}"
-            rows = result.max_batch_size
-            source = f"a search found that before ({self.path})"
-        rows = min(rows, self.most_rows)
-        batch_size = rows
-        if self._settings.search_plan.rounds:
-            batch_size = 1 << rows.bit_length() - 1
-        return ProbeResult(rows, batch_size, (), (), sequence_length=tokens), source
-
-    def known_of_reference(self) -> str:
-        """Return what a micro-batch of the reference holds, as far as that is known without a
-        trial; empty where it runs within those of training.
-        """
-        size = self._settings.reference_micro_batch_size
-        if size is None:
-            return ""
-        if isinstance(size, int):
-            return f"reference: {count(size, 'row')} at once"
-        tokens = self.rows.probed().length
-        result = self._earlier(self._reference_path, tokens)
-        if result is None:
-            return (
-                "reference: as much at once as fits, which a search finds"
-                f" ({self._reference_path} has none of these settings)"
-            )
-        fitting = f"{count(result.max_batch_size, 'row')} of {count(tokens, 'token')}"
-        return f"reference: {fitting} at once (a search found that before: {self._reference_path})"
-
-    def _earlier(self, path: Path, tokens: int) -> ProbeResult | None:
-        """Return the result of an earlier search of rows of so many tokens; None for none."""
-        return load_latest(path, settings=settings_name(self._job, self._data, tokens))
+    def earlier(self, path: Path) -> ProbeResult | None:
+        """Return what a file keeps of an earlier search of these settings; None for nothing."""
+        length = self.rows.probed().length
+        return load_latest(path, settings=settings_name(self._job, self._data, length))
 
     def of_row(
         self, trainer: Trainer, row: dict[str, Any], *, maximum: int, accumulates: bool
@@ -333,7 +204,7 @@ class BoundFinder:
         row = self._job.task.filled(row)
         length = self._job.task.length(row)
         rows = WorstRows(lambda size: [row] * size, length, f"one row of {count(length, 'token')}")
-        return self.trials.find(trainer, rows, maximum=maximum, accumulates=accumulates)
+        return self.find(trainer, SearchScope(rows, accumulates=accumulates), maximum=maximum)
 
     def of_reference(self, trainer: Trainer, *, step_rows: int) -> ProbeResult:
         """Find the largest number of rows that fit at once in a reference that runs apart from
@@ -356,25 +227,20 @@ class BoundFinder:
             usable_rows = max(1, len(self._data.dataset) // self._job.ranks)
         if isinstance(size, int):
             usable_rows = size
-        tried_rows = self.trials.rows_to_try(usable_rows, "trial_rows_reference")
+        tried_rows = self.rows_to_try(usable_rows, "trial_rows_reference")
         worst = self.rows.probed()
-        name = f"{worst.name}, even without gradients,"
-        result = self.trials.find(
-            trainer,
-            # What fragments the allocator's cache is training.
-            replace(worst, name=name, in_order=None),
-            maximum=tried_rows,
-            accumulates=False,
-            evaluation=Evaluation(
-                reference.try_rows,
-                worst,
-                name="the reference on rows",
-                kind=REFERENCE,
-                in_training_mode=True,
-                lost_key="trial_rows_reference",
-            ),
-            path=self._reference_path,
+        evaluation = Evaluation(
+            reference.try_rows,
+            worst,
+            name="the reference on rows",
+            kind=REFERENCE,
+            in_training_mode=True,
+            lost_key="trial_rows_reference",
         )
+        # What fragments the allocator's cache is training.
+        rows = replace(worst, name=f"{worst.name}, even without gradients,", in_order=None)
+        scope = SearchScope(rows, evaluation=evaluation)
+        result = self.find(trainer, scope, maximum=tried_rows, path=self.reference_path)
         if isinstance(size, int) and size > result.max_batch_size:
             fitting_rows = result.max_batch_size
             problem = rows_fit(fitting_rows)
@@ -386,6 +252,48 @@ class BoundFinder:
             remedy = f"{problem}; give {fitting_rows} or less, or auto"
             raise SettingError("reference_micro_batch_size", size, remedy)
         return result
+
+    def find(
+        self,
+        trainer: Trainer,
+        scope: SearchScope,
+        *,
+        maximum: int,
+        rounds: bool = False,
+        path: Path | None = None,
+    ) -> ProbeResult:
+        """Find how many rows fit at once, with the run's options, cache and time.
+
+        Args:
+            trainer: trainer of the run.
+            scope: what is looked for.
+            maximum: most rows that are tried, see :meth:`rows_to_try`.
+            rounds: whether the power of two at or below the bound is tried, too.
+            path: file that keeps the result; None for none.
+
+        Raises:
+            DoesNotFitError: one row does not fit.
+        """
+        probe = self._settings.probe
+        options = ProbeOptions(
+            probe.device_memory,
+            probe.headroom,
+            distributed.minimum(maximum),
+            probe.search,
+            round_to_power_of_two=rounds,
+            trial_seconds=probe.trial_seconds,
+            memory_key="probe.device_memory",
+        )
+        cache = ProbeCache(self._job, self._data, scope, options, path=path)
+        return BoundSearch(
+            trainer.tried(), scope, options, cache=cache, time_limit=self._time_limit
+        ).run()
+
+    def _time_limit(self, doing: str) -> AbstractContextManager[object]:
+        """Return a context that ends all ranks where one does not end its trial in time."""
+        if self._watch is None:
+            return nullcontext()
+        return self._watch.time_limit(self._settings.probe.trial_timeout, doing)
 
 
 def left_by_rounding(result: ProbeResult) -> str:

@@ -176,7 +176,7 @@ class Estimator:
         why_not_replayed = estimated.why_not_replayed
         self._skeleton = estimated.run.job.skeleton
         not_counted = list(estimated.run.left_out)
-        if self._settings.micro_batch.is_auto:
+        if self._settings.micro_batch.needs_search:
             not_counted.append(
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
@@ -373,7 +373,7 @@ class _Step:
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
         self._step = run.step(
             rows,
-            accumulates=settings.search_plan.has_several or settings.micro_batch.is_auto,
+            accumulates=settings.search_plan.has_several or settings.micro_batch.needs_search,
             keeps_gradients=keeps,
         )
 
@@ -534,7 +534,7 @@ class _Step:
             # A row's length counts the padding of its sequences to each other, if it has several.
             real_lengths = data.dataset.real_lengths[numbers].tolist()
             return [
-                replace(piece, packed=tuple(real_lengths[row] for row in piece.rows))
+                replace(piece, own_lengths=tuple(real_lengths[row] for row in piece.rows))
                 for piece in pieces
             ]
 

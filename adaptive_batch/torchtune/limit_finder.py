@@ -76,11 +76,10 @@ class LimitFinder:
         if plan.chooses_fastest and saved:
             sizer.load_throughput(saved, kinds=self._trainer.layout_kinds)
         if plan.is_needed:
-            step_rows = planner.batch.step_rows if resumed.keeps_batch else plan.step_rows
             results = self._bound_finder.of_training(
                 self._trainer,
                 length=self._settings.probe.sequence_length,
-                step_rows=step_rows,
+                kept_step_rows=planner.batch.step_rows if resumed.keeps_batch else None,
             )
             self._log_searches(results)
             sizer.found(results[-1])
@@ -89,7 +88,7 @@ class LimitFinder:
             self._take_batch(results[-1], keeps_batch=resumed.keeps_batch)
         if saved is not None:
             sizer.load_state_dict(saved)
-        sizer.count_out_of_memory(sum(map(_trials_out_of_memory, results)))
+        sizer.count_out_of_memory(sum(result.num_out_of_memory for result in results))
         lost_limit = self._lost.limit(sizer.conditions())
         if lost_limit is not None:
             limit = sizer.keep_below(lost_limit, ceiling=planner.limit)
@@ -154,19 +153,19 @@ class LimitFinder:
                 self._trainer, step_rows=self._planner.batch.step_rows
             )
             sizer.found(result)
-            runner.sizer.count_out_of_memory(_trials_out_of_memory(result))
+            runner.sizer.count_out_of_memory(result.num_out_of_memory)
             peak = result.peak_bytes()
             of_peak = "" if peak is None else f", at a peak of {format_bytes(peak)}"
             self._log.event(
                 "reference_bound",
                 f"reference: {count(result.max_batch_size, 'row')} of"
                 f" {count(result.sequence_length, 'token')} fit at once{of_peak}; a micro-batch of"
-                f" it holds {sizer.limit(1)}",
+                f" it holds {sizer.limit_of_step}",
                 max_batch_size=result.max_batch_size,
                 sequence_length=result.sequence_length,
                 peak_bytes=peak,
                 trials=len(result.trials),
-                out_of_memory=_trials_out_of_memory(result),
+                out_of_memory=result.num_out_of_memory,
                 from_cache=result.from_cache,
                 seconds=round(sum(result.seconds), 2),
                 search=result.record(),
@@ -183,7 +182,7 @@ class LimitFinder:
                 max_batch_size=result.max_batch_size,
                 budget_gib=round(result.budget_bytes / GIB, 3),
                 trials=len(result.trials),
-                out_of_memory=_trials_out_of_memory(result),
+                out_of_memory=result.num_out_of_memory,
                 from_cache=result.from_cache,
                 seconds=round(sum(result.seconds), 2),
                 search=result.record(),
@@ -312,11 +311,3 @@ class LimitFinder:
                 " only one by one, which is slow; give a batch_size with divisors, such as a power"
                 " of two",
             )
-
-
-def _trials_out_of_memory(result: ProbeResult) -> int:
-    """Return the trials of this run that ran out of memory."""
-    # The search of an earlier run has counted its own.
-    if result.from_cache:
-        return 0
-    return result.num_out_of_memory

@@ -255,8 +255,8 @@ class TrainingLog:
         for keys in keys_set:
             self.event("no_effect", str(keys), key=keys.key)
 
-    def too_small(self, profiler: RunProfiler, *, num_steps: int) -> None:
-        """Log what is set and does not come about, as the run has too few rows or steps."""
+    def too_short(self, profiler: RunProfiler, *, num_steps: int) -> None:
+        """Log what is set and has no effect, as the run is too short: in rows or in steps."""
         settings = self._settings
         num_rows = len(self._data.dataset)
         global_rows = settings.step_rows * self._job.ranks

@@ -10,6 +10,7 @@ from typing import Any
 from adaptive_batch._util import count
 from adaptive_batch.data import StepPlanner
 from adaptive_batch.memory import RandomState
+from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import (
     PlannedStep,
     Progress,
@@ -29,6 +30,7 @@ from .data import Data
 from .job import Job
 from .rate import build_rate, stand_in
 from .resumed_run import ResumedRun
+from .settings import Settings
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ class TrainingPreview:
         planner = self._planner
         if not settings.grows or settings.batch_tokens:
             return planner.clock.reference.global_rows
-        largest = planner.batching.step_rows(largest_size)
+        largest = planner.batch.rows_of_step(largest_size)
         if settings.batch_size_schedule is not None:
             # A schedule that measures has a maximum.
             maximum = getattr(settings.batch_size_schedule, "maximum", None)
@@ -210,7 +212,7 @@ class TrainingPreview:
         lines = [message for _, message, _ in resumed.changes()]
         plan = settings.search_plan
         if plan.is_needed:
-            result, source = bound_finder.known()
+            result, source = known_bound(settings, bound_finder)
             bound = "not known, so nothing is cut, and micro-batches are not known"
             if result is not None:
                 bound = str(result.max_batch_size)
@@ -219,7 +221,7 @@ class TrainingPreview:
             if result is not None and plan.sets_batch and not resumed.keeps_batch:
                 batch_size = result.batch_size
                 lines += filter(None, [left_by_rounding(result)])
-        lines += filter(None, [bound_finder.known_of_reference()])
+        lines += filter(None, [known_of_reference(settings, bound_finder)])
         known = planner.batch.first_batch_size
         planner.begin(progress, batch_size=batch_size)
         ahead = self.look_ahead(progress, from_this_epoch=planner.batch.grows_at(progress))
@@ -304,3 +306,44 @@ class TrainingPreview:
         deque(ahead, maxlen=0)
         same_answers(changes)
         return notes
+
+
+def known_bound(settings: Settings, finder: BoundFinder) -> tuple[ProbeResult | None, str]:
+    """Return what fits in training without a trial, None where that is unknown; and the source."""
+    rows = settings.probe.assumed_maximum
+    source = "probe.assumed_maximum says so"
+    if rows is None:
+        result = finder.earlier(finder.path)
+        if result is None:
+            remedy = "plan with one by probe.assumed_maximum=N"
+            return None, f"{finder.path} has no search of these settings; {remedy}"
+        rows = result.max_batch_size
+        source = f"a search found that before ({finder.path})"
+    rows = min(rows, finder.most_rows)
+    batch_size = rows
+    if settings.search_plan.rounds:
+        batch_size = 1 << rows.bit_length() - 1
+    length = finder.rows.probed().length
+    return ProbeResult(rows, batch_size, (), (), sequence_length=length), source
+
+
+def known_of_reference(settings: Settings, finder: BoundFinder) -> str:
+    """Return what a micro-batch of the reference holds, as far as that is known without a trial;
+    empty where it runs within those of training.
+    """
+    size = settings.reference_micro_batch_size
+    if size is None:
+        return ""
+    if isinstance(size, int):
+        return f"reference: {count(size, 'row')} at once"
+    path = finder.reference_path
+    result = finder.earlier(path)
+    if result is None:
+        return (
+            "reference: as much at once as fits, which a search finds"
+            f" ({path} has none of these settings)"
+        )
+    return (
+        f"reference: {count(result.max_batch_size, 'row')} of"
+        f" {count(result.sequence_length, 'token')} at once (a search found that before: {path})"
+    )

@@ -16,9 +16,9 @@ import torch
 
 from adaptive_batch import distributed
 from adaptive_batch._util import fingerprint, installed_version
-from adaptive_batch.memory import ALLOCATOR_VARIABLES, MemoryCurve
+from adaptive_batch.memory import ALLOCATOR_VARIABLES, MemoryCurve, RandomState
 from adaptive_batch.probe import CachedCurve, ProbeResult, load_result, save_result
-from adaptive_batch.training import Choices, WorstRows
+from adaptive_batch.training import ProbeOptions, SearchScope
 
 from .config_errors import as_dict
 from .data import Data
@@ -74,14 +74,8 @@ class ProbeCache:
     Args:
         job: job of the run.
         data: rows of the run.
-        rows: rows of the trials.
-        shapes: shapes of the tensors that the longest of them becomes.
-        maximum: the most rows that are tried.
-        accumulates: whether gradients are there when a forward begins.
-        rounds: whether the power of two below the bound is tried too.
-        evaluates: kind of what is run without gradients in place of training, see
-            :class:`Evaluation`; False for training.
-        choices: choices of the fastest micro-batches.
+        scope: what a search looks for.
+        options: how it goes about it.
         path: file of the results; None keeps none.
     """
 
@@ -89,36 +83,41 @@ class ProbeCache:
         self,
         job: Job,
         data: Data,
-        rows: WorstRows,
+        scope: SearchScope,
+        options: ProbeOptions,
         *,
-        shapes: Any,
-        maximum: int,
-        accumulates: bool,
-        rounds: bool,
-        evaluates: bool | str,
-        choices: Choices | None,
         path: Path | None,
     ) -> None:
         self._job = job
-        self._rows = rows
-        self._accumulates = accumulates
-        self._evaluates = evaluates
+        self._scope = scope
         self._path = path
         probe = job.settings.probe
         self._reads = probe.cache
         described_choices = None
-        if choices is not None:
+        if scope.choices is not None:
             # What is fastest depends on the lengths of all rows.
             lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
-            described_choices = [asdict(choices), lengths]
-        self._settings = settings_name(job, data, rows.length)
-        self._conditions = [maximum, accumulates, rounds, shapes, described_choices]
+            choices = asdict(scope.choices)
+            # Files of before have this name.
+            choices["step_rows"] = choices.pop("timed_rows")
+            described_choices = [choices, lengths]
+        # Reading a row of some datasets draws random numbers, which training must not miss.
+        with RandomState(job.device):
+            shapes = _shapes(data.collator.collate(scope.rows.first(1)))
+        self._settings = settings_name(job, data, scope.rows.length)
+        self._conditions = [
+            options.maximum,
+            scope.accumulates,
+            options.round_to_power_of_two,
+            shapes,
+            described_choices,
+        ]
         curve_name = fingerprint(
-            _conditions(job, data, rows.length),
+            _conditions(job, data, scope.rows.length),
             _sources(job),
             _kernels(job.device),
-            accumulates,
-            evaluates,
+            scope.accumulates,
+            scope.evaluation.kind if scope.evaluation else False,
             shapes,
         )
         self._curve = CachedCurve(curve_name, on=probe.cache)
@@ -164,7 +163,7 @@ class ProbeCache:
         probe = job.settings.probe
         # Memory that is counted to the byte lies on a line, which two trials show.
         is_counted = job.memory.granularity_bytes == 1
-        if is_counted or self._evaluates or distributed.world_size() > 1:
+        if is_counted or self._scope.evaluation or distributed.world_size() > 1:
             return None
         if probe.search != "predict" or not probe.cache:
             return None
@@ -173,8 +172,8 @@ class ProbeCache:
             curve = expected_curve(
                 job.cfg,
                 job.settings,
-                self._rows.first,
-                accumulates=self._accumulates,
+                self._scope.rows.first,
+                accumulates=self._scope.accumulates,
                 builder=job.builder,
             )
         except Exception as error:
@@ -248,3 +247,14 @@ def _are_zero(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return value == 0
+
+
+def _shapes(batch: Any) -> Any:
+    """Return shape and dtype of each tensor in a batch, nested as they are."""
+    if isinstance(batch, torch.Tensor):
+        return [list(batch.shape), str(batch.dtype)]
+    if isinstance(batch, Mapping):
+        return {str(key): _shapes(value) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        return [_shapes(value) for value in batch]
+    return type(batch).__name__

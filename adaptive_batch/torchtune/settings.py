@@ -505,8 +505,8 @@ class SearchPlan:
     Attributes:
         is_needed: whether training needs to know the largest batch that fits.
         chooses_fastest: whether a micro-batch holds what is fastest, rather than as much as fits.
-        step_rows: rows of each step on one device, where a step fits itself and always has those
-            that are configured; None where it does not.
+        whole_step_rows: rows of each step on one device, where a step always has those that are
+            configured, in one micro-batch if they fit; None elsewhere.
         has_several: whether some step has several micro-batches whatever fits.
         rounds: whether the power of two at or below the bound is tried, too.
         sets_batch: whether training begins with the batch that is found, unless a checkpoint's is
@@ -515,7 +515,7 @@ class SearchPlan:
 
     is_needed: bool
     chooses_fastest: bool
-    step_rows: int | None
+    whole_step_rows: int | None
     has_several: bool
     rounds: bool
     sets_batch: bool
@@ -741,19 +741,19 @@ class Settings:
         grows_within = self.grows and not (grows_beyond and size.is_number)
         # With the optimizer in backward a step is one micro-batch.
         chooses_fastest = (
-            size.is_auto
+            size.needs_search
             and OBJECTIVES[self.probe.objective].needs_times
             and not self.optimizer_in_bwd
         )
-        stays = size.is_auto and not self.step_varies
+        stays = size.needs_search and not self.step_varies
         divides = size.is_number or self.batch_tokens is not None or self.layout_kind.sorts
         # The noise scale is measured on a sampled part of the step, which is cut off the rest.
         samples = self.measures_noise and size.micro_batch_tokens is not None
         repeats = self.gradient_accumulation_steps > 1 and not stays
         return SearchPlan(
-            is_needed=self.use_maximum_batch_size or size.is_auto or grows_within,
+            is_needed=self.use_maximum_batch_size or size.needs_search or grows_within,
             chooses_fastest=chooses_fastest,
-            step_rows=self.step_rows if stays else None,
+            whole_step_rows=self.step_rows if stays else None,
             has_several=divides or samples or chooses_fastest or grows_beyond or repeats,
             rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
             sets_batch=self.use_maximum_batch_size and self.batch_size_schedule is None,
@@ -763,7 +763,7 @@ class Settings:
         """Return the settings of a run that searches for nothing: ``auto`` is the configured
         batch.
         """
-        micro_batch = MicroBatchSettings() if self.micro_batch.is_auto else self.micro_batch
+        micro_batch = MicroBatchSettings() if self.micro_batch.needs_search else self.micro_batch
         reference_rows = self.reference_micro_batch_size
         if reference_rows == "auto":
             reference_rows = self.batch_size

@@ -53,7 +53,7 @@ class Sizers:
         if reference_rows is None:
             return cls(training)
         size = ConfiguredSize(micro_batch_size=reference_rows)
-        if size.is_auto:
+        if size.needs_search:
             size = ConfiguredSize(micro_batch_tokens="auto")
         layout = data.configured_layout
         if layout.uniform is None:

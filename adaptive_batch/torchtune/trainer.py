@@ -230,10 +230,10 @@ class Trainer:
         )
 
     def check_layout(self) -> None:
-        """Refuse packed rows that would not train the model as padded ones do; all ranks call it.
+        """Refuse rows without padding that would not train as padded ones do; all ranks call it.
 
         Raises:
-            SettingError: ``packed`` is configured, and the model does not keep rows apart.
+            SettingError: one is configured, and the model does not keep rows apart.
         """
         settings = self._job.settings
         if settings.layout_kind.pads:

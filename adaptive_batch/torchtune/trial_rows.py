@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
-
-import torch
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.data import EpochPlanner, RequestedBatch, longest_rows
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import WorstRows
 
@@ -160,20 +156,3 @@ class TrialRows:
             )
         resized: dict[str, Any] = task.resized(row, length)
         return resized
-
-    def shapes(self, rows: WorstRows) -> Any:
-        """Return shape and dtype of each tensor that the longest row becomes."""
-        # Reading a row of some datasets draws random numbers, which training must not miss.
-        with RandomState(self._job.device):
-            return _shapes(self._data.collator.collate(rows.first(1)))
-
-
-def _shapes(batch: Any) -> Any:
-    """Return shape and dtype of each tensor in a batch, nested as they are."""
-    if isinstance(batch, torch.Tensor):
-        return [list(batch.shape), str(batch.dtype)]
-    if isinstance(batch, Mapping):
-        return {str(key): _shapes(value) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        return [_shapes(value) for value in batch]
-    return type(batch).__name__

@@ -78,9 +78,9 @@ class TriedRows:
         return [self._lengths[number % len(self._lengths)] for number in numbers]
 
     def _of_piece(self, piece: MicroBatch) -> Run | Between:
-        if piece.packed:
-            length = Fraction(sum(piece.packed), len(piece.packed))
-            own = self._packed(len(piece.packed), sum(piece.packed))
+        if piece.own_lengths:
+            length = Fraction(sum(piece.own_lengths), len(piece.own_lengths))
+            own = self._packed(len(piece.own_lengths), sum(piece.own_lengths))
         else:
             length = Fraction(self._layout.padded(piece.length))
             own = self._padded(int(length))

@@ -13,9 +13,15 @@ from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.training import ConfiguredSize, Evaluation, Evaluator, MicroBatchSizer
+from adaptive_batch.training import (
+    ConfiguredSize,
+    Evaluation,
+    Evaluator,
+    MicroBatchSizer,
+    SearchScope,
+)
 
-from .bound_finder import BoundFinder, TrialSearch
+from .bound_finder import BoundFinder
 from .data import Data
 from .job import Job
 from .log import TrainingLog
@@ -61,9 +67,9 @@ class Validation:
         )
         size = ConfiguredSize(micro_batch_size=validation.rows_at_once(settings.batch_size))
         if validation.fits_itself:
-            result = self._find(trainer, bound_finder.trials)
+            result = self._find(trainer, bound_finder)
             self._runner.sizer.count_out_of_memory(result.num_out_of_memory)
-            tokens = data.layout_val.padded_tokens([result.sequence_length] * result.max_batch_size)
+            tokens = data.layout_val.run_tokens([result.sequence_length] * result.max_batch_size)
             size = ConfiguredSize(micro_batch_tokens=tokens)
             log.event(
                 "validation_bound",
@@ -84,20 +90,16 @@ class Validation:
         loss = replace(data.loss_val(self._runner.loss), dummy_row=lambda: data.dataset_val[0])
         self._evaluator = Evaluator(self._runner, loss, sizer)
 
-    def _find(self, trainer: Trainer, trials: TrialSearch) -> ProbeResult:
+    def _find(self, trainer: Trainer, bound_finder: BoundFinder) -> ProbeResult:
         """Find the largest number of the longest rows that fit, without gradients."""
         data = self._data
-        rows = trials.rows.of_validation()
+        rows = bound_finder.rows.of_validation()
         length = data.layout_val.padded(rows.length)
         loss = data.loss_val(self._runner.loss)
         evaluate = partial(self._runner.evaluate, loss=loss, length=length, is_trial=True)
-        return trials.find(
-            trainer,
-            rows,
-            maximum=trials.rows_to_try(len(data.dataset_val), "trial_rows_val"),
-            accumulates=False,
-            evaluation=Evaluation(evaluate, trials.rows.probed()),
-        )
+        scope = SearchScope(rows, evaluation=Evaluation(evaluate, bound_finder.rows.probed()))
+        maximum = bound_finder.rows_to_try(len(data.dataset_val), "trial_rows_val")
+        return bound_finder.find(trainer, scope, maximum=maximum)
 
     def run_where_due(self, step: int) -> None:
         """Every so many steps, log the loss on the rows that are not trained on."""

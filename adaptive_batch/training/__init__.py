@@ -7,14 +7,15 @@ from .bound_search import (
     SEARCHES,
     BoundSearch,
     ProbeOptions,
+    SearchScope,
     find_max_batch_size,
-    search_for_steps,
 )
 from .evaluation import Evaluator
 from .full_batch_loss import FullBatchLoss
 from .loop import AdaptiveLoop
 from .loop_events import LoopEvents
-from .micro_batch_runner import MicroBatchRunner, RowLoss, count_shifted_labels
+from .lowered_limit import LimitChange, OOMPolicy
+from .micro_batch_runner import MicroBatchRunner
 from .model_checks import has_batch_norm, is_compiled
 from .nonfinite import ON_NONFINITE_LOSS, NonfiniteSteps, norm_to_clip
 from .oom_retry import OOMRetry
@@ -23,7 +24,8 @@ from .packing import pack_rows, rows_apart
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .reference_pass import REFERENCE, REFERENCE_VALUES, RowReference
-from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer, OOMPolicy
+from .row_loss import RowLoss, count_shifted_labels
+from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_result import StepResult
 from .throughput_search import Choices, kinds_to_choose_from
 from .trials import Evaluation, TriedStep, WorstRows, varying_steps
@@ -57,6 +59,7 @@ __all__ = [
     "RowLoss",
     "RowReference",
     "RowsOfBatch",
+    "SearchScope",
     "SplitBatch",
     "StepOptions",
     "StepResult",
@@ -73,6 +76,5 @@ __all__ = [
     "pack_rows",
     "rows_apart",
     "same_answers",
-    "search_for_steps",
     "varying_steps",
 ]

@@ -34,12 +34,13 @@ from adaptive_batch.probe import ProbeResult
 from .agreement import Question
 from .bound_search import ProbeOptions
 from .loop_events import log_event
+from .lowered_limit import LimitChange
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions
 from .part_runner import PartRunner
 from .parts import OwnSplit, Part, RowsOfBatch, SplitBatch, Splittable
 from .sample_search import SampleSearch
-from .sizing import ConfiguredSize, LimitChange, MicroBatchSizer
+from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_runner import StepRunner
 
 if TYPE_CHECKING:

@@ -45,6 +45,7 @@ from adaptive_batch.probe import (
     ProbeResult,
     Search,
     SizedStep,
+    Throughput,
     TimeLimit,
     Trial,
     run_search,
@@ -111,6 +112,35 @@ class ProbeOptions:
         check_choice("objective", self.objective, tuple(OBJECTIVES))
 
 
+@dataclass(frozen=True)
+class SearchScope:
+    """What a search looks for, and on which rows.
+
+    Attributes:
+        rows: rows of the trials.
+        accumulates: whether some step has two micro-batches or more, so that gradients are there
+            when a forward begins.
+        whole_step_rows: rows of a step on one device that is one micro-batch if they fit; None
+            where a step never has more than fit.
+        evaluation: evaluation that is tried in place of training; None for training.
+        choices: choices of which the fastest is sought too, within what fits; None for as much at
+            once as fits.
+    """
+
+    rows: WorstRows
+    accumulates: bool = False
+    whole_step_rows: int | None = None
+    evaluation: Evaluation | None = None
+    choices: Choices | None = None
+
+    def splits_step(self, result: ProbeResult) -> bool:
+        """Return whether a step that was tried as one micro-batch turns out to be several: a search
+        follows beside the gradients that its later ones meet, and counts.
+        """
+        rows = self.whole_step_rows or 0
+        return rows > result.max_batch_size and not self.accumulates
+
+
 class SearchCache(Protocol):
     """What earlier searches have shown."""
 
@@ -120,15 +150,8 @@ class SearchCache(Protocol):
     def expected(self) -> MemoryCurve | None:
         """Return the peak that is expected as a function of the rows."""
 
-
-class NoCache:
-    """A cache of nothing."""
-
-    def known(self, budget: int) -> ProbeResult | None:
-        return None
-
-    def expected(self) -> MemoryCurve | None:
-        return None
+    def learn(self, result: ProbeResult) -> None:
+        """Keep what a search has found."""
 
 
 class BoundSearch:
@@ -137,41 +160,30 @@ class BoundSearch:
 
     Args:
         tried: step that trials run.
-        rows: rows of the trials.
+        scope: what it looks for.
         options: how it goes about it.
-        accumulates: whether some step has two micro-batches or more, so that gradients are there
-            when a forward begins.
-        evaluation: evaluation that is tried in place of training; None for training.
-        cache: what earlier searches have shown.
-        choices: choices of which the fastest is sought too, within what fits; None for as much at
-            once as fits.
+        cache: what earlier searches have shown, and what later ones will know; None for nothing.
         time_limit: function that gives a context which ends all ranks where one does not end a
             trial in time.
-        search: another search than the named one.
+        strategy: what decides which size is tried next; None for the one that `options` names.
     """
 
     def __init__(
         self,
         tried: TriedStep,
-        rows: WorstRows,
+        scope: SearchScope,
         options: ProbeOptions,
         *,
-        accumulates: bool,
-        evaluation: Evaluation | None = None,
         cache: SearchCache | None = None,
-        choices: Choices | None = None,
         time_limit: Callable[[str], AbstractContextManager[object]] = lambda doing: nullcontext(),
-        search: Search | None = None,
+        strategy: Search | None = None,
     ) -> None:
         self._tried = tried
-        self._rows = rows
+        self._scope = scope
         self._options = options
-        self._accumulates = accumulates
-        self._evaluation = evaluation
-        self._cache = cache or NoCache()
-        self._choices = choices
+        self._cache = cache
         self._time_limit = time_limit
-        self._given_search = search
+        self._strategy = strategy
         self._memory = tried.runner.memory
         self._maximum = distributed.minimum(options.maximum)
         self._fewest = fewest_rows(tried.runner.model)
@@ -225,7 +237,8 @@ class BoundSearch:
 
     def _new_dry_run(self) -> DryRun:
         tried = self._tried
-        stepped = self._stepped_rows
+        evaluation = self._scope.evaluation
+        stepped = evaluation.trained if evaluation else self._scope.rows
         fewest = self._fewest
         keeps = None
         if tried.keep_gradients:
@@ -235,7 +248,7 @@ class BoundSearch:
             optimizer=tried.optimizer,
             forward_backward=lambda size: tried.try_rows(stepped.first(size)),
             step=tried.step,
-            accumulates=self._accumulates,
+            accumulates=self._scope.accumulates,
             memory=self._memory,
             budget_bytes=self._budget,
             fewest=fewest,
@@ -249,13 +262,9 @@ class BoundSearch:
         )
 
     @property
-    def _stepped_rows(self) -> WorstRows:
-        return self._evaluation.trained if self._evaluation else self._rows
-
-    @property
     def _of_tokens(self) -> str:
         """How long rows are, in texts."""
-        length = self._rows.length
+        length = self._scope.rows.length
         return f" of {count(length, 'token')}" if length else ""
 
     @property
@@ -264,7 +273,7 @@ class BoundSearch:
         device's allocator.
         """
         has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
-        return has_cache and self._rows.in_order is not None
+        return has_cache and self._scope.rows.in_order is not None
 
     @property
     def _makes_blocks(self) -> bool:
@@ -287,7 +296,7 @@ class BoundSearch:
         budgets = distributed.all_gather(self._budget)
         log.info(
             "probing %s%s on %s, up to %s in %s, with %s",
-            self._evaluation.name if self._evaluation else "rows",
+            self._scope.evaluation.name if self._scope.evaluation else "rows",
             self._of_tokens,
             self._memory.describe(),
             count(self._maximum, "row"),
@@ -305,13 +314,11 @@ class BoundSearch:
                 is_counted = self._memory.granularity_bytes == 1
                 if is_counted and is_compiled(self._tried.runner.model):
                     result = replace(result, counts_eager=True)
-                if self._choices and result.max_batch_size and result.throughput is None:
-                    if is_compiled(self._tried.runner.model):
-                        stack.enter_context(any_number_of_variants())
+                choices = self._scope.choices
+                if choices and result.max_batch_size and result.throughput is None:
                     # About twice the time of the search by memory.
                     seconds = distributed.maximum(int(1e6 * (time.perf_counter() - start))) * 2e-6
-                    search = ThroughputSearch(self._tried, self._dry_run, self._choices, self._rows)
-                    fastest = search(result.max_batch_size, seconds=seconds)
+                    fastest = self._fastest(choices, result.max_batch_size, seconds=seconds)
                     result = replace(result, throughput=fastest)
         finally:
             if is_compiled(self._tried.runner.model):
@@ -323,22 +330,38 @@ class BoundSearch:
         if not result.max_batch_size:
             budget = format_bytes(min(budgets))
             raise DoesNotFitError(
-                f"{self._rows.name} does not fit in {budget}; {runner.retry.remedies}"
+                f"{self._scope.rows.name} does not fit in {budget}; {runner.retry.remedies}"
             )
         if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
             result = replace(result, max_batch_size_with_retries=0)
-        return replace(
+        result = replace(
             result,
             resident_bytes=resident_bytes,
             budget_bytes=min(budgets),
             budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
         )
+        if self._cache is not None:
+            self._cache.learn(result)
+        return result
+
+    def _fastest(
+        self, choices: Choices, max_batch_size: int, *, seconds: float
+    ) -> Throughput | None:
+        """Find the fastest micro-batches within what fits, in about so many seconds."""
+        compiles = is_compiled(self._tried.runner.model)
+        with any_number_of_variants() if compiles else nullcontext():
+            search = ThroughputSearch(
+                self._tried, self._dry_run, choices, self._scope.rows, max_batch_size
+            )
+            return search(seconds=seconds)
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
         """Try what an earlier search found; search where that is nothing, or too large now."""
-        earlier = distributed.from_rank_zero(lambda: self._cache.known(budget))
-        if self._evaluation and not self._tried.runner.sharding.knows(
-            evaluates=self._evaluation.kind
+        earlier = None
+        if self._cache is not None:
+            earlier = distributed.from_rank_zero(partial(self._cache.known, budget))
+        if self._scope.evaluation and not self._tried.runner.sharding.knows(
+            evaluates=self._scope.evaluation.kind
         ):
             # From it a rank that fails knows what the others wait for.
             self._run_trial(1)
@@ -348,11 +371,11 @@ class BoundSearch:
                 return result
         result = run_search(
             self._run_trial,
-            search=self._given_search or self._named_search(budget, resident_bytes),
+            search=self._strategy or self._named_strategy(budget, resident_bytes),
             fewest=self._fewest,
             time_limit=self._trial_time,
             round_to_power_of_two=self._options.round_to_power_of_two,
-            sequence_length=self._rows.length,
+            sequence_length=self._scope.rows.length,
         )
         max_batch_size = result.max_batch_size
         if self._fragments and max_batch_size and max_batch_size != result.trials[-1].batch_size:
@@ -370,14 +393,14 @@ class BoundSearch:
 
     def _run_trial(self, size: int) -> Trial:
         # Rows are read before anything is measured.
-        self._rows.first(size)
+        self._scope.rows.first(size)
         with self._time_limit(f"a trial of {count(size, 'row')}{self._of_tokens}"):
-            evaluation = self._evaluation
+            evaluation = self._scope.evaluation
             if evaluation is None:
                 return self._dry_run(size)
             try:
                 return self._dry_run.evaluation(
-                    lambda size: evaluation.run(self._rows.first(size)),
+                    lambda size: evaluation.run(self._scope.rows.first(size)),
                     size,
                     in_training_mode=evaluation.in_training_mode,
                 )
@@ -388,20 +411,20 @@ class BoundSearch:
     def _varying_steps(self, size: int) -> Iterator[SizedStep]:
         tried = self._tried
         for step in varying_steps(
-            self._rows,
+            self._scope.rows,
             size,
             sizer=tried.runner.sizer,
             row_length=tried.row_length,
-            accumulates=self._accumulates,
+            accumulates=self._scope.accumulates,
         ):
             yield [(piece.size, partial(tried.try_rows, rows)) for piece, rows in step]
 
-    def _named_search(self, budget: int, resident_bytes: int) -> Search:
+    def _named_strategy(self, budget: int, resident_bytes: int) -> Search:
         if self._options.search == "binary":
             return BinarySearch(maximum=self._maximum)
         if self._options.search == "halve":
             return Halving(start=self._maximum)
-        expected = self._cache.expected()
+        expected = self._cache.expected() if self._cache is not None else None
         if expected is not None:
             expected_rows = expected.max_rows(budget)
             rows = self._maximum
@@ -416,30 +439,6 @@ class BoundSearch:
             granularity_bytes=self._memory.granularity_bytes,
             expected=expected,
         )
-
-
-def search_for_steps(
-    search: Callable[[bool], ProbeResult],
-    *,
-    has_several: bool,
-    step_rows: int | None,
-    check_split: Callable[[ProbeResult], object] = lambda result: None,
-) -> list[ProbeResult]:
-    """Search for what fits in steps; where a step turns out to be several micro-batches, search
-    again beside the gradients that its later ones meet. The last result counts.
-
-    Args:
-        search: function that searches, given whether gradients are there when a forward begins.
-        has_several: whether some step is several micro-batches whatever fits.
-        step_rows: rows of a step on one device; None where it never has more than fit.
-        check_split: function that refuses a step of more rows than were found, where it cannot be
-            split.
-    """
-    result = search(has_several)
-    if has_several or step_rows is None or step_rows <= result.max_batch_size:
-        return [result]
-    check_split(result)
-    return [result, search(True)]
 
 
 def find_max_batch_size(
@@ -500,4 +499,4 @@ def find_max_batch_size(
 
     tried = TriedStep(runner, optimizer, try_sample)
     rows = WorstRows.of_sample(sample, RowsOfBatch, runner.memory.device)
-    return BoundSearch(tried, rows, options, accumulates=accumulates).run()
+    return BoundSearch(tried, SearchScope(rows, accumulates=accumulates), options).run()

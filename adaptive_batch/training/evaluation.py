@@ -14,8 +14,9 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 
 from .forward_passes import ForwardPasses
-from .micro_batch_runner import MicroBatchRunner, RowLoss
+from .micro_batch_runner import MicroBatchRunner
 from .model_checks import evaluation_mode
+from .row_loss import RowLoss
 from .sizing import MicroBatchSizer
 
 # Rows that are read at a time, at least.

@@ -17,7 +17,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import OBJECTIVES, ProbeResult
 
-from .bound_search import BoundSearch, ProbeOptions, search_for_steps
+from .bound_search import BoundSearch, ProbeOptions, SearchScope
 from .rate import AdaptiveRate
 from .row_step import RowsOfStep, RowStep
 from .throughput_search import Choices
@@ -64,12 +64,10 @@ class LoopSearch:
 
     def find(self, options: ProbeOptions) -> ProbeResult:
         """Find the most rows, and run no more at once; see :meth:`.AdaptiveLoop.find_bound`."""
-        dataset = self._step.dataset
-        parts = self._step.step.parts
         planner = self._batches.planner
         # Of a step that was left out: a trial is none of training's steps.
         self._rate.restore()
-        reshard(parts.runner.model)
+        reshard(self._step.step.parts.runner.model)
         ranks = distributed.data_parallel_size()
         rows_of_epoch = max(1, planner.epochs.num_rows // ranks)
         options = replace(options, maximum=min(options.maximum, rows_of_epoch))
@@ -83,39 +81,44 @@ class LoopSearch:
         )
         # Reading a row of some datasets draws random numbers.
         with RandomState(self._step.step.memory.device):
-            choices = self._choices(step_rows, options.objective)
-            worst = self._worst_rows()
-        tried = TriedStep(
-            parts.runner,
-            self._optimizer,
-            self._try_rows,
-            self._step.clip,
-            row_length=dataset.length,
-            keep_gradients=(
-                partial(self._try_rows, is_last=False) if self._step.keeps_gradients else None
-            ),
-        )
-
-        def search(beside_gradients: bool) -> ProbeResult:
-            if beside_gradients and self._step.keeps_gradients:
-                # What is kept can be dropped once FSDP has run.
-                parts.learn_collectives(RowsOfStep(self._step, dataset.longest(1)))
-            return BoundSearch(
-                tried, worst, options, accumulates=beside_gradients, choices=choices
-            ).run()
-
+            scope = SearchScope(
+                self._worst_rows(),
+                accumulates=has_several,
+                whole_step_rows=step_rows,
+                choices=self._choices(step_rows, options.objective),
+            )
         try:
-            results = search_for_steps(search, has_several=has_several, step_rows=step_rows)
+            result = self._search(scope, options)
+            if scope.splits_step(result):
+                scope = replace(scope, accumulates=True)
+                result = self._search(scope, options)
         finally:
-            dataset.forget()
-        result = results[-1]
+            self._step.dataset.forget()
         self._step.sizer.found(result)
-        self._accumulates = has_several or len(results) > 1
+        self._accumulates = scope.accumulates
         if self._seeks_batch_size and not self._batches.progress.steps:
             planner.begin_with(result.batch_size)
         return result
 
-    def _choices(self, step_rows: int, objective: str) -> Choices | None:
+    def _search(self, scope: SearchScope, options: ProbeOptions) -> ProbeResult:
+        step = self._step
+        parts = step.step.parts
+        if scope.accumulates and step.keeps_gradients:
+            # What is kept can be dropped once FSDP has run.
+            parts.learn_collectives(RowsOfStep(step, step.dataset.longest(1)))
+        tried = TriedStep(
+            parts.runner,
+            self._optimizer,
+            self._try_rows,
+            step.clip,
+            row_length=step.dataset.length,
+            keep_gradients=(
+                partial(self._try_rows, is_last=False) if step.keeps_gradients else None
+            ),
+        )
+        return BoundSearch(tried, scope, options).run()
+
+    def _choices(self, timed_rows: int, objective: str) -> Choices | None:
         """Return what the fastest micro-batches are chosen from; None where as much at once as fits
         is wanted, or steps are cut as a saved state's were.
         """
@@ -124,8 +127,8 @@ class LoopSearch:
             return None
         batch_tokens = self._batches.planner.batching.batch_tokens
         if batch_tokens:
-            step_rows = mean_rows(batch_tokens, self._step.dataset.lengths)
-        return Choices(self._step.layouts.kinds(), "tokens", step_rows, objective)
+            timed_rows = mean_rows(batch_tokens, self._step.dataset.lengths)
+        return Choices(self._step.layouts.kinds(), "tokens", timed_rows, objective)
 
     def _worst_rows(self) -> WorstRows:
         dataset = self._step.dataset

@@ -8,272 +8,27 @@ the ranks count their label tokens together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, micro_batches
-from adaptive_batch.schedules import NoiseSample
+from adaptive_batch.data import MicroBatch, micro_batches
 
 from .agreement import Division, OwnPieces, Question
-from .batch_forms import FORMS, BatchForm
 from .clipping import clip_gradients
 from .gradients import SummedGradients
 from .oom_retry import OutOfMemoryElsewhereError
 from .reference_pass import REFERENCE_VALUES, ReferencePass, RowReference
+from .row_loss import Batch, Row, RowLoss
 from .sizing import MicroBatchSizer
 from .step_result import StepResult
 from .step_runner import StepRunner
-
-Row = Any
-Batch = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class RowLoss:
-    """How rows become a batch, and a batch its loss.
-
-    Attributes:
-        collate: ``collate(rows, length)`` makes one batch on the host, padded to `length` tokens.
-        to_device: moves a batch to the device, in place.
-        mean_loss: the loss of a batch on the device, averaged over its labels; may empty the batch,
-            and leaves in it each of `metrics`, averaged alike.
-        count_labels: labels of a batch that `mean_loss` averages over, on the host and on the
-            device: a whole scalar tensor.
-        row_length: tokens of a row.
-        num_real_tokens: those of them that are not padding.
-        dummy_row: a row that has a label, for a rank that has none left; needed where there are
-            several.
-        join: ``join(rows, form)`` makes one batch on the host in which no sequence is padded, and
-            returns it with the tokens of each; None where rows are always padded.
-        counts_rows: whether `mean_loss` is a mean over rows and `count_labels` counts these. The
-            share of a micro-batch is then known before its backward, and weights its loss.
-        metrics: names of further means, over rows where these are counted, else over labels.
-        loss_of: the loss of a step by the means of `metrics`, as float32; None where `mean_loss` is
-            averaged itself, which differs by rounding.
-        after_forward: called before each backward, which an accelerator launches without Python:
-            what takes Python's time delays it least there.
-    """
-
-    collate: Callable[[Sequence[Row], int], Batch]
-    to_device: Callable[[Batch], object]
-    mean_loss: Callable[[Batch], torch.Tensor]
-    count_labels: Callable[[Batch], torch.Tensor]
-    row_length: Callable[[Row], int]
-    num_real_tokens: Callable[[Row], int]
-    dummy_row: Callable[[], Row] | None = None
-    join: Callable[[Sequence[Row], BatchForm], tuple[Batch, list[int]]] | None = None
-    counts_rows: bool = False
-    metrics: tuple[str, ...] = ()
-    loss_of: Callable[..., torch.Tensor | None] = lambda **metrics: None
-    after_forward: Callable[[], object] = lambda: None
-
-    @contextmanager
-    def collated(
-        self, rows: Sequence[Row], layout: MicroBatchLayout, length: int = 0
-    ) -> Iterator[Batch]:
-        """Give one batch on the host, as the layout asks for, of at least so many tokens a row;
-        sequences that are not padded stay apart within.
-        """
-        if layout.pads or self.join is None:
-            longest = max(map(self.row_length, rows))
-            yield self.collate(rows, length or layout.padded(longest))
-            return
-        form = FORMS[layout.kind]
-        batch, lengths = self.join(rows, form)
-        with form.apart(lengths):
-            yield batch
-
-    def loss_and_labels(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the mean loss of a batch, which is moved to the device, and its labels."""
-        self.to_device(batch)
-        count = self.count_labels(batch)
-        mean = self.mean_loss(batch)
-        self.after_forward()
-        return mean, count
-
-    def some_row(self) -> Row:
-        """Return a row that has a label, for a rank that has none left."""
-        assert self.dummy_row is not None, "several ranks need a dummy row"
-        return self.dummy_row()
-
-
-def count_shifted_labels(batch: Batch, ignore_index: int) -> torch.Tensor:
-    """Count the label tokens of a batch that are left after the shift by one."""
-    count: torch.Tensor = (batch["labels"][..., 1:] != ignore_index).sum()
-    return count
-
-
-class SmallBatch(NamedTuple):
-    """The small batch of a step's noise, on this rank."""
-
-    rows: Any
-    label_tokens: Any
-    # Squared norm of the gradients, summed over its label tokens.
-    squared_norm: Any
-    # Micro-batches that have labels.
-    micro_batches: int
-
-
-class StepSums:
-    """What the micro-batches of a step add up to: on this rank, and on all after
-    :meth:`all_reduce_sum`.
-    """
-
-    def __init__(
-        self,
-        *,
-        rows: int,
-        tokens: int,
-        device: torch.device,
-        global_rows: int = 0,
-        metrics: Sequence[str] = (),
-    ) -> None:
-        self.rows = rows
-        # Of all ranks, where the loss counts rows.
-        self.global_rows = global_rows
-        self.tokens = tokens
-        self.padded = 0
-        self.failed = 0
-        self.micro_batches = 0
-        # On one rank they add to what lies on the device; several count on the host, where the
-        # other counts are.
-        self.loss = torch.zeros((), device=device if distributed.world_size() > 1 else None)
-        self.label_tokens = torch.zeros((), dtype=torch.int64)
-        self.metrics = dict.fromkeys(metrics, self.loss)
-        self.small: SmallBatch | None = None
-
-    def add(self, token_loss: torch.Tensor, label_tokens: torch.Tensor) -> None:
-        """Add a micro-batch that has labels."""
-        self.micro_batches += 1
-        # The dtype is that of a rank without labels.
-        if distributed.world_size() > 1:
-            token_loss = token_loss.to(self.loss.dtype)
-        self.loss = self.loss + token_loss
-        self.label_tokens = self.label_tokens + label_tokens
-
-    def add_metrics(self, batch: Batch, *, weight: float | torch.Tensor) -> None:
-        """Add the metrics that the loss has left in a batch."""
-        for name, total in self.metrics.items():
-            value = weight * batch[name]
-            # All ranks send one dtype.
-            if distributed.world_size() > 1:
-                value = value.to(total.dtype)
-            self.metrics[name] = total + value
-
-    def all_reduce_sum(self) -> None:
-        """Add up over the ranks, in two small collectives: counts as whole numbers, and the loss as
-        it is, with the metrics.
-        """
-        if distributed.world_size() == 1:
-            return
-        numbers = self.label_tokens.new_tensor([self.rows, self.tokens, self.padded, self.failed])
-        counts = torch.cat([self.label_tokens[None], numbers]).to(self.loss.device)
-        means = torch.stack([self.loss, *self.metrics.values()])
-        distributed.all_reduce_sum(counts, means)
-        self.loss, *values = means
-        self.metrics = dict(zip(self.metrics, values, strict=True))
-        self.label_tokens = counts[0]
-        self.rows, self.tokens, self.padded, self.failed = counts[1:].tolist()
-
-    @property
-    def have_labels(self) -> bool:
-        """Whether the step has labels to learn from, on all ranks once they have added up."""
-        if distributed.world_size() > 1:
-            return bool(self.label_tokens)
-        return self.micro_batches > 0
-
-    def result(
-        self,
-        loss: RowLoss,
-        num_pieces: int,
-        *,
-        grad_norm: torch.Tensor | None,
-        noise: NoiseSample | None,
-    ) -> StepResult:
-        """Return what a step has added up to, once ranks have.
-
-        Args:
-            loss: loss of its rows.
-            num_pieces: micro-batches that each rank has run.
-            grad_norm: norm of all gradients before they were clipped; None where it is not
-                measured.
-            noise: sample of the noise; None where it is not measured.
-        """
-        copies = copies_of_each_row()
-        mean_loss = 0.0
-        metrics = dict.fromkeys(loss.metrics, 0.0)
-        has_labels = self.have_labels
-        if has_labels:
-            mean_loss, metrics = self._means(loss)
-        micro_batches = self.micro_batches
-        if distributed.world_size() > 1:
-            micro_batches = num_pieces if has_labels else 0
-        return StepResult(
-            loss=mean_loss,
-            num_labels=self.label_tokens // copies,
-            rows=self.rows // copies,
-            tokens=self.tokens // copies,
-            micro_batches=micro_batches,
-            padding_fraction=max(0.0, 1 - self.tokens / max(1, self.padded)),
-            grad_norm=grad_norm,
-            noise=noise,
-            metrics=metrics,
-        )
-
-    def _means(self, loss: RowLoss) -> tuple[float, dict[str, float]]:
-        """Return the loss and the metrics of a step that has labels, summed over all ranks."""
-        of_all = {"loss": self.loss, **self.metrics}
-        if loss.counts_rows:
-            ranks = distributed.world_size()
-            means = {name: value.item() / ranks for name, value in of_all.items()}
-        else:
-            means = {
-                name: float(value.item() / self.label_tokens) for name, value in of_all.items()
-            }
-        mean_loss = means.pop("loss")
-        metrics = {name: torch.tensor(value) for name, value in means.items()}
-        combined = loss.loss_of(**metrics)
-        return mean_loss if combined is None else float(combined), means
-
-    def noise(self, squared_norm: torch.Tensor, *, device: torch.device) -> NoiseSample | None:
-        """Return a sample of the noise, over all ranks; None where the small batch has none of the
-        labels, or all of them.
-
-        Args:
-            squared_norm: squared norm of this rank's gradients, of the whole step.
-            device: where ranks add up.
-        """
-        assert self.small is not None, "no small batch ran"
-        rows, labels, squared, micro_batches = self.small
-        whole = squared_norm
-        ranks = distributed.world_size()
-        # Counted in micro-batches, so that one rank waits for nothing on its device.
-        is_part = 0 < micro_batches < self.micro_batches
-        if ranks > 1:
-            own_sums = [
-                torch.as_tensor(value, dtype=torch.float64, device=device)
-                for value in (rows, labels, squared, whole)
-            ]
-            total = torch.stack(own_sums)
-            distributed.all_reduce_sum(total)
-            rows, labels, squared, whole = total
-            is_part = bool(0 < labels < self.label_tokens)
-        if not is_part:
-            return None
-        ratio = labels / rows * self.rows / self.label_tokens
-        return NoiseSample(rows, squared * (ranks / labels) ** 2, self.rows, whole, ratio)
-
-
-def copies_of_each_row() -> int:
-    """Return how many ranks run the same rows, as with tensor parallelism."""
-    return distributed.world_size() // distributed.data_parallel_size()
+from .step_sums import SmallBatch, StepSums, copies_of_each_row
 
 
 class MicroBatchRunner(StepRunner):
@@ -537,7 +292,7 @@ class _StepAttempt:
         if piece is not None:
             own_rows = [self._rows[i] for i in piece.rows]
             with loss.collated(own_rows, layout, piece.length) as batch:
-                padded = batch["tokens"].numel() if "tokens" in batch else piece.padded_tokens
+                padded = batch["tokens"].numel() if "tokens" in batch else piece.run_tokens
                 self._sums.padded += padded
                 labels = loss.count_labels(batch)
                 if labels:

@@ -20,7 +20,8 @@ from adaptive_batch.distributed import Sharding
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError, RankLostError
 from adaptive_batch.memory import DeviceMemory, is_out_of_memory, recover
 
-from .sizing import MicroBatchSizer, SmallerLimit, of_all_ranks
+from .lowered_limit import SmallerLimit, of_all_ranks
+from .sizing import MicroBatchSizer
 
 Result = TypeVar("Result")
 

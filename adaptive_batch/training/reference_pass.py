@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .forward_passes import ForwardPasses
+from .row_loss import RowLoss
 from .sizing import MicroBatchSizer
 from .snapshot import StepSnapshot
 from .step_runner import StepRunner
-
-if TYPE_CHECKING:
-    from .micro_batch_runner import RowLoss
 
 # The kind of micro-batch by which ranks know its collectives.
 REFERENCE = "reference"

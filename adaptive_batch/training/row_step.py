@@ -273,14 +273,14 @@ class RowStep:
             loss = float(losses[0] if num_parts == 1 else torch.stack(losses).sum())
             num_labels = sum(labels)
         num_tokens = sum(step_rows.lengths)
-        padded_tokens = sum(piece.padded_tokens for piece in self.step.parts.pieces)
+        run_tokens = sum(piece.run_tokens for piece in self.step.parts.pieces)
         ranks = distributed.world_size()
         if ranks > 1:
-            own = [loss / ranks, float(num_labels), float(num_tokens), float(padded_tokens)]
+            own = [loss / ranks, float(num_labels), float(num_tokens), float(run_tokens)]
             loss, *counts = (
                 sum(values) for values in zip(*distributed.all_gather(own), strict=True)
             )
-            num_labels, num_tokens, padded_tokens = map(int, counts)
+            num_labels, num_tokens, run_tokens = map(int, counts)
             num_parts = self.step.num_pieces if num_labels else 0
             if not num_labels:
                 self.step.parts.runner.drop_gradients()
@@ -290,7 +290,7 @@ class RowStep:
             rows=question.num_rows,
             tokens=num_tokens,
             micro_batches=num_parts,
-            padding_fraction=max(0.0, 1 - num_tokens / max(1, padded_tokens)),
+            padding_fraction=max(0.0, 1 - num_tokens / max(1, run_tokens)),
             metrics={},
             grad_norm=self.clip(),
         )

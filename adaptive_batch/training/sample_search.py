@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from adaptive_batch._util import check_bool, check_whole
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 
-from .bound_search import BoundSearch, ProbeOptions, search_for_steps
+from .bound_search import BoundSearch, ProbeOptions, SearchScope
 from .model_checks import check_parameters, gradients_must_come
 from .part_runner import LENGTHS_REMEDY, PartRunner
 from .parts import Part, Splittable
@@ -63,20 +64,22 @@ class SampleSearch:
             check_whole("batch_size", batch_size)
         check_bool("accumulates", accumulates)
         worst = WorstRows.of_sample(sample, self._split_batch, self._runner.memory.device)
-        if self._runner.sizer.limit(1).unit == "tokens" and not worst.length:
+        if self._runner.sizer.limit_of_step.unit == "tokens" and not worst.length:
             raise SettingError("micro_batch_tokens", "auto", LENGTHS_REMEDY)
         tried = TriedStep(
             self._runner, optimizer, partial(self._try_sample, beside_gradients=accumulates)
         )
-
-        def search(beside_gradients: bool) -> ProbeResult:
-            return BoundSearch(tried, worst, options, accumulates=beside_gradients).run()
-
-        has_several = accumulates or self._runner.sizer.may_split
-        results = search_for_steps(search, has_several=has_several, step_rows=batch_size)
-        result = results[-1]
+        scope = SearchScope(
+            worst,
+            accumulates=accumulates or self._runner.sizer.may_split,
+            whole_step_rows=batch_size,
+        )
+        result = BoundSearch(tried, scope, options).run()
+        if scope.splits_step(result):
+            scope = replace(scope, accumulates=True)
+            result = BoundSearch(tried, scope, options).run()
         self._runner.sizer.found(result)
-        self._tried_one_part = not has_several and len(results) == 1
+        self._tried_one_part = not scope.accumulates
         return result
 
     def see_split(self, num_pieces: int) -> None:

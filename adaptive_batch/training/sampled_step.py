@@ -168,7 +168,7 @@ class SampledStep:
 
     def _checked(self, pieces: Sequence[MicroBatch]) -> list[list[int]]:
         """Return the rows of the pieces that the check of a split evaluates."""
-        if any(piece.packed for piece in pieces):
+        if any(piece.own_lengths for piece in pieces):
             return []
         parts = [list(piece.rows) for piece in pieces]
         whole = sorted(chain.from_iterable(parts))

@@ -15,7 +15,7 @@ from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch.data import LAYOUT_KINDS, MicroBatchLayout, MicroBatchLimit, micro_batches
-from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput
+from adaptive_batch.probe import DryRun, FastestSearch, Pieces, Throughput, Trial
 
 from .compilations import Compilation, Compilations, describe_all
 from .model_checks import is_compiled
@@ -43,13 +43,13 @@ class Choices:
     Attributes:
         kinds: of layouts.
         unit: of a padded limit, ``rows`` or ``tokens``; others are by tokens.
-        step_rows: of a step on one device; 0 for the bound's.
+        timed_rows: of a step on one device, whose micro-batches are timed; 0 for as many as fit.
         objective: name of what is sought.
     """
 
     kinds: Sequence[str]
     unit: str
-    step_rows: int
+    timed_rows: int
     objective: str = "throughput"
 
 
@@ -85,106 +85,110 @@ class ThroughputSearch:
         dry_run: entered; measures and undoes what runs.
         choices: layouts to choose from.
         worst: rows of trials, with those of training in their order.
+        max_batch_size: the most of the longest rows that fit at once.
     """
 
     def __init__(
-        self, tried: TriedStep, dry_run: DryRun, choices: Choices, worst: WorstRows
+        self,
+        tried: TriedStep,
+        dry_run: DryRun,
+        choices: Choices,
+        worst: WorstRows,
+        max_batch_size: int,
     ) -> None:
         assert worst.in_order is not None, "rows of no order are not trained on"
+        self._began = time.perf_counter()
         self._tried = tried
         self._dry_run = dry_run
         self._choices = choices
-        self._worst = worst
         self._in_order = worst.in_order
         self._layout = tried.runner.sizer.layout
-        self._compilations = Compilations()
-
-    def __call__(self, max_batch_size: int, *, seconds: float) -> Throughput | None:
-        """Find it, among what holds no more than `max_batch_size` of the longest rows, in about so
-        many seconds, compilations not counted; None where nothing else fits, or where each layout
-        is compiled again for each shape.
-        """
-        start = time.perf_counter()
-        step_rows = self._choices.step_rows or max_batch_size
-        steps = [
-            self._in_order(step * step_rows, step_rows)
-            for step in range(max(1, _MODELLED_ROWS // step_rows))
+        self._longest = self._layout.padded(worst.length)
+        self._step_rows = choices.timed_rows or max_batch_size
+        self._steps = [
+            self._in_order(step * self._step_rows, self._step_rows)
+            for step in range(max(1, _MODELLED_ROWS // self._step_rows))
         ]
-        lengths = [list(map(self._tried.row_length, rows)) for rows in steps]
+        self._lengths = [list(map(tried.row_length, rows)) for rows in self._steps]
+        # The most of the longest rows that fit in each kind of layout.
+        self._capacity = dict.fromkeys(choices.kinds, max_batch_size)
+        self._compilations = Compilations()
+        self._compiled: list[Compilation] = []
+
+    def __call__(self, *, seconds: float) -> Throughput | None:
+        """Find it, in about so many seconds, compilations not counted; None where nothing fits, or
+        where each layout is compiled again for each shape.
+        """
         layouts = [replace(self._layout, kind=kind) for kind in self._choices.kinds]
-        longest = self._layout.padded(self._worst.length)
-        capacity = dict.fromkeys(self._choices.kinds, max_batch_size)
-
-        def limits(layout: MicroBatchLayout) -> list[MicroBatchLimit]:
-            unit = self._choices.unit if layout.is_usual else "tokens"
-            row_amount = layout.amount(1, longest, unit=unit)
-            step_amount = step_rows
-            if unit == "tokens":
-                step_amount = max(map(layout.padded_tokens, lengths))
-            amount = max(row_amount, min(capacity[layout.kind] * row_amount, step_amount))
-            amounts = []
-            while amount >= row_amount:
-                amounts.append(amount)
-                amount //= 2
-            return [MicroBatchLimit(amount, unit) for amount in reversed(amounts)]
-
-        compiled: list[Compilation] = []
         if is_compiled(self._tried.runner.model):
-            layouts = [
-                layout for layout in layouts if self._settles(layout, limits(layout), compiled)
-            ]
-            log.info("before micro-batches are timed: %s", describe_all(compiled))
-            if not layouts:
-                return None
-        pieces = micro_batches(lengths[0][:8], limits(layouts[0])[0], layouts[0])
+            layouts = [layout for layout in layouts if self._settles(layout)]
+            log.info("before micro-batches are timed: %s", describe_all(self._compiled))
+        if not layouts:
+            return None
+        pieces = micro_batches(self._lengths[0][:8], self._limits(layouts[0])[0], layouts[0])
         # Some of the first time is for what is made once.
         for _ in range(2):
-            (warm,) = self._time(steps[0][:8], [(pieces, layouts[0])])
+            (warm,) = self._time(self._steps[0][:8], [(pieces, layouts[0])])
         of_step = self._dry_run.time(
-            [partial(self._tried.try_rows, steps[0][:1]), self._tried.step]
+            [partial(self._tried.try_rows, self._steps[0][:1]), self._tried.step]
         )
         if warm is None or of_step is None:
             return None
-        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED * sum(lengths[0][:8]) / sum(warm)))
-        rows = max(8, sum(so_far <= tokens for so_far in accumulate(lengths[0])))
-        while any(capacity[layout.kind] for layout in layouts):
+        tokens = max(_LEAST_TOKENS, int(seconds / _TIMED * sum(self._lengths[0][:8]) / sum(warm)))
+        rows = max(8, sum(so_far <= tokens for so_far in accumulate(self._lengths[0])))
+        while any(self._capacity[layout.kind] for layout in layouts):
             search = FastestSearch(
-                partial(self._time, steps[0][:rows]),
-                steps=lengths,
-                sample=lengths[0][:rows],
-                layouts=[layout for layout in layouts if capacity[layout.kind]],
-                limits=limits,
+                partial(self._time, self._steps[0][:rows]),
+                steps=self._lengths,
+                sample=self._lengths[0][:rows],
+                layouts=[layout for layout in layouts if self._capacity[layout.kind]],
+                limits=self._limits,
                 step_seconds=of_step[1],
                 objective=self._choices.objective,
             )
             fastest = search()
             if fastest is None:
                 return None
-            layout = self._layout.of_kind(fastest.kind, time=fastest.time)
-            longest_rows = layout.rows_within(fastest.limit, longest)
-            with self._tried.runner.sizer.trying(layout):
-                trial = self._dry_run(longest_rows)
+            trial = self._try_largest(fastest)
             if trial.fits:
                 return replace(
                     fastest.with_peak(trial.peak_bytes),
-                    seconds=time.perf_counter() - start,
-                    compile_seconds=sum(compilation.seconds for compilation in compiled),
+                    seconds=time.perf_counter() - self._began,
+                    compile_seconds=sum(compilation.seconds for compilation in self._compiled),
                 )
-            capacity[fastest.kind] = longest_rows // 2
         return None
 
-    def _settles(
-        self,
-        layout: MicroBatchLayout,
-        limits: Sequence[MicroBatchLimit],
-        compiled: list[Compilation],
-    ) -> bool:
+    def _limits(self, layout: MicroBatchLayout) -> list[MicroBatchLimit]:
+        """Return the limits of a layout that are of use and may fit, ascending."""
+        unit = self._choices.unit if layout.is_usual else "tokens"
+        row_amount = layout.amount(1, self._longest, unit=unit)
+        step_amount = self._step_rows
+        if unit == "tokens":
+            step_amount = max(map(layout.run_tokens, self._lengths))
+        amount = max(row_amount, min(self._capacity[layout.kind] * row_amount, step_amount))
+        amounts = []
+        while amount >= row_amount:
+            amounts.append(amount)
+            amount //= 2
+        return [MicroBatchLimit(amount, unit) for amount in reversed(amounts)]
+
+    def _try_largest(self, fastest: Throughput) -> Trial:
+        """Run a trial of the most of the longest rows that a choice allows; where they do not fit,
+        no more than half of them are timed in its layout from now on.
+        """
+        layout = self._layout.of_kind(fastest.kind, time=fastest.time)
+        longest_rows = layout.rows_within(fastest.limit, self._longest)
+        with self._tried.runner.sizer.trying(layout):
+            trial = self._dry_run(longest_rows)
+        if not trial.fits:
+            self._capacity[fastest.kind] = longest_rows // 2
+        return trial
+
+    def _settles(self, layout: MicroBatchLayout) -> bool:
         """Run micro-batches of ever new rows, in the smallest and the largest limit that fits, as
         long as something is compiled for them; return whether that ended.
-
-        Args:
-            compiled: what was compiled is added to it.
         """
+        limits = self._limits(layout)
         sizes = [limits[0], limits[-1]]
         variants: Counter[str] = Counter()
         self._compilations.new()
@@ -201,7 +205,7 @@ class ThroughputSearch:
                         sizes = sizes[:1]
                         continue
                 new = self._compilations.new()
-                compiled += new
+                self._compiled += new
                 variants.update(graph.function for graph in new if graph.is_again)
                 if distributed.any_of_ranks(bool(new)):
                     is_warm = False

@@ -139,7 +139,7 @@ def varying_steps(
     per_step = 2 if accumulates else 1
     longest = (MicroBatch(list(range(size)), rows.length), rows.first(size))
     yield [longest] * per_step
-    unit = sizer.limit(size).unit
+    unit = sizer.limit_of_step.unit
     limit = MicroBatchLimit(sizer.layout.amount(size, rows.length, unit=unit), unit)
     for step in range(_DRAWN_STEPS):
         drawn = rows.in_order(step * per_step * size, per_step * size)

@@ -130,8 +130,8 @@ def packed_on_cuda(limit: MicroBatchLimit) -> Iterator[tuple[int, int]]:
     for lengths in batches():
         torch.cuda.reset_peak_memory_stats()
         for piece in micro_batches(lengths, limit, PACKED):
-            batch = packed_batch_of(piece.packed)
-            with rows_apart(piece.packed):
+            batch = packed_batch_of(piece.own_lengths)
+            with rows_apart(piece.own_lengths):
                 forward_backward(net, batch["tokens"].to(CUDA), batch["labels"].to(CUDA))
         optimizer.step()
         optimizer.zero_grad()

@@ -35,7 +35,7 @@ from adaptive_batch.torchtune import (
     estimate_devices,
 )
 from adaptive_batch.torchtune.model import Weights
-from adaptive_batch.training import BoundSearch, ProbeOptions
+from adaptive_batch.training import BoundSearch, ProbeOptions, SearchScope
 
 _NARROW = {
     "num_layers": 2,
@@ -371,11 +371,13 @@ def searched(run: RealRun, search: Search) -> ProbeResult:
     options = ProbeOptions(probe.device_memory, probe.headroom, finder.most_rows)
     return BoundSearch(
         trainer.tried(),
-        finder.rows.of_length("longest"),
+        SearchScope(
+            finder.rows.of_length("longest"),
+            accumulates=run.job.settings.search_plan.has_several
+            or run.job.settings.gradient_accumulation_steps > 1,
+        ),
         options,
-        accumulates=run.job.settings.search_plan.has_several
-        or run.job.settings.gradient_accumulation_steps > 1,
-        search=search,
+        strategy=search,
     ).run()
 
 
@@ -384,8 +386,7 @@ def found(run: RealRun) -> ProbeResult:
     finder = BoundFinder(run.job, run.data)
     with tempfile.TemporaryDirectory() as folder:
         finder.path = Path(folder) / "probe.json"
-        step_rows = run.job.settings.search_plan.step_rows
-        *_, result = finder.of_training(run.trainer, length="longest", step_rows=step_rows)
+        *_, result = finder.of_training(run.trainer, length="longest")
     return result
 
 

@@ -60,7 +60,7 @@ class StackRun:
     probes: int = (
         0  # steps of varying lengths, at the bound that a search finds, in place of `steps`
     )
-    headroom: float = 0.0  # of that search
+    headroom: float | str = 0.0  # of that search
     search: str = "predict"  # its kind
     varies: bool = True  # whether rows of a search and of steps after it have lengths of their own
 
@@ -277,8 +277,7 @@ def search(job: Job, data: Data, trainer: Trainer) -> ProbeResult:
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ADAPTIVE_BATCH_CACHE"] = folder
         finder.path = Path(folder) / "probe.json"
-        step_rows = job.settings.search_plan.step_rows
-        *_, result = finder.of_training(trainer, length="longest", step_rows=step_rows)
+        *_, result = finder.of_training(trainer, length="longest")
     return result
 
 

@@ -42,7 +42,7 @@ def most_pieces(lengths, dealt, capacity, shapes=None):
 
 def largest_total(lengths, dealt, capacity, shapes=None):
     pieces = pieces_of_ranks(lengths, dealt, capacity, shapes)
-    return max(sum(piece.padded_tokens for piece in of_rank) for of_rank in pieces)
+    return max(sum(piece.run_tokens for piece in of_rank) for of_rank in pieces)
 
 
 def all_dealings(num_rows, ranks):
@@ -263,7 +263,7 @@ def test_ranks_of_steps_by_tokens_have_nearly_equal_work_and_wait_little(
         ways = (balance_by_tokens(lengths, ranks, capacity), balance_by_rows(len(lengths), ranks))
         for dealt, found in zip(ways, (places, places_in_turn), strict=True):
             tokens = [
-                [p.padded_tokens for p in pieces]
+                [p.run_tokens for p in pieces]
                 for pieces in pieces_of_ranks(lengths, dealt, capacity)
             ]
             found += zip_longest(*tokens, fillvalue=0)

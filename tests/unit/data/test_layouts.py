@@ -44,7 +44,7 @@ def test_a_micro_batch_below_one_row_is_refused(micro_batch_size):
 # by tokens
 
 
-def padded_tokens(groups, lengths):
+def run_tokens(groups, lengths):
     return sum(len(group) * max(lengths[row] for row in group) for group in groups)
 
 
@@ -65,9 +65,9 @@ def best_of_all(lengths, max_tokens):
     alone.
     """
     return min(
-        (len(groups), padded_tokens(groups, lengths))
+        (len(groups), run_tokens(groups, lengths))
         for groups in partitions(list(range(len(lengths))))
-        if all(len(group) == 1 or padded_tokens([group], lengths) <= max_tokens for group in groups)
+        if all(len(group) == 1 or run_tokens([group], lengths) <= max_tokens for group in groups)
     )
 
 
@@ -89,7 +89,7 @@ def test_by_tokens_every_row_comes_once_and_no_group_is_above_the_budget(drawn):
 def test_no_grouping_has_fewer_groups_nor_less_padding_with_as_many(drawn):
     lengths, max_tokens = drawn
     groups = split_by_tokens(lengths, max_tokens)
-    assert (len(groups), padded_tokens(groups, lengths)) == best_of_all(lengths, max_tokens)
+    assert (len(groups), run_tokens(groups, lengths)) == best_of_all(lengths, max_tokens)
 
 
 @given(lengths_and_budgets(max_size=60))
@@ -298,15 +298,13 @@ def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_l
         assert piece.rows == sorted(piece.rows)
         assert (
             len(piece.rows) == 1
-            or (len(piece.rows) if limit.unit == "rows" else piece.padded_tokens) <= limit.amount
+            or (len(piece.rows) if limit.unit == "rows" else piece.run_tokens) <= limit.amount
         )
         own = [lengths[row] for row in piece.rows]
         assert list(piece.lengths) == (own if kind == "packed" else [max(own)] * len(own))
-        assert piece.padded_tokens == sum(piece.lengths)
+        assert piece.run_tokens == sum(piece.lengths)
         assert (
-            piece.padded_tokens
-            <= len(piece.rows) * piece.length
-            < piece.padded_tokens + len(piece.rows)
+            piece.run_tokens <= len(piece.rows) * piece.length < piece.run_tokens + len(piece.rows)
         )
     assert pieces == micro_batches(tuple(lengths), limit, MicroBatchLayout(kind=kind, time=time))
 
@@ -345,10 +343,10 @@ def test_rows_that_are_packed_by_rows_keep_their_order(lengths, rows):
 
 @given(LENGTHS)
 def test_a_layout_knows_the_tokens_that_rows_take(lengths):
-    assert PACKED.padded_tokens(lengths) == sum(lengths)
+    assert PACKED.run_tokens(lengths) == sum(lengths)
     for kind in ("padded", "grouped"):
-        assert MicroBatchLayout(kind=kind).padded_tokens(lengths) == len(lengths) * max(lengths)
-        assert MicroBatchLayout(kind=kind, pad_to_multiple_of=8).padded_tokens(lengths) == (
+        assert MicroBatchLayout(kind=kind).run_tokens(lengths) == len(lengths) * max(lengths)
+        assert MicroBatchLayout(kind=kind, pad_to_multiple_of=8).run_tokens(lengths) == (
             len(lengths) * -(-max(lengths) // 8) * 8
         )
 
@@ -361,7 +359,7 @@ def test_the_fullest_packed_micro_batch_can_be_made_smaller_wherever_one_can(len
     if limit.unit == "rows":
         assert len(fullest.rows) == max(len(piece.rows) for piece in pieces)
     else:
-        assert fullest.padded_tokens == max(piece.padded_tokens for piece in several or pieces)
+        assert fullest.run_tokens == max(piece.run_tokens for piece in several or pieces)
 
 
 @given(
@@ -373,5 +371,5 @@ def test_micro_batches_that_leave_the_order_of_rows_come_with_the_most_tokens_fi
     lengths, tokens, kind
 ):
     pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), MicroBatchLayout(kind=kind))
-    sizes = [piece.padded_tokens for piece in pieces]
+    sizes = [piece.run_tokens for piece in pieces]
     assert sizes == sorted(sizes, reverse=True)

@@ -107,7 +107,7 @@ def test_with_the_block_that_training_makes_more_rows_run_without_retries():
     assert fit.max_batch_size == (1000 - 64 - 3 - 40) // 32
     assert fit.max_batch_size <= fit.max_batch_size_with_retries
     assert fit.allocated_bytes <= fit.reserved_bytes <= 1000 * MIB
-    assert in_blocks.fit_near(plain_fit, 1000 * MIB) == fit
+    assert in_blocks.fit(1000 * MIB, plain_fit) == fit
 
 
 def test_a_trial_that_does_not_fit_leaves_nothing_for_the_next_way():

@@ -737,7 +737,20 @@ def test_after_a_search_a_step_holds_what_it_holds_without_one(accumulates):
     )
     # The states of the trial give way to those of the first step.
     assert kept.steps[1].allocated_bytes == new.steps[1].allocated_bytes
-    assert after.allocated_bytes == new.steps[1].allocated_bytes
+    assert after.peaks[0] == new.steps[1].allocated_bytes
+
+
+def test_what_the_trial_of_a_search_has_given_back_is_no_peak_of_training():
+    # The second is larger than its block, of which a third has one that is large enough.
+    sizes = [100 * MIB, 120 * MIB, 100 * MIB]
+    steps = [TrialStepLog(1, [size, ~number], ()) for number, size in enumerate(sizes)]
+    after = TrialReplay(TrialLog((), steps), budget_bytes=250 * MIB)
+    assert after.fits
+    log = StepLog((), (), [100 * MIB, ~3], ())
+    replay = StepReplay(
+        [log], budget_bytes=250 * MIB, settings=AllocatorSettings(), largest=[1], after=after
+    )
+    assert replay.memory.reserved_bytes < 130 * MIB < 200 * MIB < after.peaks[1]
 
 
 def test_a_cache_that_is_given_back_is_one_block_of_what_a_step_needs():

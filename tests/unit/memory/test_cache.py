@@ -70,6 +70,30 @@ def test_steps_of_varying_lengths_hold_what_they_allocate():
     assert memory.releases < 12
 
 
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_cache_that_has_forgotten_makes_blocks_as_a_new_one(is_told):
+    memory = CachingMemory()
+    trained = Trained(memory)
+    cache = AllocatorCache(memory)
+
+    def releases_in(sizes: Iterable[int]) -> int:
+        earlier = memory.releases
+        for size in sizes:
+            cache.begin_step([size])
+            trained.run(size)
+            cache.end_step()
+        return memory.releases - earlier
+
+    first = releases_in(drawn(40))
+    memory.allocator.empty_cache()
+    memory.allocator.reset_peaks()
+    if is_told:
+        cache.forget()
+    else:
+        cache = AllocatorCache(memory)
+    assert releases_in(drawn(40)) == first > 2
+
+
 def test_before_a_much_larger_step_the_cache_is_given_back_and_what_it_needs_is_learned():
     memory = CachingMemory()
     cache = AllocatorCache(memory)

@@ -36,13 +36,13 @@ class Machine:
     trials: set[tuple[str, str]] = field(default_factory=set)
 
     def seconds(self, piece: MicroBatch, kind: str) -> float:
-        return self.times[kind].of([piece]) * (1 + self.slowdown * piece.padded_tokens / 1000)
+        return self.times[kind].of([piece]) * (1 + self.slowdown * piece.run_tokens / 1000)
 
     def run(self, layouts: list[Pieces]) -> list[list[float] | None]:
         found: list[list[float] | None] = []
         for pieces, layout in layouts:
             self.trials.add((layout.kind, str(pieces)))
-            fits = all(piece.padded_tokens <= self.fits for piece in pieces)
+            fits = all(piece.run_tokens <= self.fits for piece in pieces)
             seconds = (
                 self.seconds(piece, layout.kind) * (1 + random.uniform(0, self.noise))
                 for piece in pieces
@@ -160,9 +160,7 @@ def test_what_does_not_fit_is_not_taken_and_nothing_larger_is_tried() -> None:
     found = search(machine, steps)
     assert found is not None
     layout = MicroBatchLayout(kind=found.kind, time=found.time)
-    assert all(
-        piece.padded_tokens <= 1500 for piece in micro_batches(steps[0], found.limit, layout)
-    )
+    assert all(piece.run_tokens <= 1500 for piece in micro_batches(steps[0], found.limit, layout))
     assert search(Machine(times, fits=1), drawn_steps(1.0)) is None
 
 

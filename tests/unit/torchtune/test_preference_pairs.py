@@ -59,6 +59,7 @@ from adaptive_batch.training import (
     MicroBatchSizer,
     OOMPolicy,
     ProbeOptions,
+    SearchScope,
     WorstRows,
 )
 
@@ -411,13 +412,13 @@ def test_the_bound_of_the_reference_is_that_of_brute_force(kind):
         evaluation = Evaluation(
             runner.reference.try_rows, worst, kind=REFERENCE, in_training_mode=True
         )
-        return BoundSearch(tried, worst, options, accumulates=False, evaluation=evaluation).run()
+        return BoundSearch(tried, SearchScope(worst, evaluation=evaluation), options).run()
 
     peaks = [search(size).peak_bytes() for size in range(1, 14)]
     assert peaks == sorted(set(peaks))
     # A step of one row is tried first, and has to fit.
     tried = replace(wired.trainer.tried(), optimizer=optimizer)
-    of_step = BoundSearch(tried, worst, ProbeOptions(maximum=1), accumulates=False).run()
+    of_step = BoundSearch(tried, SearchScope(worst), ProbeOptions(maximum=1)).run()
     trial = of_step.trials[-1]
     least = max(trial.peak_bytes or 0, trial.optimizer_peak_bytes or 0)
     budgets = {size: (peaks[size - 1] + peaks[size]) // 2 for size in (2, 5, 9, 12)}

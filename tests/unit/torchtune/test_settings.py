@@ -295,7 +295,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize(
-    ("config", "chooses_fastest", "step_rows", "has_several"),
+    ("config", "chooses_fastest", "whole_step_rows", "has_several"),
     [
         ({}, False, None, False),
         (TWICE, False, None, True),
@@ -313,19 +313,19 @@ GROWING = {
     ],
     ids=str,
 )
-def test_what_a_search_has_to_try(config, chooses_fastest, step_rows, has_several):
+def test_what_a_search_has_to_try(config, chooses_fastest, whole_step_rows, has_several):
     settings = Settings.from_config(PLAIN | config)
     plan = settings.search_plan
-    assert (plan.chooses_fastest, plan.step_rows, plan.has_several) == (
+    assert (plan.chooses_fastest, plan.whole_step_rows, plan.has_several) == (
         chooses_fastest,
-        step_rows,
+        whole_step_rows,
         has_several,
     )
 
 
 def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_run_at_once():
     by_tokens = PLAIN | {"batch_tokens": 1000}
-    assert Settings.from_config(by_tokens).micro_batch.is_auto
+    assert Settings.from_config(by_tokens).micro_batch.needs_search
     given = Settings.from_config(by_tokens | {"micro_batch_tokens": 500})
     assert given.micro_batch == MicroBatchSettings(micro_batch_tokens=500)
     by_rows = Settings.from_config(by_tokens | {"micro_batch_size": 2})
@@ -334,7 +334,7 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
 
 
 @pytest.mark.parametrize(
-    ("config", "adaptive", "is_needed", "is_auto"),
+    ("config", "adaptive", "is_needed", "needs_search"),
     [
         ({"use_maximum_batch_size": True}, True, True, False),
         (
@@ -367,10 +367,10 @@ def test_what_fits_is_asked_where_tokens_are_a_steps_and_nothing_says_what_is_ru
     ],
     ids=str,
 )
-def test_what_each_key_asks_for(config, adaptive, is_needed, is_auto):
+def test_what_each_key_asks_for(config, adaptive, is_needed, needs_search):
     settings = Settings.from_config(PLAIN | config)
-    found = (settings.adaptive, settings.search_plan.is_needed, settings.micro_batch.is_auto)
-    assert found == (adaptive, is_needed, is_auto)
+    found = (settings.adaptive, settings.search_plan.is_needed, settings.micro_batch.needs_search)
+    assert found == (adaptive, is_needed, needs_search)
     assert settings.drop_last is not adaptive
 
 

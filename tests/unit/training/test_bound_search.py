@@ -26,6 +26,7 @@ from adaptive_batch.training import (
     BoundSearch,
     MicroBatchSizer,
     ProbeOptions,
+    SearchScope,
     find_max_batch_size,
 )
 from adaptive_batch.training.step_runner import StepRunner
@@ -117,7 +118,7 @@ def search_on(memory, has_order, headroom, *, fits_a_block=False):
     )
     in_order = (lambda begin, num_rows: [0] * num_rows) if has_order else None
     rows = WorstRows(lambda size: [0] * size, 9, "one row", in_order)
-    return BoundSearch(tried, rows, ProbeOptions("1GiB", headroom), accumulates=False)
+    return BoundSearch(tried, SearchScope(rows), ProbeOptions("1GiB", headroom))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_a_search_in_which_no_row_fits_tries_no_bound_again(monkeypatch):
     runner = StepRunner(training.model, MicroBatchSizer(), memory=CachingMemory())
     tried = TriedStep(runner, training.optimizer, training.forward_backward)
     rows = WorstRows(lambda size: [0] * size, 9, "one row", lambda begin, num_rows: [0] * num_rows)
-    search = BoundSearch(tried, rows, ProbeOptions("1GiB"), accumulates=False)
+    search = BoundSearch(tried, SearchScope(rows), ProbeOptions("1GiB"))
     sizes = []
 
     def fails(size):

@@ -26,7 +26,7 @@ from adaptive_batch.training import (
     MicroBatchSizer,
     OOMPolicy,
 )
-from adaptive_batch.training.sizing import LimitCost, SmallerLimit
+from adaptive_batch.training.lowered_limit import LimitCost, SmallerLimit
 
 RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
 SAID = (
