@@ -289,7 +289,9 @@ class Checkpoints(Weights):
 
         def check() -> None:
             folder = Path(self._cfg.checkpointer.output_dir).absolute()
-            free = shutil.disk_usage(folder).free
+            # A checkpointer of one's own may make it with its first file.
+            nearest = next(path for path in (folder, *folder.parents) if path.exists())
+            free = shutil.disk_usage(nearest).free
             if free < num_bytes:
                 remedy = (
                     f"an epoch takes {format_bytes(num_bytes)}, and {format_bytes(free)} are free"
