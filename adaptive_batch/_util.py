@@ -344,7 +344,7 @@ def file_signature(path: str | Path) -> list[str | int]:
         larger one, or ``["missing"]``.
     """
     path = Path(path)
-    if not path.is_file():
+    if not os.path.isfile(path):
         return ["missing"]
     status = path.stat()
     if status.st_size > HASHED_BYTES:

@@ -71,6 +71,10 @@ class AdaptiveBatches(Sampler[list[int]]):
             step.
         sampling: order of rows, and steps that hold tokens.
 
+    Attributes:
+        planner: what a step holds, and where an epoch ends.
+        queue: the steps that were handed out, and those that are done.
+
     Raises:
         SettingError: an argument cannot be used.
     """
@@ -116,7 +120,7 @@ class AdaptiveBatches(Sampler[list[int]]):
             rows = DatasetAdapter(dataset, row_length)
         self._listeners: list[Event] = []
         self._counts_tokens = row_length is not None or reads_tokens(batch_size_schedule)
-        self._planner = StepPlanner(
+        self.planner = StepPlanner(
             rows,
             batching,
             maximum,
@@ -126,8 +130,8 @@ class AdaptiveBatches(Sampler[list[int]]):
             event=self._tell_all,
             order=self._order,
         )
-        self._planner.batch.begin()
-        self._queue = StepQueue(self._planner, lengths=rows if self._counts_tokens else None)
+        self.planner.batch.begin()
+        self.queue = StepQueue(self.planner, lengths=rows if self._counts_tokens else None)
         order = asdict(sampling)
         # It changes no row's place, as another maximum does not.
         del order["grow_beyond_maximum"]
@@ -142,30 +146,21 @@ class AdaptiveBatches(Sampler[list[int]]):
         """Tell a function of each decision about batches too: its kind, a message, and facts."""
         self._listeners.append(event)
 
-    def _tell_all(self, kind: str, message: str, **facts: Any) -> None:
-        _log_event(kind, message, **facts)
+    def _tell_all(self, kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
+        if prints and distributed.is_rank_zero():
+            log.info("%s", message)
         for listener in self._listeners:
-            listener(kind, message, **{**facts, "prints": False})
-
-    @property
-    def planner(self) -> StepPlanner:
-        """What a step holds, and where an epoch ends."""
-        return self._planner
-
-    @property
-    def queue(self) -> StepQueue:
-        """The steps that were handed out, and those that are done."""
-        return self._queue
+            listener(kind, message, prints=False, **facts)
 
     @property
     def progress(self) -> Progress:
         """What training has consumed: the batches that were used."""
-        return self._queue.progress
+        return self.queue.progress
 
     @property
     def batch_size(self) -> int:
         """Rows of a step on one device now."""
-        return self._planner.batch.batch_size
+        return self.planner.batch.batch_size
 
     def set_batch_size(self, batch_size: int) -> None:
         """Take another batch size, between two epochs or after :meth:`load_state_dict`.
@@ -173,16 +168,16 @@ class AdaptiveBatches(Sampler[list[int]]):
         Raises:
             SettingError: a schedule decides it.
         """
-        if self._planner.batching.batch_size_schedule is not None:
+        if self.planner.batching.batch_size_schedule is not None:
             remedy = "batch_size_schedule decides what a step holds; set one of them"
             raise SettingError("batch_size", batch_size, remedy)
-        self._planner.batch.take(check_whole("batch_size", batch_size))
+        self.planner.batch.take(check_whole("batch_size", batch_size))
 
     def rows_on_largest_rank(self, batch_size: int) -> int:
         """Return the rows of a step on the rank that has most: there may be other ranks than
         training began with.
         """
-        return -(-batch_size * self._planner.ranks // distributed.data_parallel_size())
+        return -(-batch_size * self.planner.ranks // distributed.data_parallel_size())
 
     def couple(
         self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples"
@@ -196,14 +191,14 @@ class AdaptiveBatches(Sampler[list[int]]):
         Raises:
             SettingError: a scheduler or a clock that it cannot follow.
         """
-        self._planner.clock.couple(schedule_of(lr_scheduler), Clock.from_config(lr_clock))
+        self.planner.clock.couple(schedule_of(lr_scheduler), Clock.from_config(lr_clock))
 
     def __iter__(self) -> Iterator[list[int]]:
-        rule = self._planner.batching.batch_size_schedule
+        rule = self.planner.batching.batch_size_schedule
         if isinstance(rule, Seesaw) and rule.decay is None:
             remedy = "it follows the schedule of the rate; call batches.couple(lr_scheduler) first"
             raise SettingError("batch_size_schedule", rule, remedy)
-        for step in self._queue.steps():
+        for step in self.queue.steps():
             yield step.own
 
     def __len__(self) -> int:
@@ -212,7 +207,7 @@ class AdaptiveBatches(Sampler[list[int]]):
 
     def num_steps(self, epochs: int) -> int:
         """Return the steps that are left of so many epochs, as the rules answer now."""
-        return self._planner.num_steps(self.progress, epochs, sees_tokens=self._counts_tokens)
+        return self.planner.num_steps(self.progress, epochs, sees_tokens=self._counts_tokens)
 
     def step(self) -> None:
         """Count the oldest batch that was handed out as used, after ``optimizer.step()``.
@@ -220,7 +215,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         Raises:
             ValueError: none is waiting.
         """
-        self._queue.done()
+        self.queue.done()
 
     def state_dict(self) -> dict[str, Any]:
         """Return where training is, as plain values, the same on all ranks; to be saved after
@@ -228,7 +223,7 @@ class AdaptiveBatches(Sampler[list[int]]):
         """
         return {
             "progress": self.progress.state_dict(),
-            "steps": self._planner.state_dict(),
+            "steps": self.planner.state_dict(),
             "order": self._order and self._order.state_dict(),
             "built_with": self._built_with,
         }
@@ -243,12 +238,12 @@ class AdaptiveBatches(Sampler[list[int]]):
         check_built_alike(
             self._built_with, state["built_with"], what="state", sets_batch="call set_batch_size()"
         )
-        self._planner.load_state_dict(state["steps"])
+        self.planner.load_state_dict(state["steps"])
         # A schedule follows the maximum that is found here.
-        self._planner.batch.forget_saved_maximum()
+        self.planner.batch.forget_saved_maximum()
         if self._order is not None:
             self._order.load_state_dict(state["order"])
-        self._queue.resume(Progress(**state["progress"]))
+        self.queue.resume(Progress(**state["progress"]))
 
 
 def _check_sampler(sampler: Any, sampling: Sampling) -> None:
@@ -277,8 +272,3 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
         raise SettingError(
             "sampler", name, "it has no length, so an epoch has no end; give one with __len__"
         )
-
-
-def _log_event(kind: str, message: str, *, prints: bool = True, **facts: Any) -> None:
-    if prints and distributed.is_rank_zero():
-        log.info("%s", message)

@@ -94,10 +94,9 @@ def balance_by_tokens(
             return in_turn
         return [sorted(order[rank::ranks]) for rank in range(ranks)]
 
-    # Both are computed once for each length, of which there are far fewer than rows.
-    padded_length = {length: layout.padded(length) for length in set(real)}
+    padded = layout.padded_lengths(real)
+    # Computed once for each length, of which there are far fewer than rows.
     rows_within = {length: layout.rows_within(limit, length) for length in set(real)}
-    padded = [padded_length[length] for length in real]
     max_rows = [rows_within[length] for length in real]
     if layout.uniform is None and limit.unit == "tokens":
         num_waves = math.ceil(_fewest_groups(max_rows) / ranks)

@@ -101,13 +101,6 @@ class Replicas(Sharding):
         """True: no other rank waits for a micro-batch."""
         return True
 
-    def knows(self, *, is_last: bool = True, evaluates: bool | str = False) -> bool:
-        """Return True: there are no collectives that would have to be known."""
-        return True
-
-    def finish(self) -> None:
-        """Leave a micro-batch that has failed."""
-
     def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool | str = False) -> None:
         """Leave out a micro-batch."""
 

@@ -88,7 +88,10 @@ class Watchdog:
     """
 
     def __init__(
-        self, *, stall_seconds: float | None = None, on_end: Callable[[End], object] | None = None
+        self,
+        *,
+        stall_seconds: float | None = None,
+        on_end: Callable[[End], object] = lambda end: None,
     ) -> None:
         self._on_end = on_end
         store, self._rank, world_size = distributed.meet_ranks()
@@ -306,8 +309,7 @@ class Watchdog:
 
     def _write_down(self, end: End) -> None:
         try:
-            if self._on_end is not None:
-                self._on_end(end)
+            self._on_end(end)
         except Exception as error:
             _print(
                 f"rank {self._rank}: why the run ended was not written down:"

@@ -495,21 +495,16 @@ class FakeStep:
         phases = self._phases.setdefault((run, is_first), {})
         if rows in phases:
             return phases[rows]
-        if is_first:
-            phases[rows] = self.phase(partial(run, rows), is_first=True)
-            return phases[rows]
         # One row often runs other operations, so its log follows from no others.
-        if rows < FEW:
-            self.learn(rows, [run])
-            return phases[rows]
-        if not phases:
-            self.learn(FEW, [run])
-            self.learn(MORE, [run])
-        nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
-        for near, far in pairwise(nearest_sizes):
-            if phases[near].is_like(phases[far]):
-                return phases[near].between(phases[far], Fraction(rows - near, far - near))
-        phases[rows] = self.phase(partial(run, rows), is_first=False)
+        if not is_first and rows >= FEW:
+            if not phases:
+                self.learn(FEW, [run])
+                self.learn(MORE, [run])
+            nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
+            for near, far in pairwise(nearest_sizes):
+                if phases[near].is_like(phases[far]):
+                    return phases[near].between(phases[far], Fraction(rows - near, far - near))
+        phases[rows] = self.phase(partial(run, rows), is_first=is_first)
         return phases[rows]
 
     @property
@@ -555,22 +550,13 @@ class FakeStep:
             run()
             return counter.phase(self._named())
 
-    def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> bool:
-        """Trace what steps of so many rows run, so that their log is exact.
-
-        Returns:
-            Whether anything was not traced before.
-        """
-        runs: list[Run] = []
+    def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> None:
+        """Trace what steps of so many rows run, where it was not, so that their log is exact."""
         for step in of_steps:
-            runs.append(step.own if isinstance(step, Between) else step)
-        traced_any = False
-        for run in dict.fromkeys(runs):
-            if rows not in self._phases.get((run, False), {}):
-                phase = self.phase(partial(run, rows), is_first=False)
-                self._phases.setdefault((run, False), {})[rows] = phase
-                traced_any = True
-        return traced_any
+            run = step.own if isinstance(step, Between) else step
+            phases = self._phases.setdefault((run, False), {})
+            if rows not in phases:
+                phases[rows] = self.phase(partial(run, rows), is_first=False)
 
     def _resident_phase(self) -> Phase:
         tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))

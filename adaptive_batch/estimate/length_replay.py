@@ -270,9 +270,7 @@ def checked_lengths(lengths: Any, *, longest: int, owner: str) -> list[int]:
     # A tensor of any device, and an array of numpy's.
     if hasattr(lengths, "tolist"):
         lengths = lengths.tolist()
-    if isinstance(lengths, str) or not isinstance(lengths, Sequence):
-        raise SettingError("lengths", lengths, remedy)
-    if not lengths:
+    if isinstance(lengths, str) or not isinstance(lengths, Sequence) or not lengths:
         raise SettingError("lengths", lengths, remedy)
     for number, length in enumerate(lengths):
         is_whole = isinstance(length, int) and not isinstance(length, bool)

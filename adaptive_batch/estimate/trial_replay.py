@@ -108,8 +108,7 @@ class TrialReplay:
 
     def __init__(self, trial: TrialLog, *, budget_bytes: int) -> None:
         self.allocator = CachingAllocator(budget_bytes)
-        self._memory = SimulatedMemory(self.allocator)
-        self.cache = AllocatorCache(self._memory)
+        self.cache = AllocatorCache(SimulatedMemory(self.allocator))
         self._leaves_gradients = trial.leaves_gradients
         self.fits = self._begin(trial.before) and self._try(trial.steps)
         self.peaks = self.allocator.peak_allocated_bytes, self.allocator.peak_reserved_bytes
@@ -118,7 +117,7 @@ class TrialReplay:
         try:
             for log in logs:
                 self.allocator.replay(log)
-                self._memory.empty_cache()
+                self.allocator.empty_cache()
         except torch.OutOfMemoryError:
             return False
         return self.allocator.num_retries == 0
@@ -137,7 +136,7 @@ class TrialReplay:
     ) -> bool:
         """Run steps from an empty cache; return whether memory sufficed without a retry."""
         allocator = self.allocator
-        self._memory.empty_cache()
+        allocator.empty_cache()
         allocator.reset_peaks()
         num_retries = allocator.num_retries
         num_allocations = allocator.num_replayed

@@ -122,9 +122,7 @@ class Checkpoints(Weights):
         with contextlib.suppress(CheckpointError):
             if distributed.world_size() == 1:
                 self._manager.wait()
-        newest = None
-        if self._run is not None:
-            newest = self._saved_runs.folder.newest_of(self._run)
+        newest = self._saved_runs.folder.newest_of(self._run)
         if newest is None:
             return (
                 "nothing of this run is saved yet, so there is nothing to resume from; start it"
@@ -291,6 +289,7 @@ class Checkpoints(Weights):
 
         def check() -> None:
             folder = Path(self._cfg.checkpointer.output_dir).absolute()
+            # A checkpointer of one's own may make it with its first file.
             nearest = next(path for path in (folder, *folder.parents) if path.exists())
             free = shutil.disk_usage(nearest).free
             if free < num_bytes:

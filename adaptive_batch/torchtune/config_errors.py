@@ -192,21 +192,21 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
             raise SettingError("argument", argument, remedy)
     others = [argument for argument in arguments if argument not in removals]
     try:
-        _merge(cfg, [*removals, *others])
+        merged(cfg, [*removals, *others])
     except _READING_ERRORS:
         # Which of them it is, each shows by itself.
         for argument in removals:
             with _reading("argument", argument):
-                _merge(cfg, [argument])
+                merged(cfg, [argument])
         for argument in others:
             with _reading("argument", argument):
-                _merge(cfg, [*removals, argument])
+                merged(cfg, [*removals, argument])
 
 
-def _merge(cfg: DictConfig, arguments: Sequence[str]) -> None:
-    """Put arguments over a configuration as torchtune will, which is left as it is."""
+def merged(cfg: DictConfig, arguments: Sequence[str]) -> Any:
+    """Return a copy of a configuration with arguments over it, as torchtune puts them."""
     values: Any = OmegaConf.to_container(cfg)
-    _merge_yaml_and_cli_args(Namespace(**values), [*arguments])
+    return _merge_yaml_and_cli_args(Namespace(**values), [*arguments])
 
 
 @contextmanager

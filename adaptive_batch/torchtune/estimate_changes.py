@@ -9,12 +9,13 @@ from itertools import chain, product
 from typing import cast
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torchtune import modules
 
 from adaptive_batch.estimate import AllocatorSettings, not_estimated
 
 from .checks import has_tensor_parallelism
+from .config_errors import merged
 
 _EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 # Optimizers that have a fused step.
@@ -235,19 +236,9 @@ def _in_chunks(cfg: DictConfig, num_chunks: int) -> tuple[str, ...]:
 
 def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return a configuration with overrides as torchtune's command line takes them."""
-    changed = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
-    assert isinstance(changed, DictConfig)
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key.startswith("~"):
-            block, _, key = key[1:].rpartition(".")
-            OmegaConf.select(changed, block).pop(key)
-        elif not key.startswith(("--", "PYTORCH")):
-            if key in ("model", "optimizer", "loss"):
-                key += "._component_"
-            OmegaConf.update(
-                changed, key, OmegaConf.from_dotlist([f"value={value}"]).value, force_add=True
-            )
+    # What is for `tune run` or the environment is no key.
+    of_keys = [override for override in overrides if not override.startswith(("--", "PYTORCH"))]
+    changed: DictConfig = merged(cfg, of_keys)
     return changed
 
 

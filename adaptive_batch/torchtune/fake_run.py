@@ -229,11 +229,12 @@ class FakeRun:
 
     def _fake_step(self, rows: Rows, *, accumulates: bool, keeps_gradients: bool) -> FakeStep:
         trainer = self.trainer
+        tried = trainer.tried()
         return FakeStep(
             model=trainer.models,
-            optimizer=trainer.in_backward or trainer.optimizer,
+            optimizer=tried.optimizer,
             forward_backward=self.forward_backward(rows),
-            step=trainer.try_step,
+            step=tried.step,
             accumulates=accumulates,
             device=self.device,
             sharding=trainer.runner.sharding,

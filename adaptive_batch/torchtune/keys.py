@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
 from importlib import import_module
 from typing import Any, Literal, TypeVar
 
@@ -166,14 +167,9 @@ def _default(field: Field[Any]) -> str:
 # --- how a value is read
 
 
-def one_of(*options: str) -> Callable[[str, Any], str]:
+def one_of(*options: str) -> Callable[[str, Any], Any]:
     """Return the reader of a key whose value is one of some words."""
-
-    def read(name: str, value: Any) -> str:
-        check_choice(name, value, options)
-        return str(value)
-
-    return read
+    return checked(partial(check_choice, options=options))
 
 
 def auto_or_whole(name: str, value: Any) -> int | str:

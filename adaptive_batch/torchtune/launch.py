@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -203,13 +203,12 @@ def all_ranks(cfg: DictConfig) -> Iterator[Watchdog | None]:
     # A failure ends the process here.
     except KeyboardInterrupt as error:
         watch.fail(str(error) or _INTERRUPTED)
-    except BaseException as error:
-        facts: Mapping[str, Any] = {}
-        if isinstance(error, RankLostError):
-            facts = error.facts
+    except RankLostError as error:
         # Only a rank that ran out of memory tells its limit.
-        kind = "out_of_memory" if "limit" in facts else "error"
-        watch.fail(plainly(error) or error, kind=kind, facts=facts)
+        kind = "out_of_memory" if "limit" in error.facts else "error"
+        watch.fail(error, kind=kind, facts=error.facts)
+    except BaseException as error:
+        watch.fail(plainly(error) or error)
     watch.stop()
     distributed.destroy_process_group()
 

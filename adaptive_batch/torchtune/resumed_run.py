@@ -88,7 +88,11 @@ class ResumedRun:
         if self.saved:
             job.count_batches_on(self.saved["steps"]["ranks"])
         check_fewer_ranks(job)
-        self._now = {"conditions": run_conditions(job, data), "optimizer": _kind_of_optimizer(job)}
+        kind_of_optimizer = {
+            "optimizer._component_": str(job.cfg.optimizer._component_),
+            "optimizer_in_bwd": job.settings.optimizer_in_bwd,
+        }
+        self._now = {"conditions": run_conditions(job, data), "optimizer": kind_of_optimizer}
         self.progress = Progress()
         self.name = distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
         self.seed = seed
@@ -338,13 +342,6 @@ def _defaults_of(component: str, keys: Iterable[str]) -> dict[str, Any]:
     """Return the values that an optimizer takes for keys where they are not given."""
     parameters = inspect.signature(load_function(component, key="optimizer")).parameters
     return {key: parameters[key].default for key in keys if key in parameters}
-
-
-def _kind_of_optimizer(job: Job) -> dict[str, Any]:
-    return {
-        "optimizer._component_": str(job.cfg.optimizer._component_),
-        "optimizer_in_bwd": job.settings.optimizer_in_bwd,
-    }
 
 
 def run_conditions(job: Job, data: Data) -> dict[str, Any]:

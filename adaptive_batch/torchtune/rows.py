@@ -49,6 +49,9 @@ class Rows(Dataset[Any]):
         real_tokens: function that counts the tokens of a row that are not padding; None counts
             all.
 
+    Attributes:
+        num_real_tokens: function that counts the tokens of a row that are not padding.
+
     Raises:
         SettingError: a row that is read cannot be, or is none that the model takes; it names the
             row by its number.
@@ -74,7 +77,7 @@ class Rows(Dataset[Any]):
         # Training keeps a CPU busy: reading ahead cost up to 3% of a step there.
         if job.device.type != "cpu":
             self.expect = self._ahead.expect
-        self._real_tokens = real_tokens or job.task.num_real_tokens
+        self.num_real_tokens = real_tokens or job.task.num_real_tokens
         self._measured: Measured | None = None
         self._cache_file: Path | None = None
         self._trusts_cache = True
@@ -102,10 +105,6 @@ class Rows(Dataset[Any]):
     def real_lengths(self) -> torch.Tensor:
         """Those of them that are not padding: int64, `[rows]`."""
         return self._numbers[:, _REAL]
-
-    def num_real_tokens(self, row: Mapping[str, Any]) -> int:
-        """Count the tokens of a row that are not padding."""
-        return self._real_tokens(row)
 
     def recount(self) -> str:
         """Drop cached lengths where a row has another length; return which row.
@@ -194,12 +193,11 @@ class Rows(Dataset[Any]):
         """
         extremes = []
         length = 0
+        # What is no mapping has no tokens, and is refused for that.
+        given = row if isinstance(row, Mapping) else {}
         for tokens_key, labels_key in self._task.fields:
-            tokens = None
-            labels = None
-            if isinstance(row, Mapping):
-                tokens = row.get(tokens_key)
-                labels = row.get(labels_key)
+            tokens = given.get(tokens_key)
+            labels = given.get(labels_key)
             ids = self._ids(number, tokens_key, tokens)
             if not len(ids):
                 raise self._refused(number, f"has no {tokens_key}; filter it out")
@@ -210,7 +208,7 @@ class Rows(Dataset[Any]):
         # No vocabulary has negative ids, so without one the largest decides.
         if worst >= 0:
             worst = max(extremes)
-        return [length * len(self._task.fields), self._real_tokens(row), worst]
+        return [length * len(self._task.fields), self.num_real_tokens(row), worst]
 
     def _extreme_labels(self, number: int, key: str, labels: Any, *, num_tokens: int) -> list[int]:
         """Return the smallest and the largest label of a sequence that is not ignored."""

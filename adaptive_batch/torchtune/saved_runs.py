@@ -115,15 +115,15 @@ class RunFolder:
         records = read_records(path) if path.exists() else []
         return (record for record in records if record["kind"] in kinds)
 
-    def newest_of(self, run: str) -> Path | None:
-        """Return where a run would resume from; None where that would be another run, or nothing.
-        Nothing is read of what is large.
+    def newest_of(self, run: str | None) -> Path | None:
+        """Return where a run would resume from; None where that would be another run, or nothing,
+        or where no run has begun. Nothing is read of what is large.
         """
         saved, _ = self.saved()
         newest = max(
             saved, key=lambda checkpoint: (checkpoint.order, checkpoint.step), default=None
         )
-        if newest is None or _run_of(newest) != run:
+        if newest is None or run is None or _run_of(newest) != run:
             return None
         return newest.path
 

@@ -87,7 +87,7 @@ def _add(modules: dict[str, ModuleType], *names: str) -> None:
         if name in modules or not isinstance(module, ModuleType):
             continue
         modules[name] = module
-        if not _is_installed(getattr(module, "__file__", None) or ""):
+        if not _is_installed(module):
             waiting.extend(_taken_from(list(vars(module).values())))
 
 
@@ -97,16 +97,15 @@ def _taken_from(values: Iterable[object]) -> Iterator[str]:
         name = getattr(value, "__module__", None)
         if isinstance(value, ModuleType):
             name = value.__name__
-        module = None
-        if isinstance(name, str):
-            module = sys.modules.get(name)
-        if module is not None and not _is_installed(getattr(module, "__file__", None) or ""):
+        module = sys.modules.get(str(name))
+        if isinstance(module, ModuleType) and not _is_installed(module):
             yield module.__name__
 
 
 @cache
-def _is_installed(file: str) -> bool:
-    """Whether a module's file is of a package whose version tells what it is, or of none."""
+def _is_installed(module: ModuleType) -> bool:
+    """Whether a module is of a package whose version tells what it is, or of no file."""
+    file = getattr(module, "__file__", None)
     places = (
         *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
         str(Path(__file__).parents[1]),

@@ -333,8 +333,3 @@ class Trainer:
             held=() if self._reference.second is None else (self._reference.second,),
             fits_a_block=takes_chunks(self._job.loss_fn),
         )
-
-    def try_step(self) -> None:
-        """Clip and step, as a trial does."""
-        self.runner.clip()
-        self.optimizer.step()

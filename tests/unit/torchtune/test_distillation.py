@@ -87,7 +87,7 @@ def test_parts_that_weigh_alike_would_be_another_step():
     *_, expected = of_all_tokens_at_once(wired, rows)
     wired.model.zero_grad()
     for part in (rows[:1], rows[1:]):
-        (wired.trainer.runner.loss.mean_loss(wired.data.collator.collate(part)) / 2).backward()
+        (wired.trainer.mean_loss(wired.data.collator.collate(part)) / 2).backward()
     assert largest_difference(expected, wired.gradients()) > 1e-2
 
 
