@@ -32,7 +32,6 @@ __all__ = [
     "push_torch_function_mode",
     "storage_use_count",
     "tree_leaves",
-    "tree_map",
     "tree_map_only",
 ]
 
@@ -86,7 +85,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
     from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-    from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+    from torch.utils._pytree import tree_leaves, tree_map_only
 except ImportError as error:
     raise unsupported(
         re.sub(r"cannot import name '(\w+)' from '(.*?)'.*", r"has no \2.\1", str(error))

@@ -261,7 +261,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self._train_epoch()
                 self.tally.end_epoch(self.queue.progress, self.planner)
                 self.queue.end_epoch()
-                self.saver.save_epoch(self.trainer, epoch=epoch)
+                self.save_checkpoint(epoch=epoch)
         self.checkpoints.close()
         if first_epoch < epochs:
             self.log.ends(self.queue.progress)
@@ -324,7 +324,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.log.epoch(self.queue.progress.epoch, self.planner, self.rate)
         self.limit_finder.log_if_one_by_one()
 
-    # --- the end
+    # --- checkpoints
+
+    def save_checkpoint(self, epoch: int) -> None:
+        """Save the weights and, unless training is done, all that resuming needs; end here if that
+        was asked for.
+        """
+        self.saver.save_epoch(self.trainer, epoch=epoch)
 
     def after_end(self) -> str:
         """Return what is resumed from if this is ended now, as the end of a sentence."""

@@ -246,7 +246,9 @@ def _worthwhile_workers(seconds_left: float) -> int:
     """
     if not _fork_is_safe() or seconds_left <= WORTHWHILE_SECONDS:
         return 0
-    num_cpus = len(os.sched_getaffinity(0))
+    num_cpus = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        num_cpus = len(os.sched_getaffinity(0))
     # One worker would only stand beside this process.
     if num_cpus == 1:
         return 0

@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import math
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,6 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import tree_leaves, tree_map
 from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
@@ -377,35 +376,43 @@ def _mode_kept(model: nn.Module) -> Iterator[None]:
         yield
 
 
-# To torch's trees a Counter is a leaf.
-_COUNTS = (int, float, str, torch.Tensor, Counter)
-
-
 class _Metrics:
     """What a trainer counts in its attributes, as it was when this was made: numbers, texts and
-    tensors, and Python's containers of them.
+    tensors, and lists and mappings of them.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._values = _counts_of(trainer)
+        self._values = {
+            name: _copied(value) for name, value in vars(trainer).items() if _is_count(value)
+        }
 
     def restore(self) -> None:
         own = vars(self._trainer)
-        for name in _counts_of(self._trainer).keys() - self._values.keys():
-            del own[name]
-        own.update(_copied(self._values))
+        for name in [name for name, value in own.items() if _is_count(value)]:
+            if name not in self._values:
+                del own[name]
+        own.update({name: _copied(value) for name, value in self._values.items()})
 
 
-def _counts_of(trainer: Trainer) -> dict[str, Any]:
-    """Return copies of the attributes that hold numbers, texts and tensors alone."""
-    counts = {}
-    for name, value in vars(trainer).items():
-        if all(isinstance(leaf, _COUNTS) for leaf in tree_leaves(value)):
-            counts[name] = _copied(value)
-    return counts
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_count, value.values()))
+    if isinstance(value, list | deque):
+        return all(map(_is_count, value))
+    return isinstance(value, int | float | str | torch.Tensor)
 
 
-def _copied(tree: Any) -> Any:
-    """Return a tree whose containers are copied, of the same types."""
-    return tree_map(lambda leaf: copy.copy(leaf) if isinstance(leaf, Counter) else leaf, tree)
+def _copied(value: Any) -> Any:
+    """Return a copy whose containers are copied, of the same types."""
+    if isinstance(value, Mapping):
+        copied_mapping: Any = copy.copy(value)
+        for key, item in value.items():
+            copied_mapping[key] = _copied(item)
+        return copied_mapping
+    if isinstance(value, list | deque):
+        copied_list = copy.copy(value)
+        for number, item in enumerate(value):
+            copied_list[number] = _copied(item)
+        return copied_list
+    return value

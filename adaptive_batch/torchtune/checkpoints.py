@@ -49,7 +49,7 @@ class Checkpoints(Weights):
         keeps_base: True where checkpoints are of adapters, on a base that is read again; see
             :class:`.FullModel`.
         on_failure: function that is called with the error of a resume point that failed in the
-            background.
+            background; None logs a warning.
 
     Attributes:
         found: checkpoint that the run begins with or resumes from.
@@ -66,7 +66,7 @@ class Checkpoints(Weights):
         settings: Settings,
         *,
         keeps_base: bool = False,
-        on_failure: Callable[[CheckpointError], object] = log.warning,
+        on_failure: Callable[[CheckpointError], object] | None = None,
     ) -> None:
         self._cfg = cfg
         self._keeps_base = keeps_base
@@ -85,7 +85,7 @@ class Checkpoints(Weights):
             ),
             resumable_beside=lambda: resumable_order(cfg.checkpointer),
         )
-        self._on_failure = on_failure
+        self._on_failure = on_failure or _warn_of_failure
         self._may_change_model = "model" in settings.saving.resume_allow_changes
         self.found = distributed.from_rank_zero(self._saved_runs.find)
         self._run = self.found.run
@@ -325,6 +325,10 @@ class Checkpoints(Weights):
         except CheckpointError as error:
             self._on_failure(error)
         self._remove_earlier_runs()
+
+
+def _warn_of_failure(error: CheckpointError) -> None:
+    log.warning("training continues without a resume point: %s", error)
 
 
 def _whole_on_rank_zero(tree: Any) -> Any:
