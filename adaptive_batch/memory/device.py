@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -533,8 +533,10 @@ class AcceleratorMemory(DeviceMemory):
     @contextmanager
     def _limited(self, budget_bytes: int) -> Iterator[None]:
         """Let the allocator itself refuse what passes the budget, where it has a limit."""
-        limit: Callable[[float, torch.device], None]
-        limit = getattr(self._backend, "set_per_process_memory_fraction", None) or (lambda *_: None)
+        limit = getattr(self._backend, "set_per_process_memory_fraction", None)
+        if limit is None:
+            yield
+            return
         fraction = self._fraction()
         limit(min(fraction, budget_bytes / self.total_bytes()), self.device)
         try:
