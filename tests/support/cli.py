@@ -56,6 +56,8 @@ sys.path.insert(
 )  # for benchmarks and processes that pytest does not start
 import demo
 
+from adaptive_batch.torchtune.job import own_compiler
+
 OURS = "adaptive_full_finetune"
 STOCK = "full_finetune_single_device"
 TUNE = Path(sys.executable).parent / "tune"
@@ -420,7 +422,8 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
-        yield
+        with own_compiler({"compile": "compile=True" in arguments}):
+            yield
     finally:
         sys.argv, sys.path[:], sys.excepthook, environ, threads = before
         os.environ.clear()
