@@ -15,11 +15,7 @@ from __future__ import annotations
 from adaptive_full_finetune import main
 from omegaconf import DictConfig
 
-from adaptive_batch.torchtune import (
-    PreferencePairs,
-    builder_of,
-    run_recipe,
-)
+from adaptive_batch.torchtune import PreferencePairs, builder_of, run_recipe
 
 
 def recipe_main(cfg: DictConfig) -> None:

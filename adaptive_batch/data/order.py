@@ -94,6 +94,7 @@ def row_order(
     if order != "seqlen":
         return shuffled
     assert lengths is not None, "rows are ordered by the length of each"
+    assert len(lengths) == num_rows, f"{len(lengths)} lengths of {num_rows} rows"
     keys = lengths.to(torch.int64)[shuffled]
     if window is not None and window < num_rows:
         keys += torch.arange(num_rows).div_(window, rounding_mode="floor").mul_(int(keys.max()) + 1)

@@ -225,7 +225,7 @@ class _Auditor:
         if not isinstance(rows, list):
             self.problems.append(f"step {step}: which rows it used is not recorded")
             return
-        self.problems += epoch.mark(1, rows, subject=f", step {step}")
+        self.problems += epoch.mark(1, rows, step=step)
         if size != len(rows):
             verb = "is" if len(rows) == 1 else "are"
             self.problems.append(
@@ -341,9 +341,8 @@ class _Epoch:
         """Rows that were not used."""
         return self.num_rows - self.used
 
-    def mark(self, mark: int, rows: Sequence[Any], *, subject: str = "") -> list[str]:
-        """Mark rows as used or as dropped; return what is wrong with them, of a subject in the
-        epoch.
+    def mark(self, mark: int, rows: Sequence[Any], *, step: int | None = None) -> list[str]:
+        """Mark rows as used, in a step, or as dropped; return what is wrong with them.
 
         Dropped rows may be listed again.
         """
@@ -363,9 +362,11 @@ class _Epoch:
                 wrong_rows["rows used twice"].append(row)
             elif earlier_mark != mark:
                 wrong_rows[f"rows {_MARKS[mark]}, and {_MARKS[earlier_mark]}"].append(row)
+        place = f"epoch {self.number}"
+        if step is not None:
+            place += f", step {step}"
         return [
-            f"epoch {self.number}{subject}: {problem}: {_first_ten(numbers)}"
-            for problem, numbers in wrong_rows.items()
+            f"{place}: {problem}: {_first_ten(numbers)}" for problem, numbers in wrong_rows.items()
         ]
 
     def forget_dropped(self) -> None:

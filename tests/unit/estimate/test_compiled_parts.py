@@ -388,12 +388,16 @@ def test_a_compiled_step_is_estimated_as_such_and_less_is_kept_within_a_budget_o
     before = partitioner.activation_memory_budget, compiler.assume_static_by_default
     peaks = []
     # A later estimate has its own budget.
-    for keys in ({"activation_memory_budget": 0.3, "micro_batch_layout": "grouped"}, {}):
+    for keys in (
+        {"activation_memory_budget": 0.2},
+        {"activation_memory_budget": 0.5, "micro_batch_layout": "grouped"},
+        {},
+    ):
         estimated = estimate(**keys)
         assert (partitioner.activation_memory_budget, compiler.assume_static_by_default) == before
         assert not any(sentence.startswith("compile") for sentence in estimated.left_out)
         peaks.append(estimated.lengths[0].curve.peak_bytes(ROWS))
-    assert peaks[0] < peaks[1] < eager
+    assert peaks[0] < peaks[1] < peaks[2] < eager
 
 
 @pytest.mark.filterwarnings("error:FSDP2-wrapped module")
