@@ -148,7 +148,9 @@ def cost_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: A
     formula = _FORMULAS.get(packet)
     if formula is None:
         return torch.float32, 0, moved
-    first = result if isinstance(result, torch.Tensor) else result[0]
+    # The backward of a convolution on data returns None in the place of the input's gradient.
+    results = (result,) if isinstance(result, torch.Tensor) else result
+    first = next(value for value in results if value is not None)
     return first.dtype, int(formula(*args, **kwargs, out_val=result)), moved
 
 

@@ -9,7 +9,7 @@ import torch
 import torchao
 from torch import nn
 
-from adaptive_batch import AdaptiveLoop, SettingError, StepOptions, estimate_memory
+from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError, StepOptions, estimate_memory
 
 
 class Tied(nn.Module):
@@ -201,6 +201,49 @@ def test_a_parameter_that_no_row_uses_is_estimated():
     model.unused = nn.Linear(64, 64)
     num_bytes, _ = states_of(torch.optim.SGD(model.parameters(), momentum=0.9), model)
     assert num_bytes == sum(4 * parameter.numel() for parameter in model.parameters())
+
+
+CONVOLUTIONS = {
+    "Conv1d": (nn.Conv1d, (3, 32)),
+    "Conv2d": (nn.Conv2d, (3, 8, 8)),
+    "ConvTranspose2d": (nn.ConvTranspose2d, (3, 8, 8)),
+}
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("entry", ["estimate_memory", "AdaptiveStep", "AdaptiveLoop"])
+def test_a_model_whose_first_layer_is_a_convolution_is_estimated(kind, entry):
+    convolution, shape = CONVOLUTIONS[kind]
+    model = nn.Sequential(convolution(shape[0], 4, 3), nn.Flatten(), nn.LazyLinear(2))
+    model(torch.zeros(1, *shape))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def mean(batch):
+        return model(batch["x"]).square().mean()
+
+    def batch(rows):
+        return {"x": torch.zeros(rows, *shape)}
+
+    if entry == "estimate_memory":
+        estimate = estimate_memory(model, batch(2), optimizer, "T4", mean_loss=mean)
+    elif entry == "AdaptiveStep":
+        step = AdaptiveStep(model, lambda part: (mean(part.batch) * part.share).backward())
+        estimate = step.estimate(optimizer, batch, "T4", batch_size=8)
+    else:
+        rows = [torch.zeros(shape) for _ in range(16)]
+        loop = AdaptiveLoop(
+            model,
+            optimizer,
+            rows,
+            collate=lambda some: {"x": torch.stack(some)},
+            mean_loss=mean,
+            batch_size=4,
+            row_length=1,
+        )
+        estimate = loop.estimate("T4")
+    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert estimate.lengths[0].resident.parameters == parameter_bytes
+    assert estimate.fits("T4")
 
 
 def test_an_error_on_the_way_puts_the_model_back():
