@@ -1,14 +1,12 @@
 """The parts of the recipes; the only package that imports torchtune or omegaconf."""
 
 from .adapter_model import AdapterModel, builder_of
-from .advice import advise, estimate_spending, tokens_per_second
 from .bound_finder import BoundFinder, left_by_rounding
 from .checkpoints import Checkpoints
 from .checks import check_output_dir, without_effect, without_effect_on
 from .critical_batch import measure_critical_batch
 from .data import Data
 from .distillation import Distillation
-from .estimate_changes import with_overrides
 from .estimates import estimate_devices
 from .job import Job
 from .launch import (
@@ -60,7 +58,6 @@ __all__ = [
     "TrainingLog",
     "TrainingPreview",
     "Validation",
-    "advise",
     "all_ranks",
     "build_rate",
     "builder_of",
@@ -68,7 +65,6 @@ __all__ = [
     "check_scheduler",
     "couple_batch",
     "estimate_devices",
-    "estimate_spending",
     "interruptible",
     "left_by_rounding",
     "measure_critical_batch",
@@ -77,9 +73,7 @@ __all__ = [
     "run_recipe",
     "set_up_process",
     "show_details",
-    "tokens_per_second",
     "use_shipped_config",
-    "with_overrides",
     "without_effect",
     "without_effect_on",
     "write_reference",

@@ -864,7 +864,7 @@ def _unused_of_probe(recipe: str, settings: Settings, *, ranks: int) -> dict[str
     probe = settings.probe
     unused = {"assumed_maximum": "it is for preview"}
     if recipe == "adaptive_probe" and probe.critical_batch:
-        of_search = (*_SEARCH_KEYS, "sequence_length", "sequence_lengths", "device_memory", "tune")
+        of_search = (*_SEARCH_KEYS, "sequence_length", "sequence_lengths", "device_memory")
         unused |= dict.fromkeys(of_search, "probe.critical_batch does not search")
     elif recipe == "adaptive_probe":
         if probe.sequence_lengths:
@@ -873,9 +873,7 @@ def _unused_of_probe(recipe: str, settings: Settings, *, ranks: int) -> dict[str
             unused["trial_timeout"] = _ONE_RANK
     else:
         unused["device_memory"] = "estimate.devices gives it"
-        unused |= dict.fromkeys(
-            ("sequence_lengths", "tune", "critical_batch"), "it is for adaptive_probe"
-        )
+        unused |= dict.fromkeys(("sequence_lengths", "critical_batch"), "it is for adaptive_probe")
         if settings.estimate.sequence_lengths:
             unused["sequence_length"] = "estimate.sequence_lengths gives them"
         unused["headroom"] = "estimate.headroom gives it"

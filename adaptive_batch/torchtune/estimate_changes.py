@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from itertools import chain, product
 from typing import cast
 
 import torch
@@ -128,7 +127,10 @@ def _of_operations(cfg: DictConfig, model: torch.nn.Module) -> Iterator[Candidat
         )
     elif loss.endswith("CEWithChunkedOutputLoss"):
         chunks = 4 * int(cfg.loss.get("num_output_chunks", 8))
-        yield Candidate(_in_chunks(cfg, chunks), f"the same loss, summed in {chunks} parts")
+        # All losses take logits in the same chunks.
+        losses = ("loss",) if cfg.get("kd_loss", None) is None else ("loss", "kd_loss")
+        overrides = tuple(f"{name}.num_output_chunks={chunks}" for name in losses)
+        yield Candidate(overrides, f"the same loss, summed in {chunks} parts")
     if str(cfg.dtype) in ("fp32", "float32"):
         yield Candidate(
             ("dtype=bf16",),
@@ -177,42 +179,6 @@ def _of_adapters(block: DictConfig) -> Iterator[Candidate]:
         yield Candidate((f"model={module}.q{name}",), cost)
 
 
-def spending(cfg: DictConfig, *, world_size: int) -> list[Candidate]:
-    """Return up to 8 joint settings that spend memory to save time, where settings of a
-    configuration do the reverse; most change first.
-    """
-    every = bool(cfg.get("enable_activation_checkpointing", False))
-    mode = cfg.get("ac_mode", None)
-    off = ("enable_activation_checkpointing=False",) if every else ("ac_mode=null",)
-    recomputing: list[tuple[str, ...]] = []
-    if every or mode == "full":
-        recomputing = [off, (*off[:every], "ac_mode=selective", "ac_option=2")]
-    # Offloading needs that every layer is recomputed.
-    if cfg.get("enable_activation_offloading", False):
-        recomputing = [(*keys, "enable_activation_offloading=False") for keys in (*recomputing, ())]
-    budgets: list[tuple[str, ...]] = []
-    if _estimates_compiled(cfg):
-        budget = _activation_budget(cfg)
-        if budget < 1:
-            halfway = round((1 + budget) / 2, 2)
-            shares = [share for share in (1.0, halfway) if share != budget]
-            budgets = [(f"activation_memory_budget={share}",) for share in shares]
-        elif recomputing:
-            # A compiled part recomputes some of what it was checkpointed for.
-            recomputing.insert(1, (*recomputing[0], f"activation_memory_budget={_BUDGETS[0]}"))
-    is_chunked = str(cfg.loss._component_).endswith("CEWithChunkedOutputLoss")
-    ways = [[off] if mode == "selective" and not every else recomputing]
-    if is_chunked and cfg.loss.get("num_output_chunks", 8) > 1:
-        ways.append([_in_chunks(cfg, 1)])
-    if budgets:
-        ways.append(budgets)
-    if world_size > 1 and cfg.get("fsdp_reshard_after_forward", True):
-        ways.append([("fsdp_reshard_after_forward=False",)])
-    return [
-        Candidate(tuple(chain(*some)), "memory") for some in product(*((*way, ()) for way in ways))
-    ][:-1][:8]
-
-
 def _estimates_compiled(cfg: DictConfig) -> bool:
     """Return whether a step is compiled, and estimated so."""
     if not cfg.get("compile", False) or str(cfg.device) == "cpu":
@@ -224,14 +190,6 @@ def _activation_budget(cfg: DictConfig) -> float:
     """Return the share of what each compiled part would keep for backward, 1 where not given."""
     budget = cfg.get("activation_memory_budget")
     return 1.0 if budget is None else float(budget)
-
-
-def _in_chunks(cfg: DictConfig, num_chunks: int) -> tuple[str, ...]:
-    """Return what is typed for logits in so many chunks, which all losses take alike."""
-    losses = ["loss"]
-    if cfg.get("kd_loss", None) is not None:
-        losses.append("kd_loss")
-    return tuple(f"{loss}.num_output_chunks={num_chunks}" for loss in losses)
 
 
 def with_overrides(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:

@@ -15,7 +15,6 @@ from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Throughput
 from adaptive_batch.training import has_batch_norm
 
-from .advice import advise
 from .bound_finder import BoundFinder, left_by_rounding
 from .data import Data
 from .job import Job
@@ -98,10 +97,6 @@ class LimitFinder:
             self.try_longer(self._data.longest(1))
         self._check_saved_maximum_fits()
         self._find_for_reference(resumed.state_of("reference_limits"))
-        if results:
-            advice = advise(self._job, self._data, results[-1], batch_size=planner.batch.batch_size)
-            if advice:
-                self._log.event("advice", advice)
 
     def _log_notes(self) -> None:
         """Log a model whose results depend on micro-batches, and trials that ended all ranks."""

@@ -54,6 +54,7 @@ from .keys import (
     table,
 )
 from .names import check_names
+from .removed_keys import check_removed
 
 
 def _check_budget(name: str, value: Any) -> None:
@@ -212,12 +213,6 @@ class ProbeSettings:
         " tried once, and believed if it fits, whatever the learning rate; a search starts from a"
         " curve of the same step that was planned or counted before",
         default=True,
-    )
-    tune: bool = key(
-        check_bool,
-        "for `adaptive_probe`: also search and time up to three joint settings that spend memory to"
-        " save time, and print what to copy",
-        default=False,
     )
     critical_batch: bool = key(
         check_bool,
@@ -798,6 +793,7 @@ class Settings:
     def from_config(cls, given: Mapping[str, Any] | DictConfig) -> Settings:
         """Read and check a whole recipe configuration."""
         config = as_dict(given)
+        check_removed(config)
         check_names(cls, given)
         schedule = config.get("batch_size_schedule")
         # Refused before either is imported.

@@ -133,9 +133,9 @@ def test_what_is_for_another_kind_of_training_has_no_effect():
             {"trial_timeout", "assumed_maximum"},
         ),
         (
-            {"critical_batch": True, "critical_batch_rows": 64, "search": "halve", "tune": True},
+            {"critical_batch": True, "critical_batch_rows": 64, "search": "halve"},
             2,
-            {"search", "tune"},
+            {"search"},
         ),
         (
             {"critical_batch_rows": 64, "critical_batch_tolerance": 0.1},
