@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import _random
 import copy
-import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -17,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes, tree_leaves
+from adaptive_batch._torch import disable_current_modes, tree_leaves, tree_map_only
 from adaptive_batch._util import format_bytes
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import DoesNotFitError
@@ -26,12 +24,6 @@ from .device import host_available_bytes
 from .tracker import plain_tensors, storage_bytes
 
 _PLAIN = (bool, int, float, str, type(None))
-
-# The words of a Mersenne Twister and its position among them, which lies before them in Python and
-# after them in NumPy.
-_TWISTER_BYTES = 4 * (624 + 1)
-# Of these the position and eight words are looked at: all words change together.
-_SEEN_BYTES = 4 * (8 + 1)
 
 
 class TensorSnapshot:
@@ -111,14 +103,14 @@ class RandomState:
         self._which = () if self._type == "mps" else (device,)
         self._state: dict[str, Any] = {
             "torch": torch.default_generator.get_state(),
-            "python": _python_state.now(),
+            "python": random.getstate(),
         }
         if self._type != "cpu":
             self._state[self._type] = getattr(torch, self._type).get_rng_state(*self._which)
-        # It is loaded when it is first used, and nothing has been drawn from it before.
+        # Until `numpy.random` is imported, nothing has drawn from its generator.
         numpy_random = sys.modules.get("numpy.random")
         if numpy_random is not None:
-            self._state["numpy"] = _state_of_numpy(numpy_random)
+            self._state["numpy"] = numpy_random.get_state(legacy=False)
 
     def __enter__(self) -> None:
         """Let what is inside draw."""
@@ -132,9 +124,9 @@ class RandomState:
     def state_dict(self) -> dict[str, Any]:
         """Return plain values and tensors, which ``torch.load(weights_only=True)`` reads."""
         state = dict(self._state)
-        if isinstance(state.get("numpy"), tuple):
-            name, words, *rest = state["numpy"]
-            state["numpy"] = (name, words.tolist(), *rest)
+        if "numpy" in state:
+            array = sys.modules["numpy"].ndarray
+            state["numpy"] = tree_map_only(array, lambda words: words.tolist(), state["numpy"])
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,103 +137,15 @@ class RandomState:
         if self._type in state:
             getattr(torch, self._type).set_rng_state(state[self._type], *self._which)
         random.setstate(state["python"])
-        _python_state.forget()
         numpy = sys.modules.get("numpy")
         if "numpy" in state and numpy is not None:
             numpy.random.set_state(state["numpy"])
-            if _numpy_state is not None:
-                _numpy_state.forget()
 
 
 @cache
 def _type_of(device: torch.device) -> str:
     """Return the type of a device, of which torch makes a new string each time, in every step."""
     return device.type
-
-
-class _WatchedState:
-    """The state of a Mersenne Twister, which is asked for again where a number was drawn since the
-    last time.
-
-    Python and NumPy take as long to make it as ten of torch's small operators, in each step of a
-    loop that draws none; a look at the generator's memory takes a hundredth of that. It does not
-    see a script's own ``set_state`` or ``seed`` that leads to the same position and eight words
-    where something else differs, such as the second number of a normal pair.
-
-    Args:
-        generator: whose state it is; held, so that what lies at its address is its own.
-        address: where its position and the words beside it lie; None where that is not known, so
-            that the state is asked for each time.
-        get_state: function that makes the state.
-        has_second: function that returns whether the second number of a normal pair waits in a
-            state, which no word shows.
-
-    Attributes:
-        generator: as given.
-    """
-
-    def __init__(
-        self,
-        generator: Any,
-        address: int | None,
-        get_state: Callable[[], Any],
-        has_second: Callable[[Any], bool],
-    ) -> None:
-        self.generator = generator
-        self._memory: Any = None
-        if address is not None:
-            self._memory = (ctypes.c_char * _SEEN_BYTES).from_address(address)
-        self._get_state = get_state
-        self._has_second = has_second
-        self.forget()
-
-    def forget(self) -> None:
-        self._seen: bytes | None = None
-        self._state: Any = None
-
-    def now(self) -> Any:
-        """Return the state."""
-        seen = None if self._memory is None else self._memory.raw
-        if seen is None or seen != self._seen:
-            self._state = self._get_state()
-            self._seen = None if self._has_second(self._state) else seen
-        return self._state
-
-
-def _watched_python() -> _WatchedState:
-    """Watch what ``random.setstate`` takes."""
-    generator = random._inst
-    # Elsewhere than in CPython a generator holds its words in another way.
-    spare_bytes = _random.Random.__basicsize__ - object.__basicsize__ - _TWISTER_BYTES
-    address = None
-    if 0 <= spare_bytes < object.__basicsize__:
-        address = id(generator) + object.__basicsize__
-    return _WatchedState(generator, address, random.getstate, lambda state: state[-1] is not None)
-
-
-def _watched_numpy(numpy_random: Any) -> _WatchedState:
-    """Watch what ``numpy.random.set_state`` takes."""
-    generator = numpy_random.get_bit_generator()
-    if not isinstance(generator, numpy_random.MT19937):
-        get_state = partial(numpy_random.get_state, legacy=False)
-        return _WatchedState(generator, None, get_state, lambda state: False)
-    address = generator.ctypes.state_address + _TWISTER_BYTES - _SEEN_BYTES
-    return _WatchedState(generator, address, numpy_random.get_state, lambda state: bool(state[-2]))
-
-
-_python_state = _watched_python()
-_numpy_state: _WatchedState | None = None
-
-
-def _state_of_numpy(numpy_random: Any) -> Any:
-    """Return what ``numpy.random.set_state`` takes."""
-    global _numpy_state
-    # Before NumPy 1.24.
-    if not hasattr(numpy_random, "get_bit_generator"):
-        return numpy_random.get_state()
-    if _numpy_state is None or _numpy_state.generator is not numpy_random.get_bit_generator():
-        _numpy_state = _watched_numpy(numpy_random)
-    return _numpy_state.now()
 
 
 class TrainingSnapshot:

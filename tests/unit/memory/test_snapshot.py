@@ -111,17 +111,63 @@ def test_numpy_goes_on_where_each_snapshot_was_taken_whatever_was_drawn_since_th
         number()
 
 
+def another_python_state(state):
+    version, (*words, position), normal = state
+    words[600] ^= 1
+    return version, (*words, position), normal
+
+
+def another_numpy_state(state):
+    name, words, *rest = state
+    words = words.copy()
+    words[600] ^= 1
+    return name, words, *rest
+
+
+@pytest.mark.parametrize(
+    ("get_state", "set_state", "another", "draw_word"),
+    [
+        (random.getstate, random.setstate, another_python_state, lambda: random.getrandbits(32)),
+        (
+            np.random.get_state,
+            np.random.set_state,
+            another_numpy_state,
+            lambda: int.from_bytes(np.random.bytes(4), "little"),
+        ),
+    ],
+    ids=["python", "numpy"],
+)
+def test_a_state_that_a_script_sets_is_restored_even_if_one_late_word_differs(
+    get_state, set_state, another, draw_word
+):
+    begin = get_state()
+    states = []
+    for state in (begin, another(begin)):
+        set_state(state)
+        states.append((RandomState(CPU), [draw_word() for _ in range(624)]))
+    assert states[0][1] != states[1][1]
+    for state, expected in states:
+        state.restore()
+        assert [draw_word() for _ in range(624)] == expected
+
+
 @pytest.mark.parametrize("module", [random, np.random])
-def test_generators_that_were_seeded_anew_are_told_apart_by_their_words(module):
-    """A seed leaves the position where the seed before it left it."""
+def test_two_seeds_give_two_states(module):
     states = []
     for seed in (1, 2):
         module.seed(seed)
         states.append((RandomState(CPU), module.random()))
-        module.seed(seed)
     for state, expected in states:
         state.restore()
         assert module.random() == expected
+
+
+def test_a_checkpoint_of_an_earlier_version_holds_numpys_tuple():
+    state = RandomState(CPU).state_dict()
+    name, words, *rest = np.random.get_state()
+    expected = [draw() for _ in range(3)]
+    RandomState(CPU).load_state_dict({**state, "numpy": (name, words.tolist(), *rest)})
+    assert [draw() for _ in range(3)] == expected
 
 
 def test_numpy_has_no_state_where_it_is_not_loaded_and_nothing_can_have_been_drawn(monkeypatch):
