@@ -143,13 +143,10 @@ class RunHistory:
         places_of_run = [
             place for place, attempt in enumerate(self._attempts) if attempt.run is run
         ]
-        # An attempt without a step of its own counts too: an epoch may have ended in it.
-        places_with_step = [
-            place
-            for place in places_of_run
-            if self._attempts[place].first <= steps <= self._attempts[place].last
-        ]
-        parents: list[int | None] = [None, *places_of_run, *places_with_step]
+        # The newest attempt that began at or before these steps did them last, even where their
+        # records are lost: an older attempt's records of them do not count.
+        places_before = [place for place in places_of_run if self._attempts[place].first <= steps]
+        parents: list[int | None] = [None, *places_of_run, *places_before]
         return _Attempt(run, parents[-1], steps, steps)
 
     def _restarted(self, epoch: int) -> _Attempt:

@@ -185,8 +185,9 @@ def test_a_step_that_counts_and_is_corrupted_never_holds(name, data, run, kills)
     assert not audit_records(records).holds
 
 
-@given(data=st.data(), run=RUNS, kills=KILLS)
-def test_a_step_that_counts_and_is_lost_or_torn_never_holds(data, run, kills):
+@given(data=st.data(), run=RUNS, kills=KILLS, torn=st.booleans(), saves_lost=st.booleans())
+def test_a_step_that_counts_and_is_lost_or_torn_never_holds(data, run, kills, torn, saves_lost):
+    """A kill can also prevent the records of the saves and of the end of the epoch that follow."""
     records = [
         json.loads(line) for line in run.lines([(after, 1.0, lost) for after, _, lost in kills])
     ]
@@ -194,10 +195,27 @@ def test_a_step_that_counts_and_is_lost_or_torn_never_holds(data, run, kills):
         record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"
     }
     place = latest[data.draw(st.sampled_from(sorted(latest)))]
-    torn = data.draw(st.booleans())
-    found = audit_records([*records[:place], *([None] if torn else []), *records[place + 1 :]])
+    rest = records[place + 1 :]
+    following = [i for i, record in enumerate(rest) if record["kind"] in ("step", "start")]
+    # Without a step or a start after it, the log would end before the lost step.
+    if saves_lost and following:
+        del rest[: following[0]]
+    found = audit_records([*records[:place], *([None] if torn else []), *rest])
     assert not found.holds
     assert ("1 of them torn" in found.lines[0]) == torn
+
+
+@pytest.mark.parametrize("save_lost", [False, True])
+def test_a_lost_step_never_holds_by_the_record_of_an_attempt_that_was_rolled_back(save_lost):
+    run = Run(rows=7, batches=(1,), save_every=1)
+    records = [json.loads(line) for line in run.lines([(4, 1.0, 0), (3, 1.0, 0)])]
+    assert audit_records(records).holds
+    twice = [place for place, record in enumerate(records) if record.get("step") == 2]
+    assert [records[place]["kind"] for place in twice] == ["step", "step", "resume_point"]
+    del records[twice[1] : twice[1] + 1 + save_lost]
+    found = audit_records(records)
+    seen = "resumed at step 2" if save_lost else "resume_point at step 2"
+    assert found.problems[0] == f"{seen}: not in the log: step 2"
 
 
 @given(data=st.data(), run=RUNS)
