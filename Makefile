@@ -47,8 +47,8 @@ test: $(INSTALLED)  ## some of everything that needs no GPU, in minutes
 test-all: $(INSTALLED)  ## what CI runs of what needs no GPU, neither a browser nor the pages' commands
 	$(PYTEST) -m "not (nightly or $(ELSEWHERE))"
 
-nightly: $(INSTALLED) cuda-stack-all  ## what CI leaves out: more cases of what it runs
-	$(PYTEST) -m nightly
+nightly: $(INSTALLED) cuda-stack-all  ## what CI leaves out: more cases of what it runs, and more random examples
+	HYPOTHESIS_PROFILE=nightly $(PYTEST) -m "nightly or hypothesis"
 
 $(STACK)/.installed: constraints.txt
 	test -x $(STACK)/bin/python || $(PYTHON) -m venv $(STACK)

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import random
 import re
 
 import pytest
@@ -10,12 +11,17 @@ import pytest
 # two workers on two cores mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import numpy as np
 import support.ranks  # noqa: F401  # says what the server of forked processes imports before there is one
+import torch
 from hypothesis import settings
 
-# how long an example takes depends on what else the machine runs
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+# Examples have no deadline, as their time depends on what else the machine runs. `make test` and CI
+# draw the same examples each time. `make nightly` draws others each night, ten times as many, and
+# prints how to repeat the one that fails.
+settings.register_profile("repeatable", deadline=None, derandomize=True)
+settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -38,6 +44,15 @@ def pytest_collection_finish():
 def _what_earlier_files_left_is_not_looked_through():
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _random_numbers_are_the_same_in_any_order_of_tests():
+    """Each test begins with the same random numbers, whatever ran before it in this process."""
+    random.seed(0)
+    np.random.seed(0)
+    # torch.manual_seed would prepare devices too.
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 import torch
 import torchao.optim
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from support import saving_process
+from support.examples import examples
 from support.saving_process import tree
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
@@ -229,7 +230,7 @@ trees = st.recursive(
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees, small=trees)
 def test_any_tree_comes_back_from_the_disk(tmp_path, tree, small):
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
@@ -489,7 +490,7 @@ def test_what_a_kill_left_aside_is_cleared_by_the_next_save(tmp_path):
 FILES = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", FILES)
 def test_a_changed_byte_anywhere_and_the_next_older_is_taken(tmp_path, name, data):

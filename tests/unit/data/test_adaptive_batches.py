@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.ranks import run_on_ranks
 from support.sharded_model import bits
 from torch.utils.data import (
@@ -103,7 +104,7 @@ def test_each_row_comes_once_an_epoch_while_the_batch_grows(num_workers):
     assert sizes == [[3] * 21 + [1], [5] * 12 + [4], [7] * 9 + [1]]
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     num_rows=st.integers(1, 60),
     batch_size=st.integers(1, 9),

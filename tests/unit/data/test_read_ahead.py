@@ -13,8 +13,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from adaptive_batch.data import ReadAhead, RowReader, row_order
 
@@ -103,7 +104,7 @@ def threads():
     seed=st.integers(0, 3),
     begins=st.booleans(),
 )
-@settings(max_examples=30)
+@examples(30)
 def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed, begins):
     dataset = Squares(seconds=1e-5)
     order = row_order(200, shuffle=True, seed=seed, epoch=1).tolist()

@@ -7,8 +7,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from support.examples import examples
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch.data import Batching, DatasetAdapter, RowReader, StepPlanner, StepQueue
@@ -42,7 +43,7 @@ def taken(queue):
 @given(rows=st.integers(1, 100), counts=sizes, epoch=st.integers(0, 3), shuffle=st.booleans())
 # Read in several blocks, and one step larger than a block.
 @example(rows=6000, counts=[700, 40, 1500], epoch=1, shuffle=True)
-@settings(max_examples=50)
+@examples(50)
 def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, shuffle):
     sampler = DistributedSampler(range(rows), 1, 0, shuffle=shuffle, seed=0)
     sampler.set_epoch(epoch)
@@ -61,7 +62,7 @@ def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, s
 
 
 @given(rows=st.integers(1, 100), position=st.integers(0, 100), counts=sizes)
-@settings(max_examples=50)
+@examples(50)
 def test_going_on_from_any_position_hands_out_the_rest(rows, position, counts):
     position = min(position, rows - 1)
     whole = queue_of(rows, [max(1, position), *counts])

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from adaptive_batch.data import plan_batches
 from adaptive_batch.data.token_sampler import plan_batches_by_rule
@@ -41,7 +42,7 @@ def started(order, **values):
     return Progress(rows_per_epoch=len(order), **values)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(epochs(), st.data())
 def test_with_a_constant_rule_it_is_the_plan_of_one_budget(case, data):
     lengths, order, arguments, most = case
@@ -71,7 +72,7 @@ def hashed(low, high):
     return rule
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(epochs(), st.data())
 def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, data):
     lengths, order, arguments, most = case
@@ -260,7 +261,7 @@ def test_stages_that_double_are_filled_one_after_the_other():
     assert [len(batch) for batch in plan] == [4, 4, 8, 8, 16, 16, 16, 16, 12]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(epochs(long_rows="alone"), st.lists(st.integers(1, 200), min_size=2, max_size=7))
 def test_a_rule_that_answers_otherwise_each_time_is_refused(case, answers):
     lengths, order, arguments, _ = case

@@ -13,8 +13,9 @@ from itertools import pairwise
 from math import ceil, log2
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from adaptive_batch.memory import Line, MemoryCurve, Trace
 from adaptive_batch.probe import BinarySearch, Halving, Predictive, Search, Trial
@@ -278,7 +279,7 @@ def maxima_of_lines(draw: st.DrawFn) -> tuple[int, Peak, int]:
     return resident, lambda rows: max(start + slope * rows for start, slope in lines), BUDGET
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(maxima_of_lines())
 def test_on_any_maximum_of_lines_the_result_is_the_true_maximum_or_a_percent_below_it(
     curve: tuple[int, Peak, int],
@@ -358,7 +359,7 @@ def traced(rows: int, program: list[tuple[int, int]], budget: int) -> Trial:
 
 @pytest.mark.slow
 @given(program=lines, room=st.floats(1, 60))
-@settings(max_examples=300)
+@examples(300)
 def test_two_traces_give_the_exact_maximum_without_an_oom_beyond_two_rows(program, room):
     budget = max(1, int(max(fixed + slope for fixed, slope in program) * room))
     search = Predictive(budget_bytes=budget, maximum=4096)
@@ -478,7 +479,7 @@ def test_an_expectation_within_five_percent_takes_three_trials(
     factor=st.floats(0.05, 20),
     block=st.sampled_from([1, BLOCK]),
 )
-@settings(max_examples=200)
+@examples(200)
 def test_a_wrong_expectation_costs_trials_and_no_rows(
     true_maximum: int, resident: float, factor: float, block: int
 ) -> None:

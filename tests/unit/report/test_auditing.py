@@ -9,8 +9,9 @@ import sys
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
@@ -167,7 +168,7 @@ CORRUPTIONS = {
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 @given(data=st.data(), run=RUNS, kills=KILLS)
-@settings(max_examples=40)
+@examples(40)
 def test_a_step_that_counts_and_is_corrupted_never_holds(name, data, run, kills):
     run = replace(run, batches=tuple(max(2, batch) for batch in run.batches))
     lines = run.lines([(after, 1.0, lost) for after, _, lost in kills])

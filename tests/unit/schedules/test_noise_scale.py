@@ -8,8 +8,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.fault_injection import IGNORED
 from support.mean_estimation import TokenMeans
 from support.runners import build_runner
@@ -29,7 +30,7 @@ def squared_norm_of_mean(rows):
     population=st.lists(st.tuples(ROWS, ROWS), min_size=1, max_size=4),
     sizes=st.sampled_from([(1, 2), (1, 3), (2, 3), (1, 4), (3, 4)]),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_both_estimates_are_right_on_average_over_every_step_that_there_can_be(population, sizes):
     """The small batch is a part of the big one."""
     small, big = sizes

@@ -8,8 +8,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.fault_injection import IGNORED, Decoder, collate, mean_loss
 from support.runners import HeldSizer, build_runner
 from support.training_cases import CPU, VOCABULARY
@@ -87,7 +88,7 @@ CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 9), st.just("rows")) | st
 
 
 @given(batch=st.lists(rows(), max_size=9), capacity=CAPACITIES)
-@settings(max_examples=60)
+@examples(60)
 def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_limit(batch, capacity):
     validated = Validated(capacity)
     found = validated.evaluator.run(iter(batch))

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.loops import (
     RATE,
     ROWS,
@@ -145,7 +146,7 @@ def test_a_schedule_is_asked_for_each_step_and_cut_to_the_bound():
     shuffle=st.booleans(),
     seed=st.integers(0, 9),
 )
-@settings(max_examples=15)
+@examples(15)
 def test_each_row_is_handed_out_once_an_epoch_in_the_order_of_torchs_sampler(counts, shuffle, seed):
     one = training(
         model=Decoder(width=4),

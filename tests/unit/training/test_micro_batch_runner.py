@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.fault_injection import IGNORED, collate, mean_loss
 from support.runners import build_runner
 from support.training_cases import VOCABULARY, WIDTH, Layer
@@ -84,7 +85,7 @@ SHAPES = st.builds(
 
 @pytest.mark.slow
 @given(batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES)
-@settings(max_examples=150)
+@examples(150)
 def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity, shapes):
     whole, expected = gradients(batch, MicroBatchLimit(len(batch)))
     split, found = gradients(batch, capacity, layout=shapes)
@@ -96,7 +97,7 @@ def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity
 
 
 @given(batch=st.lists(rows(), min_size=1, max_size=6), capacity=CAPACITIES)
-@settings(max_examples=40)
+@examples(40)
 def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
     """Computed row by row, weighted by their labels; the scale is a float32, as torchtune's is."""
     net = model()
@@ -206,7 +207,7 @@ LIMITS = st.sampled_from([None, 1e-3, 1e3])
 @given(
     batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES, limit=LIMITS
 )
-@settings(max_examples=60)
+@examples(60)
 def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(
     batch, capacity, shapes, limit
 ):
@@ -233,7 +234,7 @@ def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(
     capacity=st.builds(MicroBatchLimit, st.integers(1, 8)),
     limit=LIMITS,
 )
-@settings(max_examples=60)
+@examples(60)
 def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, capacity, limit):
     result, _ = gradients(batch, capacity, measures_noise=True, max_grad_norm=limit)
     first, of_first = gradients(batch[: capacity.amount], capacity)
@@ -265,7 +266,7 @@ LAYOUTS = [
     layout=st.sampled_from(LAYOUTS),
     small=st.integers(1, 8),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_by_length_the_sample_is_of_the_rows_that_were_asked_for_and_gradients_are_the_same(
     batch, layout, small
 ):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import examples
 from support.packed_models import (
     IGNORED,
     checkpointed,
@@ -96,7 +97,7 @@ CAUSAL_MASKS = {
     st.sampled_from([None, 0.3]),
     st.sampled_from(list(CAUSAL_MASKS)),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_attention_is_that_of_each_row_whatever_causal_mask_is_given(lengths, grouped, scale, kind):
     query, key, value = attended(lengths, heads=4, key_heads=2 if grouped else 4)
     mask = CAUSAL_MASKS[kind](lengths)
@@ -119,7 +120,7 @@ def test_attention_is_that_of_each_row_whatever_causal_mask_is_given(lengths, gr
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=5), st.data())
-@settings(max_examples=30)
+@examples(30)
 def test_what_is_not_finite_in_one_row_stays_there(lengths, data):
     bad = data.draw(st.integers(0, len(lengths) - 1))
     gradients, outs = [], []
@@ -227,7 +228,7 @@ def test_dropout_drops_within_rows(given, named):
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from(["tokens", "input_ids"])
 )
-@settings(max_examples=40)
+@examples(40)
 def test_a_packed_batch_has_every_token_and_the_labels_that_the_rows_have(lengths, name):
     rows = random_rows(lengths, name=name)
     batch = pack_rows(rows, ignore_index=IGNORED)
