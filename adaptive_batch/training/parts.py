@@ -21,6 +21,19 @@ _MAPPING = (dict, Mapping)
 _LIST = (list, tuple)
 _CONTAINER = (*_MAPPING, list)
 
+# Tensors of one sequence that a collate function pads together, each with the value of its padding;
+# None where the mask or the labels alone show the padding.
+_PADDING = {
+    "attention_mask": 0,
+    "completion_mask": 0,
+    "labels": IGNORE_INDEX,
+    "input_ids": None,
+    "tokens": None,
+    "position_ids": None,
+    "token_type_ids": None,
+    "mm_token_type_ids": None,
+}
+
 _SPLIT_REMEDY = "give split=, a function that returns SplitBatch(num_rows, part) of a batch"
 
 
@@ -173,15 +186,17 @@ class RowsOfBatch:
     """A batch whose tensors have the rows as their first dimension.
 
     Mappings, tuples and lists are split item by item; what has another first dimension stays whole.
-    Trailing columns that no row of a part uses are cut from its tensors of two dimensions: those
-    after the last 1 of ``attention_mask``, else after the last label beside ``tokens`` or
-    ``input_ids``.
+    A part leaves out the trailing columns that hold padding in all of its rows: 0 in
+    ``attention_mask`` and ``completion_mask``, -100 in ``labels``. Without ``attention_mask`` the
+    labels beside ``tokens`` or ``input_ids`` show the padding. Where a tensor under another name is
+    as wide, such as ``decoder_input_ids``, parts keep all columns.
 
     Args:
         batch: tensors in any nesting of mappings, tuples and lists. A list with one item for each
             row is divided by its items.
         trims: whether unused columns are cut.
-        row_lengths: columns that are kept of each row at least; None where nothing else is known.
+        row_lengths: tokens of each row, so that all columns after them are padding; None where they
+            are not known.
 
     Raises:
         SettingError: no tensor shows the number of rows, or most tensors of a list have another.
@@ -242,20 +257,44 @@ class RowsOfBatch:
         return lengths
 
     def _used_columns(self) -> torch.Tensor | None:
-        """Return which columns each row uses: bool, `[rows, columns]`."""
+        """Return which columns each row uses: bool, `[rows, columns]`; None if nothing shows it."""
         if not isinstance(self._batch, _MAPPING):
             return None
         mask = self._batch.get("attention_mask")
-        if mask is not None:
-            return mask.bool() if self._is_table(mask) else None
         labels = self._batch.get("labels")
         tokens = self._batch.get("tokens", self._batch.get("input_ids"))
-        if not (self._is_table(tokens) and self._is_table(labels)):
+        if mask is None:
+            if not (self._is_table(tokens) and self._is_table(labels)):
+                return None
+            if tokens.shape != labels.shape or labels.is_floating_point():
+                return None
+            mask = labels
+        if not self._is_table(mask):
             return None
-        if tokens.shape != labels.shape or labels.is_floating_point():
-            return None
-        used: torch.Tensor = labels != IGNORE_INDEX
+        used = torch.zeros_like(mask, dtype=torch.bool)
+        has_other_width = self._is_table(tokens) and tokens.shape != mask.shape
+        if not self._trims or has_other_width or self._has_other_tensor_as_wide():
+            return ~used
+        # In an additive mask 0 shows a token, and a large negative number hides it.
+        if bool((mask < 0).any()) and mask is not labels:
+            return ~used
+        for name, padding in _PADDING.items():
+            table = self._batch.get(name)
+            if padding is not None and self._is_table(table) and table.shape == mask.shape:
+                used |= (table != padding).to(used.device)
         return used
+
+    def _has_other_tensor_as_wide(self) -> bool:
+        """Return whether a tensor is as wide as the rows, and perhaps not padded as they are."""
+        if self._row_lengths is not None:
+            return False
+        named = [self._batch.get(name) for name in _PADDING]
+        padded = {id(table) for table in named if self._is_table(table)}
+        return any(
+            self.width in tensor.shape[int(tensor.shape[:1] == (self.num_rows,)) :]
+            for tensor in _tensors(self._batch)
+            if id(tensor) not in padded
+        )
 
     def _is_table(self, value: Any) -> TypeGuard[torch.Tensor]:
         """Whether a value is a tensor of `[rows, columns]`."""
@@ -273,9 +312,7 @@ class RowsOfBatch:
         width = None
         used_width = None
         if self._trims and self.lengths is not None:
-            used = self._used_columns()
-            assert used is not None
-            width = used.shape[1]
+            width = self.width
             used_width = max(self.lengths[row] for row in rows)
             if self._row_lengths is not None:
                 longest = max(self._row_lengths[row] for row in rows)

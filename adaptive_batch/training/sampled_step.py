@@ -148,6 +148,8 @@ class SampledStep:
             )
 
             def divide(batch: Sequence[int]) -> list[MicroBatch]:
+                if self._keeps_columns and not isinstance(self._split_batch, OwnSplit):
+                    batch = [max(batch)] * len(batch)
                 pieces = self._parts.plan(batch, limit)
                 if keeps_columns:
                     return [replace(piece, length=max(batch)) for piece in pieces]

@@ -15,6 +15,8 @@ from transformers import (
     BertForSequenceClassification,
     LlamaConfig,
     LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
     get_linear_schedule_with_warmup,
@@ -172,6 +174,39 @@ def test_a_mean_over_rows_is_weighted_by_rows(tmp_path):
     _, ours, own = trained(AdaptiveTrainer, tmp_path, MeanOfRows(), adaptive=adaptive, **given)
     assert ours == pytest.approx(plain, rel=2e-6)
     assert (own - weights).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [(None, None), (16, 16), pytest.param((16, 12), marks=pytest.mark.slow)],
+    ids=["padded to the longest", "to one maximum", "to two"],
+)
+def test_targets_of_an_encoder_and_decoder_lose_no_label(tmp_path, columns):
+    def model():
+        torch.manual_seed(0)
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+        return T5ForConditionalGeneration(
+            T5Config(vocab_size=64, dropout_rate=0.0, decoder_start_token_id=0, **sizes)
+        )
+
+    # Targets are long where sources are short.
+    data = [{**row, "target": [7] * (16 - len(row["input_ids"]) // 2)} for row in rows()]
+
+    def padded(tables, width, value):
+        width = width or max(map(len, tables))
+        return torch.tensor([row[:width] + [value] * (width - len(row)) for row in tables])
+
+    def source_and_target(features):
+        ids = padded([row["input_ids"] for row in features], columns[0], 0)
+        labels = padded([row["target"] for row in features], columns[1], -100)
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": labels}
+
+    given = {"data": data, "collator": source_and_target, "remove_unused_columns": False}
+    _, plain, weights = trained(Trainer, tmp_path, model(), **given)
+    adaptive = AdaptiveArguments(micro_batch_size=2)
+    _, ours, own = trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
+    assert ours == pytest.approx(plain, rel=5e-6)
+    assert (own - weights).abs().max() < 1e-4
 
 
 class ClassifiesRows(BertForSequenceClassification):

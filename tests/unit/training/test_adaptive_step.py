@@ -417,7 +417,7 @@ def masked_batch() -> dict[str, torch.Tensor]:
         "tokens": tokens,
         "labels": tokens.masked_fill(~mask, IGNORE_INDEX),
         "attention_mask": mask.long(),
-        "positions": torch.zeros(12, 16, 2),
+        "positions": torch.zeros(12, 5, 2),
         "scores": torch.zeros(12, 3),
         "classes": torch.arange(12),
     }
@@ -440,13 +440,122 @@ def test_parts_by_tokens_leave_trailing_padding_out(shown_by):
         assert part.num_rows * longest <= 40
         # As Transformers' models call view() on them.
         assert part.batch["labels"].is_contiguous()
-        # Neither three dimensions nor another width.
-        assert part.batch["positions"].shape == (part.num_rows, 16, 2)
+        # Tensors of another width stay whole.
+        assert part.batch["positions"].shape == (part.num_rows, 5, 2)
         assert part.batch["scores"].shape == (part.num_rows, 3)
     assert sorted(
         number for part in script.trained for number in part.batch["classes"].tolist()
     ) == list(range(12))
     assert relative_error(gradients_of(model), expected) <= ROUNDING
+
+
+class Translation(nn.Module):
+    """Predicts each target token from itself and the mean of the source tokens that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(53, 8)
+        self.head = nn.Linear(8, 53)
+
+    def forward(self, batch):
+        mask = batch["attention_mask"][..., None].float()
+        if bool((mask < 0).any()):
+            mask = mask.exp()
+        columns = mask.shape[1]
+        source = self.embedding(batch["input_ids"])
+        if "bbox" in batch:
+            source = source + batch["bbox"].sum(-1, keepdim=True)
+        if "position_ids" in batch:
+            source = source * batch["position_ids"][..., None].cos()
+        context = (source[:, -columns:] * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+        target = batch.get("decoder_input_ids", batch["labels"]).clamp(min=0)
+        return self.head(self.embedding(target) + context)
+
+
+def translation_batch(source, target, *, columns=(12, 12), left=False, holes=False):
+    """A batch of source and target rows of these lengths, padded to so many columns."""
+    numbers = torch.Generator().manual_seed(3)
+    tables = []
+    for lengths, width, padding in zip((source, target), columns, (0, IGNORE_INDEX), strict=True):
+        table = torch.randint(1, 53, (len(lengths), width), generator=numbers)
+        used = torch.arange(width) < torch.tensor(lengths)[:, None]
+        if left:
+            used = used.flip(1)
+        tables.append(table.where(used, padding))
+    tokens, labels = tables
+    mask = (tokens > 0).long()
+    if holes:
+        mask[:, 1] = 0
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+SHORT, LONG = [5, 3, 2, 4], [12, 5, 4, 9]
+TRANSLATIONS = {
+    "both of one width by chance": (translation_batch(LONG, [5, 4, 2, 12]), 12),
+    "both padded to a maximum": (translation_batch(SHORT, [4, 2, 9, 3], columns=(16, 16)), 9),
+    "padding of both in front": (translation_batch(SHORT, LONG, left=True), 12),
+    "target shorter than source": (translation_batch(LONG, SHORT), 9),
+    "labels wider": (translation_batch(SHORT, LONG, columns=(6, 12)), 4),
+    "labels narrower": (translation_batch(LONG, SHORT, columns=(12, 6)), 9),
+    "holes in the mask": (translation_batch(SHORT, SHORT, holes=True), 4),
+    "no row fills its width": (translation_batch(SHORT, SHORT), 4),
+}
+
+
+def without_cut(**others):
+    return {**translation_batch(SHORT, SHORT), **others}
+
+
+UNCUT_TRANSLATIONS = {
+    "decoder_input_ids": without_cut(
+        decoder_input_ids=translation_batch(SHORT, LONG)["labels"].clamp(min=0)
+    ),
+    "boxes": without_cut(bbox=torch.ones(4, 12, 4)),
+    "positions of all rows": without_cut(position_ids=torch.arange(12)[None]),
+    "additive mask": {
+        **translation_batch(SHORT, SHORT, left=True),
+        "attention_mask": 1e4
+        * (translation_batch(SHORT, SHORT, left=True)["attention_mask"].float() - 1),
+    },
+    "mask of fewer columns": without_cut(
+        attention_mask=translation_batch([3, 3, 2, 2], SHORT, columns=(8, 12))["attention_mask"]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "columns"),
+    [*TRANSLATIONS.values(), *((batch, None) for batch in UNCUT_TRANSLATIONS.values())],
+    ids=[*TRANSLATIONS, *UNCUT_TRANSLATIONS],
+)
+def test_no_label_and_no_token_is_cut_from_source_and_target(batch, columns):
+    model = Translation()
+    parts = []
+
+    def loss(batch):
+        return cross_entropy(
+            model(batch).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORE_INDEX
+        )
+
+    loss(batch).backward()
+    expected = gradients_of(model)
+    model.zero_grad()
+
+    def forward_backward(part):
+        if not part.is_trial:
+            parts.append(part.batch)
+        (loss(part.batch) * part.share).backward()
+
+    def num_labels(batch):
+        return (batch["labels"] != IGNORE_INDEX).sum()
+
+    AdaptiveStep(model, forward_backward, micro_batch_size=2, num_labels=num_labels)(batch)
+    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    assert sum(map(num_labels, parts)) == num_labels(batch)
+    widths = [part["attention_mask"].shape[1] for part in parts]
+    # Rows 2 and 3 are the last part.
+    assert widths[-1] == (columns or batch["attention_mask"].shape[1])
 
 
 def test_padding_in_front_is_not_cut():
@@ -456,6 +565,15 @@ def test_padding_in_front_is_not_cut():
     script = Script(model)
     AdaptiveStep(model, script, micro_batch_size=4)(flipped)
     assert {part.batch["tokens"].shape[1] for part in script.trained} == {16}
+
+
+def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
+    torch.compiler.reset()
+    model = torch.compile(decoder(), backend="eager", dynamic=True)
+    script = Script(model)
+    AdaptiveStep(model, script, micro_batch_tokens=40)(masked_batch())
+    assert [part.batch["tokens"].shape for part in script.trained] == [(2, 16)] * 6
+    torch.compiler.reset()
 
 
 def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
