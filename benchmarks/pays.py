@@ -12,14 +12,11 @@ is kept. Then several seeds, of weights and order, of
     constant batches of 2 and 4 times as many rows, at their own best rates
     seesaw from the best batch, with and without a cap
     seesaw with beta2 and weight decay that follow the batch
-    the noise scale, and critical batches, from the best batch, at a rate that follows the square
-        root of the batch
+    the noise scale from the best batch, at a rate that follows the square root of the batch
 
-The critical batches are measured by branches (`probe.critical_batch=True`) at four points of one
-run of the best constant batch, and stand beside that of the sweep. At last come constant batches
-over a range of 8 with one beta2, and with a beta2 of one half-life: of a large one that belongs to
-the smallest batch, and of a small one that belongs to the largest; all at the rates that are best
-with the large one.
+At last come constant batches over a range of 8 with one beta2, and with a beta2 of one half-life:
+of a large one that belongs to the smallest batch, and of a small one that belongs to the largest;
+all at the rates that are best with the large one.
 
 The loss is the mean over the tokens of files that are not trained on; differences are taken seed by
 seed. Each run is a process of one thread; as many run at once as there are jobs, so that its
@@ -56,7 +53,6 @@ from turns import T_OF_95, our_recipe, printing_into, processor_seconds
 
 from adaptive_batch.report import audit, read_records
 from adaptive_batch.report.drawing import LIGHT
-from adaptive_batch.torchtune import Job, Settings, builder_of, measure_critical_batch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
@@ -81,7 +77,6 @@ RATES = (0.5, 1.0, 2.0)
 WARM_UP = 0.05  # of all samples
 BETA2, BETA2_OF_LARGEST = 0.999, 0.95
 BETA2_SEEDS = 2
-BRANCHED_AT, BRANCHED_ROWS = (1, 2, 4, 6), 256  # eighths of a run; rows of a branch
 AT_ONCE = 32
 TOLERANCE = 0.005  # of a loss that is higher
 
@@ -157,20 +152,6 @@ def by_noise(batch: int, rate: float) -> Way:
         batch,
         rate,
         (f"batch_size_schedule={rule}", "grow_beyond_maximum=True", "lr_scaling=sqrt", small),
-    )
-
-
-def by_critical_batch(batch: int, rate: float, measured: Sequence[Mapping[str, Any]]) -> Way:
-    points = ", ".join(f"{one['tokens']}tok: {one['critical_batch']}" for one in measured)
-    rule = (
-        f"{{_component_: adaptive_batch.schedules.by_critical_batch, start: {batch}, points:"
-        f" {{{points}}}}}"
-    )
-    return Way(
-        "by critical batch",
-        batch,
-        rate,
-        (f"batch_size_schedule={rule}", "grow_beyond_maximum=True", "lr_scaling=sqrt"),
     )
 
 
@@ -302,36 +283,6 @@ def train(folder: Path, way: Way, rows: int) -> dict[str, Any]:
     }
 
 
-def branch(folder: Path, way: Way, rows: int) -> list[dict[str, Any]]:
-    """Train a run with resume points, and measure the critical batch at some of them; return the
-    records of that.
-    """
-    torch.set_num_threads(1)
-    os.environ["ADAPTIVE_BATCH_CACHE"] = str(folder / "lengths")
-    every, output, measured = rows // way.batch // 8, folder / "branched", []
-    places = {
-        "output_dir": str(output),
-        "checkpointer": {"output_dir": str(output)},
-        "save_every_n_steps": every,
-    }
-    cfg = OmegaConf.merge(configuration(folder, way, rows=rows), places)
-    with printing_into(folder / f"printed_{os.getpid()}.txt"):
-        recipe = our_recipe(cfg)
-        recipe.train()
-        recipe.cleanup()
-        for part in BRANCHED_AT:
-            where = str(output / f"step_{part * every}")
-            cfg.probe = {
-                "critical_batch": True,
-                "critical_batch_from": where,
-                "critical_batch_rows": min(BRANCHED_ROWS, rows // 2),
-            }
-            measure_critical_batch(Job(cfg, Settings.from_config(cfg), builder_of(cfg)))
-            record = json.loads((output / "adaptive_batch" / "critical_batch.json").read_text())
-            measured.append({**record, "from": f"step_{part * every}", "part": part / 8})
-    return measured
-
-
 def windows(steps: Sequence[Mapping[str, Any]], rows: int, *, parts: int = 20) -> list[float]:
     """Training loss averaged over equal parts of the data."""
     sums = [[0.0, 0] for _ in range(parts)]
@@ -388,15 +339,6 @@ class Bench:
         wanted = [asdict(way) for way in ways]
         return [run for run in self.runs if {key: run[key] for key in wanted[0]} in wanted]
 
-    def branched(self, way: Way) -> list[dict[str, Any]]:
-        """Return the critical batches along a run."""
-        measured = self._pool.submit(branch, self._folder, way, self._rows).result()
-        for one in measured:
-            print(
-                f"critical batch at {one['part']:.3f} of a run: {one['critical_batch']}", flush=True
-            )
-        return measured
-
     def tuned(self, way: Way) -> Way:
         """Return a way with the best of several rates, sought further where that is the least or
         the most of them.
@@ -412,9 +354,7 @@ class Bench:
 
 
 def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[str, Any]:
-    """Tune each way with the first seed, measure critical batches, then train each way with all;
-    last, beta2.
-    """
+    """Tune each way with the first seed, then train each way with all seeds; last, beta2."""
     first = seeds[0]
 
     def around(batch: int) -> float:
@@ -434,18 +374,13 @@ def measure(bench: Bench, seeds: Sequence[int], batches: Sequence[int]) -> dict[
     ways.append(grown)
     ways += [seesaw(best, grown.rate, times=4), seesaw(best, grown.rate, companions=True)]
     ways.append(bench.tuned(replace(by_noise(max(2, best), around(max(2, best))), seed=first)))
-    branched = bench.branched(start)
-    ways.append(bench.tuned(replace(by_critical_batch(best, start.rate, branched), seed=first)))
     runs = bench.run([replace(way, seed=seed) for seed in seeds for way in ways])
     table = [compared(way.name, runs, constants[best].name) for way in ways]
 
-    branched_tolerance = branched[0]["tolerance"]
     return {
         "best": asdict(start),
         "losses": losses,
         "table": table,
-        "critical_batch_of_sweep": critical_of_sweep(losses, branched_tolerance),
-        "critical_batches": branched,
         "beta2": of_beta2(
             bench,
             seeds[:BETA2_SEEDS],
@@ -481,20 +416,6 @@ def of_beta2(bench: Bench, seeds: Sequence[int], ways: Mapping[int, Way]) -> lis
                 }
             )
     return rows
-
-
-def critical_of_sweep(losses: Mapping[int, float], tolerance: float) -> float | None:
-    """Return the batch at which the loss is above the least by a tolerance, linear in the batch's
-    logarithm between two; None beyond all.
-    """
-    best = min(losses, key=lambda batch: losses[batch])
-    before, allowed = best, losses[best] * (1 + tolerance)
-    for batch in sorted(batch for batch in losses if batch > best):
-        if losses[batch] > allowed:
-            share = (allowed - losses[before]) / (losses[batch] - losses[before])
-            return before * (batch / before) ** share
-        before = batch
-    return None
 
 
 def compared(name: str, runs: Sequence[Mapping[str, Any]], base: str) -> dict[str, Any]:
@@ -543,22 +464,6 @@ def print_table(measured: Mapping[str, Any]) -> None:
             f" {row['steps_over_base']:>7.3f} {row['held_out']:>8.4f}"
             f" {row['held_out_range'][0]:>8.4f} {row['held_out_range'][1]:>8.4f} "
             f" {row['loss_over_base']:+.2%}{half}"
-        )
-    of_sweep = measured["critical_batch_of_sweep"]
-    print(
-        f"\ncritical batch: {'beyond' if of_sweep is None else f'{of_sweep:.1f} by'} the sweep,"
-        " whose losses are"
-    )
-    print("  ".join(f"{batch}: {loss:.4f}" for batch, loss in measured["losses"].items()))
-    print(
-        "by branches, at a part of the run: batch, least and most within two errors, part of the"
-        " run's rows"
-    )
-    for one in measured["critical_batches"]:
-        most = one["at_most"] or f"> {one['branches'][-1]['batch']}"
-        print(
-            f"{one['part']:.3f}: {one['critical_batch']:>3}  {one['at_least']} to {most} "
-            f" {one['share_of_run']:.1%}"
         )
     print("\nbeta2   belongs to   batch  lr        loss with it     of one half-life  loss with it")
     for row in measured["beta2"]:
@@ -645,7 +550,10 @@ def main() -> None:
         model=MODEL,
         seeds=seeds,
         **measured,
-        runs=bench.runs,
+        runs=[
+            {key: value for key, value in run.items() if key not in ("batches", "train")}
+            for run in bench.runs
+        ],
     )
     draw(measured, bench.runs, path.with_suffix(".png"))
     print(json.dumps({"drawn": path.with_suffix(".png").name}))

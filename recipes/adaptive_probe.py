@@ -3,10 +3,6 @@
     tune run adaptive_probe --config NAME [probe.search=binary]
         [probe.sequence_lengths=[512,1024,2048]]
 
-Or instead, for the largest batch that loses no more than a tolerance:
-
-    tune run adaptive_probe --config NAME probe.critical_batch=True
-
 Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo` and
 `adaptive_distill` works, so the bound is that of the training it describes.
 """
@@ -34,7 +30,6 @@ from adaptive_batch.torchtune import (
     builder_of,
     check_output_dir,
     left_by_rounding,
-    measure_critical_batch,
     run_recipe,
     show_details,
     without_effect_on,
@@ -54,7 +49,7 @@ def probe(
 
     Returns:
         A result for each of ``probe.sequence_lengths`` at which a row fits, or one for
-        ``probe.sequence_length``; none where ``probe.critical_batch`` is measured instead.
+        ``probe.sequence_length``.
 
     Raises:
         SettingError: a setting cannot be used; no weights have been loaded yet.
@@ -63,9 +58,6 @@ def probe(
     settings = Settings.from_config(cfg)
     for keys in without_effect_on("adaptive_probe", settings, cfg, ranks=distributed.world_size()):
         say(str(keys))
-    if settings.probe.critical_batch:
-        say(measure_critical_batch(Job(cfg, settings, builder or builder_of(cfg))))
-        return []
     check_output_dir(cfg.output_dir)
     job = Job(cfg, settings, builder or builder_of(cfg))
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))

@@ -1,6 +1,5 @@
 """The search for the maximum batch size: strategies, trials, the finder, its cache."""
 
-from .critical_batch import FEWEST_STEPS, Branch, batches_of_branches, best_branch, critical_batch
 from .curve_cache import CachedCurve
 from .finder import (
     ProbeResult,
@@ -16,11 +15,9 @@ from .throughput import NEWER_FIELDS, OBJECTIVES, FastestSearch, Pieces, Through
 from .trial import DryRun, SizedStep
 
 __all__ = [
-    "FEWEST_STEPS",
     "NEWER_FIELDS",
     "OBJECTIVES",
     "BinarySearch",
-    "Branch",
     "CachedCurve",
     "DryRun",
     "FastestSearch",
@@ -34,9 +31,6 @@ __all__ = [
     "TimeLimit",
     "TimedTrial",
     "Trial",
-    "batches_of_branches",
-    "best_branch",
-    "critical_batch",
     "load_latest",
     "load_result",
     "run_search",

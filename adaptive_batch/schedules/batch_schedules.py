@@ -4,7 +4,6 @@ resumed run continues unchanged.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +16,6 @@ from adaptive_batch.errors import SettingError
 
 from .batch_rules import INCREMENT_KEY, KEY, MOST_ROWS, Increment, Schedule, at_most, whole_number
 from .progress import Duration, Progress, parse_duration
-
-log = logging.getLogger("adaptive_batch")
 
 
 @dataclass(frozen=True, repr=False)
@@ -328,8 +325,8 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
         factor: of one growth, above 1: with 2 the batch doubles whenever d has halved, B = B0 x 2
             ** floor(log2(1 / d)), and between two growths the rate follows f, where the paper's
             staircase keeps it. None grows it with each step.
-        maximum: what a step on one device never passes, such as the critical batch; None leaves
-            that to the bound, which cuts rows and not `batch_tokens`.
+        maximum: what a step on one device never passes; None leaves that to the bound, which cuts
+            rows and not `batch_tokens`.
 
     Raises:
         SettingError: a number is out of range.
@@ -338,78 +335,6 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
         factor = _factor(f"{KEY}.factor", factor, or_null=", or null")
     max_rows = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
     return Seesaw(f"seesaw({factor=}, maximum={max_rows})", factor, max_rows)
-
-
-@dataclass(frozen=True, repr=False)
-class _ByCriticalBatch(_Rule):
-    start: int
-    # What was measured; rising, all of one unit.
-    points: tuple[tuple[Duration, int], ...]
-
-    @property
-    def reads_tokens(self) -> bool:
-        """Whether it asks for the tokens that are trained."""
-        return any(duration.unit == "tok" for duration, _ in self.points)
-
-    def __call__(self, progress: Progress) -> int:
-        last, _ = self.points[-1]
-        now = math.sqrt(last.share(progress))
-        previous = 0.0
-        batch = self.start
-        for duration, measured in self.points:
-            at = math.sqrt(duration.amount / last.amount)
-            grown = max(batch, measured)
-            # The share is exact, its square root is not.
-            if duration.share(progress) < 1:
-                return math.floor(batch + (grown - batch) * (now - previous) / (at - previous))
-            previous = at
-            batch = grown
-        return batch
-
-
-def by_critical_batch(points: Mapping[str, int], start: int) -> Schedule:
-    """Make a schedule that follows critical batches measured along a run, as
-    ``probe.critical_batch`` of ``adaptive_probe`` prints them.
-
-    From `start` to the first and between two of them the batch grows linearly in the square root of
-    what is trained; after the last it stays. It never shrinks: what was measured below an earlier
-    one counts as that.
-
-    Args:
-        points: the critical batch by where it was measured, in rows on one device, as in ``{1e5tok:
-            16, 1e6tok: 48}``; of one unit.
-        start: rows that a step on one device holds at first.
-
-    Raises:
-        SettingError: no point is given; one cannot be read, or is of another unit; a number is not
-            whole or below 1.
-    """
-    key = f"{KEY}.points"
-    if not isinstance(points, Mapping) or not points:
-        raise SettingError(
-            key,
-            points,
-            "give where in training to the batch there, such as {1e5tok: 16, 1e6tok: 48}",
-        )
-    read = [(parse_duration(at, key=key), _whole(key, batch)) for at, batch in points.items()]
-    read.sort(key=lambda point: point[0].amount)
-    if len({at.unit for at, _ in read}) > 1 or len({at.amount for at, _ in read}) < len(read):
-        remedy = "give all in one unit, as which comes first must be known, and each place once"
-        raise SettingError(key, dict(points), remedy)
-    first = _whole(f"{KEY}.start", start)
-    for (earlier, larger), (later, smaller) in pairwise(read):
-        if smaller < larger:
-            log.warning(
-                "%s: %d rows at %s are below the %d at %s, and the batch never shrinks: they count"
-                " as those",
-                key,
-                smaller,
-                later,
-                larger,
-                earlier,
-            )
-    shown = {str(at): batch for at, batch in read}
-    return _ByCriticalBatch(f"by_critical_batch({shown}, start={first})", first, tuple(read))
 
 
 def rate_rule(schedule: object, lr_scaling: str) -> str:
@@ -522,7 +447,6 @@ EXAMPLES: Mapping[Callable[..., Schedule | Increment], str] = {
     ramp_by_doubling: "end: 64, over: 1ep",
     by_noise_scale: "start: 16",
     seesaw: "factor: 2",
-    by_critical_batch: "start: 16, points: {1ep: 32}",
     at_epochs: "additions: {1: 8}",
     geometric: "factor: 2",
 }

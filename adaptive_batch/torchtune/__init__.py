@@ -4,7 +4,6 @@ from .adapter_model import AdapterModel, builder_of
 from .bound_finder import BoundFinder, left_by_rounding
 from .checkpoints import Checkpoints
 from .checks import check_output_dir, without_effect, without_effect_on
-from .critical_batch import measure_critical_batch
 from .data import Data
 from .distillation import Distillation
 from .estimates import estimate_devices
@@ -67,7 +66,6 @@ __all__ = [
     "estimate_devices",
     "interruptible",
     "left_by_rounding",
-    "measure_critical_batch",
     "no_component_exits",
     "reference_tables",
     "run_recipe",

@@ -783,10 +783,8 @@ def without_effect(
         if not settings.searches:
             if "use_maximum_batch_size" not in config:
                 unused.append(("probe", "nothing that needs to know what fits is on"))
-        else:
-            for name in ("sequence_lengths", "critical_batch"):
-                if getattr(probe, name):
-                    unused.append((f"probe.{name}", "it is for adaptive_probe"))
+        elif probe.sequence_lengths:
+            unused.append(("probe.sequence_lengths", "it is for adaptive_probe"))
     if settings.estimate != type(settings.estimate)():
         unused.append(("estimate", "it is for adaptive_estimate"))
     return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in unused)]
@@ -863,26 +861,20 @@ def _unused_of_probe(recipe: str, settings: Settings, *, ranks: int) -> dict[str
     """Return the keys of `probe` that a recipe does not read, each with the reason."""
     probe = settings.probe
     unused = {"assumed_maximum": "it is for preview"}
-    if recipe == "adaptive_probe" and probe.critical_batch:
-        of_search = (*_SEARCH_KEYS, "sequence_length", "sequence_lengths", "device_memory")
-        unused |= dict.fromkeys(of_search, "probe.critical_batch does not search")
-    elif recipe == "adaptive_probe":
+    if recipe == "adaptive_probe":
         if probe.sequence_lengths:
             unused["sequence_length"] = "probe.sequence_lengths gives them"
         if ranks == 1:
             unused["trial_timeout"] = _ONE_RANK
     else:
         unused["device_memory"] = "estimate.devices gives it"
-        unused |= dict.fromkeys(("sequence_lengths", "critical_batch"), "it is for adaptive_probe")
+        unused["sequence_lengths"] = "it is for adaptive_probe"
         if settings.estimate.sequence_lengths:
             unused["sequence_length"] = "estimate.sequence_lengths gives them"
         unused["headroom"] = "estimate.headroom gives it"
         unused |= dict.fromkeys(
             _SEARCH_KEYS, "an estimate tries nothing, and returns the largest size that fits"
         )
-    if not probe.critical_batch:
-        names = (f"critical_batch_{name}" for name in ("from", "rows", "tolerance"))
-        unused |= dict.fromkeys(names, "it is for probe.critical_batch, which is not set")
     return unused
 
 

@@ -18,6 +18,8 @@ from adaptive_batch._util import check_choice, check_whole, nearest
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import EXAMPLES
 
+from .removed_keys import REMOVED_FUNCTIONS
+
 Resume = Literal["free", "report", "epoch", "refuse"]
 T = TypeVar("T")
 
@@ -218,6 +220,8 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
 def load_function(path: object, *, key: str) -> Any:
     """Import what a dotted path names; refuse one that cannot be imported, with what is missing."""
+    if path in REMOVED_FUNCTIONS:
+        raise SettingError(key, path, f"this function was removed; {REMOVED_FUNCTIONS[path]}")
     parts = path.split(".") if isinstance(path, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise SettingError(

@@ -7,11 +7,28 @@ from typing import Any
 
 from adaptive_batch.errors import SettingError
 
+_CRITICAL_BATCH = (
+    "log_gradient_noise_scale=True estimates the batch beyond which more rows improve a step"
+    " little, and docs/does_it_pay.md compares rules that grow the batch"
+)
+
 # Dotted key -> the fix, which follows "KEY=VALUE: this key was removed; ".
 REMOVED: dict[str, str] = {
+    "probe.critical_batch": _CRITICAL_BATCH,
+    "probe.critical_batch_from": _CRITICAL_BATCH,
+    "probe.critical_batch_rows": _CRITICAL_BATCH,
+    "probe.critical_batch_tolerance": _CRITICAL_BATCH,
     "probe.tune": (
         "adaptive_estimate with estimate.changes=True estimates single changes of the settings, and"
         " docs/configuration.md#recommended-settings lists which settings to use"
+    ),
+}
+
+# Dotted path of a function -> the fix, which follows "KEY=PATH: this function was removed; ".
+REMOVED_FUNCTIONS: dict[str, str] = {
+    "adaptive_batch.schedules.by_critical_batch": (
+        "give the same batches to adaptive_batch.schedules.steps, as in {batch_sizes: [16, 24, 64],"
+        " thresholds: [1e5tok, 1e6tok]}"
     ),
 }
 

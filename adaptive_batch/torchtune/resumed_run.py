@@ -55,7 +55,6 @@ class ResumedRun:
         data: rows of the run.
         checkpoints: checkpoints of the run.
         seed: seed of a new run.
-        unused: keys that this run does not use, so that they may differ from the checkpoint's.
 
     Attributes:
         saved: the state of each part by name; empty for a new run, or for a checkpoint of
@@ -71,15 +70,7 @@ class ResumedRun:
         SettingError: the configuration is of another run.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        data: Data,
-        checkpoints: Checkpoints,
-        *,
-        seed: int,
-        unused: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, job: Job, data: Data, checkpoints: Checkpoints, *, seed: int) -> None:
         state = checkpoints.found.recipe_state
         self._job = job
         self._settings = job.settings
@@ -114,7 +105,7 @@ class ResumedRun:
             self._differs, self.begins_epoch_again = compare(
                 self.saved.get("conditions", {}),
                 self._now["conditions"],
-                allowed=(*job.settings.saving.resume_allow_changes, *unused),
+                allowed=job.settings.saving.resume_allow_changes,
                 in_mid_epoch=self.progress.epoch_steps > 0,
             )
         if self.begins_epoch_again:

@@ -214,34 +214,6 @@ class ProbeSettings:
         " curve of the same step that was planned or counted before",
         default=True,
     )
-    critical_batch: bool = key(
-        check_bool,
-        "for `adaptive_probe`: no search; branch from a checkpoint at several batches and print the"
-        " largest that loses no more than a tolerance. See [below](#the-critical-batch)",
-        default=False,
-    )
-    critical_batch_from: str | None = key(
-        lambda name, value: str(value),
-        "the resume point (`step_N`) or epoch to branch from. null: the newest of `output_dir`, or"
-        " the base where there is none",
-        default=None,
-        shown="newest",
-        needs=("probe.critical_batch",),
-    )
-    critical_batch_rows: int | None = key(
-        check_whole,
-        "rows that each branch trains on. null: those of 64 steps as configured, at most three"
-        " quarters of the dataset",
-        default=None,
-        shown="64 steps",
-        needs=("probe.critical_batch",),
-    )
-    critical_batch_tolerance: float = key(
-        checked(check_share),
-        "by which share the held-out loss after a branch may be above that of the best one",
-        default=0.01,
-        needs=("probe.critical_batch",),
-    )
 
 
 @dataclass(frozen=True)
@@ -753,16 +725,6 @@ class Settings:
             rounds=self.probe.round_to_power_of_two and self.use_maximum_batch_size,
             sets_batch=self.use_maximum_batch_size and self.batch_size_schedule is None,
         )
-
-    def without_search(self) -> Settings:
-        """Return the settings of a run that searches for nothing: ``auto`` is the configured
-        batch.
-        """
-        micro_batch = MicroBatchSettings() if self.micro_batch.needs_search else self.micro_batch
-        reference_rows = self.reference_micro_batch_size
-        if reference_rows == "auto":
-            reference_rows = self.batch_size
-        return replace(self, micro_batch=micro_batch, reference_micro_batch_size=reference_rows)
 
     @property
     def searches(self) -> bool:

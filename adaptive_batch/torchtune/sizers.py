@@ -9,7 +9,6 @@ from adaptive_batch.training import ConfiguredSize, LimitChange, MicroBatchSizer
 
 from .data import Data
 from .job import Job
-from .settings import Settings
 
 
 @dataclass(frozen=True)
@@ -30,8 +29,6 @@ class Sizers:
         job: Job,
         data: Data,
         on_change: Callable[..., object] = lambda change, **kind: None,
-        *,
-        settings: Settings | None = None,
     ) -> Sizers:
         """Return the sizers before anything was found.
 
@@ -40,9 +37,8 @@ class Sizers:
             data: rows of the run.
             on_change: function that is called with each change of a limit; of the reference's with
                 ``kind="reference_limit"``.
-            settings: settings that the sizers are of; None for the job's.
         """
-        settings = settings or job.settings
+        settings = job.settings
         training = MicroBatchSizer(
             settings.micro_batch,
             layout=data.configured_layout,

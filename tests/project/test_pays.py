@@ -39,27 +39,3 @@ def test_ways_take_the_same_tokens_in_the_steps_of_their_formulas(pays, tmp_path
         )  # from log(2048) = 7.6; what is predicted is not told
     row = pays.compared(seesaw["name"], bench.runs, constant["name"])
     assert row["loss_over_base"] == seesaw["held_out"] / constant["held_out"] - 1
-
-
-@pytest.mark.nightly
-def test_critical_batches_of_a_run_are_followed_by_another(pays, tmp_path):
-    pays.prepare(tmp_path, rows=ROWS, seeds=[0])
-    bench = pays.Bench(tmp_path, rows=ROWS, jobs=1)
-    measured = bench.branched(pays.constant(BATCH, RATE))
-    assert [one["steps"] for one in measured] == [
-        part * ROWS // BATCH // 8 for part in pays.BRANCHED_AT
-    ]
-    (run,) = bench.run(
-        [
-            pays.by_critical_batch(
-                BATCH, RATE, [{"tokens": 100 * pays.LENGTH, "critical_batch": 2 * BATCH}]
-            )
-        ]
-    )
-    assert (run["batches"][0][1], run["largest_batch"]) == (BATCH, 2 * BATCH)
-
-
-def test_the_critical_batch_of_a_sweep_lies_where_the_tolerance_is_passed(pays):
-    losses = {2: 3.05, 4: 3.0, 8: 3.015, 16: 3.045}
-    assert pays.critical_of_sweep(losses, 0.01) == pytest.approx(8 * 2**0.5)
-    assert pays.critical_of_sweep(losses, 0.02) is None

@@ -182,10 +182,6 @@ RULES = {
     "seesaw": (f"{RULE}seesaw",),
     "seesaw by doubling, to a cap": (f"{RULE}seesaw", *ramp(factor=2, maximum=12)),
     "seesaw in tokens a step": (f"{RULE}seesaw", "batch_tokens=100"),
-    "by critical batches": (
-        f"{RULE}by_critical_batch",
-        *ramp(start=4, points="{0.5ep: 8, 1.5ep: 20}"),
-    ),
     "a growth function": (
         "batch_increase_function=support.components.four_more",
         "probe.device_memory=1GiB",

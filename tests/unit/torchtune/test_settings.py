@@ -132,18 +132,8 @@ def test_what_is_for_another_kind_of_training_has_no_effect():
             1,
             {"trial_timeout", "assumed_maximum"},
         ),
-        (
-            {"critical_batch": True, "critical_batch_rows": 64, "search": "halve"},
-            2,
-            {"search"},
-        ),
-        (
-            {"critical_batch_rows": 64, "critical_batch_tolerance": 0.1},
-            1,
-            {"critical_batch_rows", "critical_batch_tolerance"},
-        ),
     ],
-    ids=["none", "a probe", "lengths", "a probe of one rank", "a critical batch", "none of one"],
+    ids=["none", "a probe", "lengths", "a probe of one rank"],
 )
 def test_what_a_probe_does_not_heed_is_named(keys, ranks, without):
     config = PLAIN | {"probe": keys}
@@ -269,21 +259,6 @@ def test_with_the_optimizer_in_backward_running_out_of_memory_is_raised():
         SettingError, match=r"^on_out_of_memory='shrink'.*cannot be run again; give raise, or set"
     ):
         Settings.from_config(in_backward | {"on_out_of_memory": "shrink"})
-
-
-@pytest.mark.parametrize("auto", ["micro_batch_size", "micro_batch_tokens"])
-def test_without_a_search_the_configured_batch_stands_for_auto(auto):
-    config = PLAIN | {auto: "auto", "reference_micro_batch_size": "auto"}
-    settings = Settings.from_config(config).without_search()
-    assert not settings.micro_batch.is_given
-    assert settings.reference_micro_batch_size == settings.batch_size == 2
-    assert not settings.search_plan.is_needed
-
-
-def test_without_a_search_a_number_stays():
-    config = PLAIN | {"micro_batch_size": 1, "reference_micro_batch_size": 1}
-    settings = Settings.from_config(config)
-    assert settings.without_search() == settings
 
 
 AUTO = {"micro_batch_tokens": "auto"}
@@ -497,17 +472,6 @@ def test_a_reference_is_rows_or_tokens():
         (VALIDATED | {"batch_size_val": 2, "max_validation_batches": 1}, []),
         ({"probe": {"maximum": 8}}, ["probe"]),
         ({"probe": {"maximum": 8}, "micro_batch_size": "auto"}, []),
-        (
-            {"probe": {"critical_batch_rows": 8}, "micro_batch_size": "auto"},
-            ["probe.critical_batch_rows"],
-        ),
-        (
-            {
-                "probe": {"critical_batch": True, "critical_batch_rows": 8},
-                "micro_batch_size": "auto",
-            },
-            ["probe.critical_batch"],
-        ),
         (VALIDATED | {"probe": {"maximum": 8}, "batch_size_val": "auto"}, []),
     ],
     ids=str,
