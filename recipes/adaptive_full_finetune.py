@@ -88,7 +88,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.cfg = cfg
         self.watch = watch
         self.settings = Settings.from_config(cfg)
-        self.without_effect = without_effect(self.settings, cfg, ranks=distributed.world_size())
+        self.without_effect = without_effect(self.settings, cfg)
         self.job = Job(cfg, self.settings, builder, task=task)
         self.device = self.job.device
         self.seed = training.set_seed(
@@ -112,7 +112,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         if self.settings.preview:
             text = self.preview.alone(self.bound_finder, self.sizers.training)
             if distributed.is_rank_zero():
-                print(*self.without_effect, text, sep="\n")
+                print(*self.without_effect.values(), text, sep="\n")
             return
         self._setup_log()
         self._setup_model()
@@ -209,7 +209,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # A checkpoint of torchtune's own recipe counts epochs alone.
             progress = replace(progress, steps=progress.epoch * epoch_steps)
         self.queue.resume(progress, is_begun=True)
-        self.log.too_short(self.profiler, num_steps=self.settings.epochs * epoch_steps)
+        self.log.too_short()
         self.ahead = self.preview.look_ahead(self.queue.progress)
         self.tally = StepTally(
             self.job,

@@ -30,9 +30,9 @@ from adaptive_batch.torchtune import (
     builder_of,
     check_output_dir,
     left_by_rounding,
+    not_read,
     run_recipe,
     show_details,
-    without_effect_on,
 )
 
 
@@ -56,8 +56,8 @@ def probe(
         DoesNotFitError: not even one row fits, at any length.
     """
     settings = Settings.from_config(cfg)
-    for keys in without_effect_on("adaptive_probe", settings, cfg, ranks=distributed.world_size()):
-        say(str(keys))
+    for message in not_read(settings, cfg).values():
+        say(message)
     check_output_dir(cfg.output_dir)
     job = Job(cfg, settings, builder or builder_of(cfg))
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))

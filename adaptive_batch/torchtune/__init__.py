@@ -3,7 +3,7 @@
 from .adapter_model import AdapterModel, builder_of
 from .bound_finder import BoundFinder, left_by_rounding
 from .checkpoints import Checkpoints
-from .checks import check_output_dir, without_effect, without_effect_on
+from .checks import check_output_dir, not_read, without_effect
 from .data import Data
 from .distillation import Distillation
 from .estimates import estimate_devices
@@ -67,12 +67,12 @@ __all__ = [
     "interruptible",
     "left_by_rounding",
     "no_component_exits",
+    "not_read",
     "reference_tables",
     "run_recipe",
     "set_up_process",
     "show_details",
     "use_shipped_config",
     "without_effect",
-    "without_effect_on",
     "write_reference",
 ]

@@ -1,4 +1,6 @@
-"""Refuses keys that contradict each other, before anything loads, and names those without effect.
+"""Checks of a whole configuration before anything loads.
+
+Keys that contradict each other are refused. Keys that are ignored are reported.
 
 A key alone is checked in :mod:`.settings`.
 """
@@ -12,14 +14,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune.modules.peft import LORA_ATTN_MODULES, get_adapter_params
 
-from adaptive_batch._util import check_bool, check_share, check_whole, count
+from adaptive_batch._util import check_bool, check_share, check_whole
 from adaptive_batch.data import largest_divisor
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import needs_noise_scale
@@ -738,200 +740,51 @@ def _check_optimizer_in_backward(settings: Settings, config: Mapping[str, Any]) 
 
 # --- without effect
 
-_SEARCH_KEYS = ("search", "cache", "round_to_power_of_two", "trial_seconds", "trial_timeout")
-# torchtune's loggers that pass over other arguments in silence.
-_LOGGERS = "torchtune.training.metric_logging"
-_LOGGER_ARGUMENTS = {
-    f"{_LOGGERS}.StdoutLogger": (),
-    f"{_LOGGERS}.DiskLogger": ("log_dir", "filename"),
-    f"{_LOGGERS}.TensorBoardLogger": ("log_dir", "organize_logs"),
-}
-_ONE_RANK = "it is for several ranks, and this is one (tune run --nproc_per_node N starts more)"
 
-
-class NoEffect(NamedTuple):
-    """Keys that are set and do nothing, and the reason."""
-
-    key: str
-    reason: str
-
-    def __str__(self) -> str:
-        verb = "have" if ", " in self.key else "has"
-        return f"{self.key} {verb} no effect: {self.reason}"
-
-
-def without_effect(
-    settings: Settings, cfg: Mapping[str, Any] | DictConfig, *, ranks: int = 1
-) -> list[NoEffect]:
-    """Return the keys that are set and do nothing in training, each with the reason.
-
-    Those that nothing reads are one.
+def without_effect(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> dict[str, str]:
+    """Return a message for each key that is set and ignored: keys that nothing reads, keys that
+    need another key, and keys that another key replaces.
     """
     config = as_dict(cfg)
-    unused = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
-    unused += _of_another_kind(config)
-    if ranks == 1:
-        for name in ("fsdp_cpu_offload", "custom_sharded_layers"):
-            if config.get(name):
-                unused.append((name, _ONE_RANK))
-        if not settings.sync_gradients_every_micro_batch:
-            unused.append(("sync_gradients_every_micro_batch", _ONE_RANK))
-    probe = settings.probe
-    if probe != type(probe)():
-        # Where nothing searches, the whole block does nothing, and its keys are not named too. A
-        # file that also has the key which would search, such as a shipped config, means it so.
-        if not settings.searches:
-            if "use_maximum_batch_size" not in config:
-                unused.append(("probe", "nothing that needs to know what fits is on"))
-        elif probe.sequence_lengths:
-            unused.append(("probe.sequence_lengths", "it is for adaptive_probe"))
-    if settings.estimate != type(settings.estimate)():
-        unused.append(("estimate", "it is for adaptive_estimate"))
-    return [*_unread(settings, cfg), *(NoEffect(key, reason) for key, reason in unused)]
+    reasons = [*_without_what_they_need(settings, config), *_overruled(settings, config)]
+    return not_read(settings, cfg) | {
+        key: f"{key} has no effect: {reason}" for key, reason in reasons
+    }
 
 
-def never_due(settings: Settings, num_steps: int) -> Iterator[NoEffect]:
-    """Yield what is due later than a run of so many steps ends: a resume point, validation or
-    metrics.
-    """
-    # A batch that grows changes how many steps there are.
-    if settings.grows:
-        return
-    for key, every, effect in (
-        (
-            "run_val_every_n_steps",
-            settings.validation.run_val_every_n_steps,
-            "so nothing is validated",
-        ),
-        (
-            "save_every_n_steps",
-            settings.saving.save_every_n_steps,
-            "and is saved as each epoch ends",
-        ),
-        ("log_every_n_steps", settings.log_every_n_steps, "so no metrics are logged"),
-    ):
-        if every is not None and every > num_steps:
-            reason = f"the run has {count(num_steps, 'step')}, {effect}"
-            yield NoEffect(f"{key}={every}", reason)
-
-
-def _of_another_kind(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield torchtune's keys that are for another kind of training than this."""
-    if config.get("ac_option") is not None and config.get("ac_mode") != "selective":
-        yield "ac_option", "it is for ac_mode=selective"
-    if (config.get("checkpointer") or {}).get("should_load_recipe_state"):
-        yield "checkpointer.should_load_recipe_state", "resume_from_checkpoint says it"
-    recipe_checkpoint = (config.get("checkpointer") or {}).get("recipe_checkpoint")
-    if recipe_checkpoint and not config.get("resume_from_checkpoint"):
-        yield "checkpointer.recipe_checkpoint", "it is for resume_from_checkpoint=True"
-    # A file that has both keys, as some of torchtune's, means it so.
-    if config.get("tensor_parallel_plan") and config.get("tensor_parallel_dim") is None:
-        yield "tensor_parallel_plan", "it is for tensor_parallel_dim, which is not set"
-    logger = config.get("metric_logger") or {}
-    known = _LOGGER_ARGUMENTS.get(str(logger.get("_component_")))
-    if known is not None:
-        for name in logger:
-            if name not in ("_component_", *known):
-                yield f"metric_logger.{name}", "nothing reads it"
-    if "lora_rank" not in (config.get("model") or {}):
-        for name in ("low_cpu_ram", "save_adapter_weights_only"):
-            if config.get(name):
-                yield name, "it is for adapters (tune run adaptive_lora_finetune)"
-
-
-def without_effect_on(
-    recipe: str, settings: Settings, cfg: DictConfig, *, ranks: int = 1
-) -> list[NoEffect]:
-    """Return the keys that do nothing in ``adaptive_probe`` or ``adaptive_estimate``.
-
-    They are those that nothing reads, and some of `probe` and `estimate`.
-    """
-    probe = settings.probe
-    unused = _unused_of_probe(recipe, settings, ranks=ranks)
-    default = type(probe)()
-    changed = [key for key in unused if getattr(probe, key) != getattr(default, key)]
-    keys = [*_unread(settings, cfg), *(NoEffect(f"probe.{key}", unused[key]) for key in changed)]
-    estimates_on_cpu = recipe == "adaptive_estimate" and cfg.get("device") == "cpu"
-    if estimates_on_cpu and settings.estimate.context != type(settings.estimate)().context:
-        keys.append(NoEffect("estimate.context", "device is cpu, which has none"))
-    return keys
-
-
-def _unused_of_probe(recipe: str, settings: Settings, *, ranks: int) -> dict[str, str]:
-    """Return the keys of `probe` that a recipe does not read, each with the reason."""
-    probe = settings.probe
-    unused = {"assumed_maximum": "it is for preview"}
-    if recipe == "adaptive_probe":
-        if probe.sequence_lengths:
-            unused["sequence_length"] = "probe.sequence_lengths gives them"
-        if ranks == 1:
-            unused["trial_timeout"] = _ONE_RANK
-    else:
-        unused["device_memory"] = "estimate.devices gives it"
-        unused["sequence_lengths"] = "it is for adaptive_probe"
-        if settings.estimate.sequence_lengths:
-            unused["sequence_length"] = "estimate.sequence_lengths gives them"
-        unused["headroom"] = "estimate.headroom gives it"
-        unused |= dict.fromkeys(
-            _SEARCH_KEYS, "an estimate tries nothing, and returns the largest size that fits"
-        )
-    return unused
-
-
-def _unread(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> list[NoEffect]:
+def not_read(settings: Settings, cfg: Mapping[str, Any] | DictConfig) -> dict[str, str]:
+    """Return a message for each key that nothing reads."""
     names = unread(type(settings), cfg)
-    if not names:
-        return []
-    pronoun = "it" if len(names) == 1 else "them"
-    return [NoEffect(", ".join(names), f"nothing reads {pronoun}")]
+    return {name: f"{name} has no effect: nothing reads it" for name in names}
 
 
 def _without_what_they_need(
     settings: Settings, config: Mapping[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the keys that are set without the key that they are for."""
-
-    def is_set(need: str) -> bool:
-        name, _, value = need.partition("=")
+    """Yield our keys that are set without any of the keys that they modify."""
+    values = values_of(settings)
+    for name, key_field in fields_of(type(settings)).items():
+        needs = key_field.metadata["key"].needs
+        if not needs or config.get(name) in (None, False, key_field.default):
+            continue
         # A need of the form key=value asks for that value.
-        if value:
-            return bool(values_of(settings)[name] == value)
-        return bool(config.get(name))
-
-    for prefix, block, values in (
-        ("", settings, config),
-        ("probe.", settings.probe, config.get("probe") or {}),
-    ):
-        for name, key_field in fields_of(type(block)).items():
-            key = key_field.metadata["key"]
-            does_nothing = values.get(name) in (None, False, key_field.default)
-            met = any(is_set(need) or values.get(need.removeprefix(prefix)) for need in key.needs)
-            if key.needs and not does_nothing and not met:
-                reason = f"it is for {' or '.join(key.needs)}"
-                if "=" not in reason:
-                    reason += ", which is not set"
-                yield prefix + name, reason
+        pairs = [need.partition("=") for need in needs]
+        if not any(values[key] == value if value else config.get(key) for key, _, value in pairs):
+            yield name, f"it needs {' or '.join(needs)}"
 
 
 def _overruled(settings: Settings, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the keys whose place another key takes."""
-    accumulates = settings.gradient_accumulation_steps > 1
+    """Yield the keys that another key replaces, so that training differs from what they ask for."""
     # Without a reference of its own, the rate's rule still reads how often is accumulated.
     is_read_by_rate = settings.rate.lr_scaling != "none" and not settings.rate.reference_batch_size
+    accumulates = settings.gradient_accumulation_steps > 1
     if settings.batch_tokens and accumulates and not is_read_by_rate:
         yield "gradient_accumulation_steps", "batch_tokens sets what a step holds"
-    begins_with_adapters = (config.get("checkpointer") or {}).get("adapter_checkpoint")
-    if begins_with_adapters and config.get("resume_from_checkpoint"):
-        yield "checkpointer.adapter_checkpoint", "the run resumes with the adapters that it saved"
     order = settings.sampling.sample_order
     if order != "dataloader" and config.get("shuffle") is False:
         yield "shuffle", f"sample_order={order} sets the order of rows"
     if settings.batch_size_schedule is not None and settings.use_maximum_batch_size:
         yield "use_maximum_batch_size", "batch_size_schedule sets the rows of a step"
-    size = settings.micro_batch.micro_batch_size
-    is_whole = not (settings.step_varies or accumulates)
-    if is_whole and isinstance(size, int) and size > settings.batch_size:
-        yield "micro_batch_size", f"a step has {count(settings.batch_size, 'row')}, fewer than that"
     if settings.log_gradient_noise_scale:
         reason = _hides_noise(settings)
         if reason:

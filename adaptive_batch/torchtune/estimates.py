@@ -48,7 +48,7 @@ from adaptive_batch.estimate import (
 )
 from adaptive_batch.schedules import Progress
 
-from .checks import TO_PLAN, check_parallel, complete, without_effect_on
+from .checks import TO_PLAN, check_parallel, complete, not_read
 from .config_errors import instantiate
 from .estimate_changes import Candidate, candidates, with_overrides
 from .fake_run import FakeRun, Rows
@@ -92,8 +92,8 @@ def estimate_devices(
     if distributed.is_launched():
         remedy = "run the estimate in one process; give ranks by estimate.world_size"
         raise SettingError("estimate.devices", estimate_settings.devices, remedy)
-    for keys in without_effect_on("adaptive_estimate", settings, cfg):
-        show(str(keys))
+    for message in not_read(settings, cfg).values():
+        show(message)
     estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices), builder)
     lengths, devices, not_counted = estimator.lengths()
     estimate = MemoryEstimate(

@@ -57,8 +57,8 @@ class Key:
         doc: its meaning, for the table in docs/configuration.md; empty for a key of torchtune's
             that the table leaves out.
         shown: the default as the table shows it, where that is not the field's.
-        needs: keys of which one must be set for this one to have an effect; ``key=value`` asks for
-            that value.
+        needs: keys of which one must be set for this top-level key to have an effect; ``key=value``
+            asks for that value.
         resume: what a value other than the checkpoint's does: ``refuse`` is an error unless
             `resume_allow_changes` lists the key; ``epoch`` is one within an epoch, since it changes
             which rows come when, and is logged between epochs; ``report`` is logged.

@@ -32,13 +32,11 @@ from adaptive_batch.training import (
 )
 
 from .checkpoints import Checkpoints
-from .checks import NoEffect, never_due
 from .config_errors import instantiate
 from .data import Data
 from .job import Job
 from .preview import TrainingAhead, TrainingPreview
 from .resumed_run import ResumedRun
-from .run_profiler import RunProfiler
 
 log = logging.getLogger("adaptive_batch")
 Item = TypeVar("Item")
@@ -92,10 +90,8 @@ class _MetricLogger:
         self._device = job.device
         self._logger: Any = None
         self.every_n_steps = job.settings.log_every_n_steps or 1
-        self._logs_memory = bool(self._cfg.get("log_peak_memory_stats", False))
-        if self._logs_memory and job.device.type == "cpu":
-            self._logs_memory = False
-            log.info("log_peak_memory_stats has no effect on a CPU")
+        asked = bool(self._cfg.get("log_peak_memory_stats", False))
+        self._logs_memory = asked and job.device.type != "cpu"
 
     def open(self) -> None:
         """Open it, where one is configured."""
@@ -234,13 +230,18 @@ class TrainingLog:
                 message += " save by save"
             event("replaces", message)
 
-    def changes(self, run: ResumedRun, *, without_effect: Sequence[NoEffect]) -> None:
+    def changes(self, run: ResumedRun, *, without_effect: Mapping[str, str]) -> None:
         """Log each setting that differs from the checkpoint's, or that has no effect, with the
         reason.
+
+        Args:
+            run: run that is resumed.
+            without_effect: messages by key, see :func:`.checks.without_effect`.
         """
         for kind, message, facts in (*run.changes_of_steps(), *run.changes()):
             self.event(kind, message, **facts)
-        self.without_effect(without_effect)
+        for key, message in without_effect.items():
+            self.event("no_effect", message, key=key)
         if self._settings.optimizer_in_bwd and self._cfg.get("on_out_of_memory") is None:
             message = (
                 "with the optimizer in backward a step that runs out of memory has changed some"
@@ -250,13 +251,8 @@ class TrainingLog:
                 "on_out_of_memory", f"on_out_of_memory=raise: {message}, so it is not run again"
             )
 
-    def without_effect(self, keys_set: Iterable[NoEffect]) -> None:
-        """Log keys that are set and do nothing, with the reason."""
-        for keys in keys_set:
-            self.event("no_effect", str(keys), key=keys.key)
-
-    def too_short(self, profiler: RunProfiler, *, num_steps: int) -> None:
-        """Log what is set and has no effect, as the run is too short: in rows or in steps."""
+    def too_short(self) -> None:
+        """Log a step that asks for more rows than the dataset has."""
         settings = self._settings
         num_rows = len(self._data.dataset)
         global_rows = settings.step_rows * self._job.ranks
@@ -264,8 +260,6 @@ class TrainingLog:
             rows = count(num_rows, "row")
             message = f"a step of {global_rows} rows is cut to {rows}: the dataset has no more"
             self.event("no_effect", message)
-        self.without_effect(never_due(settings, num_steps))
-        self.without_effect(profiler.never_due(num_steps))
 
     def whose_rate(self, saved: float) -> None:
         """Log where the checkpoint's learning rate is not the configured one."""

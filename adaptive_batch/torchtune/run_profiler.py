@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torchtune.training import PROFILER_KEY
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress
 
-from .checks import NoEffect
 from .config_errors import instantiate
 
 _COMPONENT = "torchtune.training.setup_torch_profiler"
@@ -48,15 +44,6 @@ class RunProfiler:
         self._records_memory = (
             profiles_memory and device.type == "cuda" and distributed.is_rank_zero()
         )
-
-    def never_due(self, num_steps: int) -> Iterator[NoEffect]:
-        """Yield why it has no effect, where it waits for more steps than a run has."""
-        if not self._cfg["enabled"]:
-            return
-        waits = self._cfg.wait_steps + self._cfg.warmup_steps
-        if waits >= num_steps:
-            has_steps = f"the run has {count(num_steps, 'step')}, and it waits and warms up {waits}"
-            yield NoEffect("profiler", f"{has_steps}; lower wait_steps and warmup_steps")
 
     def start(self) -> None:
         """Start as training begins."""

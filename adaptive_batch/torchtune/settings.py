@@ -152,7 +152,6 @@ class ProbeSettings:
         "what `auto` takes within the bound: `throughput`: the micro-batches that train the most"
         " real tokens a second, timed in a few trials; `largest`: as much at once as fits",
         default="throughput",
-        needs=("micro_batch_size=auto", "micro_batch_tokens=auto", "batch_tokens"),
     )
     device_memory: int | float | str | None = key(
         checked(check_device_memory),
@@ -205,7 +204,6 @@ class ProbeSettings:
         check_whole,
         "for `preview`, which tries nothing: rows that fit",
         default=None,
-        needs=("preview",),
     )
     cache: bool = key(
         check_bool,

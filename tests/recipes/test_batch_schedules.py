@@ -633,29 +633,6 @@ def test_an_audit_lists_the_budgets_of_a_schedule_of_tokens(doubling):
 # --- what is not refused and not said
 
 
-def test_validation_between_small_steps_of_a_schedule_is_not_said_to_have_no_effect(small):
-    """An epoch has 2 steps of the configured 16 rows, and 8 of the schedule's 4."""
-    finished = small.run_in_process(
-        OURS,
-        "batch_size=16",
-        *steps_rule([4], []),
-        "grow_beyond_maximum=True",
-        "micro_batch_size=4",
-        "epochs=1",
-        "dataset_val=${dataset}",
-        "run_val_every_n_steps=3",
-    )
-    assert [record["message"].split(":")[0] for record in records(finished, "validation")] == [
-        "step 3",
-        "step 6",
-    ]
-    assert not [
-        record
-        for record in records(finished, "no_effect")
-        if "run_val_every_n_steps" in record["message"]
-    ]
-
-
 def test_rows_alike_are_asked_of_the_schedules_steps_and_not_of_the_configured_batch(small):
     finished = small.run_in_process(
         OURS,

@@ -344,7 +344,7 @@ def test_a_reference_without_effect_is_said(small):
     (said,) = records(finished, "no_effect")
     assert (
         said["message"]
-        == "reference_batch_size has no effect: it is for lr_scaling=linear or lr_scaling=sqrt or"
+        == "reference_batch_size has no effect: it needs lr_scaling=linear or lr_scaling=sqrt or"
         " scale_with_batch"
     )
     assert set(figures(finished, "lr")) == {RATE}
