@@ -17,7 +17,7 @@ shift 2
 node0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 
 srun tune run --nnodes "$SLURM_NNODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" \
-  --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$node0:29500" \
+  --rdzv_id "$SLURM_JOB_ID" --rdzv_backend c10d --rdzv_endpoint "$node0:${MASTER_PORT:-29500}" \
   --max-restarts 3 --shutdown_timeout 600 \
   adaptive_full_finetune --config "$config" output_dir="$output_dir" \
   save_every_n_steps=200 keep_last_n_checkpoints=2 resume_from_checkpoint=auto "$@" &

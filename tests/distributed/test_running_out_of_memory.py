@@ -5,7 +5,15 @@ benchmarks/faults_on_ranks.py.
 from __future__ import annotations
 
 import pytest
-from support.fault_injection_on_ranks import Place, Way, chosen, once_more, survey, sweep
+from support.fault_injection_on_ranks import (
+    PATIENCE_SECONDS,
+    Place,
+    Way,
+    chosen,
+    once_more,
+    survey,
+    sweep,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +47,9 @@ def test_a_step_is_retried_to_the_bit_or_all_ranks_end(seen):
         "lost",
         "lost",
     ]
-    assert all(outcome.seconds < 10 for outcome in outcomes if outcome.seconds is not None)
+    # Ranks that nothing ended would hang for longer than twice as long.
+    seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
+    assert max(seconds) < PATIENCE_SECONDS / 2
 
 
 def _lost_phases(seen):

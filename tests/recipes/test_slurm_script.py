@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT, subprocess_environment
+from support.ranks import reserved_port
 
 SCRIPT = ROOT / "examples" / "slurm.sh"
 STEPS = ("epochs=3", "max_steps_per_epoch=8", "batch_size=2", "save_every_n_steps=5")
@@ -30,7 +31,8 @@ def cluster(tmp_path):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1"}
     # gloo, and a core for each rank
     slurm |= {"SLURM_GPUS_ON_NODE": "2", "OMP_NUM_THREADS": "1"}
-    return {**subprocess_environment(), **slurm, "PATH": path}
+    with reserved_port() as port:
+        yield {**subprocess_environment(), **slurm, "PATH": path, "MASTER_PORT": str(port)}
 
 
 def play(name, text, folder):
@@ -40,8 +42,8 @@ def play(name, text, folder):
     program.chmod(0o755)
 
 
-def start(small, cluster, folder):
-    command = [SCRIPT, small.config, folder, *STEPS]
+def start(small, cluster, folder, *overrides):
+    command = [SCRIPT, small.config, folder, *STEPS, *overrides]
     return subprocess.Popen(
         list(map(str, command)),
         cwd=folder.parent,
@@ -61,12 +63,15 @@ def records_of(folder):
 def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_one_that_is_done_is_not(
     small, cluster, tmp_path
 ):
-    folder = tmp_path / "run"
-    job = start(small, cluster, folder)
-    deadline = time.monotonic() + 300
-    while not any(record["kind"] == "step" for record in records_of(folder)):
+    folder, waits = tmp_path / "run", tmp_path / "waits"
+    waiting = (
+        "metric_logger._component_=support.stops.WaitingToBeAsked",
+        "metric_logger.at_step=3",
+        f"metric_logger.file={waits}",
+    )
+    job = start(small, cluster, folder, *waiting)
+    while not waits.exists():
         assert job.poll() is None, job.stdout.read()[-3000:]
-        assert time.monotonic() < deadline
         time.sleep(0.05)
     job.send_signal(signal.SIGTERM)
     printed = job.communicate(timeout=300)[0]

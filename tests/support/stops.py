@@ -7,6 +7,8 @@ import os
 import resource
 import shutil
 import signal
+import time
+from pathlib import Path
 
 from support.components import OfLengths
 from torchtune.training import FullModelHFCheckpointer
@@ -38,6 +40,31 @@ class AskingToEnd(DiskLogger):
         if step == self.at_step and "loss" in payload:
             for _ in range(self.times):
                 ask_to_end(self.by)
+
+
+class WaitingToBeAsked(DiskLogger):
+    """A log that creates a file at a step, and waits there until its process is asked to end."""
+
+    def __init__(self, log_dir, filename, at_step, file):
+        super().__init__(log_dir, filename)
+        self.at_step = at_step
+        self.file = Path(file)
+
+    def log_dict(self, payload, step):
+        super().log_dict(payload, step)
+        if step != self.at_step or "loss" not in payload:
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        asked = []
+
+        def note(number, frame):
+            asked.append(number)
+            handler(number, frame)
+
+        signal.signal(signal.SIGTERM, note)
+        self.file.touch()
+        while not asked:
+            time.sleep(0.01)
 
 
 class AskingCheckpointer(FullModelHFCheckpointer):

