@@ -220,8 +220,9 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
 def load_function(path: object, *, key: str) -> Any:
     """Import what a dotted path names; refuse one that cannot be imported, with what is missing."""
-    if path in REMOVED_FUNCTIONS:
-        raise SettingError(key, path, f"this function was removed; {REMOVED_FUNCTIONS[path]}")
+    replacement = REMOVED_FUNCTIONS.get(str(path))
+    if replacement is not None:
+        raise SettingError(key, path, f"this function was removed; {replacement}")
     parts = path.split(".") if isinstance(path, str) else []
     if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise SettingError(
