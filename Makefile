@@ -125,6 +125,5 @@ measure: $(INSTALLED) $(STACK)/.built  ## the long sweeps and benchmarks, with w
 	$(STACK)/bin/python benchmarks/cuda_stack.py
 	$(STACK)/bin/python benchmarks/budgets.py
 	$(STACK)/bin/python benchmarks/fragmentation.py
-	$(STACK)/bin/python benchmarks/fragmentation.py --replays
 	$(STACK)/bin/python benchmarks/fragmentation.py --ranks 2
 	$(STACK)/bin/python benchmarks/fragmentation.py --ranks 8

@@ -2,7 +2,7 @@
 without a device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/cuda_stack.py [--only
-    {cases,tasks,compiled,bounds,searches,probe,recipe,runs,ranks}] [--quick]
+    {cases,tasks,compiled,bounds,probe,recipe,runs,ranks}] [--quick]
     [--cases N] [--settings {default,expandable}] [--lengths {fixed,varying,drawn}] [--output DIR]
 
 Each run is the recipe's own step of a model of real size, in a process whose CUDA context is new
@@ -14,11 +14,9 @@ with its blocks. `tasks`: the same for preference pairs and distillation, with a
 weight, at the bound. `compiled`: the same for `compile: True`, with LoRA and activation budgets
 among the cases, at the rows that are estimated to fit without a retry; whether these run so, and
 more do not. `bounds`: the rows that are estimated to fit without a retry of the allocator beside
-brute force: the most rows that run six steps so, and those rows with varying lengths; `drawn` ones
-are of other models, with five distributions of lengths.
-`searches`: bounds that are estimated for a loss in chunks on default segments, where trials have
-the block that training makes, beside those of the recipe's own search, rows of one length and of
-varying lengths; what is reserved in the trial of the bound, and allocated in six steps at it.
+brute force: the most rows that run six steps so. Those of varying lengths are estimated for the
+longest rows, with the headroom of the allocator's settings; `drawn` ones are of other models, with
+five distributions of lengths.
 `probe`: the search's bound beside brute force, and 200 steps of varying lengths at it. `recipe`: a
 small model on a small device: the search, 200 steps at its bound on rows of skewed lengths, and
 shares of the memory taken away and given back. `runs`: the same model, 100 times on either
@@ -43,7 +41,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from fractions import Fraction
 from functools import cache, partial
 from itertools import cycle, product, starmap
 from pathlib import Path
@@ -57,30 +54,26 @@ from records import Finished
 from adaptive_batch.estimate import (
     CONTEXT_BYTES,
     AllocatorSettings,
-    Between,
     CachingAllocator,
     EstimatedDevice,
-    Fit,
-    Run,
     estimate_length,
     parse_devices,
 )
 from adaptive_batch.report import audit, read_records
-from adaptive_batch.torchtune import Settings, builder_of, estimate_devices, set_up_process
+from adaptive_batch.torchtune import Settings, builder_of, set_up_process
 from adaptive_batch.torchtune.estimates import Estimator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from support.allocator_on_stack import described, segments_of
 from support.cli import OURS, SmallSetup, losses, make_setup
 from support.cuda_stack.squeezing import KINDS
-from support.model_families import MODELS, Combination
+from support.model_families import Combination
 from support.stack_runs import DISTRIBUTIONS, Outcome, StackRun, StackRuns
 
 SEED = 15
 LENGTH_OF_TASKS = 1024  # of a pair both answers
 LENGTHS_OF_COMPILED = (512, 1024, 4096)
 STEPS, STEPS_OF_BOUNDS, STEPS_AFTER_PROBE = 3, 6, 200
-NOT_EXPANDABLE = "expandable_segments:False"
 CONFS = {"default": "", "expandable": "expandable_segments:True"}
 KINDS_OF_LENGTHS = ("fixed", "varying", "drawn")
 DEVICES = {"H100": "h100", "A100-40GB": "a100-40", "RTX4090": "rtx4090", "L4": "l4", "B200": "b200"}
@@ -101,7 +94,6 @@ OTHER_PARAMETERS = {  # of models that are drawn with a distribution of lengths
     "llama2_7b": 6.74,
     "mistral_7b": 7.24,
 }
-WIDE_MODELS = [model for model in MODELS if "wide" in model]
 LONGEST_OF_OTHERS = 4096  # what all of them take
 # Of a search; the second is what `auto` leaves where an allocator's cache stays whole.
 HEADROOMS = (0.0, 0.01)
@@ -246,6 +238,7 @@ class Estimated:
 
     def __init__(self, case: Case, *, context_bytes: int = CONTEXT_BYTES) -> None:
         self.device = case.found
+        self._context_bytes = context_bytes
         self.budget_bytes = self.device.total_bytes - context_bytes
         self._cfg = case.combination.to_estimate(
             devices=[case.device], context=context_bytes, changes=False
@@ -259,16 +252,16 @@ class Estimated:
         settings = Settings.from_config(self._cfg)
         estimator = Estimator(self._cfg, settings, [self.device], builder_of(self._cfg))
         with estimator._step(self._cfg, [self._length], 1, self.device) as step:
-            self._step, self._targets = step, estimator._targets
+            self._step = step
             self._run = step.run.forward_backward(step._rows[self._length][0])
             yield self
 
     def log(self, rows: int) -> Sequence[int]:
         if rows not in self._logs:
-            steps = [self._run] * STEPS
+            step = self._step._step
             # As an estimate traces the rows that it says fit.
-            self._step._step.learn(rows, steps)
-            self._logs[rows] = self._step._step.log(rows, steps)
+            step.trace(rows, forward_backward=self._run)
+            self._logs[rows] = step.log(rows, forward_backward=self._run, num_steps=STEPS)
         return self._logs[rows]
 
     def replayed(
@@ -283,35 +276,18 @@ class Estimated:
         return allocator
 
     def bound(self, conf: str, kind: str = "fixed") -> int:
-        """Return the estimate's most rows that run without a retry, of one length or in steps of
-        varying lengths.
+        """Return the estimate's most rows that run without a retry; where lengths vary, with the
+        headroom of the settings.
         """
-        step, run = self._step.run, self._run
-        shorter = 3 * self._length // 4
-
-        @cache
-        def own(length: int) -> Run:
-            if length == self._length:
-                return run
-            row = step.job.task.made_up_row(length)
-            return step.forward_backward(lambda rows: [row] * rows)
-
-        short = own(shorter)
-
-        def of_steps(rows: int) -> list[Run | Between]:
-            padded = map(max, steps_of_bounds(self._combination, rows, kind).steps)
-            return [
-                Between(short, run, Fraction(one - shorter, self._length - shorter), own(one))
-                for one in padded
-            ]
-
+        headroom = 0.0
+        if kind != "fixed":
+            headroom = 0.01 if conf else 0.05
         _, (fit,) = estimate_length(
             self._step._step,
             self._length,
-            self._targets,
+            [self.device.target(context_bytes=self._context_bytes, headroom=headroom)],
             maximum=4096,
-            forward_backward=run,
-            of_steps=of_steps if kind != "fixed" else None,
+            forward_backward=self._run,
             allocator=AllocatorSettings(expandable_segments=bool(conf)),
         )
         rows: int = fit.max_batch_size
@@ -578,110 +554,6 @@ def measure_bounds(
             f"{name}, {kind}: equal in {equal} of {len(these)}; OOM or retries at the planned rows"
             f" in {bad}"
         )
-    return table
-
-
-# --- searches
-
-
-class SearchCase(NamedTuple):
-    """A search: of which case, and how many bytes of the device are left to it."""
-
-    case: Case
-    room: int
-    varies: bool
-
-
-def search_cases(number: int) -> Iterator[SearchCase]:
-    """Draw that many small cases, each with rows of one length and with rows that vary."""
-    draw = random.Random(SEED)
-    for place in range(number):
-        combination = Combination(
-            WIDE_MODELS[place % len(WIDE_MODELS)],
-            draw.randint(150, 500),
-            "AdamW",
-            "chunked",
-            draw.choice(["", "checkpointing"]),
-            draw.choice(["bf16", "fp32"]),
-            accumulation=draw.choice([1, 1, 2]),
-            adapters=draw.random() < 0.2,
-            device="cuda",
-        )
-        case = Case(combination, draw.choice(list(DEVICES)), "bound")
-        room = draw.randint(5, 15) * 2**27
-        yield from (SearchCase(case, room, varies) for varies in (False, True))
-
-
-def estimate_of_search(searched: SearchCase, run: StackRun) -> Fit:
-    """Return what is estimated to fit on default segments, of the rows that a search has."""
-    case = searched.case
-    budget_bytes = int(searched.room * (1 - run.headroom))
-    cfg = case.combination.to_estimate(
-        devices=[case.device],
-        context=CONTEXT_BYTES,
-        headroom=case.found.total_bytes - CONTEXT_BYTES - budget_bytes,
-        changes=False,
-        sequence_lengths=["longest"] if run.varies else [case.combination.length],
-    )
-    cfg.update(run.data)
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = NOT_EXPANDABLE
-    estimate = estimate_devices(cfg, show=lambda text: None, builder=builder_of(cfg))
-    return estimate.devices[0].lengths[0]
-
-
-def measure_searches(
-    cases: Iterable[SearchCase], runs: StackRuns, finished: Finished
-) -> list[dict[str, Any]]:
-    """Estimated bounds beside those of the recipe's search, by bisection and as it is by default;
-    and their peaks.
-    """
-
-    def bounds(searched: SearchCase) -> dict[str, Any]:
-        case = searched.case
-        run = StackRun(
-            case.combination,
-            (),
-            probes=STEPS_OF_BOUNDS,
-            headroom=HEADROOMS[1],
-            varies=searched.varies,
-        )
-        fit = estimate_of_search(searched, run)
-        capacity = CONTEXT_BYTES + searched.room
-        search = partial(runs, device=DEVICES[case.device], capacity=capacity)
-        exact = search(replace(run, search="binary"))
-        return {
-            "planned": fit.max_batch_size,
-            "searched": exact.bound,
-            "searched_by_default": search(run).bound,
-            "reserved": {"planned": fit.reserved_bytes, "trial": exact.reserved_in_trial},
-            "allocated": {"planned": fit.allocated_bytes, "steps": exact.allocated},
-            "retries": exact.retries,
-            "ooms": exact.ooms,
-        }
-
-    table = []
-    print(
-        f"{'case':<78} {'GiB':>5} {'lengths':<8} {'planned':>7} {'searched':>8} {'default':>7}"
-        f" {'reserved':>9} {'allocated':>9} {'retries':>7} {'OOMs':>5}"
-    )
-    for searched in cases:
-        case, room, varies = searched
-        key = {**asdict(case), "room": room, "varies": varies}
-        entry = finished.entry(key, partial(bounds, searched))
-        table.append(entry)
-        outcome = entry.get("failed")
-        if outcome is None:
-            reserved = entry["reserved"]["planned"] / entry["reserved"]["trial"] - 1
-            allocated = entry["allocated"]["planned"] / entry["allocated"]["steps"] - 1
-            outcome = (
-                f"{entry['planned']:>7} {entry['searched']:>8} {entry['searched_by_default']:>7}"
-                f" {reserved:>9.4%} {allocated:>9.4%} {entry['retries']:>7} {entry['ooms']:>5}"
-            )
-        lengths = "varying" if varies else "fixed"
-        print(f"{case!s:<78} {room / 2**30:>5.2f} {lengths:<8} {outcome}", flush=True)
-    done = [entry for entry in table if "failed" not in entry]
-    equal = sum(entry["planned"] == entry["searched"] for entry in done)
-    print(f"equal in {equal} of {len(done)}")
     return table
 
 
@@ -956,7 +828,7 @@ def measure_runs(
     return table
 
 
-PARTS = ("cases", "tasks", "compiled", "bounds", "searches", "probe", "recipe", "runs", "ranks")
+PARTS = ("cases", "tasks", "compiled", "bounds", "probe", "recipe", "runs", "ranks")
 
 
 def main() -> None:
@@ -966,7 +838,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one of the parts")
     parser.add_argument("--quick", action="store_true", help="a tenth of the cases")
     parser.add_argument(
-        "--cases", type=int, metavar="N", help="of compiled steps, bounds, searches and runs"
+        "--cases", type=int, metavar="N", help="of cases, compiled steps, bounds and runs"
     )
     parser.add_argument("--settings", choices=CONFS, help="of bounds, probe and runs: one of two")
     parser.add_argument("--lengths", choices=KINDS_OF_LENGTHS, help="of bounds: one kind")
@@ -987,7 +859,9 @@ def main() -> None:
 
     try:
         if arguments.only in (None, "cases"):
-            cases = measure_cases(by_device(sample(120 // share)), runs, finished("cases"))
+            cases = measure_cases(
+                by_device(sample(arguments.cases or 120 // share)), runs, finished("cases")
+            )
             parts["cases"] = {"seed": SEED, "summary": summarised(cases), "cases": cases}
             print()
         if arguments.only in (None, "tasks"):
@@ -1004,10 +878,6 @@ def main() -> None:
             kinds = [arguments.lengths] if arguments.lengths else KINDS_OF_LENGTHS
             cases = bound_cases(number, settings, kinds)
             parts["bounds"] = measure_bounds(cases, runs, finished("bounds"))
-            print()
-        if arguments.only in (None, "searches"):
-            cases = search_cases(arguments.cases or 12 // share)
-            parts["searches"] = measure_searches(cases, runs, finished("searches"))
             print()
         if arguments.only in (None, "probe"):
             cases = by_device(sample(20 // share, rows=("bound",)))

@@ -2,7 +2,7 @@
 device.
 
     make cuda-stack; .venv-cuda-stack/bin/python benchmarks/fragmentation.py [--quick]
-        [--replays | --ranks N] [--cases N] [--steps N] [--way WAY] [--output DIR]
+        [--ranks N] [--cases N] [--steps N] [--way WAY] [--output DIR]
 
 Twenty distributions of lengths, each with a model of real width and two layers, drawn by a seed.
 500 steps run as micro-batches of a written number of tokens, on the default allocator: in a random
@@ -10,10 +10,6 @@ order (as sampled), and by `AdaptiveStep`. Reported: the 99th percentile over th
 reserved at the end of one, over the peak of what was allocated until then; the first two steps, in
 which the optimizer's state is made, are left out. ``--steps`` runs another number of them, and
 ``--way`` one way alone.
-
-With ``--replays`` the first 100 steps of each are held against what `AdaptiveStep.estimate` replays
-of them, with the checks of splits: what is reserved after each step, on the default allocator and
-with expandable segments. Where there are more shapes than are traced, fewer steps are replayed.
 
 With ``--ranks N`` the first case of 8 billion parameters' width whose lengths are lognormal runs
 60 steps on so many ranks that FSDP2 divides its model over, each with rows of its own, and the
@@ -41,9 +37,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import records
 import torch
@@ -54,23 +49,25 @@ from torch.distributed.fsdp import fully_shard
 from adaptive_batch import AdaptiveStep, Part
 from adaptive_batch.data import MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import maximum
-from adaptive_batch.estimate import StepReplay, length_replay
-from adaptive_batch.estimate.length_replay import StepMemory
 from adaptive_batch.memory.device import AcceleratorMemory
-from adaptive_batch.training import sampled_step
 from adaptive_batch.training.split_check import SplitCheck
 
 SEED = 32
 STEPS = 500
-REPLAYED = 100
 STEPS_ON_RANKS = 60
 STEPS_OF_EQUAL_LENGTHS = 10
 ROWS = 24
 LONGEST = 4096
 WAYS = ("as sampled", "AdaptiveStep")
-# Settings of the allocator that steps are replayed on.
-SETTINGS = {"default": "", "expandable": "expandable_segments:True"}
+EXPANDABLE = "expandable_segments:True"
 KINDS = ("equal", "lognormal", "bimodal", "one long row in 500")
+
+
+class StepMemory(NamedTuple):
+    """The peak until the end of a step, and what is reserved after it, in bytes."""
+
+    allocated_bytes: int
+    reserved_bytes: int
 
 
 @dataclass(frozen=True)
@@ -326,36 +323,6 @@ def run_case(
     return memory
 
 
-def replay_case(case: Case, steps: int) -> dict[str, list[StepMemory]]:
-    """Return the same of the steps as the step's estimate replays them, on either allocator."""
-    replays = []
-
-    class KeptReplay(StepReplay):
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            replays.append(self)
-
-    length_replay.StepReplay = KeptReplay  # type: ignore[misc]
-    # Of more steps than an estimate's, which have more shapes.
-    length_replay.MOST_TRACED *= steps // length_replay.REPLAYED_STEPS or 1
-    sampled_step.batches_in_order = partial(  # type: ignore[assignment]
-        length_replay.batches_in_order, num_steps=steps
-    )
-    step, optimizer = built(case)
-    batches = [lengths for _, lengths in zip(range(steps), case.lengths(), strict=False)]
-    lengths = list(chain(*batches))
-    longest = max(lengths)
-    step.estimate(
-        optimizer,
-        lambda rows: batch_of([longest] * rows),
-        "H100",
-        lengths=lengths,
-        batch_size=ROWS,
-        maximum=8,
-    )
-    return dict(zip(SETTINGS, (replay.steps for replay in replays), strict=True))
-
-
 def summarised(memory: Sequence[StepMemory]) -> dict[str, float]:
     """Return what is reserved over the peak until then, and that peak, in GiB."""
     ratios = []
@@ -371,7 +338,7 @@ def summarised(memory: Sequence[StepMemory]) -> dict[str, float]:
     }
 
 
-def in_process(way: str, case: Case, steps: int, *, settings: str = "") -> Any:
+def in_process(way: str, case: Case, steps: int) -> Any:
     """Run a way of a case in a process of its own, whose allocator is new; return its answer."""
     request = json.dumps({"case": asdict(case), "way": way, "steps": steps})
     done = subprocess.run(
@@ -379,7 +346,7 @@ def in_process(way: str, case: Case, steps: int, *, settings: str = "") -> Any:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTORCH_ALLOC_CONF": settings},
+        env={**os.environ, "PYTORCH_ALLOC_CONF": ""},
     )
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -442,10 +409,7 @@ def answer(request: Mapping[str, Any]) -> None:
         answer_on_rank(request)
         return
     case = Case(**request["case"])
-    if request["way"] == "replay":
-        print(json.dumps(replay_case(case, request["steps"])))
-    else:
-        print(json.dumps(run_case(case, request["way"], request["steps"])))
+    print(json.dumps(run_case(case, request["way"], request["steps"])))
 
 
 def measure_fragmentation(
@@ -473,53 +437,12 @@ def measure_fragmentation(
     return table
 
 
-def measure_replays(cases: Sequence[Case], steps: int, finished: Finished) -> list[dict[str, Any]]:
-    """Hold replayed steps against those that ran."""
-
-    def compared(case: Case) -> dict[str, Any]:
-        replays = in_process("replay", case, steps)
-        entry = {}
-        for name, settings in SETTINGS.items():
-            replayed = [step[1] for step in replays[name]]
-            ran = in_process("AdaptiveStep", case, len(replayed), settings=settings)
-            reserved = [step[1] for step in ran]
-            errors = [own / real - 1 for own, real in zip(replayed, reserved, strict=True)]
-            entry[name] = {
-                "replayed": len(replayed),
-                "equal": errors.count(0.0),
-                "near": sum(abs(error) <= 1e-3 for error in errors),
-                "worst": max(errors, key=abs),
-                "most_reserved": max(replayed) / max(reserved) - 1,
-                "reserved_gib": max(reserved) / 2**30,
-            }
-        return entry
-
-    table = []
-    print(f"{'':<49} settings    steps  equal  within 0.1%  worst step  most reserved")
-    for case in cases:
-        entry = finished.entry({**asdict(case), "steps": steps}, partial(compared, case))
-        table.append(entry)
-        if "failed" in entry:
-            print(f"{described(case)}  {entry['failed']}", flush=True)
-            continue
-        for name in SETTINGS:
-            row = entry[name]
-            print(
-                f"{described(case)}  {name:<10} {row['replayed']:>6} {row['equal']:>6}"
-                f" {row['near']:>12}"
-                f" {row['worst']:>11.3%} {row['most_reserved']:>14.3%}",
-                flush=True,
-            )
-    return table
-
-
 def measure_ranks(
     cases: Sequence[Case], steps: int, finished: Finished, *, num_ranks: int
 ) -> list[dict[str, Any]]:
     def ratios_of(case: Case, steps: int) -> dict[str, Any]:
         ways = {way: on_ranks(case, way, steps, num_ranks) for way in WAYS}
-        expandable = SETTINGS["expandable"]
-        ways[expandable] = on_ranks(case, WAYS[1], steps, num_ranks, settings=expandable)
+        ways[EXPANDABLE] = on_ranks(case, WAYS[1], steps, num_ranks, settings=EXPANDABLE)
         return ways
 
     varying = next(
@@ -532,7 +455,7 @@ def measure_ranks(
         key = {**asdict(case), "ranks": num_ranks, "steps": num_steps}
         entry = finished.entry(key, partial(ratios_of, case, num_steps))
         table.append(entry)
-        for way in (*WAYS, SETTINGS["expandable"]) if "failed" not in entry else ():
+        for way in (*WAYS, EXPANDABLE) if "failed" not in entry else ():
             ranks = entry[way]
             over_peak = max(rank["p99"] for rank in ranks)
             floor = max(rank["floor_gib"] / rank["peak_gib"] for rank in ranks)
@@ -554,13 +477,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="four cases of few steps")
-    parser.add_argument(
-        "--replays", action="store_true", help="hold replayed steps against those that ran"
-    )
     parser.add_argument("--ranks", type=int, metavar="N", help="one case on so many ranks")
     parser.add_argument("--cases", type=int, default=20, metavar="N", help="the first N of 20")
     parser.add_argument("--steps", type=int, metavar="N", help="of each case, rather than its own")
-    parser.add_argument("--way", choices=WAYS, help="one alone of those without --replays, --ranks")
+    parser.add_argument("--way", choices=WAYS, help="one alone of those without --ranks")
     parser.add_argument("--output", type=Path, default=records.RESULTS, metavar="DIR")
     parser.add_argument("--answer", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -574,11 +494,7 @@ def main() -> None:
     ways = [arguments.way] if arguments.way else WAYS
     measure: Callable[..., list[dict[str, Any]]] = partial(measure_fragmentation, ways=ways)
     steps = 60 if arguments.quick else STEPS
-    if arguments.replays:
-        name = "fragmentation_replays"
-        measure = measure_replays
-        steps = 20 if arguments.quick else REPLAYED
-    elif arguments.ranks:
+    if arguments.ranks:
         cases = sample(20)
         name = f"fragmentation_{arguments.ranks}_ranks"
         measure = partial(measure_ranks, num_ranks=arguments.ranks)

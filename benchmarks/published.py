@@ -603,7 +603,7 @@ def torchtitan_step(row: Published) -> CachingAllocator:
             sharding=Sharding(model),
         )
         allocator = CachingAllocator(2**50, AllocatorSettings())
-        allocator.replay(step.log(int(row.rows), [forward_backward] * 4))
+        allocator.replay(step.log(int(row.rows)))
         assert not parts.left_out, parts.left_out
         return allocator
 

@@ -257,18 +257,6 @@ class EpochPlanner:
         for at, size, order, plan in self._steps_ahead(progress, sizes, counts_tokens=True):
             yield at, order[at.epoch_rows : at.epoch_rows + size].tolist(), plan
 
-    def rows_ahead(
-        self, progress: Progress, *, batch_size: int, num_steps: int
-    ) -> Iterator[list[int]]:
-        """Yield the row numbers of the next steps, from epoch to epoch, where no growth function
-        changes `batch_size`.
-        """
-        # An epoch has a step or more.
-        epochs = range(progress.epoch, progress.epoch + num_steps)
-        steps = self.ahead(progress, dict.fromkeys(epochs, batch_size))
-        for _, numbers, _ in islice(steps, num_steps):
-            yield numbers
-
     def num_steps(
         self, progress: Progress, sizes: Mapping[int, int], *, sees_tokens: bool = True
     ) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import count
 
@@ -257,11 +257,6 @@ class CachingAllocator:
                     del self._heads[block.segment]
                     self.reserved_bytes -= block.size
 
-    def cached_for_others(self) -> int:
-        """Return the bytes of free blocks of other streams than the default one."""
-        others = [pool for pool in self._pools.values() if pool.stream]
-        return sum(size for pool in others for size, _, _ in pool.free)
-
     def replay(self, log: Iterable[int]) -> None:
         """Do what a log says (:mod:`.step_log`); allocations are numbered on from log to log."""
         blocks = self._replayed
@@ -274,63 +269,6 @@ class CachingAllocator:
                 blocks[~entry] = None
                 assert block is not None, f"allocation {~entry} is freed twice"
                 self.free(block)
-
-    @property
-    def num_replayed(self) -> int:
-        """How many allocations logs have made, which is the number of the next one."""
-        return len(self._replayed)
-
-    def undo(self, first: int) -> None:
-        """Free what logs have allocated from a number on, which the next allocation has again."""
-        for block in self._replayed[first:]:
-            if block is not None:
-                self.free(block)
-        del self._replayed[first:]
-
-    def reset_peaks(self) -> None:
-        """Count peaks from now on."""
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.peak_requested_bytes = self.requested_bytes
-        self.peak_reserved_bytes = self.reserved_bytes
-
-    def replay_apart(self, log: Sequence[int]) -> None:
-        """Do what a log says that is no training, whose retries do not count. From where memory
-        runs out on do only what it frees, give the cache back, allocate what it never frees, and
-        count peaks afresh.
-
-        Raises:
-            torch.OutOfMemoryError: memory does not suffice for what is never freed.
-        """
-        num_retries = self.num_retries
-        blocks = self._replayed
-        first = len(blocks)
-        try:
-            self.replay(log)
-        except torch.OutOfMemoryError:
-            sizes = dict(enumerate((entry for entry in log if entry > 0), start=first))
-            blocks += [None] * (first + len(sizes) - len(blocks))
-            for number in [~entry for entry in log if entry < 0]:
-                sizes.pop(number, None)
-                block = blocks[number]
-                blocks[number] = None
-                if block is not None:
-                    self.free(block)
-            self.empty_cache()
-            for number, entry in sizes.items():
-                if blocks[number] is None:
-                    stream, nbytes = divmod(entry, STREAM)
-                    blocks[number] = self.malloc(nbytes, stream)
-            self.peak_allocated_bytes = self.allocated_bytes
-        self.num_retries = num_retries
-
-    def peak_within(self, log: Iterable[int]) -> int:
-        """Do what a log says; return the most that was allocated meanwhile, in bytes."""
-        earlier_peak = self.peak_allocated_bytes
-        self.peak_allocated_bytes = self.allocated_bytes
-        self.replay(log)
-        own_peak = self.peak_allocated_bytes
-        self.peak_allocated_bytes = max(earlier_peak, own_peak)
-        return own_peak
 
     def _new_pool(self, stream: int, *, is_small: bool) -> _Pool:
         pool = _Pool(is_small=is_small, stream=stream, is_expandable=self._is_expandable)

@@ -5,7 +5,7 @@ frees is replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import torch
 
@@ -13,21 +13,17 @@ from adaptive_batch._util import format_bytes
 
 from .allocator import AllocatorSettings, CachingAllocator
 from .result import Fit, LengthEstimate
-from .trial_replay import TrialLog, TrialReplay
 
 
 class ReplayedBounds:
-    """The bounds of rows of one length, on any device whose log this is.
+    """The bounds of rows of one length, on any device of a kind.
 
     Args:
-        length: what tensors hold, whose bound no other can exceed.
-        log: returns what training with that many rows allocates and frees, from loading on
-            (:mod:`.allocator`).
-        settings: of the allocator.
+        length: what tensors hold; no bound exceeds what follows from it.
+        log: function that returns what training with that many rows allocates and frees, from
+            loading on (:mod:`.allocator`).
+        settings: settings of the allocator.
         maximum: more rows are of no interest.
-        trial_log: returns what a search allocates and frees up to the end of a trial of that many
-            rows, where trials have the block that training makes. The bound is a search's then.
-            None where they have none.
     """
 
     def __init__(
@@ -37,29 +33,31 @@ class ReplayedBounds:
         settings: AllocatorSettings,
         *,
         maximum: int,
-        trial_log: Callable[[int], TrialLog] | None = None,
     ) -> None:
         self._length = length
         self._settings = settings
         self._maximum = maximum
         self._log = lru_cache(maxsize=4)(log)
-        self._trial_log = None if trial_log is None else lru_cache(maxsize=4)(trial_log)
         self._peaks: dict[int, tuple[int, int]] = {}
-        self._trials: dict[tuple[int, int], tuple[int, int] | None] = {}
 
     def fit(self, budget_bytes: int, expected: Fit | None = None) -> Fit:
-        """Return what fits in what the driver gives, sought around what is expected to fit, with as
-        many rows with retries; None where nothing is expected.
+        """Return what fits in what the driver gives.
+
+        Args:
+            budget_bytes: what the driver gives.
+            expected: what is expected to fit. The search begins there, and looks for no more rows
+                with retries.
         """
         counted = self._length.counted_fit(budget_bytes, maximum=self._maximum)
         counted_rows = counted.max_batch_size
-        fits_without_retries = partial(self._fits_without_retries, budget_bytes=budget_bytes)
         guess = counted_rows
         if expected is not None:
             guess = expected.max_batch_size
-        elif self._trial_log is None and counted_rows and not fits_without_retries(counted_rows):
+        elif counted_rows and self.peaks(counted_rows)[1] > budget_bytes:
             guess = int(counted_rows * budget_bytes / self.peaks(counted_rows)[1])
-        rows = _largest(fits_without_retries, most=counted_rows, guess=guess)
+        rows = _largest(
+            lambda rows: self.peaks(rows)[1] <= budget_bytes, most=counted_rows, guess=guess
+        )
         with_retries = rows
         if expected is not None:
             with_retries = max(rows, expected.max_batch_size_with_retries)
@@ -69,28 +67,13 @@ class ReplayedBounds:
                 most=counted_rows,
                 least=rows,
             )
-        peaks = self._peaks_without_retries(rows, budget_bytes) if rows else None
-        allocated, reserved = peaks or self.peaks(max(1, rows))
+        allocated, reserved = self.peaks(max(1, rows))
         reason = counted.first_too_large
         if rows == 0 and reason is None:
             reason = (
                 f"what the allocator reserves for one row ({format_bytes(reserved)} at the peak)"
             )
         return Fit(self._length.sequence_length, rows, with_retries, allocated, reserved, reason)
-
-    def _fits_without_retries(self, rows: int, budget_bytes: int) -> bool:
-        return self._peaks_without_retries(rows, budget_bytes) is not None
-
-    def _peaks_without_retries(self, rows: int, budget_bytes: int) -> tuple[int, int] | None:
-        """Return the most bytes allocated and reserved; None where the rows do not fit so."""
-        if self._trial_log is None:
-            peaks = self.peaks(rows)
-            return peaks if peaks[1] <= budget_bytes else None
-        key = rows, budget_bytes
-        if key not in self._trials:
-            trial = TrialReplay(self._trial_log(rows), budget_bytes=budget_bytes)
-            self._trials[key] = trial.peaks if trial.fits else None
-        return self._trials[key]
 
     def peaks(self, rows: int) -> tuple[int, int]:
         """Return the most bytes allocated and reserved where the device has no end, which are those

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryCurve
 
 from .allocator import AllocatorSettings
 from .bounds import ReplayedBounds
-from .fake_step import FEW, MORE, Between, FakeStep, Run
+from .fake_step import FEW, MORE, FakeStep, Run
 from .result import CurveCheck, Fit, LengthEstimate, MemoryBreakdown, Target
 from .roofline import Roofline
 from .tracker import StepTrace
-from .trial_replay import TrialLog, TrialSteps
 
 # Rows of two steps, tried in turn until both run the same operations.
 # What compiled graphs run can depend on the sizes, the less the more rows there are.
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9), (16, 17), (32, 33))
-# Fewest rows of the step that a curve is checked by.
-_LEAST_CHECKED = 5
-# The first step makes gradients and states; from the third on, steps are alike.
-_STEPS = 4
 # Tokens are collated for real, which takes time and memory: roughly the most bytes of a batch.
 _COLLATED_BYTES = 2**29
 
@@ -36,9 +30,7 @@ def estimate_length(
     *,
     maximum: int,
     forward_backward: Run | None = None,
-    of_steps: Callable[[int], Sequence[Run | Between]] | None = None,
-    of_trial: TrialSteps | None = None,
-    is_exact: bool = True,
+    is_checked: bool = True,
     explains: bool = True,
     allocator: AllocatorSettings | None = None,
 ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
@@ -49,16 +41,11 @@ def estimate_length(
         targets: devices to fit the step on.
         maximum: number of rows above which a batch is of no interest.
         forward_backward: forward and backward of a number of rows; None for the step's own.
-        of_steps: function that returns forward and backward of some steps that training takes with
-            that many rows, whose lengths vary; None for rows of one length. It counts where there
-            is an allocator, whose memory they fragment.
-        of_trial: function that returns the micro-batches of a search's trial of that many rows,
-            where trials have the block that training makes; None where they have none.
-        is_exact: trace what fits, up to a batch that is large on the host; otherwise it follows
-            from two sizes.
-        explains: check the curve by one more size, whose tensors are attributed to modules.
+        is_checked: compare the curve with a trace of the most rows that fit, and trace each bound,
+            up to a batch that is large on the host. Otherwise all follows from two sizes.
+        explains: attribute the tensors of the checked step to modules.
         allocator: settings of the devices' caching allocator; None for a device without one, where
-            each byte that is allocated is one that is taken.
+            reserved memory equals allocated memory.
 
     Raises:
         SettingError: no two sizes ran the same operations.
@@ -74,31 +61,33 @@ def estimate_length(
         _one_row_bytes(step, run, curve, targets),
         step.optimizer_peak_bytes,
     )
-    bounds = partial(
-        _replayed_bounds,
-        step,
-        length,
-        of_steps or (lambda rows: [run] * _STEPS),
-        of_trial,
-        maximum=maximum,
-    )
-    if allocator is None:
-        fits = tuple(length.counted_fit(target.budget_bytes, maximum=maximum) for target in targets)
-    else:
-        expected = bounds(settings=allocator, traced_rows=0)
-        fits = tuple(expected.fit(target.budget_bytes) for target in targets)
-    collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
-    if explains:
-        # Checked at the bound, which is traced by that.
+
+    def fit(target: Target, expected: Fit | None = None) -> Fit:
+        if allocator is None:
+            return length.counted_fit(target.budget_bytes, maximum=maximum)
+        log = partial(step.log, forward_backward=run)
+        bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
+        return bounds.fit(target.budget_bytes, expected)
+
+    fits = tuple(map(fit, targets))
+    if is_checked:
+        collated_rows = min(maximum, _COLLATED_BYTES // (128 * tokens))
         largest_bound = max(fit.max_batch_size for fit in fits)
-        checked_rows = max(_LEAST_CHECKED, min(largest_bound, collated_rows))
-        length = _checked(step, run, length, curve, checked_rows)
-    if is_exact and allocator:
-        exact = bounds(settings=allocator, traced_rows=collated_rows)
-        fits = tuple(
-            exact.fit(target.budget_bytes, expected=fit)
-            for fit, target in zip(fits, targets, strict=True)
-        )
+        checked_rows = max(more_rows + 1, min(largest_bound, collated_rows))
+        length = _checked(step, run, length, curve, checked_rows, explains=explains)
+        checked_fits = []
+        for target, expected in zip(targets, fits, strict=True):
+            checked_fit = fit(target, expected)
+            # Kernels can change with the rows, so the answer is a number of rows that was traced.
+            while (
+                allocator is not None
+                and MORE < checked_fit.max_batch_size <= collated_rows
+                and not step.is_traced(checked_fit.max_batch_size, forward_backward=run)
+            ):
+                step.trace(checked_fit.max_batch_size, forward_backward=run)
+                checked_fit = fit(target, checked_fit)
+            checked_fits.append(checked_fit)
+        fits = tuple(checked_fits)
     speeds = [
         roofline.tokens_per_second(fit.max_batch_size, tokens, target.speed)
         for fit, target in zip(fits, targets, strict=True)
@@ -106,44 +95,6 @@ def estimate_length(
     return length, tuple(
         replace(fit, modelled_tokens_per_second=speed)
         for fit, speed in zip(fits, speeds, strict=True)
-    )
-
-
-def _replayed_bounds(
-    step: FakeStep,
-    length: LengthEstimate,
-    of_steps: Callable[[int], Sequence[Run | Between]],
-    of_trial: TrialSteps | None,
-    *,
-    settings: AllocatorSettings,
-    maximum: int,
-    traced_rows: int,
-) -> ReplayedBounds:
-    """Return the bounds by what a number of rows allocates and frees.
-
-    Args:
-        traced_rows: rows up to which a micro-batch is traced itself; the log of one that has more
-            follows from other traces.
-    """
-
-    def learn(rows: int, runs: Sequence[Run | Between]) -> None:
-        if rows <= traced_rows:
-            step.learn(rows, runs)
-
-    def log(rows: int) -> Sequence[int]:
-        steps = of_steps(rows)
-        learn(rows, steps)
-        return step.log(rows, steps)
-
-    def trial_log(rows: int) -> TrialLog:
-        assert of_trial is not None
-        pieces = of_trial(rows)
-        for piece in chain.from_iterable(pieces):
-            learn(piece.rows, [piece.run])
-        return TrialLog.of(step, pieces)
-
-    return ReplayedBounds(
-        length, log, settings, maximum=maximum, trial_log=trial_log if of_trial else None
     )
 
 
@@ -175,10 +126,16 @@ def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequen
 
 
 def _checked(
-    step: FakeStep, run: Run, length: LengthEstimate, curve: MemoryCurve, rows: int
+    step: FakeStep,
+    run: Run,
+    length: LengthEstimate,
+    curve: MemoryCurve,
+    rows: int,
+    *,
+    explains: bool,
 ) -> LengthEstimate:
-    """Check the curve by a trace of `rows`, and name what made the peaks."""
-    operations = {line.operation for line in curve.lines}
+    """Compare the curve with a trace of `rows`, and name what made the peaks."""
+    operations = {line.operation for line in curve.lines} if explains else ()
     trace = step.trace(rows, forward_backward=run, explain=operations)
     check = CurveCheck(rows, max(trace.trace.live_bytes), curve.peak_bytes(rows))
     sites = {operation: live.describe() for operation, live in trace.explained.items()}

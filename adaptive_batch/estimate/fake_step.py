@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import re
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
@@ -38,7 +38,7 @@ from adaptive_batch._torch import (
     tree_map_only,
 )
 from adaptive_batch._util import replaced
-from adaptive_batch.distributed import Sharding, shapes_worked_out_apart, world_size
+from adaptive_batch.distributed import Sharding, shapes_worked_out_apart
 from adaptive_batch.memory import (
     OptimizerInBackward,
     optimizer_state_tensors,
@@ -46,7 +46,6 @@ from adaptive_batch.memory import (
     storage_bytes,
 )
 
-from .alike_layers import AlikeLayers
 from .cuda_operators import CudaOperators
 from .cuda_workspace import CudaKernels
 from .step_log import Phase, joined
@@ -295,23 +294,6 @@ class FakeDevice:
             yield
 
 
-@dataclass(frozen=True)
-class Between:
-    """Forward and backward of rows of a length between those of two runs, which are traced.
-
-    Attributes:
-        short: run of the shorter rows.
-        long: run of the longer rows.
-        share: part of the way from the length of `short` to that of `long`.
-        own: run of rows of that length, which is traced where sizes have to be exact.
-    """
-
-    short: Run
-    long: Run
-    share: Fraction
-    own: Run
-
-
 class FakeStep:
     """Runs the code of a training step on fake tensors, and traces the memory it would need.
 
@@ -350,9 +332,6 @@ class FakeStep:
         self._device = device
         self._sharding = sharding or Sharding(model)
         self._keep_gradients = keep_gradients if accumulates else None
-        # On ranks and in backward, other code than the model's knows its layers.
-        is_alone = world_size() == 1 and not self._sharding.is_sharded
-        self._layers = AlikeLayers(model, is_used=is_alone and not self._in_backward)
         model.train()
         self.optimizer_peak_bytes: int | None = None
         self._phases: dict[tuple[Run, bool], dict[int, Phase]] = {}
@@ -409,132 +388,98 @@ class FakeStep:
             phase = counter.phase(self._named())
             step_trace = counter.step_trace(self.model)
         self._phases.setdefault((run, False), {})[rows] = phase
-        self._layers.add(partial(self._trace_phase, partial(run, rows), False), phase, kind=False)
         return step_trace
 
-    def log(
-        self, rows: int, of_steps: Sequence[Run | Between], *, micro_batches: int = 2
-    ) -> array[int]:
-        """Return what loading and steps of so many rows at once allocate (see :mod:`.step_log`).
+    def is_traced(self, rows: int, *, forward_backward: Run | None = None) -> bool:
+        """Return whether a micro-batch of that many rows was traced."""
+        return rows in self._phases.get((forward_backward or self.forward_backward, False), {})
 
-        It is exact for one row, and where that number of rows of a step's own length was traced,
-        and lies on a straight line between two traces elsewhere.
+    def log(
+        self,
+        rows: int,
+        *,
+        forward_backward: Run | None = None,
+        num_steps: int = 4,
+        micro_batches: int = 2,
+    ) -> array[int]:
+        """Return what loading and the first steps allocate and free (:mod:`.step_log`).
+
+        The log is exact for one row and for a number of rows that was traced. The sizes for any
+        other lie on the line through two traces.
 
         Args:
-            of_steps: forward and backward of each step.
-            micro_batches: of a step where steps accumulate; the second is as any later one.
+            rows: rows of each micro-batch.
+            forward_backward: replaces the constructor's, for rows of another length.
+            num_steps: steps of the log. The first one makes the optimizer's states, and from the
+                third on steps are alike.
+            micro_batches: micro-batches of a step where steps accumulate. All but the first are
+                alike.
         """
-        # Each phase, and whether what it allocates once is part of it.
+        run = forward_backward or self.forward_backward
+        phase = self._at(rows, run)
+        # Each phase, and whether training runs it for the first time.
         phases = [(self.loading, True)]
-        for number, run in enumerate(of_steps):
+        for number in range(num_steps):
             is_first_step = number == 0
-            phase = self.micro_batch(rows, run)
-            has_first_micro_batch = self.accumulates or (self._in_backward and is_first_step)
-            if has_first_micro_batch:
-                first = self.micro_batch(rows, run, finds_no_gradients=True)
-                phases.append((first, is_first_step))
             if self.accumulates:
+                phases.append((self._first(rows, run, phase), is_first_step))
                 phases += [(phase, False)] * (micro_batches - 1)
-            elif not has_first_micro_batch:
+            elif self._in_backward and is_first_step:
+                phases.append((self._first(rows, run, phase), True))
+            else:
                 phases.append((phase, is_first_step))
-            phases.append((self.optimizer_step(number), False))
+            phases.append((self._optimizer_step(number), False))
         return joined(phases)
 
-    def micro_batch(
-        self, rows: int, run: Run | Between, *, finds_no_gradients: bool = False
-    ) -> Phase:
-        """Return what forward and backward of so many rows allocate and free; exact as in
-        :meth:`log`.
+    def _first(self, rows: int, run: Run, later: Phase) -> Phase:
+        """Return the micro-batch that makes the gradients, or the states where the optimizer is in
+        backward.
 
         Args:
-            finds_no_gradients: whether it makes the gradients that later ones of its step find, or
-                the states where the optimizer is in backward.
+            later: a later micro-batch of as many rows.
         """
-        phase = self._at(rows, run)
-        if not finds_no_gradients:
-            return phase
-        of_few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), phase)
+        of_few_rows = self._at(FEW, run, is_first=True).sized(self._at(FEW, run), later)
         return of_few_rows or self._at(rows, run, is_first=True)
-
-    def given_gradients(self) -> Phase:
-        """Return what gradients of zeros allocate, as a trial's are that stand for those of earlier
-        micro-batches.
-        """
-        self.model.zero_grad()
-        return self._counted(self._give_gradients)
 
     @property
     def loading(self) -> Phase:
         """What loading the model allocates and frees."""
         return self._device.loaded or self._resident_phase()
 
-    def optimizer_step(self, number: int) -> Phase:
-        """Return what the optimizer's step allocates and frees, its gradients dropped; nothing
-        where it runs in backward.
+    def _optimizer_step(self, number: int) -> Phase:
+        """Return the optimizer's step and the release of its gradients; an empty phase where it
+        runs in backward.
 
         Args:
-            number: place of the step in training, from 0 on.
+            number: index of the step in training.
         """
         if not self._steps:
             return Phase(array("q"), (), {})
         return self._steps[min(number, len(self._steps) - 1)]
 
-    def _at(self, rows: int, run: Run | Between, *, is_first: bool = False) -> Phase:
-        """Return a micro-batch's phase: of any, or of training's first.
-
-        The first makes the gradients, or the states where the optimizer is in backward.
-        """
-        if isinstance(run, Between):
-            if rows in self._phases.get((run.own, is_first), {}):
-                return self._phases[run.own, is_first][rows]
-            short = self._at(rows, run.short, is_first=is_first)
-            long = self._at(rows, run.long, is_first=is_first)
-            if not short.is_like(long):
-                return long
-            return short.between(long, run.share)
+    def _at(self, rows: int, run: Run, *, is_first: bool = False) -> Phase:
+        """Return a micro-batch: any, or the first one of training."""
         phases = self._phases.setdefault((run, is_first), {})
         if rows in phases:
             return phases[rows]
         # One row often runs other operations, so its log follows from no others.
         if not is_first and rows >= FEW:
-            if not phases:
-                self.learn(FEW, [run])
-                self.learn(MORE, [run])
+            for size in () if phases else (FEW, MORE):
+                phases[size] = self._traced(size, run)
             nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
             for near, far in pairwise(nearest_sizes):
                 if phases[near].is_like(phases[far]):
                     return phases[near].between(phases[far], Fraction(rows - near, far - near))
-        phases[rows] = self.phase(partial(run, rows), is_first=is_first)
+        phases[rows] = self._traced(rows, run, is_first=is_first)
         return phases[rows]
 
-    @property
-    def runs_few_layers(self) -> bool:
-        """Whether a trace takes a fraction of a second."""
-        return self._layers.runs_few
-
-    def phase(self, run: Callable[[], object], *, is_first: bool) -> Phase:
-        """Trace one micro-batch, and return its log.
-
-        Layers that are alike run only where their log does not follow from a few of them.
+    def _traced(self, rows: int, run: Run, *, is_first: bool = False) -> Phase:
+        """Run one micro-batch, and return its log.
 
         Args:
-            run: forward and backward.
             is_first: whether it makes the gradients, or the states where the optimizer is in
                 backward.
         """
-        return self._layers.phase(partial(self._trace_phase, run, is_first), kind=is_first)
-
-    def evaluated(self, run: Callable[[], object]) -> Phase:
-        """Return the log of a forward pass in evaluation mode, before a step has gradients."""
-
-        def trace() -> Phase:
-            self.model.zero_grad()
-            return self._counted(run)
-
-        return self._layers.phase(trace, kind="evaluated")
-
-    def _trace_phase(self, run: Callable[[], object], is_first: bool) -> Phase:
-        """Run one micro-batch, and return its log."""
         if is_first:
             self.model.zero_grad()
             if self._in_backward:
@@ -542,21 +487,10 @@ class FakeStep:
                     optimizer.state.clear()
         else:
             self._prepare()
-        return self._counted(run)
-
-    def _counted(self, run: Callable[[], object]) -> Phase:
         with self._device.counting(keeps_costs=False) as counter:
             counter.add_named(self._named())
-            run()
+            run(rows)
             return counter.phase(self._named())
-
-    def learn(self, rows: int, of_steps: Sequence[Run | Between]) -> None:
-        """Trace what steps of so many rows run, where it was not, so that their log is exact."""
-        for step in of_steps:
-            run = step.own if isinstance(step, Between) else step
-            phases = self._phases.setdefault((run, False), {})
-            if rows not in phases:
-                phases[rows] = self.phase(partial(run, rows), is_first=False)
 
     def _resident_phase(self) -> Phase:
         tensors: Iterable[torch.Tensor] = (tensor for _, tensor in _named(model=self.model))

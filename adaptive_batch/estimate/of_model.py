@@ -28,8 +28,7 @@ from .cuda_workspace import left_out
 from .devices import alike, parse_devices
 from .estimator import estimate_length
 from .fake_step import FakeDevice, FakeStep, needs_values
-from .length_replay import LengthPlan
-from .result import Fit, LengthReplay, MemoryEstimate
+from .result import Fit, MemoryEstimate
 
 
 def estimate_memory(
@@ -117,7 +116,6 @@ def estimate_step(
     maximum: int,
     context: int | None = None,
     headroom: int | float | str = 0,
-    length_plan: LengthPlan | None = None,
 ) -> MemoryEstimate:
     """Estimate a step that runs `forward_backward` of a number of rows; the rest as in
     :func:`estimate_memory`.
@@ -125,7 +123,6 @@ def estimate_step(
     Args:
         clip: clips the gradients, where that is asked for.
         sequence_length: tokens of a row.
-        length_plan: steps of rows of real lengths, which are replayed; None for none.
     """
     if distributed.world_size() > 1:
         instead = "estimate in one process; ranks are estimated by tune run adaptive_estimate"
@@ -135,7 +132,6 @@ def estimate_step(
     targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
     settings = AllocatorSettings.from_environment()
     fits: dict[int, Fit] = {}
-    replays: dict[int, LengthReplay] = {}
     not_counted: dict[str, None] = {}
     try:
         # Reversed, so that the length of the first kind stays.
@@ -145,38 +141,23 @@ def estimate_step(
             with _fake_in_place(fake, model, optimizer) as twins, compiled.in_place(model):
                 for twin in twins.optimizers:
                     not_counted.update(dict.fromkeys(fake.prepare_optimizer(twin)))
-                make_step = partial(
-                    FakeStep,
+                step = FakeStep(
                     model=model,
                     optimizer=twins.optimizers[0],
                     forward_backward=partial(forward_backward, fake),
                     step=partial(_clip_and_step, clip, twins.optimizers[0]),
+                    accumulates=accumulates,
                     device=fake,
                     more_states=twins.more_states,
                 )
-                step = make_step(accumulates=accumulates)
-                own = [targets[number] for number in members]
-                is_first = 0 in members
                 length, some = estimate_length(
                     step,
                     sequence_length,
-                    own,
+                    [targets[number] for number in members],
                     maximum=maximum,
-                    explains=is_first,
+                    explains=0 in members,
                     allocator=settings,
                 )
-                if length_plan is not None:
-                    own_replays = length_plan.replay(
-                        step,
-                        fake,
-                        own,
-                        some,
-                        settings,
-                        accumulating=partial(_accumulating, twins, make_step),
-                    )
-                    for number, replay in zip(members, own_replays, strict=True):
-                        if replay is not None:
-                            replays[number] = replay
             fits.update(zip(members, some, strict=True))
             not_counted.update(dict.fromkeys(compiled.left_out))
     except Exception as error:
@@ -186,8 +167,7 @@ def estimate_step(
         raise SettingError("model", type(model).__name__, remedy) from error
     return MemoryEstimate(
         devices=tuple(
-            replace(target, lengths=(fits[number],), replay=replays.get(number))
-            for number, target in enumerate(targets)
+            replace(target, lengths=(fits[number],)) for number, target in enumerate(targets)
         ),
         lengths=(length,),
         maximum=maximum,
@@ -221,13 +201,6 @@ class _Twins:
         yield from optimizer_state_tensors(
             inner for inner in self.optimizers[1:] if inner.state is not self.optimizers[0].state
         )
-
-
-def _accumulating(twins: _Twins, make_step: Callable[..., FakeStep]) -> FakeStep:
-    # Its first step makes the states again.
-    for optimizer in twins.optimizers:
-        optimizer.state.clear()
-    return make_step(accumulates=True)
 
 
 @contextmanager

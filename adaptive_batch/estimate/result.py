@@ -18,7 +18,6 @@ from .fake_step import Resident
 from .roofline import DeviceSpeed
 
 _MODELLED = "modelled tokens/s"
-_EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True)
@@ -48,66 +47,6 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class ReplayedMemory:
-    """What the caching allocator has shown in steps that were replayed.
-
-    Attributes:
-        allocated_bytes: the most that tensors held.
-        reserved_bytes: the most that the allocator took from the device for them, and what stays
-            in its cache.
-        num_retries: how often it gave back what it had cached, and asked again.
-        failed_step: number of the step that ran out of memory, from 1 on, where the replay ends;
-            None where all ran.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    num_retries: int
-    failed_step: int | None = None
-
-    @property
-    def fragmentation(self) -> float:
-        """What is reserved, as a multiple of the peak that is allocated."""
-        return self.reserved_bytes / max(1, self.allocated_bytes)
-
-    def describe(self) -> str:
-        """Return what the allocator has shown beside the peak."""
-        if self.failed_step is not None:
-            return f"out of memory in step {self.failed_step}"
-        return (
-            f"reserved {format_bytes(self.reserved_bytes)}, fragmentation {self.fragmentation:.3f}"
-            f", retries {self.num_retries}"
-        )
-
-
-@dataclass(frozen=True)
-class LengthReplay:
-    """Training's first steps of rows of real lengths, on one device.
-
-    Attributes:
-        num_steps: steps that were replayed.
-        batch_size: rows of a step.
-        limit: what a micro-batch may hold.
-        num_shapes: shapes of micro-batches, on all devices of its kind.
-        is_exact: whether each shape was traced.
-        memory: under the allocator settings in force.
-        expandable: with ``PYTORCH_ALLOC_CONF=expandable_segments:True``; None where that is in
-            force.
-        check_error: error of the check of a split that could not be traced, so that none is
-            replayed; empty elsewhere.
-    """
-
-    num_steps: int
-    batch_size: int
-    limit: str
-    num_shapes: int
-    is_exact: bool
-    memory: ReplayedMemory
-    expandable: ReplayedMemory | None = None
-    check_error: str = ""
-
-
-@dataclass(frozen=True)
 class Target:
     """A device, and how much of it a training step may use.
 
@@ -117,7 +56,6 @@ class Target:
         source: where `total_bytes` is from; empty where it was given as a size.
         speed: by its data sheet; None where it was given as a size.
         lengths: what fits, for each length that was estimated.
-        replay: first steps of rows of real lengths; None where none were given, or no row fits.
         reference_rows: for each length, the most rows of a reference that runs without gradients in
             micro-batches of its own, by what is allocated; empty where there is none.
     """
@@ -129,7 +67,6 @@ class Target:
     source: str = ""
     speed: DeviceSpeed | None = None
     lengths: tuple[Fit, ...] = ()
-    replay: LengthReplay | None = None
     reference_rows: tuple[int, ...] = ()
 
 
@@ -178,15 +115,20 @@ class CurveCheck:
     counted_bytes: int
     expected_bytes: int
 
+    @property
+    def is_off(self) -> bool:
+        """Whether the curve is off by more than a thousandth."""
+        return abs(self.counted_bytes - self.expected_bytes) > 1e-3 * self.counted_bytes
+
     def __str__(self) -> str:
-        error = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
-        if error > 1e-3:
+        if self.is_off:
             counted = format_bytes(self.counted_bytes)
             expected = format_bytes(self.expected_bytes)
             return (
-                f"do not rely on the maximum batch size: {self.rows} rows hold {counted}, and the"
-                f" curve gives {expected}"
+                f"warning: {count(self.rows, 'row')} hold {counted}, and the curve of two sizes"
+                f" gives {expected}; the former is used, so probe the rows on a device"
             )
+        error = abs(self.counted_bytes - self.expected_bytes) / self.counted_bytes
         accuracy = "to the byte"
         if error:
             accuracy = f"within {error:.2%}"
@@ -214,9 +156,15 @@ class LengthEstimate:
 
     @property
     def curve(self) -> MemoryCurve:
-        """Peak of forward and backward, by rows; operations are the places of the breakdowns."""
+        """Peak of forward and backward, by rows; operations are the places of the breakdowns.
+
+        Where the check is off, the curve is scaled to the peak that was counted.
+        """
+        scale = Fraction(1)
+        if self.check is not None and self.check.is_off:
+            scale = Fraction(self.check.counted_bytes, self.check.expected_bytes)
         lines = [
-            Line(breakdown.fixed_bytes, breakdown.bytes_per_row, place)
+            Line(breakdown.fixed_bytes * scale, breakdown.bytes_per_row * scale, place)
             for place, breakdown in enumerate(self.breakdowns)
         ]
         return MemoryCurve(tuple(lines))
@@ -379,47 +327,7 @@ class MemoryEstimate:
             bounds = [self.bound(length, device) for device in self.devices]
             lines.append(length.explain(max(1, *bounds)))
         lines += [str(length.check) for length in self.lengths if length.check]
-        lines += self._replay_lines()
         return "\n".join(lines)
-
-    def _replay_lines(self) -> list[str]:
-        """Return the lines about steps of rows of real lengths; none where none were replayed."""
-        replayed = [
-            (device.name, device.replay) for device in self.devices if device.replay is not None
-        ]
-        if not replayed:
-            return []
-        replays = [replay for _, replay in replayed]
-        rows = []
-        for name, replay in replayed:
-            memory = replay.memory
-            retries = str(memory.num_retries)
-            if memory.failed_step is not None:
-                retries = f"out of memory in step {memory.failed_step}"
-            rows.append(
-                {
-                    "device": name,
-                    "batch_size": str(replay.batch_size),
-                    "micro-batch": replay.limit,
-                    "allocated": format_bytes(memory.allocated_bytes),
-                    "reserved": format_bytes(memory.reserved_bytes),
-                    "fragmentation": f"{memory.fragmentation:.3f}",
-                    "retries": retries,
-                }
-            )
-        lines = ["", f"the first {count(replays[0].num_steps, 'step')} of rows of real lengths:"]
-        lines += _table(rows)
-        for name, replay in replayed:
-            if replay.expandable is not None:
-                lines.append(f"{name}, {_EXPANDABLE}: {replay.expandable.describe()}")
-        if not all(replay.is_exact for replay in replays):
-            num_shapes = max(replay.num_shapes for replay in replays)
-            lines.append(
-                f"sizes of most of the {num_shapes} shapes of micro-batches are interpolated"
-            )
-        for error in dict.fromkeys(replay.check_error for replay in replays if replay.check_error):
-            lines.append(f"checks of splits are not replayed, as one cannot be traced: {error}")
-        return lines
 
     def _rows_of_table(self) -> list[str]:
         """Return the aligned lines of devices and lengths."""

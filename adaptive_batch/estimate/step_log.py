@@ -43,10 +43,6 @@ class Phase:
             a == b or (a > 0 and b > 0) for a, b in pairs
         )
 
-    def allocates_like(self, other: Phase) -> bool:
-        """Whether another allocates the same sizes in the same order, whatever it frees."""
-        return _sizes(self) == _sizes(other)
-
     def between(self, more: Phase, share: Fraction) -> Phase:
         """Return this one with the sizes that lie at a share of the way to another's, or beyond."""
         if self.log == more.log:
@@ -81,25 +77,18 @@ class Phase:
         return replace(self, log=log)
 
 
-class LogWriter:
-    """Joins phases that follow each other, whose allocations are numbered on."""
+def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
+    """Return the log of phases that follow each other.
 
-    def __init__(self) -> None:
-        self._num_allocations = 0
-        self._alive: dict[Hashable, int] = {}
-
-    def add(self, phase: Phase, *, is_first: bool) -> array[int]:
-        """Return the log of the next phase.
-
-        Args:
-            phase: what training does next.
-            is_first: whether it does that for the first time.
-        """
-        log = array("q")
-        alive = self._alive
-        num_allocations = self._num_allocations
+    Args:
+        phases: each phase, and whether training runs it for the first time.
+    """
+    log = array("q")
+    num_allocations = 0
+    alive: dict[Hashable, int] = {}
+    for phase, is_first in phases:
         # A parameter that no row uses has no gradient, which the optimizer's step would free.
-        numbers = [alive.get(name, -1) for name in phase.before]
+        numbers = [alive.pop(name, -1) for name in phase.before]
         once = list(phase.once) if is_first else []
         for position, entry in enumerate(phase.log):
             while once and once[0][0] == position:
@@ -111,26 +100,7 @@ class LogWriter:
                 num_allocations += 1
             elif numbers[~entry] >= 0:
                 log.append(~numbers[~entry])
-        for name in phase.before:
-            alive.pop(name, None)
         alive.update({name: numbers[number] for name, number in phase.after.items()})
-        self._num_allocations = num_allocations
-        return log
-
-    def drop(self, phase: Phase) -> array[int]:
-        """Return the log of freeing what a phase has made and left."""
-        made = [name for name in phase.after if name not in phase.before]
-        return array("q", [~self._alive.pop(name) for name in made])
-
-
-def joined(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
-    """Return the log of phases that follow each other, each with whether training does it for the
-    first time.
-    """
-    writer = LogWriter()
-    log = array("q")
-    for phase, is_first in phases:
-        log.extend(writer.add(phase, is_first=is_first))
     return log
 
 

@@ -14,31 +14,23 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from omegaconf import DictConfig
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_whole
-from adaptive_batch.data import MicroBatch, micro_batches
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
-    REPLAYED_STEPS,
     AllocatorSettings,
     Change,
     EstimatedDevice,
     FakeDevice,
     Fit,
     LengthEstimate,
-    LengthPlan,
-    LengthReplay,
     MemoryEstimate,
-    PlannedSteps,
     Target,
-    TrialSteps,
     alike,
     estimate_length,
     left_out,
@@ -46,7 +38,6 @@ from adaptive_batch.estimate import (
     parse_devices,
     ranked,
 )
-from adaptive_batch.schedules import Progress
 
 from .checks import TO_PLAN, check_parallel, complete, not_read
 from .config_errors import instantiate
@@ -56,13 +47,8 @@ from .job import own_compiler
 from .keys import load_function
 from .model import FullModel
 from .settings import Settings
-from .sizers import Sizers
 from .tasks import task_of
 from .trial_rows import TrialRows
-from .tried_rows import TriedRows
-
-# Tokens that half of the rows are shorter than the longest by, at least, where lengths vary.
-_LEAST_SHORTER = 8
 
 
 def estimate_devices(
@@ -126,14 +112,13 @@ def estimate_devices(
 
 
 class _Estimated(NamedTuple):
-    """What each length holds (on the first kind of device), the devices with what fits there, the
-    run of the first kind, and why steps are not replayed if they are not.
+    """What each length holds on the first kind of device, the devices with what fits there, and
+    the run of the first kind.
     """
 
     lengths: tuple[LengthEstimate, ...]
     devices: tuple[Target, ...]
     run: FakeRun
-    why_not_replayed: str
 
 
 class Estimator:
@@ -173,7 +158,6 @@ class Estimator:
         ]
         self._first_length = sequence_lengths[0]
         estimated = self._estimate(self._cfg, sequence_lengths, estimate_settings.world_size)
-        why_not_replayed = estimated.why_not_replayed
         self._skeleton = estimated.run.job.skeleton
         not_counted = list(estimated.run.left_out)
         if self._settings.micro_batch.needs_search:
@@ -186,12 +170,8 @@ class Estimator:
                 "what the reference's own micro-batches leave in the allocator's cache, and what it"
                 " holds of them beside what they allocate"
             )
-        if self._on_accelerator and why_not_replayed:
-            not_counted.append(
-                "how steps of different lengths fragment the allocator's cache: training's first"
-                f" steps are not replayed, as {why_not_replayed}"
-            )
         if self._on_accelerator:
+            not_counted.append("how steps of different lengths fragment the allocator's cache")
             not_counted += left_out(
                 [device.architecture for device in self._devices],
                 world_size=estimate_settings.world_size,
@@ -224,7 +204,6 @@ class Estimator:
         # Reversed, so that the lengths of the first kind stay.
         for members in reversed(self._alike):
             targets = [self._targets[number] for number in members]
-            replays: list[LengthReplay | None] = [None] * len(members)
             reference_rows: list[tuple[int, ...]] = [()] * len(members)
             estimates = []
             with self._step(cfg, wanted, world_size, self._devices[members[0]]) as step:
@@ -233,26 +212,19 @@ class Estimator:
                     estimate = step.estimate(
                         sequence_length,
                         targets,
-                        is_exact=not is_change,
+                        is_checked=not is_change,
                         explains=explains,
                         allocator=allocator,
                     )
                     estimates.append(estimate)
                 lengths, fits = zip(*estimates, strict=True)
-                why_not_replayed = step.why_not_replayed
-                if allocator is not None and not is_change and not why_not_replayed:
-                    replays = step.replay(targets, fits[wanted.index("longest")], allocator)
                 if step.has_reference_apart and not is_change:
                     of_lengths = [step.reference_rows(length, targets) for length in wanted]
                     reference_rows = list(zip(*of_lengths, strict=True))
-            of_devices = zip(
-                members, targets, zip(*fits, strict=True), replays, reference_rows, strict=True
-            )
-            for number, target, own_fits, replay, rows in of_devices:
-                devices[number] = replace(
-                    target, lengths=own_fits, replay=replay, reference_rows=rows
-                )
-        return _Estimated(lengths, tuple(devices), step.run, why_not_replayed)
+            of_devices = zip(members, targets, zip(*fits, strict=True), reference_rows, strict=True)
+            for number, target, own_fits, rows in of_devices:
+                devices[number] = replace(target, lengths=own_fits, reference_rows=rows)
+        return _Estimated(lengths, tuple(devices), step.run)
 
     def _resolved(self, length: int | str) -> int | str:
         """Return a length as a number if the configuration alone determines it."""
@@ -366,8 +338,6 @@ class _Step:
         self.run = run
         self._trial_rows = TrialRows(run.job, run.data)
         self._rows = {length: self._rows_of(length) for length in lengths}
-        # Trials of each length, where they have the block that training makes.
-        self._trials: dict[int | str, TrialSteps] = {}
         settings = run.job.settings
         rows, _ = self._rows[lengths[0]]
         keeps = distributed.world_size() > 1 and not settings.sync_gradients_every_micro_batch
@@ -424,7 +394,7 @@ class _Step:
         length: int | str,
         targets: Sequence[Target],
         *,
-        is_exact: bool,
+        is_checked: bool,
         explains: bool,
         allocator: AllocatorSettings | None,
     ) -> tuple[LengthEstimate, tuple[Fit, ...]]:
@@ -432,132 +402,16 @@ class _Step:
         :func:`adaptive_batch.estimate.estimate_length`.
         """
         rows, tokens = self._rows[length]
-        run = self.run.forward_backward(rows)
-        lengths = []
-        if length == "longest" and allocator:
-            lengths = self._varying_lengths(tokens)
-        tried = TriedRows(
-            self.run, run, tokens, lengths=lengths, rows_of=lambda length: self._rows_of(length)[0]
-        )
-        of_trial = None
-        if allocator and self._trials_have_blocks(allocator):
-            of_trial = partial(tried.trial, accumulates=self._step.accumulates)
-            self._trials[length] = of_trial
         return estimate_length(
             self._step,
             tokens,
             targets,
             maximum=self.run.job.settings.probe.maximum,
-            forward_backward=run,
-            of_steps=tried.steps if lengths else None,
-            of_trial=of_trial,
-            is_exact=is_exact,
+            forward_backward=self.run.forward_backward(rows),
+            is_checked=is_checked,
             explains=explains,
             allocator=allocator,
         )
-
-    @property
-    def why_not_replayed(self) -> str:
-        """Why training's first steps are not replayed, with the lengths of the dataset at hand;
-        empty where they are.
-        """
-        if "longest" not in self._rows:
-            return "the longest rows are not among estimate.sequence_lengths"
-        if distributed.world_size() > 1:
-            return "there are several ranks"
-        if self.run.data.packed:
-            return "the dataset has packed its rows, so that all are of one length"
-        if self._step.optimizer_peak_bytes is None:
-            return "the optimizer steps in backward"
-        return ""
-
-    def replay(
-        self, targets: Sequence[Target], fits: Sequence[Fit], allocator: AllocatorSettings
-    ) -> list[LengthReplay | None]:
-        """Replay training's first steps on devices of this kind; the model is built again where
-        steps have several micro-batches, and the estimate is of one alone.
-
-        Args:
-            targets: the devices.
-            fits: what fits of the longest rows on each of them.
-            allocator: settings of their caching allocator.
-        """
-        rows, _ = self._rows["longest"]
-
-        @cache
-        def rows_of(length: int) -> Rows:
-            return self._rows_of(length)[0]
-
-        pads = self.run.data.configured_layout.pads
-
-        def run(device: FakeDevice, num_rows: int, length: int) -> None:
-            with disable_current_modes():
-                if pads:
-                    some_rows = rows_of(length)(num_rows)
-                else:
-                    some_rows = self.run.job.task.rows_to_pack(num_rows, length)
-            self.run.trainer.runner.try_rows(some_rows)
-
-        trial = None
-        if self.run.job.settings.search_plan.is_needed:
-            trial = self._trials.get("longest")
-        plan = LengthPlan(self._first_steps, run, trial=trial)
-        return plan.replay(
-            self._step,
-            self.run.device,
-            targets,
-            fits,
-            allocator,
-            accumulating=lambda: self.run.step(rows, accumulates=True),
-        )
-
-    def _first_steps(self, fit: Fit) -> PlannedSteps:
-        """Return training's first steps where so many of the longest rows fit."""
-        data = self.run.data
-        job = self.run.job
-        sizer = Sizers.of(job, data).training
-        batch_size = job.settings.batch_size
-        if job.settings.use_maximum_batch_size:
-            batch_size = fit.max_batch_size
-        limit = sizer.limit_where_fits(
-            fit.max_batch_size, length=fit.sequence_length, batch_size=batch_size
-        )
-        steps = self._trial_rows.epochs.rows_ahead(
-            Progress(), batch_size=batch_size, num_steps=REPLAYED_STEPS
-        )
-
-        def divide(numbers: Sequence[int]) -> list[MicroBatch]:
-            lengths = data.dataset.lengths[numbers].tolist()
-            pieces = micro_batches(lengths, limit, sizer.layout)
-            if sizer.layout.pads:
-                return pieces
-            # A row's length counts the padding of its sequences to each other, if it has several.
-            real_lengths = data.dataset.real_lengths[numbers].tolist()
-            return [
-                replace(piece, own_lengths=tuple(real_lengths[row] for row in piece.rows))
-                for piece in pieces
-            ]
-
-        return PlannedSteps.of(steps, limit, divide)
-
-    def _varying_lengths(self, tokens: int) -> list[int]:
-        """Return the tokens of rows in about the first epoch's order; none where all rows are of
-        about one length.
-
-        Args:
-            tokens: tokens of the longest.
-        """
-        lengths = self.run.data.dataset.lengths
-        shorter = sorted(map(int, lengths))[len(lengths) // 2]
-        if tokens - shorter < _LEAST_SHORTER:
-            return []
-        return [int(lengths[row]) for row in self._trial_rows.order(tokens)]
-
-    def _trials_have_blocks(self, allocator: AllocatorSettings) -> bool:
-        """Whether trials of a search have the block that training makes of what a step needs."""
-        if allocator.expandable_segments or distributed.world_size() > 1:
-            return False
-        return self.run.trainer.tried().fits_a_block
 
 
 def _named(cfg: DictConfig, error: Exception, remedy: str) -> SettingError:

@@ -14,7 +14,6 @@ from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from adaptive_batch.data import lengthened
 from adaptive_batch.errors import SettingError
-from adaptive_batch.estimate import packed_row_lengths
 from adaptive_batch.training import BatchForm, count_shifted_labels
 
 from .checks import check_chunks, check_loss, takes_chunks
@@ -119,18 +118,6 @@ class Task(ABC):
         assert not packed, "rows of this task are not packed"
         length = self.of_each_sequence(length)
         return {key: [0] * length for pair in self.fields for key in pair}
-
-    def rows_to_pack(self, num_rows: int, num_tokens: int) -> list[Row]:
-        """Return rows that have so many tokens in all, as alike as can be, each with a label."""
-        lengths = packed_row_lengths(num_rows * len(self.fields), num_tokens)
-        rows: list[Row] = []
-        for number in range(num_rows):
-            row = {}
-            # The lengths are of the first sequence of each row, then of the second.
-            for pair, length in zip(self.fields, lengths[number::num_rows], strict=True):
-                row.update({key: [0] * length for key in pair})
-            rows.append(row)
-        return rows
 
     @abstractmethod
     def labelled(self, row: Row) -> Row:

@@ -97,7 +97,7 @@ class TrialRows:
             return made[:size]
 
         # The order of an epoch is made only where a search asks for it, and once.
-        cached_order = cache(partial(self.order, target))
+        cached_order = cache(partial(self._order, target))
 
         def in_order(begin: int, size: int) -> list[dict[str, Any]]:
             numbers = cached_order()
@@ -123,25 +123,21 @@ class TrialRows:
         name = f"one row of {count(length, 'token')} of dataset_val, even without gradients,"
         return WorstRows(first, length, name)
 
-    def order(self, longest: int) -> list[int]:
+    def _order(self, longest: int) -> list[int]:
         """Return the numbers of rows of up to so many tokens, about in the first epoch's order."""
-        order = self.epochs.order(Progress())[:]
-        numbers: list[int] = order[self._data.dataset.lengths[order] <= longest].tolist()
-        return numbers
-
-    @property
-    def epochs(self) -> EpochPlanner:
-        """The order of epochs, and their steps where the batch stays as it is configured."""
         data = self._data
         # A schedule changes the order little, and may need a rate, which is not there yet.
         batching = replace(self._job.batching(), batch_size_schedule=None)
         divisible = data.configured_layout.uniform in ("rows", "both")
-        return EpochPlanner(
+        epochs = EpochPlanner(
             data.dataset,
             RequestedBatch(batching),
             ranks=distributed.data_parallel_size(),
             divisible=divisible,
         )
+        order = epochs.order(Progress())[:]
+        numbers: list[int] = order[data.dataset.lengths[order] <= longest].tolist()
+        return numbers
 
     def _resized(self, row: dict[str, Any], length: int) -> dict[str, Any]:
         """Return a row of text cut or repeated to so many tokens."""

@@ -28,7 +28,7 @@ from .row_loss import RowLoss, count_shifted_labels
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_result import StepResult
 from .throughput_search import Choices, kinds_to_choose_from
-from .trials import Evaluation, TriedStep, WorstRows, varying_steps
+from .trials import Evaluation, TriedStep, WorstRows
 
 __all__ = [
     "FORMS",
@@ -76,5 +76,4 @@ __all__ = [
     "pack_rows",
     "rows_apart",
     "same_answers",
-    "varying_steps",
 ]

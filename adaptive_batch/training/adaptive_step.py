@@ -20,10 +20,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_state, check_whole, instance_of
 from adaptive_batch.data import MicroBatch, MicroBatchLayout
 from adaptive_batch.distributed import sharding_of
@@ -38,13 +40,13 @@ from .lowered_limit import LimitChange
 from .model_checks import check_parameters, check_ranks, is_compiled, is_replicated
 from .options import StepOptions
 from .part_runner import PartRunner
-from .parts import OwnSplit, Part, RowsOfBatch, SplitBatch, Splittable
+from .parts import OwnSplit, Part, RowsOfBatch, SplitBatch, Splittable, length_in_sample
 from .sample_search import SampleSearch
 from .sizing import ConfiguredSize, MicroBatchSizer
 from .step_runner import StepRunner
 
 if TYPE_CHECKING:
-    from adaptive_batch.estimate import MemoryEstimate
+    from adaptive_batch.estimate import FakeDevice, MemoryEstimate
 
 log = logging.getLogger("adaptive_batch")
 
@@ -270,33 +272,16 @@ class AdaptiveStep:
         sample: Callable[[int], Any],
         devices: Any,
         *,
-        lengths: Any = None,
-        batch_size: int | None = None,
         maximum: int = 4096,
         context: int | None = None,
         headroom: int | float | str = 0,
     ) -> MemoryEstimate:
         """Estimate how many rows of a sample a step can hold on CUDA devices that are not here.
 
-        With `lengths` the first :data:`~adaptive_batch.estimate.REPLAYED_STEPS` steps are replayed
-        as well. Their batches are rows in the order of `lengths`, from the start again where these
-        end, padded to the longest of them, and divided as this step divides them: at its configured
-        size, or where that is ``auto`` or None at the most rows that fit. A batch of another length
-        than the sample's is the sample's first columns; with `split` what is as long as a row is
-        cut. Shapes are traced, and exact; of very many, sizes are interpolated, see
-        :class:`~adaptive_batch.estimate.TracedShapes`. Checks of splits are replayed,
-        taking it that the first one shows how labels are counted. Not replayed is a limit that is
-        lowered during training.
-
         Args:
             optimizer: optimizer of the model's parameters; its state is made again.
             sample: function that returns the `n` longest rows as a batch, as in :meth:`find_bound`.
             devices: one or several: a name such as ``"H100"``, a size such as ``"80GiB"``.
-            lengths: tokens of each row, in the order in which training draws them: a sequence of
-                whole numbers, or a tensor or an array of one dimension; or a mapping of quantiles,
-                see :func:`~adaptive_batch.estimate.lengths_of_quantiles`, of which rows are drawn.
-                None replays nothing.
-            batch_size: rows of the script's batches, which `lengths` needs.
             maximum: more rows are of no interest.
             context: bytes that the driver's context takes of each device; None for 770
                 MiB of an H100 or H200, and 500 MiB of others.
@@ -306,34 +291,37 @@ class AdaptiveStep:
             SettingError: an argument cannot be used, or the model needs values, which fake tensors
                 do not have.
         """
-        from adaptive_batch.estimate import estimate_step
-
-        from .sampled_step import SampledStep
+        from adaptive_batch.estimate import DevicesAsHost, estimate_step
 
         check_parameters(self.model, optimizer)
         if not callable(sample):
             raise SettingError("sample", sample, "give a function of a number of rows")
-        sampled = SampledStep(
-            sample,
-            self.parts,
-            self._split_batch,
-            device=self.memory.device,
-            keeps_columns=self._is_compiled,
-        )
-        maximum = check_whole("maximum", maximum)
+        # A model on the meta device draws no random numbers; the sample may.
+        device = self.memory.device
+        if device.type == "meta":
+            device = torch.device("cpu")
+        longest = length_in_sample(sample, self._split_batch, device)
+
+        def forward_backward(fake: FakeDevice, num_rows: int) -> None:
+            with disable_current_modes():
+                made = {"batch": sample(num_rows)}
+            # A script has to copy what a sample has on the CPU to a model on another device.
+            fake.batch(made, is_moved=device.type == "cpu")
+            with DevicesAsHost(fake):
+                self.parts.run_alone(Part(made["batch"], num_rows, is_trial=True))
+
         try:
             return estimate_step(
                 self.model,
                 optimizer,
-                sampled.run,
+                forward_backward,
                 lambda: None,
                 devices,
-                sequence_length=max(1, sampled.longest),
+                sequence_length=max(1, longest),
                 accumulates=self.sizer.may_split,
-                maximum=maximum,
+                maximum=check_whole("maximum", maximum),
                 context=context,
                 headroom=headroom,
-                length_plan=sampled.length_plan(lengths, batch_size, maximum=maximum),
             )
         finally:
             self.parts.runner.compilations.forget()

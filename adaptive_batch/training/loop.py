@@ -204,7 +204,6 @@ class AdaptiveLoop:
         self,
         devices: Any,
         *,
-        lengths: Any = None,
         maximum: int = 4096,
         context: int | None = None,
         headroom: int | float | str = 0,
@@ -214,14 +213,6 @@ class AdaptiveLoop:
 
         The rows are collated as in training, on the host; `to_device` is not called. For the other
         arguments and errors see :func:`adaptive_batch.estimate_memory`.
-
-        With `lengths` the loop's next :data:`~adaptive_batch.estimate.REPLAYED_STEPS` steps are
-        replayed as well, as :meth:`AdaptiveStep.estimate` replays them: its own rows in its own
-        order, where no size is configured at the most rows that fit on the device.
-
-        Args:
-            lengths: tokens of each row of the dataset, in its order: a sequence of whole numbers,
-                or a tensor or an array of one dimension. None replays nothing.
         """
         return self._step.estimate(
             self._optimizer,
@@ -229,8 +220,6 @@ class AdaptiveLoop:
             maximum=maximum,
             context=context,
             headroom=headroom,
-            lengths=lengths,
-            batches=self._search.rows_ahead,
         )
 
     # --- training

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -146,21 +146,6 @@ class LoopSearch:
     def _try_rows(self, rows: Sequence[Any], *, is_last: bool = True) -> None:
         self._step.step.parts.try_part(
             lambda: (self._step.make_batch(rows), len(rows)), is_last=is_last
-        )
-
-    def rows_ahead(self, max_batch_size: int) -> Iterator[list[int]]:
-        """Yield the row numbers of the steps that an estimate replays, on a device where so many
-        rows fit at once.
-        """
-        from adaptive_batch.estimate import REPLAYED_STEPS
-
-        batch_size = self._batches.batch_size
-        if self._is_due:
-            batch_size = max_batch_size
-        return self._batches.planner.epochs.rows_ahead(
-            self._batches.progress.at_epoch_start(),
-            batch_size=batch_size,
-            num_steps=REPLAYED_STEPS,
         )
 
     def check_fits(self, num_rows: int) -> None:

@@ -9,18 +9,16 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches, split_by_rows
 from adaptive_batch.errors import SettingError
 
 from .agreement import Division, OwnPieces, Question
 from .batch_statistics import STATISTICS, BatchStatistics
-from .model_checks import evaluation_mode, has_batch_norm, is_compiled
+from .model_checks import has_batch_norm, is_compiled
 from .oom_retry import OutOfMemoryElsewhereError
 from .parts import LabelCounter, Part, Splittable
-from .split_check import BackwardCatcher, SplitCheck
+from .split_check import SplitCheck
 from .step_runner import StepRunner
 
 log = logging.getLogger("adaptive_batch")
@@ -252,11 +250,6 @@ class PartRunner:
         """Run a part that is the whole batch, with its own statistics."""
         statistics = self._statistics.of_part(part)
         self._forward_backward(part._replace(statistics=statistics))
-
-    def evaluate_alone(self, part: Part) -> None:
-        """Run a part as the check of a split does, whose loss nothing is compared with."""
-        with evaluation_mode(self.runner.model), torch.no_grad(), BackwardCatcher():
-            self.run_alone(part)
 
 
 def _even_rows(num_rows: int, *, at_most: int) -> int:

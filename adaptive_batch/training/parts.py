@@ -331,16 +331,6 @@ class RowsOfBatch:
 
         return self._map(self._batch, cut, index)
 
-    def shortened(self, length: int) -> Any:
-        """Return the batch with the first `length` columns of its tensors of two dimensions."""
-
-        def cut(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() == 2 and tensor.shape[1] == self.width:
-                return tensor[:, :length].contiguous()
-            return tensor
-
-        return self._map(self._batch, cut, slice(None))
-
     def dummy(self) -> Any:
         """Return the row that has most labels, as the mean of none is no number."""
         labels = self._batch.get("labels") if isinstance(self._batch, _MAPPING) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import disable_current_modes
 from adaptive_batch._util import check_whole
 from adaptive_batch.data import (
     IGNORE_INDEX,
@@ -33,7 +34,7 @@ from .step_result import StepResult
 from .throughput_search import kinds_to_choose_from
 
 if TYPE_CHECKING:
-    from adaptive_batch.estimate import MemoryEstimate
+    from adaptive_batch.estimate import FakeDevice, MemoryEstimate
 
 Row = Any
 Batch = Any
@@ -316,46 +317,40 @@ class RowStep:
         maximum: int,
         context: int | None,
         headroom: int | float | str,
-        lengths: Any = None,
-        batches: Callable[[int], Iterable[Sequence[int]]] | None = None,
     ) -> MemoryEstimate:
         """Estimate how many of the longest rows a step can hold; see
         :func:`adaptive_batch.estimate_memory`.
-
-        Args:
-            lengths: tokens of each row of the dataset, of which steps are replayed; None for none.
-            batches: function that returns the row numbers of each of these steps where so many rows
-                fit; needed with `lengths`.
         """
         from adaptive_batch.estimate import estimate_step
 
-        from .sampled_rows import SampledRows
+        dataset = self.dataset
+        (longest,) = dataset.longest(1)
 
-        sampled = SampledRows(
-            self.dataset,
-            self.make_batch,
-            self._rows_apart,
-            self._mean_loss,
-            self.step.parts,
-        )
-        length_plan = None
-        if lengths is not None:
-            assert batches is not None
-            length_plan = sampled.length_plan(lengths, batches)
+        def forward_backward(device: FakeDevice, num_rows: int) -> None:
+            rows = dataset.longest(min(num_rows, len(dataset)))
+            # Rows are collated on the host.
+            with disable_current_modes():
+                batch = self.make_batch([rows[number % len(rows)] for number in range(num_rows)])
+                apart = self._rows_apart(batch)
+            made = {"batch": batch}
+            device.batch(made)
+            with apart:
+                loss = check_loss(self._mean_loss(made["batch"]))
+                loss.backward()  # type: ignore[no-untyped-call]
+
         try:
             return estimate_step(
                 self._model,
                 optimizer,
-                sampled.run,
+                forward_backward,
                 self.clip,
                 devices,
-                sequence_length=sampled.longest,
+                sequence_length=dataset.length(longest),
                 accumulates=self.sizer.may_split,
                 maximum=check_whole("maximum", maximum),
                 context=context,
                 headroom=headroom,
-                length_plan=length_plan,
             )
         finally:
             self.step.parts.runner.compilations.forget()
-            self.dataset.forget()
+            dataset.forget()

@@ -121,37 +121,28 @@ class MicroBatchSizer:
         Args:
             batch_size: rows that run at once where no size is configured and all of them fit.
         """
-        if self.throughput is not None:
-            usual = self.throughput.limit
-        else:
-            usual = self.limit_where_fits(
-                self.max_batch_size, length=self.tried_length, batch_size=batch_size
-            )
+        usual = self._usual_limit(batch_size)
         lowered = self._lowered.current
         if lowered is not None and lowered.amount < usual.amount:
             return lowered
         return usual
 
-    def limit_where_fits(
-        self, max_batch_size: int | None, *, length: int, batch_size: int
-    ) -> MicroBatchLimit:
-        """Return what a micro-batch would hold where so many rows fit, as it is configured.
-
-        Args:
-            max_batch_size: the most rows that fit at once there; None leaves ``auto`` unlimited.
-            length: tokens of each of them.
-            batch_size: see :meth:`limit`.
-        """
+    def _usual_limit(self, batch_size: int) -> MicroBatchLimit:
+        """Return :meth:`limit` before memory ran out."""
+        if self.throughput is not None:
+            return self.throughput.limit
         rows = self._micro_batch.micro_batch_size
         tokens = self._micro_batch.micro_batch_tokens
+        most_rows = self.max_batch_size
         if tokens == "auto":
-            tokens = self.layout.amount(max_batch_size or 0, length, unit="tokens") or NO_LIMIT
+            tokens = self.layout.amount(most_rows or 0, self.tried_length, unit="tokens")
+            tokens = tokens or NO_LIMIT
         if tokens is not None:
             return MicroBatchLimit(int(tokens), "tokens")
         if rows == "auto":
-            rows = max_batch_size or NO_LIMIT
+            rows = most_rows or NO_LIMIT
         if rows is None:
-            rows = min(batch_size, max_batch_size or batch_size)
+            rows = min(batch_size, most_rows or batch_size)
         return MicroBatchLimit(int(rows))
 
     @property

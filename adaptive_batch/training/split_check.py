@@ -40,8 +40,6 @@ _LOSS_EPSILONS = 2
 _MOST_CHECKS = 3
 # Splits that are checked again: the first batch may have been one of equal parts by chance.
 _CHECKED_AGAIN = frozenset({2, 4, 8, 16, 32, 64})
-# Splits that are checked where the first shows how labels are counted.
-CHECKED_SPLITS = _CHECKED_AGAIN | {1}
 
 
 class BackwardCatcher(TorchFunctionMode):

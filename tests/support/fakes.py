@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from adaptive_batch.estimate import CachingAllocator, SimulatedMemory
+from adaptive_batch.estimate import CachingAllocator
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.probe import Trial
+
+from .simulated_memory import SimulatedMemory
 
 
 class IdealDevice:

@@ -96,7 +96,7 @@ def estimated(
     step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
     for size in traced or (rows,):
         step.trace(size)
-    return step.log(rows, [step.forward_backward] * steps, micro_batches=micro_batches)
+    return step.log(rows, num_steps=steps, micro_batches=micro_batches)
 
 
 def on_cuda(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from fractions import Fraction
-from functools import partial
 
 import pytest
 from hypothesis import given
@@ -13,8 +12,6 @@ from hypothesis import strategies as st
 from adaptive_batch.estimate import AllocatorSettings, LengthEstimate, MemoryBreakdown
 from adaptive_batch.estimate.bounds import ReplayedBounds
 from adaptive_batch.estimate.fake_step import Resident
-from adaptive_batch.estimate.step_log import STREAM
-from adaptive_batch.estimate.trial_replay import TrialLog, TrialReplay, TrialStepLog
 
 MIB = 2**20
 RESIDENT = Resident(parameters=64 * MIB, buffers=0, optimizer=0, gradients=0)
@@ -84,42 +81,6 @@ def test_where_one_row_is_reserved_beyond_what_there_is_that_is_said():
     fit = made.fit(380 * MIB)
     assert fit.max_batch_size == 0
     assert fit.first_too_large.startswith("what the allocator reserves for one row (")
-
-
-def trial_of(log):
-    """A trial whose loading is the first entry of a log, and whose steps are the rest."""
-    steps = [TrialStepLog(1, log[place : place + 4], ()) for place in range(1, len(log), 4)]
-    return TrialLog([log[:1]], steps)
-
-
-def test_with_the_block_that_training_makes_more_rows_run_without_retries():
-    each = 32 * MIB
-    length = length_of(each, fixed=67 * MIB)
-    logs = partial(step_log, each=each)
-    plain, in_blocks = (
-        ReplayedBounds(length, logs, AllocatorSettings(), maximum=4096, trial_log=trial_log)
-        for trial_log in (None, lambda rows: trial_of(logs(rows)))
-    )
-    plain_fit = plain.fit(1000 * MIB)
-    fit = in_blocks.fit(1000 * MIB)
-    # One buffer at a time, beside the weights, and what is left for small tensors.
-    assert plain_fit.max_batch_size == (1000 - 64 - 3) // (2 * 32)
-    assert fit.max_batch_size == (1000 - 64 - 3 - 40) // 32
-    assert fit.max_batch_size <= fit.max_batch_size_with_retries
-    assert fit.allocated_bytes <= fit.reserved_bytes <= 1000 * MIB
-    assert in_blocks.fit(1000 * MIB, plain_fit) == fit
-
-
-def test_a_trial_that_does_not_fit_leaves_nothing_for_the_next_way():
-    log = [64 * MIB, 500 * MIB, STREAM + 400 * MIB, ~1, ~2]
-    step = TrialStepLog(1, log[1:], ())
-    again = TrialStepLog(1, [500 * MIB, STREAM + 400 * MIB, ~3, ~4], ())
-    trial = TrialLog([log[:1]], [step, again])
-    # In one block of all that there is the other stream finds no room.
-    assert TrialReplay(trial, budget_bytes=2000 * MIB).fits
-    # Nor in one of what both streams have needed.
-    assert not TrialReplay(trial, budget_bytes=1300 * MIB).fits
-    assert not TrialReplay(trial, budget_bytes=60 * MIB).fits
 
 
 def test_no_more_than_the_maximum_is_asked_about():

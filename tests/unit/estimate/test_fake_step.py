@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from fractions import Fraction
 from functools import partial
 
 import pytest
@@ -17,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from adaptive_batch.estimate import (
-    Between,
     CachingAllocator,
     CudaKernels,
     DevicesAsHost,
@@ -165,30 +163,6 @@ def test_rows_of_another_length_are_traced_by_code_of_their_own():
         assert other == trial(3).peak_bytes
 
 
-def test_a_length_between_two_is_exact_once_it_was_traced():
-    with torch.device("meta"):
-        model = Decoder()
-    device = FakeDevice()
-    step = fake_step(model=model, device=device)
-    short, long = (partial(run, model, device.batch, length=length) for length in (20, 40))
-    traced = []
-
-    def own(rows):
-        traced.append(rows)
-        run(model, device.batch, rows, length=33)
-
-    # The 20th part of the way is that of 21 tokens.
-    between = Between(short, long, Fraction(1, 20), own)
-    guessed = step.log(3, [between])
-    assert not traced
-    step.learn(3, [between])
-    learned = step.log(3, [between])
-    assert learned != guessed
-    assert learned == step.log(3, [own])
-    step.learn(3, [between])
-    assert traced == [3]
-
-
 def test_one_row_is_traced_as_it_copies_less_than_several_do():
     with torch.device("meta"):
         model = Decoder()
@@ -203,8 +177,8 @@ def test_one_row_is_traced_as_it_copies_less_than_several_do():
             model.embed(tokens.reshape(-1)).sum().backward()
 
     copied = (LENGTH // 2) * torch.int64.itemsize
-    assert 2 * copied in step.log(2, [in_chunks])
-    assert copied not in step.log(1, [in_chunks])
+    assert 2 * copied in step.log(2, forward_backward=in_chunks, num_steps=1)
+    assert copied not in step.log(1, forward_backward=in_chunks, num_steps=1)
 
 
 def test_a_batch_has_fake_tensors_and_everything_else_as_it_was():

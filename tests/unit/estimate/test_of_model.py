@@ -228,7 +228,7 @@ def test_a_model_whose_first_layer_is_a_convolution_is_estimated(kind, entry):
         estimate = estimate_memory(model, batch(2), optimizer, "T4", mean_loss=mean)
     elif entry == "AdaptiveStep":
         step = AdaptiveStep(model, lambda part: (mean(part.batch) * part.share).backward())
-        estimate = step.estimate(optimizer, batch, "T4", batch_size=8)
+        estimate = step.estimate(optimizer, batch, "T4")
     else:
         rows = [torch.zeros(shape) for _ in range(16)]
         loop = AdaptiveLoop(

@@ -199,6 +199,14 @@ def test_a_check_that_is_off_says_by_how_much():
     assert "checked" not in plan(lengths=(replace(LENGTH, check=None),)).table()
 
 
+@pytest.mark.parametrize("counted", [11 * GIB, 14 * GIB])
+def test_a_check_that_is_off_by_more_than_a_thousandth_replaces_the_curve(counted):
+    off = replace(LENGTH, check=CurveCheck(5, counted, 12 * GIB))
+    assert off.curve.peak_bytes(5) == counted
+    assert (off.max_rows(12 * GIB) > 5) == (counted < 12 * GIB)
+    assert "warning: 5 rows hold" in plan(lengths=(off,)).table()
+
+
 def test_ranks_are_said_where_there_are_several():
     assert "fixed on each of 8 ranks: 6.25 GiB" in plan(world_size=8).table()
     assert (

@@ -37,7 +37,7 @@ def alive(log):
 @pytest.mark.parametrize("options", [{}, {"accumulates": True}, {"in_backward": True}])
 def test_steps_leave_weights_and_states_alone(options):
     step = fake_step("AdamW foreach", **options)
-    logs = [step.log(4, [step.forward_backward] * steps, micro_batches=3) for steps in (1, 2, 5)]
+    logs = [step.log(4, num_steps=steps, micro_batches=3) for steps in (1, 2, 5)]
     assert alive(logs[0]) == alive(logs[1]) == alive(logs[2])
     assert peak_bytes(logs[1]) == peak_bytes(logs[2])
     weights = sum(parameter.nbytes for parameter in step.model.parameters())
@@ -51,14 +51,14 @@ def test_sizes_between_rows_that_were_traced_are_those_of_a_trace():
     traced.trace(7)
     for rows in (2, 3):
         between.trace(rows)
-    assert between.log(7, [between.forward_backward] * 3) == traced.log(
-        7, [traced.forward_backward] * 3
-    )
+    assert traced.is_traced(7)
+    assert not between.is_traced(7)
+    assert between.log(7) == traced.log(7)
 
 
 def test_a_micro_batch_after_the_first_frees_the_gradients_that_it_adds():
     step = fake_step(accumulates=True)
-    one, two = (step.log(2, [step.forward_backward], micro_batches=count) for count in (1, 2))
+    one, two = (step.log(2, num_steps=1, micro_batches=count) for count in (1, 2))
     assert alive(one) == alive(two)
     assert len(two) > len(one)
 
@@ -72,7 +72,7 @@ def test_cublas_takes_a_workspace_for_forward_and_one_for_backward_once():
     with torch.device("meta"):
         model = Decoder()
     step = fake_step(model=model, device=FakeDevice(CudaKernels((8, 0))))
-    log = step.log(2, [step.forward_backward] * 3)
+    log = step.log(2)
     assert list(log).count(8_519_680) == 2
     assert alive(log).count(8_519_680) == 2
 

@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 import pytest
 from support.fakes import CachingMemory
+from support.simulated_memory import SimulatedMemory
 
 from adaptive_batch.estimate.allocator import CachingAllocator
-from adaptive_batch.estimate.simulated_memory import SimulatedMemory
 from adaptive_batch.memory import AllocatorCache
 
 LAYERS, MIB = 24, 2**20
@@ -86,7 +86,7 @@ def test_a_cache_that_has_forgotten_makes_blocks_as_a_new_one(is_told):
 
     first = releases_in(drawn(40))
     memory.allocator.empty_cache()
-    memory.allocator.reset_peaks()
+    memory.reset_peaks()
     if is_told:
         cache.forget()
     else:

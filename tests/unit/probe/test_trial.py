@@ -31,8 +31,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.estimate.allocator import CachingAllocator
-from adaptive_batch.estimate.step_log import STREAM
-from adaptive_batch.estimate.trial_replay import TrialLog, TrialReplay, TrialStepLog
 from adaptive_batch.memory import (
     GIB,
     AllocatorCache,
@@ -594,19 +592,6 @@ def test_a_size_fits_if_it_does_in_one_block_or_without(rows, stream, fits):
         # Training begins with the block of what the trial needed.
         cache.begin_step([1])
         assert 30 * rows * MIB <= device.reserved_bytes() <= 33 * rows * MIB
-    replay = TrialReplay(trial_log(buffers, rows), budget_bytes=device.allocator.capacity_bytes)
-    assert (replay.fits, replay.peaks[1] if fits else None) == (fits, tried.peak_bytes)
-
-
-def trial_log(buffers, rows):
-    """Write the log of a trial whose three steps allocate and free one buffer after the other."""
-    steps = []
-    for first in range(0, 3 * len(buffers), len(buffers)):
-        log = []
-        for number, (num_bytes, stream) in enumerate(buffers, start=first):
-            log += [stream * STREAM + num_bytes, ~number]
-        steps.append(TrialStepLog(rows, log, ()))
-    return TrialLog((), steps)
 
 
 def test_the_place_of_a_new_optimizers_state_is_kept_until_it_makes_its_own():

@@ -246,12 +246,6 @@ def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
     assert (longer["labels"][:, 30:] == -100).all()
     assert task.length(task.resized(rows[0], 24)) == 24
     assert task.length(task.made_up_row(24)) == 24
-    for num_tokens in (24, 29):
-        rows = task.rows_to_pack(3, num_tokens)
-        assert len(rows) == 3
-        batch, lengths = task.join(rows, FORMS["packed"])
-        assert (len(lengths), sum(lengths)) == (6, num_tokens)
-        assert batch["labels"].shape == (1, num_tokens)
 
 
 # --- the reference in micro-batches of its own

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from adaptive_batch.estimate import CachingAllocator
 from adaptive_batch.memory import CachedMemory
-
-from .allocator import CachingAllocator
 
 
 class SimulatedMemory(CachedMemory):
@@ -33,7 +32,12 @@ class SimulatedMemory(CachedMemory):
         self.allocator.empty_cache()
 
     def cached_for_others(self) -> int:
-        return self.allocator.cached_for_others()
+        others = [pool for pool in self.allocator._pools.values() if pool.stream]
+        return sum(size for pool in others for size, _, _ in pool.free)
+
+    def reset_peaks(self) -> None:
+        self.allocator.peak_allocated_bytes = self.allocator.allocated_bytes
+        self.allocator.peak_reserved_bytes = self.allocator.reserved_bytes
 
     def _reservable_bytes(self) -> int:
         return self.allocator.capacity_bytes - self.allocator.reserved_bytes
